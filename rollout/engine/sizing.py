@@ -20,6 +20,7 @@ from rollout.engine.step.rehearsal import StepNeeds
 from rollout.engine.step.row_state import RowState
 from rollout.models.decoder import Decoder
 from rollout.models.lora_slots import AdapterSlots
+from rollout.models.spec import AttentionSpec
 
 _GIB = 2**30
 #: `kv_memory_fraction` when it is absent.
@@ -120,7 +121,8 @@ def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
     if settings.kv_dtype == "auto":
         return model.embed.dtype
     device = model.embed.device
-    odd = next((layer.mixer.head_dim for layer in model.spec.layers if layer.mixer.head_dim % 4), None)
+    mixers = [layer.mixer for layer in model.spec.layers]
+    odd = next((m.head_dim for m in mixers if isinstance(m, AttentionSpec) and m.head_dim % 4), None)
     if device.type == "cuda" and odd is not None:
         raise ValueError(f"kv_dtype = fp8_e4m3 needs a head dimension that is a multiple of 4, not {odd}: use auto")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:

@@ -17,7 +17,8 @@ import torch
 from rollout_kernels import DecodePlan, plan_paged_decode
 
 from rollout.models.lora_slots import StepAdapters
-from rollout.models.spec import ModelSpec
+from rollout.models.spec import AttentionSpec, ModelSpec
+from rollout.models.state_pool import StatePool
 
 if TYPE_CHECKING:
     from rollout_kernels.attention.triton_decode_plan import DecodeWork
@@ -60,6 +61,7 @@ class AttentionBatch:
     query_starts_C1: torch.Tensor | None = None  # int32: first token of each chunk, and their total; for GPUs
     experts: ExpertRecord | None = None  # written by sparse layers
     adapters: StepAdapters | None = None  # None if no row of the step has one
+    rows_B: torch.Tensor | None = None  # int64: place of each row's state; for models that have states
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -96,7 +98,7 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The pool of KV pages: for each layer, keys and values of shape [P, S, G, D] with the heads of that layer.
+    """The pool of KV pages: for each layer that has KV, keys and values [P, S, G, D] with the heads of that layer.
 
     Either in the model's dtype, or as e4m3 codes (uint8), and then with float32 scales [P, 2, G, S], keys' first.
     """
@@ -105,14 +107,15 @@ class KVCache:
     v: list[torch.Tensor]
     page_size: int
     scales: list[torch.Tensor] = field(default_factory=list)  # empty where there are no codes
+    states: StatePool | None = None  # of the layers without KV
 
     def layer(self, index: int) -> LayerKV:
-        """The part that a layer reads and writes."""
+        """The part that a layer reads and writes; `index` counts the layers that have KV."""
         return LayerKV(self.k[index], self.v[index], self.scales[index] if self.scales else None)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors of the pool; the first dimension of each is the page."""
+        """All tensors of the pool of pages; the first dimension of each is the page."""
         return [*self.k, *self.v, *self.scales]
 
     @property
@@ -129,19 +132,21 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+        states: StatePool | None = None,
     ) -> KVCache:
         """Allocate `pages` pages of `page_size` tokens, zeroed: attention masks hide values, but not NaN.
 
         `dtype` is the model's, or `torch.float8_e4m3fn` for codes and scales. `zeros` makes the tensors; by default
-        torch makes them on `device`.
+        torch makes them on `device`. `states` is needed by a model that has states.
         """
         coded = dtype == torch.float8_e4m3fn
         make = zeros or functools.partial(_zeros, device)
-        heads = [(layer.mixer.kv_heads, layer.mixer.head_dim) for layer in spec.layers]
+        mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
+        heads = [(mixer.kv_heads, mixer.head_dim) for mixer in mixers]
         value_dtype = torch.uint8 if coded else dtype
         k, v = ([make((pages, page_size, g, d), value_dtype) for g, d in heads] for _ in range(2))
         scales = [make((pages, 2, g, page_size), torch.float32) for g, _ in heads] if coded else []
-        return cls(k=k, v=v, page_size=page_size, scales=scales)
+        return cls(k=k, v=v, page_size=page_size, scales=scales, states=states)
 
 
 def _zeros(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

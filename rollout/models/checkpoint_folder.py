@@ -26,7 +26,7 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig
 
 from rollout.models.config_rules import NUMBER, Rule
-from rollout.models.registry import check_model_type, check_supported, config_rules
+from rollout.models.registry import check_model_type, check_supported, config_rules, has_text_config
 
 #: Called with (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
@@ -189,15 +189,31 @@ def read_config(folder: Path) -> tuple[Any, str]:
     check_supported(names[0])
     check_model_type(names[0], content.get("model_type"))
     rules = config_rules(names[0])
-    check_config(content, rules, str(file))
+    nested, where = has_text_config(names[0]), str(file)
+    if nested:
+        where = f"{file}: text_config"
+        if not isinstance(content.get("text_config"), dict):
+            raise CheckpointError(f"{file} has no map 'text_config', which {names[0]} needs")
+    check_config(content["text_config"] if nested else content, rules, where)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     # It validates little and fails in many ways; any exception is about this file.
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
+    if nested:
+        config = _text_config(config, content)
     # Keys may have other names in the file than in the config, and transformers adds those that are missing.
-    check_config({name: getattr(config, name, None) for name in rules}, rules, str(file))
+    check_config({name: getattr(config, name, None) for name in rules}, rules, where)
     return config, names[0]
+
+
+def _text_config(config: Any, content: dict[str, Any]) -> Any:
+    """The config of the language model, with what the whole checkpoint says about it."""
+    text = config.text_config
+    for name in ("tie_word_embeddings", "quantization_config"):
+        if name in content:
+            setattr(text, name, content[name])
+    return text
 
 
 def read_generation_defaults(folder: Path, config: Any) -> GenerationDefaults:

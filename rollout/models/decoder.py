@@ -11,6 +11,7 @@ from rollout_kernels.moe.formats import Format
 from torch import nn
 
 from rollout.models.batch import AttentionBatch, KVCache
+from rollout.models.delta_net import DeltaNet
 from rollout.models.layers import (
     Attention,
     Block,
@@ -20,9 +21,9 @@ from rollout.models.layers import (
     StepContext,
     empty_parameter,
 )
-from rollout.models.names import Region, all_views, one_name
+from rollout.models.names import Region, all_views, one_name, with_other_prefix
 from rollout.models.rope import Rope
-from rollout.models.spec import ModelSpec, MoESpec
+from rollout.models.spec import DeltaNetSpec, ModelSpec, MoESpec
 
 
 class DecoderLayer(Block):
@@ -32,12 +33,16 @@ class DecoderLayer(Block):
         self, spec: ModelSpec, index: int, dtype: torch.dtype, device: torch.device, experts: Format = "plain"
     ) -> None:
         super().__init__()
-        layer = spec.layers[index]
+        layer, mixer = spec.layers[index], spec.layers[index].mixer
         self.spec = layer
-        self.mixer_norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
-        rope = spec.ropes.index((layer.mixer.rope, layer.mixer.head_dim))
-        self.mixer = Attention(layer.mixer, index, rope, dtype, device)
-        self.feed_forward_norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
+        self.mixer_norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
+        self.mixer: Attention | DeltaNet
+        if isinstance(mixer, DeltaNetSpec):
+            self.mixer = DeltaNet(mixer, index, spec.state_layers.index(index), dtype, device)
+        else:
+            rope = spec.ropes.index((mixer.rope, mixer.head_dim))
+            self.mixer = Attention(mixer, index, spec.attention_layers.index(index), rope, dtype, device)
+        self.feed_forward_norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
         self.feed_forward: DenseFeedForward | SparseFeedForward
         if isinstance(layer.feed_forward, MoESpec):
             sparse_index = spec.sparse_layers.index(index)
@@ -59,12 +64,17 @@ class DecoderLayer(Block):
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under `prefix`."""
+        names = self.spec.names
         return [
-            one_name(f"{prefix}{self.spec.names.mixer_norm}.weight", self.mixer_norm.weight),
+            _norm_region(prefix, (names.mixer_norm, names.also_mixer_norm), self.mixer_norm),
             *self.mixer.regions(prefix),
-            one_name(f"{prefix}{self.spec.names.feed_forward_norm}.weight", self.feed_forward_norm.weight),
+            _norm_region(prefix, (names.feed_forward_norm, names.also_feed_forward_norm), self.feed_forward_norm),
             *self.feed_forward.regions(prefix),
         ]
+
+
+def _norm_region(prefix: str, names: tuple[str, str | None], norm: RMSNorm) -> Region:
+    return Region(tuple({f"{prefix}{name}.weight": norm.weight.detach()} for name in names if name is not None))
 
 
 class Decoder(Block):
@@ -81,7 +91,7 @@ class Decoder(Block):
         self.layers = nn.ModuleList(
             DecoderLayer(spec, index, dtype, device, experts) for index in range(len(spec.layers))
         )
-        self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
+        self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
         # A tied output layer is the embedding itself: one parameter, one name.
         self.lm_head = self.embed if spec.tied else empty_parameter(spec.vocab, spec.hidden, dtype=dtype, device=device)
         self.ropes = nn.ModuleList(Rope(rope, head_dim, device) for rope, head_dim in spec.ropes)
@@ -115,6 +125,8 @@ class Decoder(Block):
         for index, layer in enumerate(self.layers):
             regions += layer.regions(self.spec.layer_prefix(index))  # type: ignore[operator]
         regions.append(one_name(f"{names.norm}.weight", self.norm.weight))
+        if names.other_prefix is not None:
+            regions = [with_other_prefix(region, *names.other_prefix) for region in regions]
         return regions if self.spec.tied else [*regions, one_name(f"{names.lm_head}.weight", self.lm_head)]
 
     def hf_views(self) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.deterministic import KernelProduct, head_product, kernel_product
 from rollout.models.fused_experts import FusedExperts
 from rollout.models.fused_experts import kernels_take as experts_take
-from rollout.models.layers import Attention, DenseFeedForward, Linear, SparseFeedForward, StepContext
+from rollout.models.layers import Attention, Block, DenseFeedForward, Linear, SparseFeedForward, StepContext
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.rope import Rope
 from rollout.models.spec import AttentionSpec, FeedForwardSpec, MixerSpec, MoESpec
@@ -58,8 +58,10 @@ def supports(model: Decoder, experts: bool) -> bool:
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention without an output bias."""
-    return isinstance(spec, AttentionSpec) and not spec.o_bias
+    """True if the kernels run this mixer: attention without an output bias or gate that turns whole heads."""
+    if not isinstance(spec, AttentionSpec) or spec.o_bias:
+        return False
+    return not (spec.output_gate or spec.unit_offset) and spec.rope.share == 1.0
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
@@ -92,9 +94,11 @@ class FusedDecoder:
         self._deterministic = deterministic
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
         dtype, layers = model.embed.dtype, [cast(DecoderLayer, layer) for layer in model.layers]
-        mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec)}
+        mixers = {
+            layer.mixer for layer in layers if isinstance(layer.mixer, Attention) and takes_mixer(layer.mixer.spec)
+        }
         feed_forwards = {layer.feed_forward for layer in layers if takes_feed_forward(layer.feed_forward.spec, dtype)}
-        self._fused = mixers | feed_forwards
+        self._fused: set[Block] = {*mixers, *feed_forwards}
         self._generic_blocks = len(self._fused) < 2 * len(layers)
         if deterministic and self._generic_blocks:
             architecture = model.spec.architecture
@@ -156,6 +160,7 @@ class FusedDecoder:
         experts = self._experts if fused and isinstance(feed_forward, SparseFeedForward) else None
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
         if mixer in self._fused:
+            assert isinstance(mixer, Attention)
             mixed = self._attention(mixer, x_TH, context, later=experts is None)
         else:
             mixed = Unsummed(mixer(x_TH, context).value()[None], None)
@@ -205,7 +210,7 @@ class FusedDecoder:
     def _attention(self, attention: Attention, x_TH: torch.Tensor, context: StepContext, later: bool) -> Unsummed:
         """The attention block's output; writes this layer's keys and values. For `later` see `_product`."""
         spec, batch = attention.spec, context.batch
-        cache, cos_sin = context.kv.layer(attention.layer), context.cos_sin[attention.rope]
+        cache, cos_sin = context.kv.layer(attention.kv_index), context.cos_sin[attention.rope]
         if spec.qk_norm != "full" and spec.clip_qkv is None:
             parts, correction = self._product("qkv", x_TH, attention.qkv_proj, attention.layer, batch.adapters)
             q_TQD = finish_qkv(
@@ -223,7 +228,7 @@ class FusedDecoder:
                 correction,
             )
         else:
-            q_TQD = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
+            q_TQD, _ = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
         if self._deterministic:
             out_TQD = one_order.attend(q_TQD, batch, cache, attention.scale, spec.window)
         else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,11 +19,14 @@ from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, Rule, integer
 from rollout.models.spec import (
     AttentionNames,
     AttentionSpec,
+    DeltaNetNames,
+    DeltaNetSpec,
     DenseNames,
     DenseSpec,
     FeedForwardSpec,
     LayerNames,
     LayerSpec,
+    MixerSpec,
     ModelNames,
     ModelSpec,
     MoENames,
@@ -140,6 +143,15 @@ def ropes_where_listed(config: Any) -> tuple[str | None, ...]:
     return tuple("" if has_rope else None for has_rope in config.no_rope_layers)
 
 
+@by_layer(layer_types=layer_list(str))
+def linear_by_type(config: Any) -> tuple[bool, ...]:
+    """The config names the layers with linear attention."""
+    for kind in config.layer_types:
+        if kind not in ("full_attention", "linear_attention"):
+            raise ValueError(f"layer type {kind!r:.80} is not supported; supported: full_attention, linear_attention")
+    return tuple(kind == "linear_attention" for kind in config.layer_types)
+
+
 @by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
@@ -190,6 +202,25 @@ class MoEFamily:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetFamily:
+    """The layers of a family that have gated DeltaNet instead of attention."""
+
+    key_heads: Key = declared(integer(1, 4096), Key("linear_num_key_heads"))
+    value_heads: Key = declared(integer(1, 4096), Key("linear_num_value_heads"))
+    key_dim: Key = declared(integer(1, 8192), Key("linear_key_head_dim"))
+    value_dim: Key = declared(integer(1, 8192), Key("linear_value_head_dim"))
+    conv: Key = declared(integer(2, 64), Key("linear_conv_kernel_dim"))
+    eps: float | Key = declared(NUMBER, Key("rms_norm_eps"))  # of the norm of the outputs
+    reflects: bool | Key = declared(FLAG, False)  # beta goes up to 2
+    interleaved: bool = False
+    linear: ByLayer[bool] = linear_by_type
+    names: DeltaNetNames = DeltaNetNames()
+    #: Of the layers with DeltaNet.
+    norms: NormPlace = "before"
+    layer_names: LayerNames = LayerNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What differs from Llama without biases. For the fields see the specs that are built from them."""
 
@@ -202,6 +233,13 @@ class Family:
     windows: ByLayer[int | None] = no_windows
     #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
     ropes: ByLayer[Any] = same_rope
+    partial_rope: bool = False  # `partial_rotary_factor` is read: only the first dimensions of a head turn
+    optional_rope: bool = False  # without a `rope_theta` no layer has a rotary embedding
+    unit_offset: bool = False
+    output_gate: bool = False
+    linear: DeltaNetFamily | None = None
+    #: The config of the language model is the map `text_config` of config.json.
+    has_text_config: bool = False
     attention_scale: Key | None = declared(NUMBER, None)
     norms: NormPlace = "before"
     residual_scale: float | Key = declared(NUMBER, 1.0)
@@ -215,7 +253,36 @@ class Family:
 
 
 _ATTENTION_BIAS = Key("attention_bias")
+_QWEN3_5_MOE = MoEFamily(
+    experts=Key("num_experts"),
+    intermediate=Key("moe_intermediate_size"),
+    renormalize=True,
+    shared_intermediate=Key("shared_expert_intermediate_size"),
+    shared_gate=True,
+)
 _NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def _qwen3_5(model_type: str, moe: MoEFamily | None = None, has_text_config: bool = False) -> Family:
+    return Family(
+        model_type=model_type,
+        has_text_config=has_text_config,
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        partial_rope=True,
+        unit_offset=True,
+        output_gate=True,
+        linear=DeltaNetFamily(),
+        moe=moe,
+        names=ModelNames(
+            embed="model.language_model.embed_tokens",
+            layer="model.language_model.layers.{}.",
+            norm="model.language_model.norm",
+            other_prefix=("model.language_model.", "model."),
+        ),
+    )
+
 
 #: By the name that stands in the `architectures` of a config.json.
 FAMILIES: dict[str, Family] = {
@@ -317,6 +384,57 @@ FAMILIES: dict[str, Family] = {
         norms="after",
         layer_names=_NORMS_AFTER,
     ),
+    "Qwen3_5ForConditionalGeneration": _qwen3_5("qwen3_5", has_text_config=True),
+    "Qwen3_5ForCausalLM": _qwen3_5("qwen3_5_text"),
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5("qwen3_5_moe", _QWEN3_5_MOE, has_text_config=True),
+    "Qwen3_5MoeForCausalLM": _qwen3_5("qwen3_5_moe_text", _QWEN3_5_MOE),
+    "Qwen3NextForCausalLM": Family(
+        model_type="qwen3_next",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        partial_rope=True,
+        unit_offset=True,
+        output_gate=True,
+        linear=DeltaNetFamily(
+            interleaved=True,
+            names=DeltaNetNames(inputs=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+        ),
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+            shared_intermediate=Key("shared_expert_intermediate_size"),
+            shared_gate=True,
+            sparse=sparse_by_step,
+        ),
+    ),
+    "OlmoHybridForCausalLM": Family(
+        model_type="olmo_hybrid",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="full",
+        optional_rope=True,
+        norms="after",
+        # transformers saves the first of them under a name of the other layers.
+        layer_names=_NORMS_AFTER._replace(also_mixer_norm="feedforward_layer_norm"),
+        linear=DeltaNetFamily(
+            eps=1e-5,
+            reflects=Key("linear_allow_neg_eigval"),
+            layer_names=LayerNames(
+                "attention_layer_norm", "feedforward_layer_norm", "input_layernorm", "post_attention_layernorm"
+            ),
+            names=DeltaNetNames(
+                inputs=tuple(f"linear_attn.{name}_proj" for name in "qkvgba"),
+                conv=(
+                    ("linear_attn.q_conv1d", "linear_attn.k_conv1d", "linear_attn.v_conv1d"),
+                    ("linear_attn.conv1d",),
+                ),
+                norm="linear_attn.o_norm",
+                out="linear_attn.o_proj",
+            ),
+        ),
+    ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
         qkv_bias=_ATTENTION_BIAS,
@@ -357,7 +475,12 @@ def config_rules(architecture: str) -> dict[str, Rule]:
     return _COMMON | _rules(FAMILIES[architecture])
 
 
-def _rules(declaration: Family | MoEFamily) -> dict[str, Rule]:
+def has_text_config(architecture: str) -> bool:
+    """True if the config of the language model is the map `text_config` of config.json."""
+    return FAMILIES[architecture].has_text_config
+
+
+def _rules(declaration: Family | MoEFamily | DeltaNetFamily) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
     for entry in fields(declaration):
         match getattr(declaration, entry.name):
@@ -365,8 +488,8 @@ def _rules(declaration: Family | MoEFamily) -> dict[str, Rule]:
                 rules[name] = entry.metadata["rule"]
             case ByLayer() as values:
                 rules |= values.rules
-            case MoEFamily() as moe:
-                rules |= _rules(moe)
+            case MoEFamily() | DeltaNetFamily() as part:
+                rules |= _rules(part)
     return rules
 
 
@@ -393,12 +516,13 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         eps=config.rms_norm_eps,
-        max_positions=max(_max_positions(config, layer.mixer.rope) for layer in layers),
+        max_positions=max(_max_positions(config, layer.mixer) for layer in layers),
         tied=bool(config.tie_word_embeddings),
         layers=layers,
         names=family.names,
         embed_scale=_value(config, family.embed_scale),
         logit_divisor=_value(config, family.logit_divisor),
+        unit_offset=family.unit_offset,
     )
 
 
@@ -406,23 +530,48 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     count = config.num_hidden_layers
     sparse = (False,) * count if family.moe is None else family.moe.sparse(config)
     mixers = list(zip(family.windows(config), family.ropes(config), strict=True))
-    ropes = {kind: _rope(config, kind) for _, kind in mixers}
+    ropes = {kind: _rope(config, kind, family) for _, kind in mixers}
     attention = {(window, kind): _attention(config, family, ropes[kind], window) for window, kind in set(mixers)}
+    linear, delta_net = (False,) * count, None
+    if family.linear is not None and any(linear := family.linear.linear(config)):
+        delta_net = _delta_net(config, family.linear)
+    if all(linear):
+        raise ValueError("layer_types names no layer with full attention; at least one is needed")
     feed_forward: dict[bool, FeedForwardSpec] = {}
     if not all(sparse):
         feed_forward[False] = _dense(config, family)
     if family.moe is not None and any(sparse):
         feed_forward[True] = _moe(config, family.moe)
-    return tuple(
-        LayerSpec(
-            attention[mixer],
-            feed_forward[is_sparse],
-            family.layer_names,
-            family.norms,
-            _value(config, family.residual_scale),
-        )
-        for mixer, is_sparse in zip(mixers, sparse, strict=True)
+    scale = _value(config, family.residual_scale)
+    layers = []
+    for mixer, is_linear, is_sparse in zip(mixers, linear, sparse, strict=True):
+        block: MixerSpec = attention[mixer]
+        names, norms = family.layer_names, family.norms
+        if is_linear and family.linear is not None and delta_net is not None:
+            block, names, norms = delta_net, family.linear.layer_names, family.linear.norms
+        layers.append(LayerSpec(block, feed_forward[is_sparse], names, norms, scale))
+    return tuple(layers)
+
+
+def _delta_net(config: Any, family: DeltaNetFamily) -> DeltaNetSpec:
+    spec = DeltaNetSpec(
+        hidden=config.hidden_size,
+        key_heads=_value(config, family.key_heads),
+        value_heads=_value(config, family.value_heads),
+        key_dim=_value(config, family.key_dim),
+        value_dim=_value(config, family.value_dim),
+        conv=_value(config, family.conv),
+        eps=_value(config, family.eps),
+        interleaved=family.interleaved,
+        beta_scale=2.0 if _value(config, family.reflects) else 1.0,
+        names=family.names,
     )
+    if spec.value_heads % spec.key_heads:
+        raise ValueError(
+            f"{family.value_heads.name} ({spec.value_heads}) is not a multiple of {family.key_heads.name} "
+            f"({spec.key_heads})"
+        )
+    return spec
 
 
 def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) -> AttentionSpec:
@@ -441,11 +590,18 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         eps=config.rms_norm_eps,
         names=family.attention_names,
         scale=_value(config, family.attention_scale),
+        unit_offset=family.unit_offset,
+        output_gate=family.output_gate,
     )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
     if spec.head_dim % 2 or not spec.head_dim:
         raise ValueError(f"head_dim ({spec.head_dim}) must be even and at least 2, for rotary embeddings")
+    if rope.width(spec.head_dim) % 2 or not rope.width(spec.head_dim):
+        raise ValueError(
+            f"partial_rotary_factor ({rope.share}) turns {rope.width(spec.head_dim)} dimensions of a head; it must be "
+            "an even number, at least 2"
+        )
     if window is not None and window < 1:
         raise ValueError("sliding_window must be at least 1")
     return spec
@@ -493,9 +649,19 @@ def _value(config: Any, declared: Any) -> Any:
 # --- rotary embedding ------------------------------------------------------------------------------------------------
 
 
-def _rope(config: Any, part: str | None) -> RopeSpec:
-    if part is None:
+def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
+    if part is None or (family.optional_rope and (config.rope_parameters or {}).get("rope_theta") is None):
         return RopeSpec("none", theta=1.0)
+    params = dict(config.rope_parameters or {})
+    share = (params.get(part) or {} if part else params).get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not family.partial_rope:
+        raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor ({share}) must be above 0 and at most 1")
+    return replace(_scaled_rope(config, part), share=share)
+
+
+def _scaled_rope(config: Any, part: str) -> RopeSpec:
     # transformers folds the older `rope_theta` and `rope_scaling` keys into this one when it reads a config.
     params = dict(config.rope_parameters or {})
     if part:
@@ -506,8 +672,6 @@ def _rope(config: Any, part: str | None) -> RopeSpec:
         raise ValueError("config.json gives no rope_theta")
     if theta <= 1:
         raise ValueError(f"rope_theta ({theta}) must be more than 1")
-    if params.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
     if kind == "default":
         return RopeSpec("default", theta)
     factor = params.get("factor")
@@ -556,7 +720,9 @@ def _yarn_attention_factor(params: dict[str, Any], factor: float) -> float:
     return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
 
 
-def _max_positions(config: Any, rope: RopeSpec) -> int:
+def _max_positions(config: Any, mixer: MixerSpec) -> int:
     """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one."""
-    extended = int(rope.factor * rope.original_max_positions) if rope.kind == "yarn" else 0
+    extended = 0
+    if isinstance(mixer, AttentionSpec) and mixer.rope.kind == "yarn":
+        extended = int(mixer.rope.factor * mixer.rope.original_max_positions)
     return max(config.max_position_embeddings, extended)

@@ -1,6 +1,6 @@
 """Rotary embeddings: inverse frequencies for every kind of scaling, and the module that holds them.
 
-Legend: T tokens, D head dimension, F = D / 2 frequencies.
+Legend: T tokens, D dimensions of a head that turn, F = D / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from rollout.models.spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Radians per position, float32 [F], fastest first."""
+    """Radians per position of the dimensions that turn, float32 [F], fastest first."""
+    width = rope.width(head_dim)
     if rope.kind == "none":
-        return torch.zeros(head_dim // 2)
-    inv_freq_F = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        return torch.zeros(width // 2)
+    inv_freq_F = 1.0 / rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if rope.kind == "linear":
         return inv_freq_F / rope.factor
     if rope.kind == "llama3":
         return _llama3(inv_freq_F, rope)
     if rope.kind == "yarn":
-        return _yarn(inv_freq_F, rope, head_dim)
+        return _yarn(inv_freq_F, rope, width)
     return inv_freq_F
 
 
@@ -35,19 +36,18 @@ def _llama3(inv_freq_F: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
     return inv_freq_F * kept_F + inv_freq_F / rope.factor * (1 - kept_F)
 
 
-def _yarn(inv_freq_F: torch.Tensor, rope: RopeSpec, head_dim: int) -> torch.Tensor:
+def _yarn(inv_freq_F: torch.Tensor, rope: RopeSpec, width: int) -> torch.Tensor:
     """As llama3, but the ramp is over dimensions rather than frequencies (arXiv 2309.00071, section 3.2)."""
 
     def dimension(turns: float) -> float:
         period = rope.original_max_positions / (turns * 2 * math.pi)
-        return head_dim * math.log(period) / (2 * math.log(rope.theta))
+        return width * math.log(period) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low or 0.001
-    ramp_F = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp_F = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
     return inv_freq_F * (1 - ramp_F) + inv_freq_F / rope.factor * ramp_F
 
 

@@ -5,7 +5,8 @@ built from its own spec alone, so layers may differ in everything but the width 
 
     ModelSpec
       layers: LayerSpec, one a layer
-        mixer          AttentionSpec                         mixes tokens, keeps KV
+        mixer          AttentionSpec                         mixes tokens, keeps KV by page
+                       | DeltaNetSpec                        mixes tokens, keeps one state a row
         feed_forward   DenseSpec | MoESpec with a RouterSpec  works on each token alone
 
 A new variant is a field with a default where a block changes a little, and a class of its own where the block is
@@ -41,6 +42,11 @@ class RopeSpec:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies sine and cosine
+    share: float = 1.0  # of a head's dimensions, the first ones: they turn, the others stay
+
+    def width(self, head_dim: int) -> int:
+        """Dimensions of a head that turn."""
+        return int(head_dim * self.share)
 
 
 class LinearSpec(NamedTuple):
@@ -90,6 +96,8 @@ class AttentionSpec:
     eps: float  # of the query and key norms
     names: AttentionNames = AttentionNames()
     scale: float | None = None  # factor of the scores; None: the head dimension to the power of -1/2
+    unit_offset: bool = False  # the weights of the query and key norms are stored less 1
+    output_gate: bool = False  # a sigmoid gates the output; each head's gate follows its query in the product
 
     @property
     def q_dim(self) -> int:
@@ -103,8 +111,9 @@ class AttentionSpec:
 
     @property
     def qkv(self) -> LinearSpec:
-        """The product that makes queries, keys and values."""
-        widths = _widths(self.names.qkv, (self.q_dim, self.kv_dim, self.kv_dim))
+        """The product that makes queries (with their gates, if there are any), keys and values."""
+        q_width = 2 * self.q_dim if self.output_gate else self.q_dim
+        widths = _widths(self.names.qkv, (q_width, self.kv_dim, self.kv_dim))
         return LinearSpec(self.hidden, self.names.qkv, widths, self.qkv_bias)
 
     @property
@@ -118,7 +127,79 @@ class AttentionSpec:
         return 2 * self.kv_heads * (self.head_dim * dtype.itemsize + scale)
 
 
-MixerSpec = AttentionSpec
+class DeltaNetNames(NamedTuple):
+    """Modules and tensors of a gated DeltaNet block.
+
+    `inputs` are the modules of the product before the convolution: queries, keys, values, then output gates z, then b
+    and a. `conv` are alternatives: one depthwise convolution over queries, keys and values, or three.
+    """
+
+    inputs: tuple[str, ...] = (
+        "linear_attn.in_proj_qkv",
+        "linear_attn.in_proj_z",
+        "linear_attn.in_proj_b",
+        "linear_attn.in_proj_a",
+    )
+    conv: tuple[tuple[str, ...], ...] = (("linear_attn.conv1d",),)
+    a_log: str = "linear_attn.A_log"
+    dt_bias: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm"
+    out: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """Gated DeltaNet: linear attention whose state is corrected by each token (arXiv 2412.06464).
+
+    A short convolution and SiLU come before it, a norm of each head and a gate after it.
+    """
+
+    hidden: int
+    key_heads: int
+    value_heads: int  # a multiple of the key heads; the value heads of a key head are neighbours
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv: int  # tokens that the convolution sees, the present one included
+    eps: float  # of the norm of the outputs
+    interleaved: bool = False  # the input product is sorted by key head: its q, k, v, z; and its b, a
+    beta_scale: float = 1.0  # how much of a key's old value a token may replace: 1 all of it, 2 reflects it
+    names: DeltaNetNames = DeltaNetNames()
+
+    @property
+    def mixed(self) -> int:
+        """Width of queries, keys and values: what the convolution works on."""
+        return 2 * self.key_heads * self.key_dim + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """Widths of queries, keys, values, gates z, b and a."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_width, self.value_width, self.value_heads, self.value_heads
+
+    @property
+    def inputs(self) -> LinearSpec:
+        """The product that makes everything that the block needs of a token."""
+        modules, (q, k, v, z, b, a) = self.names.inputs, self.input_widths
+        by_modules = {2: (q + k + v + z, b + a), 4: (q + k + v, z, b, a), 6: (q, k, v, z, b, a)}
+        return LinearSpec(self.hidden, modules, by_modules[len(modules)], False)
+
+    @property
+    def out(self) -> LinearSpec:
+        """The output product."""
+        return LinearSpec(self.value_width, (self.names.out,), (self.hidden,), False)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one row's state in this layer: recurrent in float32, the convolution's inputs in the model's."""
+        recurrent = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return recurrent + self.mixed * (self.conv - 1) * dtype.itemsize
+
+
+MixerSpec = AttentionSpec | DeltaNetSpec
 
 # --- feed-forward blocks ---------------------------------------------------------------------------------------------
 
@@ -206,6 +287,9 @@ class LayerNames(NamedTuple):
 
     mixer_norm: str = "input_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
+    #: What files or updates may call them instead.
+    also_mixer_norm: str | None = None
+    also_feed_forward_norm: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +309,7 @@ class LayerSpec:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache that one token takes in this layer."""
-        return self.mixer.kv_bytes_per_token(dtype)
+        return self.mixer.kv_bytes_per_token(dtype) if isinstance(self.mixer, AttentionSpec) else 0
 
 
 class ModelNames(NamedTuple):
@@ -235,6 +319,8 @@ class ModelNames(NamedTuple):
     layer: str = "model.layers.{}."
     norm: str = "model.norm"
     lm_head: str = "lm_head"
+    #: Prefixes that files and updates may have instead: (prefix of the names above, the other one).
+    other_prefix: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -251,12 +337,28 @@ class ModelSpec:
     names: ModelNames = ModelNames()
     embed_scale: float = 1.0  # factor of the embedding
     logit_divisor: float = 1.0
+    unit_offset: bool = False  # the weights of all norms are stored less 1
 
     @functools.cached_property
     def plain_stream(self) -> bool:
         """True if the residual stream is Llama's: norms before blocks, and no factor anywhere."""
         plain_layers = all(layer.norms == "before" and layer.residual_scale == 1.0 for layer in self.layers)
-        return plain_layers and self.embed_scale == self.logit_divisor == 1.0
+        return plain_layers and self.embed_scale == self.logit_divisor == 1.0 and not self.unit_offset
+
+    @functools.cached_property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with KV, ascending."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionSpec))
+
+    @functools.cached_property
+    def state_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a state by row, ascending; empty for a model of attention alone."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNetSpec))
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one row's state in all layers."""
+        mixers = (layer.mixer for layer in self.layers)
+        return sum(mixer.state_bytes(dtype) for mixer in mixers if isinstance(mixer, DeltaNetSpec))
 
     @functools.cached_property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -273,7 +375,8 @@ class ModelSpec:
     @functools.cached_property
     def ropes(self) -> tuple[tuple[RopeSpec, int], ...]:
         """Rotary embeddings of the layers with their head dimensions, each once, in the order of the layers."""
-        return tuple(dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in self.layers))
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(dict.fromkeys((m.rope, m.head_dim) for m in mixers if isinstance(m, AttentionSpec)))
 
     @property
     def tied_name(self) -> str | None:

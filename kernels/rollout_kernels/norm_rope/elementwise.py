@@ -6,7 +6,7 @@ The rotary embedding has the half-split layout of Hugging Face checkpoints: a he
 `x * cos + rotate_half(x) * sin`. The sine carries the sign of `rotate_half`, so a rotation is a roll, a product and a
 fused multiply-add over query and key heads together.
 
-Legend: T tokens, H heads, D head or hidden dimension.
+Legend: T tokens, H heads, D head or hidden dimension, R dimensions of a head that turn.
 """
 
 from __future__ import annotations
@@ -17,18 +17,26 @@ import torch
 import torch.nn.functional as F
 
 
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
     """Normalise `x` [..., D] to unit root mean square and scale it by `weight_D`; returns x's dtype.
 
-    Computed in float32. Source: B. Zhang, R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
+    Computed in float32. With `unit_offset` the scale is `weight_D` plus 1, not rounded. Source: B. Zhang, R. Sennrich,
+    "Root mean square layer normalization", NeurIPS 2019.
     """
+    if unit_offset:
+        return _unit_rms(x.float(), eps).mul_(weight_D.float() + 1.0).to(x.dtype)
     if x.dtype != torch.float32:
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return _unit_rms(x, eps).mul_(weight_D)
 
 
-def head_rms_norm(x_THD: torch.Tensor, weight_HD: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise each head of `x_THD` on its own and scale it by its row of `weight_HD`; returns x's dtype."""
+def head_rms_norm(x_THD: torch.Tensor, weight_HD: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
+    """Normalise each head of `x_THD` on its own and scale it by its row of `weight_HD`, plus 1 with `unit_offset`.
+
+    Returns x's dtype.
+    """
+    if unit_offset:
+        return _unit_rms(x_THD.float(), eps).mul_(weight_HD.float() + 1.0).to(x_THD.dtype)
     if x_THD.dtype != torch.float32:
         return F.rms_norm(x_THD, x_THD.shape[-1:], None, eps) * weight_HD
     return _unit_rms(x_THD, eps).mul_(weight_HD)
@@ -62,11 +70,18 @@ def rope_cos_sin(
     return angles_T1D.cos() * sign_D[-1:], angles_T1D.sin_() * sign_D
 
 
-def apply_rope(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-    """Rotate every head of `x_THD` by the result of `rope_cos_sin`; computed in float32, returned in x's dtype."""
+def apply_rope(x_THD: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:
+    """Turn the first R dimensions of every head of `x_THD` by the result of `rope_cos_sin`; the others stay.
+
+    Computed in float32, returned in x's dtype.
+    """
+    width = cos_T1R.shape[-1]
+    if width < x_THD.shape[-1]:
+        turned_THR = apply_rope(x_THD[..., :width], cos_T1R, sin_T1R)
+        return torch.cat((turned_THR, x_THD[..., width:]), dim=-1)
     float_THD = x_THD.float()
-    rolled_THD = float_THD.roll(float_THD.shape[-1] // 2, -1)
-    return torch.addcmul(float_THD * cos_T1D, rolled_THD, sin_T1D).to(x_THD.dtype)
+    other_THD = float_THD.roll(width // 2, -1)
+    return torch.addcmul(float_THD * cos_T1R, other_THD, sin_T1R).to(x_THD.dtype)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -130,7 +130,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     stem, config = _CONFIGS.get(family, (family, {}))
     config_class = getattr(transformers, f"{stem}Config")
     values = {"pad_token_id": None, **_COMMON, **config, **overrides}
-    model = getattr(transformers, f"{stem}ForCausalLM")._from_config(
+    model = getattr(transformers, f"{stem.removesuffix('Text')}ForCausalLM")._from_config(
         config_class(**values), attn_implementation="eager", dtype=torch.float32
     )
     # The grouped matrix product that transformers prefers refuses widths that are not multiples of 16 bytes.

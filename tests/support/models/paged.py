@@ -11,6 +11,7 @@ from rollout.models import AttentionBatch, Chunk, Decoder, KVCache, LoadedModel
 from rollout.models.batch import ExpertRecord
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
+from rollout.models.state_pool import StatePool
 
 
 class PagedRunner:
@@ -31,9 +32,13 @@ class PagedRunner:
         self.width = -(-max_tokens // page_size)
         pages = list(range(1, rows * self.width + 1))
         random.Random(seed).shuffle(pages)
-        self.kv = KVCache.allocate(model.spec, len(pages) + 1, page_size, kv_dtype or model.embed.dtype, "cpu")
+        dtype = model.embed.dtype
+        self.states = StatePool.allocate(model.spec, rows + 1, dtype, "cpu")  # row 0 is padding
+        self.kv = KVCache.allocate(model.spec, len(pages) + 1, page_size, kv_dtype or dtype, "cpu", states=self.states)
         for cache in self.kv.tensors:
             cache.fill_(50.0)
+        for state in () if self.states is None else self.states.tensors:
+            state.fill_(float("nan"))  # at position 0 no state is read
         self.tables = [pages[row * self.width : (row + 1) * self.width] for row in range(rows)]
         self.lengths = [0] * rows
         self.decode_position_shift = 0
@@ -102,6 +107,8 @@ class PagedRunner:
             chunks=chunks,
             experts=self.experts,
             adapters=self._step_adapters(rows, chunks, padding),
+            rows_B=torch.tensor([row + 1 for row in rows] + [0] * padding),
+            query_starts_C1=None if chunks is None else ints([*(c.query_start for c in chunks), len(tokens)]),
         )
         return self.forward.compute_logits(self.forward(ints(tokens), batch, self.kv))
 
