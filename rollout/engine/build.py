@@ -21,6 +21,7 @@ from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mover import HostMemory, PageMover
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import SessionCounts, Sessions
+from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Event, RoutingShape
 from rollout.engine.parts import EngineParts, Links, Receiver
@@ -34,6 +35,7 @@ from rollout.engine.sizing import (
     PoolSize,
     adapter_host_bytes,
     check_row_state,
+    check_states,
     host_kv_pages,
     kv_dtype,
     kv_pages,
@@ -45,19 +47,19 @@ from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Streams
 from rollout.engine.step.expert_trace import routing_shape
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
-from rollout.engine.step.pack import PADDING_WORDS, Packer, slot_words, upload_words
+from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import ALIGNMENT_WORDS
 from rollout.metrics.meter import Meter
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
 from rollout.models.lora_slots import AdapterSlots
+from rollout.models.state_pool import StatePool
 
 log = logging.getLogger(__name__)
 
@@ -194,17 +196,18 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
     adapters = _adapter_slots(site) if lasting is None else lasting.adapters
+    states = _states(site) if lasting is None else lasting.kv.states
     rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device, adapters is not None)
     words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
     slots = [Slot(device, words, engine.max_rows, vocab, engine.prefill_chunk_tokens, routing) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    executor = _build_executor(site, rows, adapters, slots, lasting, progress)
+    executor = _build_executor(site, rows, adapters, states, slots, lasting, progress)
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
         max_context=context,
         chunk_tokens=engine.prefill_chunk_tokens,
-        upload_words=words - ALIGNMENT_WORDS - PADDING_WORDS,
+        upload_words=words - spare_words(engine.max_rows),
         fair_queue=engine.fair_queue,
     )
     allocator = _build_allocator(site, executor, routing, lasting)
@@ -234,18 +237,24 @@ def _build_allocator(
         assert site.registry is not None, "adapters have slots but no registry"
         table = AdapterTable(site.registry, step.adapters, site.device, streams.adapters, streams.compute)
     session_counts = None if lasting is None else lasting.session_counts
-    sessions = Sessions(pool, engine.page_size, int(engine.session_share * pool.total), session_counts)
+    snapshots = None
+    if step.kv.states is not None:
+        snapshots = Snapshots(engine.max_rows + 1, engine.snapshot_places, pool)
+    sessions = Sessions(pool, engine.page_size, int(engine.session_share * pool.total), session_counts, snapshots)
     offload_books = None
     if mover is not None:
         counts = None if lasting is None else lasting.offload_counts
         offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, experts)
-    return PageAllocator(pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books)
+    return PageAllocator(
+        pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books, snapshots
+    )
 
 
 def _build_executor(
     site: _Site,
     rows: RowState,
     adapters: AdapterSlots | None,
+    states: StatePool | None,
     slots: list[Slot],
     lasting: _Lasting | None,
     progress: Progress | None,
@@ -253,7 +262,7 @@ def _build_executor(
     """The device's side: streams, KV pool, captured steps. On an error the streams end."""
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
     context = context_limit(settings, model)
-    kv = _allocate_kv(model, _LEAST_PAGES, engine) if lasting is None else lasting.kv
+    kv = _allocate_kv(model, _LEAST_PAGES, engine, states) if lasting is None else lasting.kv
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
     step = DeviceStep(model, forward, kv, rows, adapters, exact_sums=engine.deterministic)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
@@ -359,9 +368,29 @@ def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: 
     pages = kv_pages(engine, model, kv_dtype(engine, model), context, there)
     size = PoolSize(pages, engine.page_size, context, engine.max_rows)
     log.info("%s; %s", size, there, extra=size.facts)
-    return _allocate_kv(model, pages, engine, site.memory)
+    return _allocate_kv(model, pages, engine, executor.step.kv.states, site.memory)
 
 
-def _allocate_kv(model: Decoder, pages: int, engine: EngineSettings, memory: ReleasableMemory | None = None) -> KVCache:
+def _allocate_kv(
+    model: Decoder,
+    pages: int,
+    engine: EngineSettings,
+    states: StatePool | None,
+    memory: ReleasableMemory | None = None,
+) -> KVCache:
+    zeros, dtype = None if memory is None else memory.zeros, kv_dtype(engine, model)
+    return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states)
+
+
+def _states(site: _Site) -> StatePool | None:
+    """Memory for the states of rows and snapshots, if the model has any. Raises ValueError if there is too little."""
+    engine, model, memory = site.settings.engine, site.model, site.memory
+    check_states(engine, model, site.device.free_bytes())
     zeros = None if memory is None else memory.zeros
-    return KVCache.allocate(model.spec, pages, engine.page_size, kv_dtype(engine, model), model.embed.device, zeros)
+    places = 1 + engine.max_rows + engine.snapshot_places
+    states = StatePool.allocate(model.spec, places, model.embed.dtype, model.embed.device, zeros)
+    if states is not None:
+        nbytes = places * model.spec.state_bytes(model.embed.dtype)
+        facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": nbytes}
+        log.info("states of linear attention", extra=facts)
+    return states

@@ -104,6 +104,28 @@ def check_row_state(settings: EngineSettings, most_pages: int, model: Decoder, f
         )
 
 
+def check_states(settings: EngineSettings, model: Decoder, free_bytes: int) -> None:
+    """Raise ValueError with the numbers if the states of linear attention do not fit, or for what they cannot do.
+
+    They go where KV goes, except to the host.
+    """
+    each = model.spec.state_bytes(model.embed.dtype)
+    if each == 0:
+        return
+    if settings.host_kv_gib > 0:
+        raise ValueError(
+            f"host_kv_gib keeps KV on the host, and the states of linear attention in {model.spec.architecture} cannot "
+            "be kept there: set host_kv_gib = 0"
+        )
+    rows, snapshots = settings.max_rows + 1, settings.snapshot_places
+    if (rows + snapshots) * each > free_bytes:
+        raise ValueError(
+            f"the states of linear attention take {_gib(each)} each, {_gib(rows * each)} for max_rows = "
+            f"{settings.max_rows} and {_gib(snapshots * each)} for {snapshots} snapshots, and beside "
+            f"{_gib(weight_bytes(model))} of weights {_gib(free_bytes)} are free: lower max_rows or state_snapshots"
+        )
+
+
 def no_room_for_steps(settings: EngineSettings, model: Decoder, free_bytes: int) -> ValueError:
     """The error for steps that run out of memory before the KV pool is allocated."""
     return ValueError(

@@ -194,11 +194,11 @@ class Roster:
         assert 0 <= seq.inflight_refs <= 2
         if seq.inflight_refs > 0 or self.allocator.cancel_restores(seq):
             return
+        if seq.finalized and seq.group.session is not None:
+            self.allocator.keep_turn(seq, self.version, self.clock())
         if seq.row:
             self.free_rows.append(seq.row)
             seq.row = 0
-        if seq.finalized and seq.group.session is not None:
-            self.allocator.keep_turn(seq, self.version, self.clock())
         self.allocator.release(seq)
         if seq.state is State.LEAVING:
             self.leaving.remove(seq)

@@ -15,6 +15,29 @@ import numpy as np
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 
 
+class Point(NamedTuple):
+    """Where a prefix ends."""
+
+    digest: bytes  # of its full pages
+    after: int  # tokens after them
+    key: bytes  # of all its tokens
+
+
+class Snapshot(NamedTuple):
+    """A state after a prefix, in a place of the state pool."""
+
+    place: int
+    tokens: int  # of the prefix
+
+
+class PlannedSnapshot(NamedTuple):
+    """A snapshot that a prefill will save when it has computed this number of tokens."""
+
+    place: int
+    tokens: int
+    point: Point | None  # None without a prefix cache
+
+
 @dataclass(eq=False, slots=True)
 class KVContent:
     """KV of a sequence's first positions, and what it depends on."""
@@ -45,7 +68,12 @@ class SequenceKV(KVContent):
     wants_offload: bool = False  # preempted, with KV that is worth keeping
     offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
     prefills: list[Prefill] = field(default_factory=list)
-    frontier: bytes | None = None  # key of the page that its prefill computes next, where others may wait for it
+    #: Key of the page, or of the snapshot, that its prefill computes next; others may wait for it.
+    frontier: bytes | None = None
+    # Of models with states. A sequence has a reference to each of these places.
+    load_from: int | None = None  # place of the snapshot that the first chunk loads; until that is launched
+    planned_snapshot: PlannedSnapshot | None = None  # that its prefill will save
+    snapshot: Snapshot | None = None  # that its prefill has saved
 
     def add_pages(self, pages: Iterable[int], page_size: int) -> None:
         """Append pages to the sequence's table."""
