@@ -138,9 +138,9 @@ class EngineSettings(_Section):
     state_snapshots: int | None = Field(
         None,
         ge=0,
-        description="snapshots of the states of linear attention: one for each prompt that a group shares, up to two for "
-        "each idle session, the others are a cache; unused by models of attention alone. none: a quarter of max_rows, "
-        "at least 4",
+        description="snapshots of the states of linear attention: one for each prompt that a group shares, up to two "
+        "for each idle session, the others are a cache; models of attention alone have none. none: a quarter of "
+        "max_rows, at least 4",
     )
     session_share: float = Field(
         0.5,

@@ -70,6 +70,7 @@ from rollout.service.text.process import TextProcess
 from rollout.service.vitals import Vitals
 from rollout.settings_sources import SettingsError
 from rollout.weights.adapter_target import AdapterTarget
+from rollout.weights.parameter_map import UpdateNames
 from rollout.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class Worker:
             settings.security,
             _adapter_target(settings.engine, model, registry),
             None if memory is None else memory.buffer,
+            UpdateNames(loaded.kept_if_absent(), loaded.spec.unused),
         )
         links = Links(SimpleQueue(), outbox.put, gate, self.receiver, registry)
         for name, weights in _read_adapters(settings.engine, model).items():

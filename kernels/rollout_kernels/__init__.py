@@ -23,7 +23,7 @@ from rollout_kernels.attention import (
     write_kv,
 )
 from rollout_kernels.moe import moe_experts, route
-from rollout_kernels.norm_rope import apply_rope, head_rms_norm, rms_norm, rope_cos_sin, silu_mul
+from rollout_kernels.norm_rope import apply_rope, gated, head_rms_norm, rms_norm, rope_cos_sin, silu_mul
 from rollout_kernels.sampling import (
     PROMPT_BIT,
     Sampled,
@@ -42,6 +42,7 @@ __all__ = [
     "SamplingRows",
     "apply_rope",
     "change_logits",
+    "gated",
     "gumbel_noise",
     "head_rms_norm",
     "moe_experts",

@@ -23,10 +23,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
-from rollout.models.config_rules import NUMBER, Rule
-from rollout.models.registry import check_model_type, check_supported, config_rules, has_text_config
+from rollout.models.config_rules import NUMBER, NUMBERS, Rule
+from rollout.models.registry import check_model_type, check_supported, config_rules, has_text_config, read_as
 
 #: Called with (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
@@ -40,8 +40,9 @@ _COUNTING = Lock()
 _ROPE_MAPS = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = (
     *("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    *("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor", "llama_4_scaling_beta"),
 )
+_ROPE_LISTS = ("short_factor", "long_factor")
 
 
 class CheckpointError(ValueError):
@@ -195,8 +196,12 @@ def read_config(folder: Path) -> tuple[Any, str]:
         if not isinstance(content.get("text_config"), dict):
             raise CheckpointError(f"{file} has no map 'text_config', which {names[0]} needs")
     check_config(content["text_config"] if nested else content, rules, where)
+    other_type = read_as(names[0])
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if other_type is None:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        else:
+            config = CONFIG_MAPPING[other_type].from_dict(content | {"model_type": other_type})
     # It validates little and fails in many ways; any exception is about this file.
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
@@ -267,6 +272,8 @@ def _check_rope_values(value: dict[str, Any], where: str, name: str) -> None:
             raise _bad(where, f"{name}.{key}", value[key], "a string")
     for key in _ROPE_NUMBERS:
         _check(value.get(key), NUMBER, where, f"{name}.{key}")
+    for key in _ROPE_LISTS:
+        _check(value.get(key), NUMBERS, where, f"{name}.{key}")
     for key in ("mscale", "mscale_all_dim"):
         _check(value.get(key) or None, NUMBER, where, f"{name}.{key}")  # 0 means none
 

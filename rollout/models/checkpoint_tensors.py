@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout.models.checkpoint_folder import CheckpointError, Progress, read_json
-from rollout.models.names import Region, all_views, check_names, is_redundant
+from rollout.models.names import Region, all_views, check_names
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -34,6 +34,12 @@ class StoredTensor:
     def values(self) -> int:
         """Number of its values."""
         return math.prod(self.shape)
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are, for a message."""
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(f"{name:.200}" for name in names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -59,14 +65,9 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_tensors(
-    folder: Path, tensors: dict[str, StoredTensor], regions: Sequence[Region], architecture: str, alias: str | None
-) -> None:
-    """Raise one CheckpointError with all tensors that are missing, unknown, given twice, or of a wrong shape or type.
-
-    `alias` is the name of a tied output layer, which may be there.
-    """
-    check = check_names(regions, tensors, alias)
+def check_tensors(folder: Path, tensors: dict[str, StoredTensor], regions: Sequence[Region], architecture: str) -> None:
+    """Raise one CheckpointError with all tensors that are missing, unknown, doubled, or of a wrong shape or type."""
+    check = check_names(regions, tensors)
     views = all_views(regions)
     wanted = {name: stored for name, stored in tensors.items() if name in views}
     shapes = [
@@ -85,11 +86,9 @@ def check_tensors(
     _refuse(folder, problems)
 
 
-def copy_tensors(
-    tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], alias: str | None, progress: Progress | None
-) -> None:
+def copy_tensors(tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], progress: Progress | None) -> None:
     """Copy checked tensors into the model, converted to its dtype; `progress` gets (values done, values in all)."""
-    names = sorted((name for name in tensors if not is_redundant(name, alias)), key=lambda n: str(tensors[n].file))
+    names = sorted(tensors, key=lambda name: str(tensors[name].file))
     total = sum(tensors[name].values for name in names)
     done = 0
     for file in dict.fromkeys(tensors[name].file for name in names):
@@ -131,16 +130,11 @@ def _read_index(file: Path) -> dict[str, str]:
     # The check is on names, not on targets: in the hub's cache every file of a snapshot is a link to another folder.
     outside = [s for s in dict.fromkeys(weight_map.values()) if Path(s).name != s or "\\" in s or s in ("", "..")]
     if outside:
-        raise CheckpointError(f"{file} names files outside its folder: {_some(outside)}")
+        raise CheckpointError(f"{file} names files outside its folder: {first_names(outside)}")
     return weight_map
 
 
 def _refuse(folder: Path, problems: dict[str, Sequence[str]] | dict[str, list[str]]) -> None:
-    found = [f"{len(names)} tensors {what}: {_some(names)}" for what, names in problems.items() if names]
+    found = [f"{len(names)} tensors {what}: {first_names(names)}" for what, names in problems.items() if names]
     if found:
         raise CheckpointError(f"checkpoint {folder} cannot be loaded; " + "; ".join(found))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(f"{name:.200}" for name in names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

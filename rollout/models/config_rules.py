@@ -8,6 +8,8 @@ from typing import Any
 
 #: Most layers of a model.
 MOST_LAYERS = 2048
+#: Most frequencies of a rotary embedding.
+MOST_FACTORS = 4096
 _MAX_NUMBER = 1e12
 
 
@@ -33,9 +35,15 @@ def layer_list(kind: type) -> Rule:
     return Rule(f"a list of at most {MOST_LAYERS}, one entry a layer", allows)
 
 
+TEXT = Rule("a string", lambda value: type(value) is str)
 FLAG = Rule("true or false", lambda value: type(value) is bool)
 #: False for NaN, too.
 NUMBER = Rule(
     f"a number above 0 and up to {_MAX_NUMBER:g}",
     lambda value: type(value) in (int, float) and 0 < value <= _MAX_NUMBER,
+)
+#: Such as the factors of frequencies.
+NUMBERS = Rule(
+    f"a list of at most {MOST_FACTORS} numbers above 0",
+    lambda value: isinstance(value, list) and len(value) <= MOST_FACTORS and all(map(NUMBER.allows, value)),
 )

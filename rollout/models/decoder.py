@@ -27,7 +27,7 @@ from rollout.models.spec import DeltaNetSpec, ModelSpec, MoESpec
 
 
 class DecoderLayer(Block):
-    """A mixer and a feed-forward block, each with its norm and added to the residual stream."""
+    """A mixer and a feed-forward block, each with its norms and added to the residual stream."""
 
     def __init__(
         self, spec: ModelSpec, index: int, dtype: torch.dtype, device: torch.device, experts: Format = "plain"
@@ -35,14 +35,20 @@ class DecoderLayer(Block):
         super().__init__()
         layer, mixer = spec.layers[index], spec.layers[index].mixer
         self.spec = layer
-        self.mixer_norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
+
+        self.mixer_norm, self.feed_forward_norm = norm(), norm()
+        around = layer.norms == "around"
+        self.mixer_output_norm = norm() if around else None
+        self.feed_forward_output_norm = norm() if around else None
         self.mixer: Attention | DeltaNet
         if isinstance(mixer, DeltaNetSpec):
             self.mixer = DeltaNet(mixer, index, spec.state_layers.index(index), dtype, device)
         else:
             rope = spec.ropes.index((mixer.rope, mixer.head_dim))
             self.mixer = Attention(mixer, index, spec.attention_layers.index(index), rope, dtype, device)
-        self.feed_forward_norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
         self.feed_forward: DenseFeedForward | SparseFeedForward
         if isinstance(layer.feed_forward, MoESpec):
             sparse_index = spec.sparse_layers.index(index)
@@ -52,25 +58,34 @@ class DecoderLayer(Block):
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The residual stream after this layer."""
-        x_TH = self._add(x_TH, self.mixer, self.mixer_norm, context)
-        return self._add(x_TH, self.feed_forward, self.feed_forward_norm, context)
+        x_TH = self._add(x_TH, self.mixer, self.mixer_norm, self.mixer_output_norm, context)
+        return self._add(x_TH, self.feed_forward, self.feed_forward_norm, self.feed_forward_output_norm, context)
 
-    def _add(self, x_TH: torch.Tensor, block: Block, norm: RMSNorm, context: StepContext) -> torch.Tensor:
+    def _add(
+        self, x_TH: torch.Tensor, block: Block, norm: RMSNorm, output_norm: RMSNorm | None, context: StepContext
+    ) -> torch.Tensor:
         scale = self.spec.residual_scale
         if self.spec.norms == "after":
             return x_TH + scale * norm(block(x_TH, context).value())
         output = block(norm(x_TH), context)
+        if output_norm is not None:
+            return x_TH + scale * output_norm(output.value())
         return output.add_to(x_TH) if scale == 1.0 else x_TH + scale * output.value()
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under `prefix`."""
         names = self.spec.names
-        return [
+        regions = [
             _norm_region(prefix, (names.mixer_norm, names.also_mixer_norm), self.mixer_norm),
             *self.mixer.regions(prefix),
             _norm_region(prefix, (names.feed_forward_norm, names.also_feed_forward_norm), self.feed_forward_norm),
             *self.feed_forward.regions(prefix),
         ]
+        outputs = (
+            (names.mixer_output_norm, self.mixer_output_norm),
+            (names.feed_forward_output_norm, self.feed_forward_output_norm),
+        )
+        return regions + [one_name(f"{prefix}{name}.weight", norm.weight) for name, norm in outputs if norm is not None]
 
 
 def _norm_region(prefix: str, names: tuple[str, str | None], norm: RMSNorm) -> Region:
@@ -94,14 +109,16 @@ class Decoder(Block):
         self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
         # A tied output layer is the embedding itself: one parameter, one name.
         self.lm_head = self.embed if spec.tied else empty_parameter(spec.vocab, spec.hidden, dtype=dtype, device=device)
+        rounded = torch.tensor(spec.embed_scale, dtype=dtype).item() if spec.embed_scale_rounded else spec.embed_scale
+        self.embed_scale = rounded
         self.ropes = nn.ModuleList(Rope(rope, head_dim, device) for rope, head_dim in spec.ropes)
 
     @torch.inference_mode()
     def forward(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""
         x_TH = F.embedding(token_ids_T, self.embed)
-        if self.spec.embed_scale != 1.0:
-            x_TH = x_TH * self.spec.embed_scale
+        if self.embed_scale != 1.0:
+            x_TH = x_TH * self.embed_scale
         cos_sin = tuple(rope(batch.positions_T) for rope in self.ropes)
         context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv)
         for layer in self.layers:
@@ -116,7 +133,10 @@ class Decoder(Block):
             logits_SV = torch.mm(hidden_SH, self.lm_head.t(), out_dtype=torch.float32)
         else:
             logits_SV = F.linear(hidden_SH.float(), self.lm_head.float())
-        return logits_SV if self.spec.logit_divisor == 1.0 else logits_SV.div_(self.spec.logit_divisor)
+        divisor, softcap = self.spec.logit_divisor, self.spec.logit_softcap
+        if divisor != 1.0:
+            logits_SV = logits_SV.div_(divisor)
+        return logits_SV if softcap is None else logits_SV.div_(softcap).tanh_().mul_(softcap)
 
     def hf_regions(self) -> list[Region]:
         """The model's parameters, each once, under their Hugging Face names."""

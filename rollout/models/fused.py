@@ -58,18 +58,18 @@ def supports(model: Decoder, experts: bool) -> bool:
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention without an output bias or gate that turns whole heads."""
-    if not isinstance(spec, AttentionSpec) or spec.o_bias:
+    """True if the kernels run this mixer: attention without an output bias or gate, and with a rope of halves."""
+    if not isinstance(spec, AttentionSpec) or spec.o_bias or spec.gate or spec.query_gate:
         return False
-    return not (spec.output_gate or spec.unit_offset) and spec.rope.share == 1.0
+    return not spec.rope.interleaved and not spec.unit_offset
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
-    """True if the kernels run this block: dense without biases, or experts that they take.
+    """True if the kernels run this block: dense with SiLU and without biases, or experts that they take.
 
     Dense blocks may be in float32: in Triton's interpreter, on a CPU.
     """
-    return experts_take(spec, dtype) if isinstance(spec, MoESpec) else not spec.bias
+    return experts_take(spec, dtype) if isinstance(spec, MoESpec) else not spec.bias and spec.activation == "silu"
 
 
 class Unsummed(NamedTuple):
@@ -229,6 +229,7 @@ class FusedDecoder:
             )
         else:
             q_TQD, _ = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
+        q_TQD = attention.grown(q_TQD, batch)
         if self._deterministic:
             out_TQD = one_order.attend(q_TQD, batch, cache, attention.scale, spec.window)
         else:

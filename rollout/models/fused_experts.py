@@ -2,7 +2,7 @@
 
     few tokens      norm_route -> experts                             one launch before the experts
     more            add_rms_norm -> moe_route -> experts              the router's weights are read once
-    other routers   add_rms_norm -> logits -> `ROUTES` -> experts     by torch: a bias, float32, or not softmax
+    other routers   add_rms_norm -> logits -> `ROUTES` -> experts     by torch: float32, biases, groups, sigmoid ...
 
 The experts read the router's results before the kernels between the two have ended. So every kernel launched there must
 wait for the one before it. The kernels read the parameters themselves: the next step sees whatever is copied into them.
@@ -55,7 +55,7 @@ class FusedExperts:
         spec = model.spec.moe
         assert spec is not None
         self._router, self._eps, self._dtype = spec.router, model.spec.eps, model.embed.dtype
-        self._by_torch = spec.router.scoring != "softmax" or spec.router.bias or spec.router.float32
+        self._by_torch = not spec.router.plain
         self._shape = MoEShape(spec.experts, spec.router.top_k, spec.hidden, spec.intermediate)
         blocks = (cast(DecoderLayer, layer).feed_forward for layer in model.layers)
         self._experts = {block: experts_of(block) for block in blocks if isinstance(block, SparseFeedForward)}

@@ -9,6 +9,7 @@ Legend: T tokens, H hidden, K inputs, N outputs, Q query heads, G KV heads, D he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -16,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from rollout_kernels import (
     apply_rope,
+    gated,
     head_rms_norm,
     moe_experts,
     paged_decode_attention,
     paged_prefill_attention,
     rms_norm,
     route,
-    silu_mul,
     write_kv,
 )
 from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
@@ -42,12 +43,37 @@ def route_by_softmax(
     logits_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts with the largest logits, weighted by their softmax."""
-    assert bias_E is None, "no family has a softmax router with a bias"
-    return route(logits_TE, router.top_k, router.renormalize)
+    if bias_E is None and router.groups == 1:
+        weights_TK, experts_TK = route(logits_TE, router.top_k, router.renormalize)
+        return weights_TK * router.scale, experts_TK
+    return _route_by_scores(torch.softmax(logits_TE, dim=-1, dtype=torch.float32), bias_E, router)
+
+
+def route_by_sigmoid(
+    logits_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts with the largest sigmoids, weighted by these (arXiv 2412.19437, section 2.1.2)."""
+    return _route_by_scores(logits_TE.float().sigmoid(), bias_E, router)
+
+
+def _route_by_scores(
+    scores_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if router.groups > 1:
+        choice_TGE = choice_TE.unflatten(1, (router.groups, -1))
+        sums_TG = choice_TGE.topk(2, dim=-1).values.sum(-1)
+        taken_TG = torch.zeros_like(sums_TG).scatter_(1, sums_TG.topk(router.top_groups, dim=-1).indices, 1.0)
+        choice_TE = choice_TGE.masked_fill(taken_TG[..., None] == 0, -math.inf).flatten(1)
+    experts_TK = choice_TE.topk(router.top_k, dim=-1).indices
+    weights_TK = scores_TE.gather(1, experts_TK)
+    if router.renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights_TK * router.scale, experts_TK
 
 
 #: By the router's spec. These functions read nothing on the host, so that steps can be captured.
-ROUTES: dict[Scoring, Route] = {"softmax": route_by_softmax}
+ROUTES: dict[Scoring, Route] = {"softmax": route_by_softmax, "sigmoid": route_by_sigmoid}
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -152,7 +178,7 @@ class Linear(Block):
 
 
 class RMSNorm(Block):
-    """Root-mean-square normalisation of the last dimension. With `unit_offset` its weights are stored less 1."""
+    """Root-mean-square normalisation of the last dimension; with `unit_offset` its weight is stored less 1."""
 
     def __init__(
         self, width: int, eps: float, dtype: torch.dtype, device: torch.device, unit_offset: bool = False
@@ -183,20 +209,24 @@ class Attention(Block):
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.qkv_proj = Linear(spec.qkv, dtype, device)
         self.o_proj = Linear(spec.o, dtype, device)
+        gate = LinearSpec(spec.hidden, (spec.names.gate,), (spec.q_dim,), False)
+        self.gate_proj = Linear(gate, dtype, device) if spec.gate else None
         if spec.qk_norm == "head":
             self.qk_norm_weight = empty_parameter(2, spec.head_dim, dtype=dtype, device=device)
             kinds = torch.tensor([0] * spec.heads + [1] * spec.kv_heads, device=device)
             self.head_kinds: torch.Tensor  # which of the two weights a head takes
             self.register_buffer("head_kinds", kinds, persistent=False)
         elif spec.qk_norm == "full":
-            self.q_norm = RMSNorm(spec.q_dim, spec.eps, dtype, device)
-            self.k_norm = RMSNorm(spec.kv_dim, spec.eps, dtype, device)
+            self.q_norm = RMSNorm(spec.q_dim, spec.eps, dtype, device, spec.unit_offset)
+            self.k_norm = RMSNorm(spec.kv_dim, spec.eps, dtype, device, spec.unit_offset)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""
         batch, cache = context.batch, context.kv.layer(self.kv_index)
         q_TQD, gate_TK = self.project(x_TH, context.cos_sin[self.rope], context.slots_T, cache, batch.adapters)
-        out_TK = self.attend(q_TQD, batch, cache).flatten(1)
+        out_TK = self.attend(self.grown(q_TQD, batch), batch, cache).flatten(1)
+        if self.gate_proj is not None:
+            gate_TK = self.gate_proj(x_TH)
         if gate_TK is not None:
             out_TK = out_TK * torch.sigmoid(gate_TK)
         return LastProduct(self.o_proj, out_TK, batch.adapters, self.layer, "o")
@@ -209,15 +239,27 @@ class Attention(Block):
         cache: LayerKV,
         adapters: StepAdapters | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries of the normalised `x_TH`, [T, Q, D], and the gates of the output before their sigmoid, [T, Q D].
+        """Queries of the normalised `x_TH`, [T, Q, D], and their gates of the output before the sigmoid, [T, Q D].
 
         Keys and values go to the cache at `slots_T`, int64.
         """
         qk_THD, v_TGD, gate_TK = self._project(x_TH, adapters)
-        qk_THD = apply_rope(qk_THD, *cos_sin)
+        qk_THD = apply_rope(qk_THD, *cos_sin, self.spec.rope.interleaved)
         q_TQD, k_TGD = qk_THD[:, : self.spec.heads], qk_THD[:, self.spec.heads :]
         write_kv(k_TGD, v_TGD, cache.k_PSGD, cache.v_PSGD, slots_T, cache.scales_P2GS)
         return q_TQD, gate_TK
+
+    def grown(self, q_TQD: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Queries times the factor that grows with their positions, if the spec has one."""
+        growth = self.spec.growth
+        if growth is None:
+            return q_TQD
+
+        def factors() -> torch.Tensor:
+            steps_T = (batch.positions_T // growth.positions).float()
+            return (1.0 + growth.beta * torch.log1p(steps_T)).to(q_TQD.dtype)[:, None, None]
+
+        return q_TQD * batch.shared(growth, factors)
 
     def attend(self, q_TQD: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
         """Attention of a step's queries over this layer's cache, [T, Q, D]."""
@@ -232,6 +274,7 @@ class Attention(Block):
                 scale=self.scale,
                 window=window,
                 scales_P2GS=cache.scales_P2GS,
+                softcap=self.spec.softcap,
                 query_starts_C1=batch.query_starts_C1,
                 context_lens_B=batch.context_lens_B,
             )
@@ -245,6 +288,7 @@ class Attention(Block):
             window=window,
             max_context=batch.max_context,
             scales_P2GS=cache.scales_P2GS,
+            softcap=self.spec.softcap,
             plan=batch.decode_plan(window, cache.k_PSGD, q_TQD),
         )
 
@@ -256,7 +300,7 @@ class Attention(Block):
         qkv_TN = self.qkv_proj(x_TH)
         if adapters is not None:
             adapters.add(self.layer, "qkv", qkv_TN, x_TH)
-        if spec.output_gate:
+        if spec.query_gate:
             gated_TQX, kv_TN = qkv_TN[:, : 2 * spec.q_dim].unflatten(1, (spec.heads, -1)), qkv_TN[:, 2 * spec.q_dim :]
             q_TQD, gate_TQD = gated_TQX.chunk(2, dim=-1)
             qkv_TN, gate_TK = torch.cat((q_TQD.flatten(1), kv_TN), dim=1), gate_TQD.flatten(1)
@@ -276,6 +320,8 @@ class Attention(Block):
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
         regions = self.qkv_proj.regions(prefix) + self.o_proj.regions(prefix)
+        if self.gate_proj is not None:
+            regions += self.gate_proj.regions(prefix)
         if self.spec.qk_norm == "none":
             return regions
         per_head = self.spec.qk_norm == "head"
@@ -302,7 +348,8 @@ class DenseFeedForward(Block):
         gate_up_T2I = self.gate_up_proj(x_TH)
         if adapters is not None:
             adapters.add(self.layer, "gate_up", gate_up_T2I, x_TH)
-        return LastProduct(self.down_proj, silu_mul(gate_up_T2I), adapters, self.layer, "down")
+        gated_TI = gated(gate_up_T2I, self.spec.activation)
+        return LastProduct(self.down_proj, gated_TI, adapters, self.layer, "down")
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
@@ -316,11 +363,12 @@ class SharedExpert(Block):
         super().__init__()
         self.gate_up_proj = Linear(spec.gate_up, dtype, device)
         self.down_proj = Linear(spec.down, dtype, device)
+        self.activation = spec.activation
         self.gate = None if gate is None else Linear(LinearSpec(spec.hidden, (gate,), (1,), False), dtype, device)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Its output for the normalised `x_TH`, [T, H]."""
-        y_TH = self.down_proj(silu_mul(self.gate_up_proj(x_TH)))
+        y_TH = self.down_proj(gated(self.gate_up_proj(x_TH), self.activation))
         return y_TH if self.gate is None else y_TH * torch.sigmoid(self.gate(x_TH))
 
     def regions(self, prefix: str) -> list[Region]:
@@ -405,7 +453,8 @@ class SparseFeedForward(Block):
             down[f"{prefix}{names.down.format(expert)}.weight"] = self._view("down", expert)
         bias = []
         if self.router_bias is not None:
-            bias = [Region(tuple({f"{prefix}{name}": self.router_bias.data} for name in names.router_bias))]
+            views = tuple({f"{prefix}{name}": self.router_bias.data} for name in names.router_bias)
+            bias = [Region(views, kept_if_absent=True)]
         return [
             Region(tuple({f"{prefix}{name}.weight": self.router.data} for name in names.router)),
             *bias,

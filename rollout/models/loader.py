@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,23 @@ from rollout.models.checkpoint_folder import (
     read_generation_defaults,
     resolve_folder,
 )
-from rollout.models.checkpoint_tensors import Progress, check_tensors, copy_tensors, list_tensors, stored_dtype
+from rollout.models.checkpoint_tensors import (
+    Progress,
+    StoredTensor,
+    check_tensors,
+    copy_tensors,
+    first_names,
+    list_tensors,
+    stored_dtype,
+)
 from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
+from rollout.models.names import all_views, is_needed
 from rollout.models.random_init import fill_random
 from rollout.models.registry import spec_from_config
 from rollout.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -44,6 +56,10 @@ class LoadedModel:
         if (alias := self.spec.tied_name) is not None:
             views[alias] = views[f"{self.spec.names.embed}.weight"]
         return views
+
+    def kept_if_absent(self) -> frozenset[str]:
+        """Names of tensors that an update may leave out: they keep their values."""
+        return frozenset(all_views(region for region in self.model.hf_regions() if region.kept_if_absent))
 
 
 def fetch(settings: ModelSettings, progress: Progress | None = None) -> Path:
@@ -85,16 +101,25 @@ def load_model(
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < spec.vocab]:
         raise CheckpointError(f"{folder} names eos token ids {strange}, and the vocabulary has {spec.vocab} entries")
     check_format(spec, experts)
+    tensors = _needed(tensors, spec)
     outline = Decoder(spec, dtype, torch.device("meta"), experts)  # shapes without memory
     if not random:
-        check_tensors(folder, tensors, outline.hf_regions(), architecture, spec.tied_name)
+        check_tensors(folder, tensors, outline.hf_regions(), architecture)
     _check_memory(outline, folder, device)
     model = Decoder(spec, dtype, device, experts)
     if random:
         fill_random(model, settings.random_seed)
     else:
-        copy_tensors(tensors, model.hf_views(), spec.tied_name, progress)
+        copy_tensors(tensors, model.hf_views(), progress)
     return LoadedModel(model.eval(), spec, folder, defaults)
+
+
+def _needed(tensors: dict[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
+    """The tensors that are read; says which ones of the checkpoint text needs none of."""
+    unused = [name for name in tensors if name.startswith(spec.unused)]
+    if unused:
+        log.info("%d tensors of the checkpoint are not used: %s", len(unused), first_names(unused))
+    return {name: stored for name, stored in tensors.items() if is_needed(name, spec.tied_name, spec.unused)}
 
 
 def _check_memory(outline: Decoder, folder: Path, device: torch.device) -> None:

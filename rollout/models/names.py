@@ -18,6 +18,8 @@ class Region:
     """Views that cover the same parameters, each set of them once; the first set is what files usually have."""
 
     alternatives: tuple[Mapping[str, torch.Tensor], ...]
+    #: An update may leave it out, and then it keeps its value: trainers have it as a buffer, and send parameters only.
+    kept_if_absent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +55,17 @@ def all_views(regions: Iterable[Region]) -> dict[str, torch.Tensor]:
     return {name: view for region in regions for views in region.alternatives for name, view in views.items()}
 
 
-def is_redundant(name: str, alias: str | None) -> bool:
-    """True for a tensor that follows from others: checkpoints may contain it, and it is not read.
+def is_needed(name: str, alias: str | None, unused: tuple[str, ...] = ()) -> bool:
+    """False for a tensor that follows from others or that text needs none of: checkpoints may have it; it is not read.
 
-    `alias` is the name of a tied output layer.
+    `alias` is the name of a tied output layer; `unused` are beginnings of names.
     """
-    return name.endswith(".rotary_emb.inv_freq") or name == alias
+    return not (name.endswith(".rotary_emb.inv_freq") or name == alias or name.startswith(unused))
 
 
-def check_names(regions: Iterable[Region], names: Iterable[str], alias: str | None = None) -> NameCheck:
-    """Compare `names` with the names that the model needs; redundant names are skipped."""
-    given = dict.fromkeys(name for name in names if not is_redundant(name, alias))
+def check_names(regions: Iterable[Region], names: Iterable[str]) -> NameCheck:
+    """Compare `names` with the names that the model needs."""
+    given = dict.fromkeys(names)
     known: set[str] = set()
     missing: list[str] = []
     doubled: list[str] = []

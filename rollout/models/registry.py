@@ -15,8 +15,9 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, Rule, integer, layer_list
+from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
 from rollout.models.spec import (
+    Activation,
     AttentionNames,
     AttentionSpec,
     DeltaNetNames,
@@ -33,6 +34,7 @@ from rollout.models.spec import (
     MoESpec,
     NormPlace,
     QKNorm,
+    QueryGrowth,
     RopeSpec,
     RouterSpec,
     Scoring,
@@ -41,7 +43,7 @@ from rollout.models.spec import (
 #: Experts of all layers together; each has its own tensors.
 _MAX_EXPERTS = 1 << 16
 _WIDTH = integer(1, 1 << 22)
-_WINDOW = integer(1, 1 << 31)
+_WINDOW = integer(0, 1 << 31)  # transformers writes 0 where windows are not used
 
 #: Keys that `spec_from_config` reads for every family, and those that transformers makes lists or other keys of.
 _COMMON: dict[str, Rule] = {
@@ -67,6 +69,30 @@ class Key(NamedTuple):
     """The value of this key of config.json."""
 
     name: str
+
+
+class Power(NamedTuple):
+    """The value of this key of config.json, raised to a power."""
+
+    name: str
+    exponent: float
+
+
+class If(NamedTuple):
+    """A value where the flag under this key of config.json is true, and another one elsewhere."""
+
+    name: str
+    value: Any
+    otherwise: Any
+
+
+#: Activations by their names in config.json.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 # --- what a value is in each layer -----------------------------------------------------------------------------------
@@ -152,6 +178,12 @@ def linear_by_type(config: Any) -> tuple[bool, ...]:
     return tuple(kind == "linear_attention" for kind in config.layer_types)
 
 
+@by_layer(layer_types=layer_list(str))
+def ropes_in_windows(config: Any) -> tuple[str | None, ...]:
+    """Layers with a window have a rotary embedding, the others none."""
+    return tuple("" if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
 @by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
@@ -165,6 +197,15 @@ def sparse_by_step(config: Any) -> tuple[bool, ...]:
         layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)
     )
+
+
+def sparse_from(key: str) -> ByLayer[bool]:
+    """The first layers are dense; `key` says how many."""
+
+    def sparse(config: Any) -> tuple[bool, ...]:
+        return tuple(layer >= getattr(config, key) for layer in range(config.num_hidden_layers))
+
+    return ByLayer(sparse, {key: integer(0, MOST_LAYERS)})
 
 
 @by_layer(mlp_layer_types=layer_list(str))
@@ -195,7 +236,11 @@ class MoEFamily:
     scoring: Scoring = "softmax"
     router_bias: bool = False
     router_float32: bool = False
+    groups: int | Key = declared(integer(1, 4096), 1)
+    top_groups: int | Key = declared(integer(1, 4096), 1)
+    scale: float | Key = declared(NUMBER, 1.0)
     shared_intermediate: Key | None = declared(_WIDTH, None)  # of the expert that every token takes
+    shared_experts: Key | None = declared(integer(0, 4096), None)  # or: how many experts' width it has
     shared_gate: bool = False
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
@@ -224,28 +269,41 @@ class DeltaNetFamily:
 class Family:
     """What differs from Llama without biases. For the fields see the specs that are built from them."""
 
-    model_type: str  # in config.json: the config class that transformers reads it with
+    model_type: str  # in config.json
+    read_as: str | None = None  # the model type that transformers reads config.json as; None: its own
+    activation: Key = declared(TEXT, Key("hidden_act"))
     qkv_bias: bool | Key = declared(FLAG, False)
     o_bias: bool | Key = declared(FLAG, False)
     mlp_bias: bool | Key = declared(FLAG, False)
-    qk_norm: QKNorm = "none"
+    qk_norm: QKNorm | If = declared(FLAG, "none")
     clip_qkv: Key | None = declared(NUMBER, None)
     windows: ByLayer[int | None] = no_windows
     #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
     ropes: ByLayer[Any] = same_rope
-    partial_rope: bool = False  # `partial_rotary_factor` is read: only the first dimensions of a head turn
+    partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
+    interleaved_rope: bool = False
     optional_rope: bool = False  # without a `rope_theta` no layer has a rotary embedding
-    unit_offset: bool = False
-    output_gate: bool = False
+    attention_gate: bool = False
+    query_gate: bool = False
+    grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
+    attention_scale: Key | Power | None = declared(NUMBER, None)
+    attention_softcap: Key | None = declared(NUMBER, None)
     linear: DeltaNetFamily | None = None
     #: The config of the language model is the map `text_config` of config.json.
     has_text_config: bool = False
-    attention_scale: Key | None = declared(NUMBER, None)
     norms: NormPlace = "before"
+    unit_offset: bool = False
     residual_scale: float | Key = declared(NUMBER, 1.0)
-    embed_scale: float | Key = declared(NUMBER, 1.0)
+    embed_scale: float | Key | Power | If = declared(NUMBER, 1.0)
+    embed_scale_rounded: bool = False
     logit_divisor: float | Key = declared(NUMBER, 1.0)
+    logit_softcap: Key | None = declared(NUMBER, None)
+    bidirectional: Key | None = declared(FLAG, None)  # true: tokens see those after them, which is refused
     moe: MoEFamily | None = None
+    #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images.
+    unused: tuple[str, ...] = ("mtp.", "visual.", "model.visual.")
+    #: How many layers follow the last one in checkpoints, for the prediction of several tokens at once.
+    unused_layers: Key | None = declared(integer(0, MOST_LAYERS), None)
     names: ModelNames = ModelNames()
     layer_names: LayerNames = LayerNames()
     attention_names: AttentionNames = AttentionNames()
@@ -260,6 +318,13 @@ _QWEN3_5_MOE = MoEFamily(
     shared_intermediate=Key("shared_expert_intermediate_size"),
     shared_gate=True,
 )
+_NORMS_AROUND = LayerNames(
+    "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+)
+_SHARED_EXPERTS = DenseNames(
+    ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
+)
+_GATE_UP = DenseNames(gate_up=("mlp.gate_up_proj",))
 _NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernorm")
 
 
@@ -272,7 +337,7 @@ def _qwen3_5(model_type: str, moe: MoEFamily | None = None, has_text_config: boo
         qk_norm="head",
         partial_rope=True,
         unit_offset=True,
-        output_gate=True,
+        query_gate=True,
         linear=DeltaNetFamily(),
         moe=moe,
         names=ModelNames(
@@ -336,11 +401,79 @@ FAMILIES: dict[str, Family] = {
         model_type="mistral",
         windows=same_window,
     ),
+    "MinistralForCausalLM": Family(
+        model_type="ministral",
+        windows=windows_by_type,
+    ),
+    "Ministral3ForCausalLM": Family(
+        model_type="ministral3",
+        windows=same_window,
+        grown_queries=True,
+    ),
+    "MiMoForCausalLM": Family(
+        model_type="mimo",
+        read_as="qwen2",  # transformers has no MiMo
+        qkv_bias=True,
+        windows=windows_by_type,
+        unused=("model.mtp_layers.",),
+    ),
+    "GlmForCausalLM": Family(
+        model_type="glm",
+        qkv_bias=_ATTENTION_BIAS,
+        partial_rope=True,
+        interleaved_rope=True,
+        dense_names=_GATE_UP,
+    ),
+    "Glm4ForCausalLM": Family(
+        model_type="glm4",
+        qkv_bias=_ATTENTION_BIAS,
+        partial_rope=True,
+        interleaved_rope=True,
+        norms="around",
+        layer_names=LayerNames(
+            "input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"
+        ),
+        dense_names=_GATE_UP,
+    ),
+    "Gemma2ForCausalLM": Family(
+        model_type="gemma2",
+        activation=Key("hidden_activation"),
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        windows=windows_by_type,
+        attention_scale=Power("query_pre_attn_scalar", -0.5),
+        attention_softcap=Key("attn_logit_softcapping"),
+        norms="around",
+        unit_offset=True,
+        embed_scale=Power("hidden_size", 0.5),
+        embed_scale_rounded=True,
+        logit_softcap=Key("final_logit_softcapping"),
+        bidirectional=Key("use_bidirectional_attention"),
+        layer_names=_NORMS_AROUND,
+    ),
+    "Gemma3ForCausalLM": Family(
+        model_type="gemma3_text",
+        activation=Key("hidden_activation"),
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        windows=windows_by_type,
+        ropes=ropes_by_type,
+        attention_scale=Power("query_pre_attn_scalar", -0.5),
+        norms="around",
+        unit_offset=True,
+        embed_scale=Power("hidden_size", 0.5),
+        embed_scale_rounded=True,
+        logit_softcap=Key("final_logit_softcapping"),
+        bidirectional=Key("use_bidirectional_attention"),
+        layer_names=_NORMS_AROUND,
+    ),
     "Phi3ForCausalLM": Family(  # Phi-4 too
         model_type="phi3",
         windows=same_window,
         attention_names=AttentionNames(qkv=("self_attn.qkv_proj",)),
-        dense_names=DenseNames(gate_up=("mlp.gate_up_proj",)),
+        partial_rope=True,
+        dense_names=_GATE_UP,
     ),
     "SmolLM3ForCausalLM": Family(
         model_type="smollm3",
@@ -395,7 +528,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         partial_rope=True,
         unit_offset=True,
-        output_gate=True,
+        query_gate=True,
         linear=DeltaNetFamily(
             interleaved=True,
             names=DeltaNetNames(inputs=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
@@ -422,7 +555,10 @@ FAMILIES: dict[str, Family] = {
             eps=1e-5,
             reflects=Key("linear_allow_neg_eigval"),
             layer_names=LayerNames(
-                "attention_layer_norm", "feedforward_layer_norm", "input_layernorm", "post_attention_layernorm"
+                "attention_layer_norm",
+                "feedforward_layer_norm",
+                also_mixer_norm="input_layernorm",
+                also_feed_forward_norm="post_attention_layernorm",
             ),
             names=DeltaNetNames(
                 inputs=tuple(f"linear_attn.{name}_proj" for name in "qkvgba"),
@@ -433,6 +569,84 @@ FAMILIES: dict[str, Family] = {
                 norm="linear_attn.o_norm",
                 out="linear_attn.o_proj",
             ),
+        ),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
+        qkv_bias=Key("qkv_bias"),
+        windows=windows_by_type,
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+            sparse=sparse_by_step,
+            shared_intermediate=Key("shared_expert_intermediate_size"),
+            shared_gate=True,
+        ),
+    ),
+    "Glm4MoeForCausalLM": Family(  # GLM-4.5, 4.6 and 4.7
+        model_type="glm4_moe",
+        qkv_bias=_ATTENTION_BIAS,
+        qk_norm=If("use_qk_norm", "head", "none"),
+        partial_rope=True,
+        unused_layers=Key("num_nextn_predict_layers"),
+        moe=MoEFamily(
+            experts=Key("n_routed_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+            scoring="sigmoid",
+            router_bias=True,
+            router_float32=True,
+            groups=Key("n_group"),
+            top_groups=Key("topk_group"),
+            scale=Key("routed_scaling_factor"),
+            sparse=sparse_from("first_k_dense_replace"),
+            shared_experts=Key("n_shared_experts"),
+            names=MoENames(shared=_SHARED_EXPERTS),
+        ),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        model_type="minimax_m2",
+        qk_norm="full",
+        partial_rope=True,
+        moe=MoEFamily(
+            experts=Key("num_local_experts"),
+            intermediate=Key("intermediate_size"),
+            renormalize=True,
+            scoring="sigmoid",
+            router_bias=True,
+            names=MoENames(
+                router=("block_sparse_moe.gate", "mlp.gate"),
+                router_bias=("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
+                gate="block_sparse_moe.experts.{}.w1",
+                up="block_sparse_moe.experts.{}.w3",
+                down="block_sparse_moe.experts.{}.w2",
+            ),
+        ),
+    ),
+    "AfmoeForCausalLM": Family(
+        model_type="afmoe",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        windows=windows_by_type,
+        ropes=ropes_in_windows,
+        attention_gate=True,
+        norms="around",
+        embed_scale=If("mup_enabled", Power("hidden_size", 0.5), 1.0),
+        layer_names=LayerNames(
+            "input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+        ),
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=True,
+            scoring="sigmoid",
+            router_bias=True,
+            scale=Key("route_scale"),
+            sparse=sparse_from("num_dense_layers"),
+            shared_experts=Key("num_shared_experts"),
+            names=MoENames(router=("mlp.router.gate",), router_bias=("mlp.expert_bias",), shared=_SHARED_EXPERTS),
         ),
     ),
     "OlmoeForCausalLM": Family(
@@ -470,6 +684,11 @@ def check_model_type(architecture: str, model_type: Any) -> None:
         raise ValueError(f"model_type {model_type!r:.80} does not belong to {architecture}; it must be {expected!r}")
 
 
+def read_as(architecture: str) -> str | None:
+    """The model type that transformers reads config.json as; None: the one that stands there."""
+    return FAMILIES[architecture].read_as
+
+
 def config_rules(architecture: str) -> dict[str, Rule]:
     """What the keys of config.json that this architecture reads may hold, where they are not null."""
     return _COMMON | _rules(FAMILIES[architecture])
@@ -484,8 +703,12 @@ def _rules(declaration: Family | MoEFamily | DeltaNetFamily) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
     for entry in fields(declaration):
         match getattr(declaration, entry.name):
-            case Key(name):
+            case Key(name) | Power(name, _):
                 rules[name] = entry.metadata["rule"]
+            case If(name, Power(powered, _)):
+                rules |= {name: FLAG, powered: entry.metadata["rule"]}
+            case If(name):
+                rules[name] = FLAG
             case ByLayer() as values:
                 rules |= values.rules
             case MoEFamily() | DeltaNetFamily() as part:
@@ -505,9 +728,8 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
     """
     check_supported(architecture)
     family = FAMILIES[architecture]
-    activation = getattr(config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu")
+    if family.bidirectional is not None and _value(config, family.bidirectional):
+        raise ValueError(f"{family.bidirectional.name} is set, and a model that generates must not see later tokens")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("quantized checkpoints are not supported; use one with float32, bfloat16 or float16 weights")
     layers = _layers(config, family)
@@ -516,14 +738,22 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         eps=config.rms_norm_eps,
-        max_positions=max(_max_positions(config, layer.mixer) for layer in layers),
+        max_positions=_max_positions(config, layers),
         tied=bool(config.tie_word_embeddings),
         layers=layers,
         names=family.names,
         embed_scale=_value(config, family.embed_scale),
+        embed_scale_rounded=family.embed_scale_rounded,
         logit_divisor=_value(config, family.logit_divisor),
+        logit_softcap=_value(config, family.logit_softcap),
         unit_offset=family.unit_offset,
+        unused=_unused(config, family),
     )
+
+
+def _unused(config: Any, family: Family) -> tuple[str, ...]:
+    count, more = config.num_hidden_layers, _value(config, family.unused_layers) or 0
+    return family.unused + tuple(family.names.layer.format(count + i) for i in range(more))
 
 
 def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
@@ -541,6 +771,8 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     if not all(sparse):
         feed_forward[False] = _dense(config, family)
     if family.moe is not None and any(sparse):
+        if _activation(config, family) != "silu":
+            raise ValueError(f"{family.activation.name} of experts must be silu")
         feed_forward[True] = _moe(config, family.moe)
     scale = _value(config, family.residual_scale)
     layers = []
@@ -585,22 +817,29 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         window=window,
         qkv_bias=_value(config, family.qkv_bias),
         o_bias=_value(config, family.o_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=_value(config, family.qk_norm),
         clip_qkv=_value(config, family.clip_qkv),
         eps=config.rms_norm_eps,
         names=family.attention_names,
         scale=_value(config, family.attention_scale),
+        softcap=_value(config, family.attention_softcap),
         unit_offset=family.unit_offset,
-        output_gate=family.output_gate,
+        growth=_growth(config) if family.grown_queries else None,
+        gate=family.attention_gate,
+        query_gate=family.query_gate,
     )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
     if spec.head_dim % 2 or not spec.head_dim:
         raise ValueError(f"head_dim ({spec.head_dim}) must be even and at least 2, for rotary embeddings")
-    if rope.width(spec.head_dim) % 2 or not rope.width(spec.head_dim):
+    if not rope.width(spec.head_dim) or rope.width(spec.head_dim) % 2:
         raise ValueError(
-            f"partial_rotary_factor ({rope.share}) turns {rope.width(spec.head_dim)} dimensions of a head; it must be "
-            "an even number, at least 2"
+            f"partial_rotary_factor ({rope.share}) must leave an even number of {spec.head_dim} dimensions, at least 2"
+        )
+    if rope.factors and len(rope.factors) != rope.width(spec.head_dim) // 2:
+        raise ValueError(
+            f"short_factor and long_factor have {len(rope.factors)} numbers for {rope.width(spec.head_dim) // 2} "
+            "frequencies"
         )
     if window is not None and window < 1:
         raise ValueError("sliding_window must be at least 1")
@@ -609,7 +848,16 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
 
 def _dense(config: Any, family: Family) -> DenseSpec:
     bias = _value(config, family.mlp_bias)
-    return DenseSpec(config.hidden_size, config.intermediate_size, bias, family.dense_names)
+    activation = _activation(config, family)
+    return DenseSpec(config.hidden_size, config.intermediate_size, bias, family.dense_names, activation)
+
+
+def _activation(config: Any, family: Family) -> Activation:
+    name = getattr(config, family.activation.name, "silu")
+    if name not in _ACTIVATIONS:
+        supported = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"{family.activation.name} {name!r:.80} is not supported; supported: {supported}")
+    return _ACTIVATIONS[name]
 
 
 def _moe(config: Any, family: MoEFamily) -> MoESpec:
@@ -623,6 +871,9 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
             renormalize=_value(config, family.renormalize),
             bias=family.router_bias,
             float32=family.router_float32,
+            groups=_value(config, family.groups),
+            top_groups=_value(config, family.top_groups),
+            scale=_value(config, family.scale),
         ),
         names=family.names,
         shared=_shared(config, family),
@@ -634,15 +885,35 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
         raise ValueError(f"{family.experts.name} is {spec.experts}; with {layers} layers it must be at most {most}")
     if not 1 <= spec.router.top_k <= spec.experts:
         raise ValueError(f"{family.top_k.name} ({spec.router.top_k}) must be between 1 and {spec.experts}")
+    _check_groups(spec)
     return spec
+
+
+def _check_groups(spec: MoESpec) -> None:
+    router = spec.router
+    if router.groups == 1:
+        return
+    size = spec.experts // router.groups
+    if size * router.groups != spec.experts or size < 2:
+        raise ValueError(f"{spec.experts} experts do not make {router.groups} groups of two or more")
+    if not router.top_k / size <= router.top_groups <= router.groups:
+        raise ValueError(
+            f"topk_group ({router.top_groups}) must be at most {router.groups} and have {router.top_k} experts"
+        )
 
 
 def _shared(config: Any, family: MoEFamily) -> DenseSpec | None:
     width = _value(config, family.shared_intermediate)
+    if family.shared_experts is not None:
+        width = (_value(config, family.shared_experts) or 0) * _value(config, family.intermediate)
     return DenseSpec(config.hidden_size, width, False, family.names.shared) if width else None
 
 
 def _value(config: Any, declared: Any) -> Any:
+    if isinstance(declared, If):
+        return _value(config, declared.value if getattr(config, declared.name) else declared.otherwise)
+    if isinstance(declared, Power):
+        return getattr(config, declared.name) ** declared.exponent
     return getattr(config, declared.name) if isinstance(declared, Key) else declared
 
 
@@ -650,22 +921,35 @@ def _value(config: Any, declared: Any) -> Any:
 
 
 def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
-    if part is None or (family.optional_rope and (config.rope_parameters or {}).get("rope_theta") is None):
+    if part is None or (family.optional_rope and _rope_parameters(config).get("rope_theta") is None):
         return RopeSpec("none", theta=1.0)
-    params = dict(config.rope_parameters or {})
-    share = (params.get(part) or {} if part else params).get("partial_rotary_factor", 1.0)
+    params = _rope_parameters(config, part)
+    share = params.get("partial_rotary_factor", 1.0)
     if share != 1.0 and not family.partial_rope:
         raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
     if not 0 < share <= 1:
         raise ValueError(f"partial_rotary_factor ({share}) must be above 0 and at most 1")
-    return replace(_scaled_rope(config, part), share=share)
+    return replace(_scaled_rope(config, params), share=share, interleaved=family.interleaved_rope)
 
 
-def _scaled_rope(config: Any, part: str) -> RopeSpec:
+def _rope_parameters(config: Any, part: str = "") -> dict[str, Any]:
     # transformers folds the older `rope_theta` and `rope_scaling` keys into this one when it reads a config.
     params = dict(config.rope_parameters or {})
-    if part:
-        params = dict(params.get(part) or {})
+    return dict(params.get(part) or {}) if part else params
+
+
+def _growth(config: Any) -> QueryGrowth | None:
+    """The factor of queries that `rope_parameters` describes; transformers reads both keys without a default."""
+    params = _rope_parameters(config)
+    beta, positions = params.get("llama_4_scaling_beta"), params.get("original_max_position_embeddings")
+    if beta is None or positions is None:
+        raise ValueError("rope_parameters must have llama_4_scaling_beta and original_max_position_embeddings")
+    if type(positions) is not int:
+        raise ValueError(f"original_max_position_embeddings ({positions}) must be an integer")
+    return QueryGrowth(beta, positions)
+
+
+def _scaled_rope(config: Any, params: dict[str, Any]) -> RopeSpec:
     kind = params.get("rope_type", "default")
     theta = params.get("rope_theta")
     if theta is None:
@@ -699,10 +983,20 @@ def _scaled_rope(config: Any, part: str) -> RopeSpec:
             truncate=params.get("truncate", True),
             attention_factor=_yarn_attention_factor(params, factor),
         )
-    raise ValueError(f"rope_type {kind!r:.80} is not supported; supported: default, linear, llama3, yarn")
+    if kind == "longrope":
+        factor = factor or config.max_position_embeddings / original
+        return RopeSpec(
+            "longrope",
+            theta,
+            factor=factor,
+            original_max_positions=original,
+            attention_factor=_longrope_attention_factor(params, factor, original),
+            factors=tuple(_required(params.get("short_factor"), "short_factor", kind)),
+        )
+    raise ValueError(f"rope_type {kind!r:.80} is not supported; supported: default, linear, llama3, yarn, longrope")
 
 
-def _required(value: float | None, name: str, kind: str) -> float:
+def _required(value: Any, name: str, kind: str) -> Any:
     if value is None:
         raise ValueError(f"config.json: rope scaling {kind!r} needs {name!r}")
     return value
@@ -720,9 +1014,21 @@ def _yarn_attention_factor(params: dict[str, Any], factor: float) -> float:
     return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
 
 
-def _max_positions(config: Any, mixer: MixerSpec) -> int:
-    """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one."""
-    extended = 0
-    if isinstance(mixer, AttentionSpec) and mixer.rope.kind == "yarn":
-        extended = int(mixer.rope.factor * mixer.rope.original_max_positions)
-    return max(config.max_position_embeddings, extended)
+def _longrope_attention_factor(params: dict[str, Any], factor: float, original: int) -> float:
+    """The temperature of the LongRoPE paper (arXiv 2402.13753), as checkpoints override it."""
+    if params.get("attention_factor") is not None:
+        return params["attention_factor"]
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _max_positions(config: Any, layers: tuple[LayerSpec, ...]) -> int:
+    """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one.
+
+    With LongRoPE all keys of a longer sequence turn by other frequencies, those of its first tokens too. So a sequence
+    ends where the frequencies for short ones do.
+    """
+    ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec)}
+    if any(rope.kind == "longrope" for rope in ropes):
+        return min(rope.original_max_positions for rope in ropes if rope.kind == "longrope")
+    extended = (int(rope.factor * rope.original_max_positions) for rope in ropes if rope.kind == "yarn")
+    return max(config.max_position_embeddings, *extended, 0)

@@ -26,6 +26,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
         return _llama3(inv_freq_F, rope)
     if rope.kind == "yarn":
         return _yarn(inv_freq_F, rope, width)
+    if rope.kind == "longrope":
+        return inv_freq_F / torch.tensor(rope.factors)
     return inv_freq_F
 
 
@@ -60,8 +62,13 @@ class Rope(nn.Module):
         sign_F = torch.full_like(inv_freq_F, rope.attention_factor)
         self.inv_freq_D: torch.Tensor
         self.sign_D: torch.Tensor
-        self.register_buffer("inv_freq_D", inv_freq_F.repeat(2).to(device), persistent=False)
-        self.register_buffer("sign_D", torch.cat((-sign_F, sign_F)).to(device), persistent=False)
+        signs = (-sign_F, sign_F)
+        if rope.interleaved:
+            inv_freq_D, sign_D = inv_freq_F.repeat_interleave(2), torch.stack(signs, 1).flatten()
+        else:
+            inv_freq_D, sign_D = inv_freq_F.repeat(2), torch.cat(signs)
+        self.register_buffer("inv_freq_D", inv_freq_D.to(device), persistent=False)
+        self.register_buffer("sign_D", sign_D.to(device), persistent=False)
 
     def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines and sines of `apply_rope`."""

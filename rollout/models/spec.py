@@ -21,11 +21,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-RopeKind = Literal["none", "default", "linear", "llama3", "yarn"]
+RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope"]
 #: none; each head alone, with one weight for all heads; all heads together.
 QKNorm = Literal["none", "head", "full"]
+#: What a gated feed-forward block applies to its gate: SiLU, GELU, or GELU with tanh in the place of erf.
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 #: How a router turns logits into the weights of experts.
-Scoring = Literal["softmax"]
+Scoring = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,10 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
-    attention_factor: float = 1.0  # yarn: multiplies sine and cosine
+    attention_factor: float = 1.0  # yarn, longrope: multiplies sine and cosine
+    factors: tuple[float, ...] = ()  # longrope: what divides each frequency
     share: float = 1.0  # of a head's dimensions, the first ones: they turn, the others stay
+    interleaved: bool = False  # a dimension turns with its neighbour, and not with the one half of them further on
 
     def width(self, head_dim: int) -> int:
         """Dimensions of a head that turn."""
@@ -77,6 +81,14 @@ class AttentionNames(NamedTuple):
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     o: str = "self_attn.o_proj"
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    gate: str = "self_attn.gate_proj"
+
+
+class QueryGrowth(NamedTuple):
+    """A factor of the queries that grows with their position p: 1 + beta ln(1 + floor(p / positions))."""
+
+    beta: float
+    positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +108,11 @@ class AttentionSpec:
     eps: float  # of the query and key norms
     names: AttentionNames = AttentionNames()
     scale: float | None = None  # factor of the scores; None: the head dimension to the power of -1/2
+    softcap: float | None = None  # bounds the scaled scores s: softcap tanh(s / softcap)
     unit_offset: bool = False  # the weights of the query and key norms are stored less 1
-    output_gate: bool = False  # a sigmoid gates the output; each head's gate follows its query in the product
+    growth: QueryGrowth | None = None
+    gate: bool = False  # a sigmoid of a product of the token weights the output, each value of each head on its own
+    query_gate: bool = False  # the same, but the product is part of that of the queries: each head's gate follows it
 
     @property
     def q_dim(self) -> int:
@@ -112,7 +127,7 @@ class AttentionSpec:
     @property
     def qkv(self) -> LinearSpec:
         """The product that makes queries (with their gates, if there are any), keys and values."""
-        q_width = 2 * self.q_dim if self.output_gate else self.q_dim
+        q_width = 2 * self.q_dim if self.query_gate else self.q_dim
         widths = _widths(self.names.qkv, (q_width, self.kv_dim, self.kv_dim))
         return LinearSpec(self.hidden, self.names.qkv, widths, self.qkv_bias)
 
@@ -213,12 +228,13 @@ class DenseNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A gated feed-forward block with SiLU."""
+    """A gated feed-forward block."""
 
     hidden: int
     intermediate: int
     bias: bool
     names: DenseNames = DenseNames()
+    activation: Activation = "silu"
 
     @property
     def gate_up(self) -> LinearSpec:
@@ -238,9 +254,17 @@ class RouterSpec:
 
     scoring: Scoring
     top_k: int
-    renormalize: bool  # the weights of the chosen experts add up to 1
-    bias: bool = False  # the router has a tensor that is added to the scores of its experts, float32 [E]
+    renormalize: bool  # the weights of the chosen experts add up to 1, before `scale`
+    bias: bool = False  # a tensor is added to the scores for the choice, and not to the weights: float32 [E]
     float32: bool = False  # logits are computed in float32 and not rounded to the model's dtype
+    groups: int = 1  # the experts are in so many groups, side by side
+    top_groups: int = 1  # a token takes experts of so many groups: those with the largest sums of two scores
+    scale: float = 1.0  # factor of the weights
+
+    @property
+    def plain(self) -> bool:
+        """True for the rule that the kernels have: the largest softmax, of logits in the model's dtype."""
+        return self == RouterSpec("softmax", self.top_k, self.renormalize)
 
 
 class MoENames(NamedTuple):
@@ -278,23 +302,25 @@ FeedForwardSpec = DenseSpec | MoESpec
 # --- layers and the model --------------------------------------------------------------------------------------------
 
 
-#: Where the norm of a block stands: the block reads the normalised stream, or its output is normalised.
-NormPlace = Literal["before", "after"]
+#: Where the norm of a block stands: the block reads the normalised stream, its output is normalised, or both.
+NormPlace = Literal["before", "after", "around"]
 
 
 class LayerNames(NamedTuple):
-    """Norms of a layer."""
+    """Norms of a layer. The last two are those after the blocks, where a block has a norm on each side."""
 
     mixer_norm: str = "input_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
-    #: What files or updates may call them instead.
+    mixer_output_norm: str = ""
+    feed_forward_output_norm: str = ""
+    #: What files or updates may call the first two instead.
     also_mixer_norm: str | None = None
     also_feed_forward_norm: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A mixer and a feed-forward block, each with a norm; the layer adds their outputs to the residual stream."""
+    """A mixer and a feed-forward block, each with norms; the layer adds their outputs to the residual stream."""
 
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
@@ -336,14 +362,19 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     names: ModelNames = ModelNames()
     embed_scale: float = 1.0  # factor of the embedding
+    embed_scale_rounded: bool = False  # this factor is rounded to the model's dtype
     logit_divisor: float = 1.0
+    logit_softcap: float | None = None  # bounds the logits l: softcap tanh(l / softcap)
     unit_offset: bool = False  # the weights of all norms are stored less 1
+    #: Beginnings of the names of tensors that checkpoints and updates may have and that text needs none of.
+    unused: tuple[str, ...] = ()
 
     @functools.cached_property
     def plain_stream(self) -> bool:
-        """True if the residual stream is Llama's: norms before blocks, and no factor anywhere."""
+        """True if the residual stream is Llama's: norms before blocks, and no factor or bound anywhere."""
         plain_layers = all(layer.norms == "before" and layer.residual_scale == 1.0 for layer in self.layers)
-        return plain_layers and self.embed_scale == self.logit_divisor == 1.0 and not self.unit_offset
+        plain_ends = self.embed_scale == self.logit_divisor == 1.0 and self.logit_softcap is None
+        return plain_layers and plain_ends and not self.unit_offset
 
     @functools.cached_property
     def attention_layers(self) -> tuple[int, ...]:

@@ -78,6 +78,7 @@ class InPlaceDestination:
         self._starts = [entry.offset for entry in self._entries]
         self._views = views
         self._aliases = {other for _, other in fit.aliases}
+        self._unused = set(fit.unused)
         self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._parts: dict[int, torch.Tensor] = {}  # tensors that are copied to their view in one piece
@@ -105,6 +106,8 @@ class InPlaceDestination:
             entry = self._entries[i]
             if entry.offset >= end:
                 break
+            if entry.name in self._unused:
+                continue
             lo, hi = max(entry.offset, start), min(entry.end, end)
             if lo < hi:
                 self._write(i, entry, lo - entry.offset, data[lo - start : hi - start])

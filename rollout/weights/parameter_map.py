@@ -7,6 +7,9 @@ parameter exactly once.
     fused parameter   |============ qkv ============|
     views offered     |--- q ---|-- k --|--- v -----|        each a list of byte runs [start, end)
 
+Two kinds of tensors need not match: one that an update may leave out keeps its value, and one that the worker has no
+use for is received and dropped (`UpdateNames`).
+
 Exact aliases (same memory, shape and strides: tied embeddings) may be sent under one name or under all; in the second
 case their values must be equal, which the receiver checks once they have arrived (`Fit.aliases`).
 """
@@ -34,11 +37,21 @@ _PREFIXES = {
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateNames:
+    """Names of tensors that an update may have or lack."""
+
+    kept_if_absent: frozenset[str] = frozenset()
+    unused: tuple[str, ...] = ()  # beginnings of names that the worker has no use for
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
     """A manifest that fits: which tensors to copy, and which pairs (copied name, other name) must be equal."""
 
     copied: tuple[str, ...]
     aliases: tuple[tuple[str, str], ...]
+    kept: tuple[str, ...] = ()  # not in the manifest: these parameters keep their values
+    unused: tuple[str, ...] = ()  # in the manifest, and not copied
 
 
 class ParameterMap:
@@ -48,46 +61,57 @@ class ParameterMap:
     error).
     """
 
-    def __init__(self, views: Mapping[str, torch.Tensor]) -> None:
-        self.views = dict(views)
+    def __init__(self, views: Mapping[str, torch.Tensor], names: UpdateNames = UpdateNames()) -> None:  # noqa: B008 -- frozen
+        self.views, self.names = dict(views), names
         self._runs = {name: _byte_runs(view) for name, view in self.views.items()}
         self._whole = _union(self._runs.values())
 
     @property
     def max_update_bytes(self) -> int:
-        """More than the bytes of any update that fits: every view once, in float32, with its padding."""
-        return sum(4 * view.numel() + 64 for view in self.views.values())
+        """More than the bytes of an update that fits: every view once, in float32, with its padding.
 
-    def check(self, manifest: Manifest) -> Fit:
-        """Decide whether the manifest's tensors make a whole update.
+        Tensors that are not used may take as much again.
+        """
+        return (2 if self.names.unused else 1) * sum(4 * view.numel() + 64 for view in self.views.values())
+
+    def check(self, manifest: Manifest, whole: bool = False) -> Fit:
+        """Decide whether the manifest's tensors make a whole update. With `whole` no tensor may be left out.
 
         Raises `WeightsRejected`, listing names, when a name is unknown, a shape differs, elements would stay
         unwritten, or elements would be written twice.
         """
-        names = [entry.name for entry in manifest.tensors]
+        unused = tuple(entry.name for entry in manifest.tensors if self._is_unused(entry.name))
+        entries = [entry for entry in manifest.tensors if not self._is_unused(entry.name)]
+        names = [entry.name for entry in entries]
         unknown = [name for name in names if name not in self.views]
         if unknown:
             raise _rejected("unknown tensors", unknown, _advice(unknown[0], self.views))
         misshaped = [
             f"{entry.name} {list(entry.shape)} (expected {list(self.views[entry.name].shape)})"
-            for entry in manifest.tensors
+            for entry in entries
             if tuple(entry.shape) != tuple(self.views[entry.name].shape)
         ]
         if misshaped:
             raise _rejected("wrong shapes", misshaped, "send each tensor whole, in the checkpoint's shape")
-        return self._check_cover(names)
+        return self._check_cover(names, unused, frozenset() if whole else self.names.kept_if_absent)
 
-    def _check_cover(self, names: list[str]) -> Fit:
+    def _is_unused(self, name: str) -> bool:
+        return name not in self.views and name.startswith(self.names.unused)
+
+    def _check_cover(self, names: list[str], unused: tuple[str, ...], may_lack: frozenset[str]) -> Fit:
         copied, aliases = self._split_aliases(names)
         intervals, owners = _stack([(name, self._runs[name]) for name in copied])
         clash = np.flatnonzero(intervals[1:, 0] < intervals[:-1, 1])
         if len(clash):
             pairs = sorted({f"{owners[i]} and {owners[i + 1]}" for i in clash.tolist()})
             raise _rejected("tensors that write the same parameters", pairs, "send one layout of each parameter")
-        if not np.array_equal(_merge(intervals), self._whole):
+        written = _merge(intervals)
+        lacking = [name for name in self.views if name in may_lack and name not in set(names)]
+        kept = tuple(name for name in lacking if not _overlaps(written, self._runs[name]))
+        if not np.array_equal(_union([written, *(self._runs[name] for name in kept)]), self._whole):
             missing = self._missing(intervals)
             raise _rejected("missing tensors", missing, "an update must carry every parameter")
-        return Fit(tuple(copied), tuple(aliases))
+        return Fit(tuple(copied), tuple(aliases), kept, unused)
 
     def _split_aliases(self, names: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
         first: dict[tuple, str] = {}

@@ -27,7 +27,7 @@ from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.network.access import Access
 from rollout.weights.apply_mode import ApplyMode, Update
-from rollout.weights.parameter_map import ParameterMap
+from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from rollout.weights.staging import Allocate
 from rollout.weights.update_intake import Reply, UpdateIntake, ended
 from trainer_bridge.transports.bucket_link import BUCKET
@@ -65,8 +65,9 @@ class WeightReceiver:
     """Receives updates for `views`, a map of Hugging Face names to views of the model's parameters.
 
     `version` is the version of the weights that `views` hold now. `gate` lets updates in and holds generation while one
-    is written in place. `allocate` makes device memory for staged updates. The weight socket is bound on return
-    (`endpoint`). Raises ValueError when it cannot be bound, when it needs CURVE, or when staged updates have no room.
+    is written in place. `names` are those that an update may have or lack. `allocate` makes device memory for staged
+    updates. The weight socket is bound on return (`endpoint`). Raises ValueError when it cannot be bound, when it needs
+    CURVE, or when staged updates have no room.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class WeightReceiver:
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
         adapters: AdapterTarget | None = None,
         allocate: Allocate | None = None,
+        names: UpdateNames = UpdateNames(),  # noqa: B008 -- frozen
     ) -> None:
-        parameters = ParameterMap(views)
+        parameters = ParameterMap(views, names)
         access = Access.from_settings(security)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._post_lock = threading.Lock()

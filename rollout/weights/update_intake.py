@@ -26,7 +26,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +165,7 @@ class UpdateIntake:
         self._idle_s = idle_s
         self._endpoint = endpoint
         self._post = post
+        self._said_unused = self._said_kept = False
 
     # --- one round of the thread -------------------------------------------------------------------------------------
 
@@ -296,6 +297,7 @@ class UpdateIntake:
         if begin.adapter is not None:
             destination: UpdateDestination = begin.adapter.open(manifest)
         else:
+            self._say_differences(begin.fit)
             destination = self._mode.open(manifest, begin.fit, receiver.on_device)
         incoming = IncomingUpdate(manifest, receiver.name, secrets.token_bytes(16), destination)
         try:
@@ -305,6 +307,15 @@ class UpdateIntake:
             raise
         self.current = ReceivedUpdate(begin, incoming, destination, begun_s)
         return incoming, grant
+
+    def _say_differences(self, fit: Fit) -> None:
+        """Log once which tensors updates have that are not used, and which ones they leave out."""
+        if fit.unused and not self._said_unused:
+            self._said_unused = True
+            _log.info("updates have %d tensors that are not used: %s", len(fit.unused), _first(fit.unused))
+        if fit.kept and not self._said_kept:
+            self._said_kept = True
+            _log.info("updates leave out %d tensors, which keep their values: %s", len(fit.kept), _first(fit.kept))
 
     def _must_wait(self, adapter: str | None) -> bool:
         """Whether an update of this adapter (None: of the model) can't begin yet.
@@ -456,6 +467,11 @@ def _let_land(incoming: IncomingUpdate) -> None:
     incoming.open.set()
 
 
+def _first(names: Sequence[str]) -> str:
+    more = len(names) - 4
+    return ", ".join(f"{name:.200}" for name in names[:4]) + (f" and {more} more" if more > 0 else "")
+
+
 def read_begin(
     header: Mapping[str, Any],
     adapter: IncomingAdapter | None,
@@ -464,12 +480,14 @@ def read_begin(
     served: int | None,
     again: bool,
 ) -> UpdatePlan:
-    """The update that `header` begins. `served` is the version in use; with `again` the same version is accepted.
+    """The update that `header` begins. `served` is the version in use.
+
+    With `again` the served weights cannot be used: the same version is accepted, and no tensor may be left out.
 
     Raises `BadRequest` and `WeightsRejected`, naming the field.
     """
-    # A few more than fit are read, so that the refusal can name them.
-    most = 2 * len(parameters.views) + 64 if adapter is None else adapter.max_tensors
+    # More than fit are read: so the refusal can name them, and some may be of no use here.
+    most = 2 * len(parameters.views) + 1024 if adapter is None else adapter.max_tensors
     manifest = from_wire(header["manifest"], max_tensors=most)
     if type(header["version"]) is not int or header["version"] != manifest.version:
         raise WeightsRejected(f"version must be the manifest's, {manifest.version}", field="version")
@@ -484,7 +502,7 @@ def read_begin(
         raise BadRequest(f"transport must be one of {', '.join(receivers)}", field="transport")
     fit = Fit((), ())
     if adapter is None:
-        fit = parameters.check(manifest)
+        fit = parameters.check(manifest, whole=again)
     else:
         adapter.check(manifest)
     return UpdatePlan(manifest, fit, receivers[transport], header["options"], adapter)

@@ -22,7 +22,7 @@ def made(tmp_path_factory):
     torch.set_num_threads(1)
     known = {}
 
-    def make(stem: str = "Qwen3_5Text", seed: int = 0):
+    def make(stem: str = "Qwen3_5", seed: int = 0):
         if (stem, seed) not in known:
             folder = tmp_path_factory.mktemp(f"{stem}-{seed}")
             known[stem, seed] = folder, make_hybrid(stem, folder, seed)
@@ -178,7 +178,7 @@ def test_the_cache_gives_up_snapshots_for_newer_ones_and_pages_for_rows(model, h
 # --- updates ---
 
 
-@pytest.mark.parametrize("stem", ["Qwen3_5Text", "Qwen3Next"])
+@pytest.mark.parametrize("stem", ["Qwen3_5", "Qwen3Next"])
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_a_swap_in_the_middle_gives_the_tokens_of_both_versions(made, stem, mode):
     folders, hf_models = zip(*(made(stem, seed) for seed in (0, 1)), strict=True)

@@ -15,6 +15,9 @@ limits another token's precision, no calibration is needed, and a page stays sel
 bytes. Scales are float32, because a rounded scale would add its error to every code. A head's scales are contiguous
 within a page, as a tile reads them.
 
+Two variants of the softmax: a softcap bounds the scaled scores s by `softcap tanh(s / softcap)`; a sink is a score that
+a query head has beside those of the context: it takes its share of the softmax and adds no value.
+
 The host never reads a tensor's values here. A masked position gets a large negative score instead of minus infinity,
 so a row without context (padding) gives a finite result. Page positions after the end of a row's context may hold
 another row's data, which may be NaN (a broken adapter): they are not read, or are zeroed before they are multiplied.
@@ -150,6 +153,8 @@ def paged_decode_attention(
     window: int | None,
     max_context: int,
     scales_P2GS: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
     plan: DecodePlan | DecodeWork | None = None,
 ) -> torch.Tensor:
     """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, D].
@@ -164,6 +169,8 @@ def paged_decode_attention(
         window: W, or None for full attention.
         max_context: upper bound on the context lengths.
         scales_P2GS: float32 scales of e4m3 codes, or None.
+        softcap: bound of the scores, or None.
+        sinks_H: the sink of each query head, or None.
         plan: the result of `plan_paged_decode` for the same rows and window; computed here if None.
     """
     if plan is None:
@@ -198,7 +205,7 @@ def paged_decode_attention(
     )
     # The query heads of one KV head take the place of query positions, since they all see the same context.
     q_BGQD = q_BHD.view(rows, kv_heads, heads // kv_heads, dim)
-    out_BGQD = F.scaled_dot_product_attention(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale=scale)
+    out_BGQD = _attend(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale, softcap, _by_group(sinks_H, kv_heads))
     return out_BGQD.reshape(rows, heads, dim)
 
 
@@ -212,6 +219,8 @@ def paged_prefill_attention(
     scale: float,
     window: int | None,
     scales_P2GS: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
     query_starts_C1: torch.Tensor | None = None,
     context_lens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -227,6 +236,8 @@ def paged_prefill_attention(
         scale: factor of the scores.
         window: W, or None for full attention.
         scales_P2GS: float32 scales of e4m3 codes, or None.
+        softcap: bound of the scores, or None.
+        sinks_H: the sink of each query head, or None.
         query_starts_C1: the starts as int32 on the device, plus the total at the end.
         context_lens_B: the context lengths on the device.
 
@@ -255,7 +266,16 @@ def paged_prefill_attention(
             block = slice(start + begin, start + end)
             span = (context - length + begin, context - length + end)
             out_THD[block] = _attend_block(
-                q_THD[block], k_cache_PSGD, v_cache_PSGD, scales_P2GS, page_table_BP[row], span, scale, window
+                q_THD[block],
+                k_cache_PSGD,
+                v_cache_PSGD,
+                scales_P2GS,
+                page_table_BP[row],
+                span,
+                scale,
+                window,
+                softcap,
+                sinks_H,
             )
     return out_THD
 
@@ -269,6 +289,8 @@ def _attend_block(
     span: tuple[int, int],
     scale: float,
     window: int | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of one row's queries at positions span[0] .. span[1] - 1; returns [Q, H, D]."""
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
@@ -286,14 +308,43 @@ def _attend_block(
         visible_QC = visible_QC & (key_pos_C > query_pos_Q1 - window)
     group = heads // kv_heads
     q_GRQD = q_QHD.view(queries, kv_heads, group, dim).permute(1, 2, 0, 3)
-    out_GRQD = F.scaled_dot_product_attention(
+    sinks_GR1 = _by_group(sinks_H, kv_heads)
+    out_GRQD = _attend(
         q_GRQD,
         k_GCD[:, None].expand(-1, group, -1, -1),
         v_GCD[:, None].expand(-1, group, -1, -1),
         _bias(visible_QC, q_QHD.dtype),
-        scale=scale,
+        scale,
+        softcap,
+        None if sinks_GR1 is None else sinks_GR1[..., None],
     )
     return out_GRQD.permute(2, 0, 1, 3).reshape(queries, heads, dim)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of q [..., Q, D] over k and v [..., C, D]; `bias` and `sinks` fit scores of [..., Q, C]."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores = scores + bias.float()
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    return torch.matmul(weights if sinks is None else weights[..., :-1], v.float()).to(q.dtype)
+
+
+def _by_group(sinks_H: torch.Tensor | None, kv_heads: int) -> torch.Tensor | None:
+    return None if sinks_H is None else sinks_H.view(kv_heads, -1, 1)
 
 
 def _pages(

@@ -2,9 +2,10 @@
 
 These are the CPU path and the twins of the fused kernels in `triton_elementwise`.
 
-The rotary embedding has the half-split layout of Hugging Face checkpoints: a head becomes
+The rotary embedding has the half-split layout of most Hugging Face checkpoints: a head becomes
 `x * cos + rotate_half(x) * sin`. The sine carries the sign of `rotate_half`, so a rotation is a roll, a product and a
-fused multiply-add over query and key heads together.
+fused multiply-add over query and key heads together. Some checkpoints interleave the halves: a dimension turns with its
+neighbour. In some only the first dimensions of a head turn.
 
 Legend: T tokens, H heads, D head or hidden dimension, R dimensions of a head that turn.
 """
@@ -12,6 +13,7 @@ Legend: T tokens, H heads, D head or hidden dimension, R dimensions of a head th
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -62,26 +64,39 @@ def rope_cos_sin(
 
     Args:
         positions_T: positions, any integer dtype.
-        inv_freq_D: float32, the D / 2 inverse frequencies, twice.
-        sign_D: float32, minus the attention factor in the first half, plus the attention factor in the second.
+        inv_freq_D: float32, the D / 2 inverse frequencies, twice: one half after the other, or interleaved.
+        sign_D: float32, minus the attention factor for each first one, plus the attention factor for each second.
     """
     angles_T1D = positions_T.to(torch.float32)[:, None, None] * inv_freq_D
-    # The second half of the sign vector is the attention factor itself.
+    # The last sign is the attention factor itself.
     return angles_T1D.cos() * sign_D[-1:], angles_T1D.sin_() * sign_D
 
 
-def apply_rope(x_THD: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:
+def apply_rope(
+    x_THD: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
     """Turn the first R dimensions of every head of `x_THD` by the result of `rope_cos_sin`; the others stay.
 
-    Computed in float32, returned in x's dtype.
+    Computed in float32, returned in x's dtype. With `interleaved` neighbours turn together, else halves of the R.
     """
     width = cos_T1R.shape[-1]
     if width < x_THD.shape[-1]:
-        turned_THR = apply_rope(x_THD[..., :width], cos_T1R, sin_T1R)
+        turned_THR = apply_rope(x_THD[..., :width], cos_T1R, sin_T1R, interleaved)
         return torch.cat((turned_THR, x_THD[..., width:]), dim=-1)
     float_THD = x_THD.float()
-    other_THD = float_THD.roll(width // 2, -1)
+    if interleaved:
+        other_THD = float_THD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        other_THD = float_THD.roll(width // 2, -1)
     return torch.addcmul(float_THD * cos_T1R, other_THD, sin_T1R).to(x_THD.dtype)
+
+
+def gated(gate_up: torch.Tensor, activation: Literal["silu", "gelu", "gelu_tanh"] = "silu") -> torch.Tensor:
+    """`activation(gate) * up` for `gate_up` [..., 2 I], where gate comes first; returns [..., I] in the same dtype."""
+    if activation == "silu":
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -153,6 +153,7 @@ def _finish_qkv_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    TURNED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     PARTS: tl.constexpr,
@@ -170,35 +171,46 @@ def _finish_qkv_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     heads: tl.constexpr = Q_HEADS + 2 * KV_HEADS
     live = (d < D // 2) & (head < heads)
+    # Two dimensions turn together: those of the first TURNED that are half of these apart. `low` and `high` are tiles
+    # of such pairs, and after them of the dimensions that stay.
+    turns = d < TURNED // 2
+    if TURNED == D:
+        at_low = d
+        at_high = d + D // 2
+    else:
+        at_low = d + tl.where(turns, 0, TURNED // 2)
+        at_high = d + tl.where(turns, TURNED // 2, D // 2)
     is_q = head < Q_HEADS
     is_v = head >= Q_HEADS + KV_HEADS
     if R > 0:
         adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
-        b = b_ptr + ((adapter - 1).to(tl.int64) * (heads * D) + (head * D + d)[:, :, None]) * R
+        b = b_ptr + (adapter - 1).to(tl.int64) * (heads * D) * R
+        b_low = b + (head * D + at_low)[:, :, None] * R
+        b_high = b + (head * D + at_high)[:, :, None] * R
         takes = ((d < D // 2) & (head < tl.where(adapter > 0, heads, 0)))[:, :, None]
-        first_low = begin_expand(b, takes, AT_ONCE)
-        first_high = begin_expand(b + D // 2 * R, takes, AT_ONCE)
+        first_low = begin_expand(b_low, takes, AT_ONCE)
+        first_high = begin_expand(b_high, takes, AT_ONCE)
     if NORM:
-        weight = norm_ptr + tl.where(is_q, 0, D) + d
-        weight_low = tl.load(weight, mask=live, other=0.0).to(tl.float32)
-        weight_high = tl.load(weight + D // 2, mask=live, other=0.0).to(tl.float32)
+        weight = norm_ptr + tl.where(is_q, 0, D)
+        weight_low = tl.load(weight + at_low, mask=live, other=0.0).to(tl.float32)
+        weight_high = tl.load(weight + at_high, mask=live, other=0.0).to(tl.float32)
     follow()
     slot = tl.load(slots_ptr + row).to(tl.int64)
     low = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
     high = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
     for part in tl.static_range(PARTS):
-        here = parts_ptr + ((part * rows + row) * heads + head) * D + d
-        low += tl.load(here, mask=live, other=0.0)
-        high += tl.load(here + D // 2, mask=live, other=0.0)
+        here = parts_ptr + ((part * rows + row) * heads + head) * D
+        low += tl.load(here + at_low, mask=live, other=0.0)
+        high += tl.load(here + at_high, mask=live, other=0.0)
     if R > 0:
         module = (head >= Q_HEADS).to(tl.int32) + is_v.to(tl.int32)
         sums = low_ptr + (row * 3 + module[:, :, None]) * R
         ranks = tl.where(head < tl.where(adapter > 0, heads, 0), R, 0)[:, :, None]
-        low += expand_row(first_low, b, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
-        high += expand_row(first_high, b + D // 2 * R, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
+        low += expand_row(first_low, b_low, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
+        high += expand_row(first_high, b_high, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
     if BIAS:
-        low += tl.load(bias_ptr + head * D + d, mask=live, other=0.0).to(tl.float32)
-        high += tl.load(bias_ptr + head * D + D // 2 + d, mask=live, other=0.0).to(tl.float32)
+        low += tl.load(bias_ptr + head * D + at_low, mask=live, other=0.0).to(tl.float32)
+        high += tl.load(bias_ptr + head * D + at_high, mask=live, other=0.0).to(tl.float32)
     # Round as the result of the unfused product is rounded.
     low = narrow(low, dtype).to(tl.float32)
     high = narrow(high, dtype).to(tl.float32)
@@ -209,18 +221,17 @@ def _finish_qkv_kernel(
         x_high = narrow(high * scale, dtype).to(tl.float32) * weight_high
         x_low = narrow(x_low, dtype).to(tl.float32)
         x_high = narrow(x_high, dtype).to(tl.float32)
-    in_head = d < D // 2
-    cos = tl.load(cos_ptr + row * D + d, mask=in_head, other=0.0)
+    cos = tl.load(cos_ptr + row * TURNED + d, mask=turns, other=1.0)
     # The sine carries the sign of the rotation: minus in the first half, plus in the second.
-    sin_low = tl.load(sin_ptr + row * D + d, mask=in_head, other=0.0)
-    sin_high = tl.load(sin_ptr + row * D + D // 2 + d, mask=in_head, other=0.0)
+    sin_low = tl.load(sin_ptr + row * TURNED + d, mask=turns, other=0.0)
+    sin_high = tl.load(sin_ptr + row * TURNED + TURNED // 2 + d, mask=turns, other=0.0)
     low = narrow(tl.where(is_v, low, x_low * cos + x_high * sin_low), dtype)
     high = narrow(tl.where(is_v, high, x_high * cos + x_low * sin_high), dtype)
-    at_q = q_ptr + (row * Q_HEADS + head) * D + d
-    tl.store(at_q, low, mask=live & is_q)
-    tl.store(at_q + D // 2, high, mask=live & is_q)
+    at_q = q_ptr + (row * Q_HEADS + head) * D
+    tl.store(at_q + at_low, low, mask=live & is_q)
+    tl.store(at_q + at_high, high, mask=live & is_q)
     token = slot * KV_HEADS
-    at_k = k_cache_ptr + (token + head - Q_HEADS) * D + d
+    at_k = k_cache_ptr + (token + head - Q_HEADS) * D
     is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
     if FP8:
         low = low.to(tl.float32)
@@ -233,11 +244,11 @@ def _finish_qkv_kernel(
         # Scales are [P, 2, G, page size]. Heads of values follow heads of keys, in the scales as in `head`.
         page = slot // PAGE_SIZE * (2 * KV_HEADS) + head - Q_HEADS
         tl.store(scales_ptr + page * PAGE_SIZE + slot % PAGE_SIZE, scale, mask=(head >= Q_HEADS) & (head < heads))
-    tl.store(at_k, low, mask=live & is_k)
-    tl.store(at_k + D // 2, high, mask=live & is_k)
-    at_v = v_cache_ptr + (token + head - Q_HEADS - KV_HEADS) * D + d
-    tl.store(at_v, low, mask=live & is_v)
-    tl.store(at_v + D // 2, high, mask=live & is_v)
+    tl.store(at_k + at_low, low, mask=live & is_k)
+    tl.store(at_k + at_high, high, mask=live & is_k)
+    at_v = v_cache_ptr + (token + head - Q_HEADS - KV_HEADS) * D
+    tl.store(at_v + at_low, low, mask=live & is_v)
+    tl.store(at_v + at_high, high, mask=live & is_v)
 
 
 def finish_qkv(
@@ -245,8 +256,8 @@ def finish_qkv(
     bias_W: torch.Tensor | None,
     norm_2D: torch.Tensor | None,
     eps: float,
-    cos_M1D: torch.Tensor,
-    sin_M1D: torch.Tensor,
+    cos_M1T: torch.Tensor,
+    sin_M1T: torch.Tensor,
     slots_M: torch.Tensor,
     k_cache_PSGD: torch.Tensor,
     v_cache_PSGD: torch.Tensor,
@@ -262,8 +273,8 @@ def finish_qkv(
         bias_W: bias of the projection, or None.
         norm_2D: weights of the query norm and the key norm over a head, or None.
         eps: of these norms.
-        cos_M1D: float32, from `rope_cos_sin` or `embed_rope`.
-        sin_M1D: likewise, with the sign of the rotation.
+        cos_M1T: float32, from `rope_cos_sin` or `embed_rope`, for the first T dimensions of a head; the others stay.
+        sin_M1T: likewise, with the sign of the rotation.
         slots_M: int64, page * page_size + offset of each token.
         k_cache_PSGD: keys, written in place; contiguous, in the model's dtype, or uint8 for e4m3 codes.
         v_cache_PSGD: values, likewise.
@@ -287,8 +298,8 @@ def finish_qkv(
         parts_SMW,
         bias_W,
         norm_2D,
-        cos_M1D,
-        sin_M1D,
+        cos_M1T,
+        sin_M1T,
         slots_M,
         q_MHD,
         k_cache_PSGD,
@@ -299,6 +310,7 @@ def finish_qkv(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         D=dim,
+        TURNED=cos_M1T.shape[-1],
         BLOCK_HEADS=_BLOCK_HEADS,
         HALF=half,
         PARTS=parts,

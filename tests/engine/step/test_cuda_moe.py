@@ -14,7 +14,7 @@ from rollout.models.fused import FusedDecoder
 from tests.support.engine.cuda_harness import assert_steady, load_bf16, watch_compilation
 from tests.support.engine.harness import Bench
 from tests.support.engine.updates import Mailbox, Update, boundary
-from tests.support.models import shared_expert, sigmoid_router
+from tests.support.models import sigmoid_router
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no measured plan")]
 ROWS = 6
@@ -57,8 +57,6 @@ CONFIGS = {
             "shared_expert_intermediate_size": 192,
             "intermediate_size": 640,
             "norm_topk_prob": True,
-            "use_sliding_window": True,  # transformers writes 0 for none; no test reaches this one
-            "sliding_window": 4096,
         },
     ),
     "olmoe": ("Olmoe", {"num_experts": EXPERTS, "intermediate_size": 128, "norm_topk_prob": False, "clip_qkv": 1.5}),
@@ -86,8 +84,6 @@ def save(kind: str, folder, seed: int):
     read = read.to("cuda").eval()
     if kind == "sigmoid":
         sigmoid_router.give_biases(folder, read)
-    if kind == "shared_expert":
-        shared_expert.rename(folder)
     return read
 
 
@@ -96,7 +92,6 @@ def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         sigmoid_router.declare(patch)
-        shared_expert.declare(patch)
         yield folder, save(request.param, folder, 3)
 
 

@@ -16,6 +16,7 @@ from rollout.config import WeightsSettings
 from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.weights.adapter_target import AdapterTarget
+from rollout.weights.parameter_map import UpdateNames
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import StagedWeights
 from tests.support.bridge.file_memory import share_with
@@ -101,13 +102,16 @@ class Worker:
         port: int = 0,
         adapters: AdapterTarget | None = None,
         shared: Path | None = None,
+        names: UpdateNames = UpdateNames(),  # noqa: B008 -- frozen
         **settings: Any,
     ) -> None:
         """`shared`: a folder of files by which `cuda_ipc` may come."""
         self.model = model or TinyModel()
         self.engine_gate = Gate(takes_weights=True)
         weights = WeightsSettings(**settings)
-        self.receiver = WeightReceiver(self.model.views, version, weights, self.engine_gate, adapters=adapters)
+        self.receiver = WeightReceiver(
+            self.model.views, version, weights, self.engine_gate, adapters=adapters, names=names
+        )
         if shared is not None:
             share_with(self, shared)
         self.gate = threading.Event()

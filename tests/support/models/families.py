@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,10 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     `family` is one of `FAMILIES`, or the stem of transformers' classes, and then `overrides` are its whole config.
     """
     stem, config = _CONFIGS.get(family, (family, {}))
-    config_class = getattr(transformers, f"{stem}Config")
-    values = {"pad_token_id": None, **_COMMON, **config, **overrides}
-    model = getattr(transformers, f"{stem.removesuffix('Text')}ForCausalLM")._from_config(
-        config_class(**values), attn_implementation="eager", dtype=torch.float32
+    model_class = getattr(transformers, f"{stem}ForCausalLM")
+    values = copy.deepcopy({"pad_token_id": None, **_COMMON, **config, **overrides})  # configs change their maps
+    model = model_class._from_config(
+        model_class.config_class(**values), attn_implementation="eager", dtype=torch.float32
     )
     # The grouped matrix product that transformers prefers refuses widths that are not multiples of 16 bytes.
     model.set_experts_implementation("eager")
@@ -147,7 +148,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
                 gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight", "o_proj.weight")) else 1.0
                 parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
         for name, buffer in model.named_buffers():
-            if name.endswith("bias"):  # of routers
+            if name.endswith("_bias"):  # of routers
                 buffer.normal_(0.0, 0.3, generator=generator)
         model.model.norm.weight.mul_(torch.randint(0, 2, (model.config.hidden_size,), generator=generator) * 2 - 1)
         model.lm_head.weight.normal_(0.0, 4.0 * model.config.hidden_size**-0.5, generator=generator)

@@ -1,4 +1,4 @@
-"""A family whose router the kernels do not have: experts chosen by sigmoid plus a bias, weighted by sigmoid alone.
+"""A family whose router the kernels do not have, in a plain model: chosen by sigmoid plus a bias, weighted by sigmoid.
 
 Otherwise it is Qwen3-MoE. transformers' Qwen3-MoE, with its routers replaced, is what it is held against.
 """
@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout.models import layers
 from rollout.models.registry import FAMILIES, Family, Key, MoEFamily, sparse_by_step
 from rollout.models.spec import RouterSpec
 
@@ -25,7 +24,7 @@ FAMILY = Family(
         experts=Key("num_experts"),
         intermediate=Key("moe_intermediate_size"),
         renormalize=True,
-        scoring="sigmoid",  # type: ignore[arg-type]
+        scoring="sigmoid",
         router_bias=True,
         router_float32=True,
         sparse=sparse_by_step,
@@ -45,8 +44,7 @@ def route_by_sigmoid(
 
 
 def declare(patch: pytest.MonkeyPatch) -> None:
-    """Add the rule and the family, as the recipe of docs/architecture.md does."""
-    patch.setitem(layers.ROUTES, "sigmoid", route_by_sigmoid)
+    """Add the family, as the recipe of docs/architecture.md does."""
     patch.setitem(FAMILIES, ARCHITECTURE, FAMILY)
 
 

@@ -62,13 +62,13 @@ def test_a_whole_product_in_the_models_dtype_is_one_part():
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dim", [16, 24])
-def test_finish_qkv_is_norm_rope_and_a_write_to_the_cache(norm, bias, dim):
+@pytest.mark.parametrize(("dim", "turned"), [(16, 16), (24, 24), (24, 12), (16, 12)])
+def test_finish_qkv_is_norm_rope_and_a_write_to_the_cache(norm, bias, dim, turned):
     rows, q_heads, kv_heads, parts = 3, 4, 2, 2
     partial = torch.randn(parts, rows, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
     bias_W = torch.randn(partial.shape[2], device=DEVICE) if bias else None
     norm_2D = torch.rand(2, dim, device=DEVICE) if norm else None
-    half = dim // 2
+    half = turned // 2
     inv_freq = (10_000.0 ** (-torch.arange(half) / half)).repeat(2).to(DEVICE)
     sign = torch.cat([-torch.ones(half), torch.ones(half)]).to(DEVICE)
     cos, sin = rope_cos_sin(torch.tensor([0, 5, 77], device=DEVICE), inv_freq, sign)
@@ -80,9 +80,10 @@ def test_finish_qkv_is_norm_rope_and_a_write_to_the_cache(norm, bias, dim):
     if norm:
         weights = torch.cat([norm_2D[:1].expand(q_heads, -1), norm_2D[1:].expand(kv_heads, -1)]).double()
         qk = qk * (qk.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weights
-    first, second = qk.chunk(2, dim=-1)
+    (first, second), stays = qk[..., :turned].chunk(2, dim=-1), qk[..., turned:]
     angles = torch.tensor([0, 5, 77], device=DEVICE).double()[:, None] * inv_freq.double()
-    qk = qk * angles.cos()[:, None] + torch.cat([-second, first], -1) * angles.sin()[:, None]
+    qk = qk[..., :turned] * angles.cos()[:, None] + torch.cat([-second, first], -1) * angles.sin()[:, None]
+    qk = torch.cat([qk, stays], dim=-1)
     assert relative(got, qk[:, :q_heads]) < 1e-5
     assert relative(k_cache.flatten(0, 1)[slots], qk[:, q_heads:]) < 1e-5
     assert relative(v_cache.flatten(0, 1)[slots], v) < 1e-6

@@ -72,7 +72,7 @@ def _rename(folder: Path, rename: Any) -> None:
 
 
 def test_a_checkpoint_with_a_vision_tower_serves_its_language_model(tmp_path: Path) -> None:
-    make_hybrid("Qwen3_5MoeText", tmp_path)
+    make_hybrid("Qwen3_5Moe", tmp_path)
     alone = _logits(tmp_path)
     file = tmp_path / "config.json"
     text = json.loads(file.read_text())
@@ -113,7 +113,7 @@ def test_tensors_may_be_named_as_in_published_checkpoints(tmp_path: Path) -> Non
     ],
 )
 def test_a_config_that_makes_no_model_is_refused(wrong: dict[str, Any], says: str, tmp_path: Path) -> None:
-    make_hybrid("Qwen3_5Text", tmp_path)
+    make_hybrid("Qwen3_5", tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
     with pytest.raises(ValueError, match=says):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
 from rollout.models import load_model
@@ -14,10 +16,11 @@ from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.registry import FAMILIES
-from tests.support.engine.harness import Bench
+from tests.support.engine.harness import Bench, load
+from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PROMPT, check
-from tests.support.peft_adapters import make_adapter, merged
+from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 CPU = torch.device("cpu")
@@ -29,12 +32,75 @@ ROPES_BY_TYPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 2.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
 }
-#: By the stem of transformers' classes: what is not its default, and whether the fused kernels take the model.
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+#: By the stem of transformers' classes, and a word where one has two configs: what is not its default, and whether the
+#: fused kernels take the model.
 CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
     "Mistral": ({"sliding_window": 6, "head_dim": 20}, True),
     "Phi3": ({"sliding_window": 6, "tie_word_embeddings": False}, True),
+    "Phi3 long": (
+        {
+            "head_dim": 16, "hidden_size": 64, "tie_word_embeddings": True, "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+            },
+        },
+        True,
+    ),
+    "Ministral": ({"sliding_window": 6, "layer_types": LAYER_TYPES, "head_dim": 12}, True),
+    "Ministral3": (
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 5,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+            },
+            "head_dim": 20, "max_position_embeddings": 512,
+        },
+        True,
+    ),
+    "Glm": ({"attention_bias": True, "head_dim": 16}, True),
+    "Glm4": ({"attention_bias": True, "head_dim": 16}, False),
+    "Gemma2": (
+        {
+            "sliding_window": 6, "layer_types": LAYER_TYPES, "head_dim": 20, "query_pre_attn_scalar": 7,
+            "attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0,
+        },
+        False,
+    ),
+    "Gemma3": (
+        {
+            "sliding_window": 6, "layer_types": LAYER_TYPES, "head_dim": 20, "query_pre_attn_scalar": 7,
+            "rope_parameters": ROPES_BY_TYPE, "tie_word_embeddings": True,
+        },
+        False,
+    ),
     "SmolLM3": ({"no_rope_layers": [1, 0, 1], "attention_bias": False, "use_sliding_window": False}, True),
     "SeedOss": ({"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "head_dim": 20}, True),
+    "Qwen2Moe": (
+        EXPERTS | {
+            "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": False,
+            "use_sliding_window": True, "sliding_window": 6, "layer_types": LAYER_TYPES,
+        },
+        True,
+    ),
+    "Glm4Moe": (
+        EXPERTS | {
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "head_dim": 16,
+            "attention_bias": True, "num_mtp_layers": 2,
+        },
+        True,
+    ),
+    "MiniMaxM2": (EXPERTS | {"num_local_experts": 6, "head_dim": 16, "rotary_dim": 8}, True),
+    "Afmoe": (
+        EXPERTS | {
+            "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True, "head_dim": 12,
+            "sliding_window": 6, "layer_types": LAYER_TYPES,
+        },
+        False,
+    ),
     "Granite": (
         {
             "attention_multiplier": 0.2, "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.5,
@@ -45,18 +111,21 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
     "Olmo2": ({"attention_bias": False}, False),
     "Olmo3": (
         {
-            "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": ROPES_BY_TYPE,
+            "sliding_window": 6, "layer_types": LAYER_TYPES, "rope_parameters": ROPES_BY_TYPE,
         },
         False,
     ),
 }  # fmt: skip
 
 
+def save(stem: str, folder: Path, seed: int = 0) -> Any:
+    return make_checkpoint(stem.split()[0], folder, seed, **(SIZES | CONFIGS[stem][0]))
+
+
 @pytest.mark.parametrize("stem", CONFIGS)
 def test_steps_and_names_are_those_of_transformers(stem: str, tmp_path: Path) -> None:
-    options, fused = CONFIGS[stem]
-    reference = make_checkpoint(stem, tmp_path, **(SIZES | options))
+    fused = CONFIGS[stem][1]
+    reference = save(stem, tmp_path)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     assert loaded.spec.plain_stream == fused
     check(loaded, reference)
@@ -64,14 +133,18 @@ def test_steps_and_names_are_those_of_transformers(stem: str, tmp_path: Path) ->
         with pytest.raises(ValueError, match="residual stream"):
             FusedDecoder(loaded.model)
     views, tensors = loaded.trainer_views(), reference.state_dict()
-    assert set(views) == set(tensors)
+    # A mixture has names for single experts, too.
+    assert set(views) > set(tensors) if loaded.spec.moe else set(views) == set(tensors)
     assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
+    buffers = {name for name in tensors if name not in dict(reference.named_parameters())}
+    assert buffers - {"lm_head.weight"} <= loaded.kept_if_absent()
 
 
 @pytest.mark.parametrize("stem", CONFIGS)
 def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, tmp_path: Path) -> None:
-    reference = make_checkpoint(stem, tmp_path, **(SIZES | CONFIGS[stem][0]))
-    adapter = make_adapter(reference, tmp_path / "adapter", 0)
+    reference = save(stem, tmp_path)
+    modules = ATTENTION if hasattr(reference.config, "num_experts_per_tok") else ALL
+    adapter = make_adapter(reference, tmp_path / "adapter", 0, modules)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     slots = AdapterSlots(loaded.spec, 1, 16, torch.float32, CPU)
     slots.write(1, load_peft_folder(adapter, loaded.spec, 16, torch.float32))
@@ -84,25 +157,56 @@ def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, tmp_path: 
 
 @pytest.mark.parametrize("stem", CONFIGS)
 def test_greedy_tokens_of_the_engine_are_those_of_transformers(stem: str, tmp_path: Path) -> None:
-    reference = make_checkpoint(stem, tmp_path, **(SIZES | CONFIGS[stem][0]))
-    bench = Bench(load_model(ModelSettings(path=str(tmp_path), dtype="float32"), CPU).model, max_rows=3)
+    """Prompts in chunks, rows that come and go, and other weights in the middle, by which KV is computed again."""
+    references = [save(stem, tmp_path / str(seed), seed) for seed in range(2)]
+    model, other = (load(tmp_path / str(seed)) for seed in range(2))
+    mailbox = Mailbox()
+    bench = Bench(model, receiver=mailbox, max_rows=3, kv_on_swap="recompute")
     prompts = {
         f"r{i}": torch.randint(0, 91, (length,), generator=torch.Generator().manual_seed(i)).tolist()
         for i, length in enumerate((3, 80, 17, 31))
     }
     for name, prompt in prompts.items():
         bench.submit(name, prompt, 40)
-    bench.run()
+    swap_in_the_middle(bench, mailbox, Update(1, other, model), 20)
     for name, prompt in prompts.items():
-        tokens = bench.tokens(name)
+        tokens, versions = bench.tokens(name), bench.completions[name, 0].versions
+        assert len(tokens) == 40
         with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == tokens and len(tokens) == 40
+            ids = torch.tensor([prompt + tokens])
+            logits = torch.stack([reference(ids).logits[0, len(prompt) - 1 : -1] for reference in references])
+        logits = logits[torch.tensor(versions), torch.arange(40)]
+        assert logits.argmax(-1).tolist() == tokens
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
         raw = torch.tensor(bench.completions[name, 0].raw_logprobs)
         assert torch.allclose(raw, logprobs, atol=1e-4, rtol=0)
+    assert set(bench.completions["r0", 0].versions) == {0, 1}
     bench.close()
 
 
+def test_a_sequence_ends_where_frequencies_of_short_ones_do(tmp_path: Path) -> None:
+    save("Phi3 long", tmp_path)
+    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
+    assert loaded.spec.max_positions == 128 < 512
+
+
+def test_mimo_is_read_as_qwen2_without_its_prediction_of_further_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers has no MiMo: the config is Qwen2's under another name, and there are tensors of another layer."""
+    reference = make_checkpoint("Qwen2", tmp_path, **SIZES, use_sliding_window=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    changes = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "auto_map": {"AutoConfig": "x--y.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {f"model.mtp_layers.0.{name}.weight": torch.randn(48, 48) for name in ("input_proj", "self_attn.q_proj")}
+    save_file(tensors | extra, tmp_path / "model.safetensors", {"format": "pt"})
+    with caplog.at_level("INFO"):
+        loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
+    assert sum("model.mtp_layers.0.input_proj.weight" in record.getMessage() for record in caplog.records) == 1
+    check(loaded, reference)
+    assert set(loaded.trainer_views()) == set(reference.state_dict())
+
+
 def test_every_config_here_has_a_declaration() -> None:
-    assert {f"{stem}ForCausalLM" for stem in CONFIGS} < set(FAMILIES)
+    assert {f"{stem.split()[0]}ForCausalLM" for stem in CONFIGS} < set(FAMILIES)

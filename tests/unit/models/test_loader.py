@@ -268,7 +268,7 @@ def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"architectures": []}, "must name one architecture"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized checkpoints are not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'"),
         ({"num_key_value_heads": 3}, "not a multiple of the KV heads"),

@@ -32,7 +32,7 @@ from rollout.models.registry import (
     windows_by_type,
 )
 from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
-from tests.support.models import shared_expert, sigmoid_router
+from tests.support.models import sigmoid_router
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import check
 from tests.support.models.side_by_side import (
@@ -80,12 +80,6 @@ MELLUM_SIZES: dict[str, Any] = {
     },
 }  # fmt: skip
 
-#: A window that no test reaches: transformers writes 0 for none.
-QWEN2_MOE_SIZES: dict[str, Any] = {
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": False,
-    "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 4096,
-}  # fmt: skip
-
 #: By made-up architectures, which no real family takes: (declaration, stem of transformers' classes, config).
 DECLARED: dict[str, tuple[Family, str, dict[str, Any]]] = {
     "MadeUpMistralForCausalLM": (FAMILIES["MistralForCausalLM"], "Mistral", {"sliding_window": 6}),
@@ -95,7 +89,6 @@ DECLARED: dict[str, tuple[Family, str, dict[str, Any]]] = {
         {"attention_bias": True, "attention_out_bias": False, "mlp_bias": True},
     ),
     "MadeUpMellumForCausalLM": (MELLUM, "Mellum", MELLUM_SIZES),
-    shared_expert.ARCHITECTURE: (shared_expert.FAMILY, "Qwen2Moe", QWEN2_MOE_SIZES),
 }
 #: Qwen3 under other names.
 RENAMED = Family(
@@ -147,7 +140,7 @@ def rename_tensors(file: Path, names: dict[str, str] = NAMES) -> None:
 
 
 def skip_if_lacking(stem: str) -> None:
-    if not hasattr(transformers, f"{stem}Config"):
+    if not hasattr(transformers, f"{stem}ForCausalLM"):
         pytest.skip(f"this release of transformers has no {stem}")
 
 
@@ -241,13 +234,13 @@ def compare_kernels(save: Callable[[Path, int], Any], folder: Path, patch: pytes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
 def test_a_shared_expert_runs_after_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared_expert.declare(monkeypatch)
-    even = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    sizes = {
+        "hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_experts": 6,
+        "num_experts_per_tok": 2, "norm_topk_prob": False, "mlp_only_layers": [1],
+    }  # fmt: skip
 
     def save(folder: Path, seed: int) -> Any:
-        reference = save_rounded("Qwen2Moe", folder, seed, **(SIZES | QWEN2_MOE_SIZES | even))
-        shared_expert.rename(folder)
-        return reference
+        return save_rounded("Qwen2Moe", folder, seed, **(SIZES | sizes))
 
     compare_kernels(save, tmp_path, monkeypatch, atol=1e-3)
 
@@ -267,6 +260,22 @@ def test_the_kernels_run_the_experts_of_a_router_that_they_do_not_have(
     compare_kernels(save, tmp_path, monkeypatch, atol=1e-4)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.filterwarnings("ignore:no measured plan")
+def test_the_kernels_run_experts_with_a_scale_beside_a_shared_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GLM-4.5: half of a head turns, and the first layer is dense."""
+    sizes = {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "head_dim": 16,
+        "hidden_size": 64, "moe_intermediate_size": 32, "attention_bias": True,
+    }  # fmt: skip
+    compare_kernels(
+        lambda folder, seed: save_rounded("Glm4Moe", folder, seed, **(SIZES | sizes)), tmp_path, monkeypatch, atol=1e-3
+    )
+
+
 # --- keys of config.json ----------------------------------------------------------------------------------------------
 
 
@@ -283,7 +292,7 @@ class Noting:
 
 #: Checked by their own code, or only compared.
 CHECKED_ELSEWHERE = {"rope_parameters", "hidden_act", "quantization_config"}
-STEMS = {name: name.removesuffix("ForCausalLM") for name in FAMILIES} | {name: d[1] for name, d in DECLARED.items()}
+STEMS = {name: name.partition("For")[0] for name in FAMILIES} | {name: d[1] for name, d in DECLARED.items()}
 
 
 @pytest.mark.parametrize("architecture", STEMS)
@@ -291,9 +300,10 @@ def test_a_family_reads_no_key_without_a_rule(architecture: str, monkeypatch: py
     if architecture in DECLARED:
         monkeypatch.setitem(FAMILIES, architecture, DECLARED[architecture][0])
     skip_if_lacking(STEMS[architecture])
-    config = getattr(transformers, f"{STEMS[architecture]}Config")().get_text_config()
+    config = getattr(transformers, f"{STEMS[architecture]}ForCausalLM").config_class()
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    config.head_dim = 128  # some have it in checkpoints only
     noting = Noting(config)
     spec_from_config(noting, architecture)
     assert noting.read - CHECKED_ELSEWHERE <= set(config_rules(architecture))
