@@ -60,7 +60,7 @@ def corrected_modules(spec: ModelSpec) -> dict[str, CorrectedModule]:
         for index, (name, width) in enumerate(zip(linear.modules, linear.widths, strict=True)):
             begin = sum(linear.widths[:index])
             module = CorrectedModule(layer, product, index, begin, width, linear.inputs)
-            modules[spec.layer_prefix(layer) + name] = module
+            modules |= {prefix + name: module for prefix in spec.layer_prefixes(layer)}
     return modules
 
 

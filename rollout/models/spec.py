@@ -418,6 +418,11 @@ class ModelSpec:
         """What the names of a layer's tensors begin with."""
         return self.names.layer.format(layer)
 
+    def layer_prefixes(self, layer: int) -> tuple[str, ...]:
+        """All that the names of a layer's tensors may begin with; files usually have the first."""
+        prefix, other = self.layer_prefix(layer), self.names.other_prefix
+        return (prefix,) if other is None else (prefix, other[1] + prefix.removeprefix(other[0]))
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache that one token takes in all layers."""
         return sum(layer.kv_bytes_per_token(dtype) for layer in self.layers)

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import Cancel, Prior, StopAt
 from tests.support.engine.conversation import Conversation
+from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load, watch_prefills
 from tests.support.engine.replay import replayed
+from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
 from tests.support.models.hybrids import HYBRIDS, make_hybrid
 
@@ -286,7 +289,52 @@ def test_sessions_give_up_places_to_groups(model, hf_models):
     bench.close()
 
 
+# --- sleeps and faults ---
+
+
+@pytest.mark.usefixtures("strict")
+def test_states_are_computed_again_after_a_sleep(model, hf_models):
+    """The memory of rows and snapshots is given back; what it holds afterwards is read by nobody."""
+    bench = Sleeping(model)
+    talk = Conversation(bench, "s", prompt_of)
+    talk.say(20)
+    bench.submit("g", prompt_of(30), 40, n=3)
+    bench.ticks(15)
+    assert bench.engine.roster.running == 3
+    bench.sleep()
+    assert not bench.pages.backed
+    bench.wake()
+    bench.run()
+    for i in range(3):
+        assert agrees(hf_models[0], prompt_of(30), bench.completions["g", i])
+    tokens = talk.say(5)
+    assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
+    bench.close()
+
+
+def test_an_engine_that_is_built_again_reads_no_state_from_before(model, hf_models):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(30), 40, n=2)
+    for _ in range(9):
+        bench.engine.tick()
+    fail_a_step(bench)
+    for state in bench.engine.executor.step.kv.states.tensors:
+        state.fill_(float("nan"))
+    rebuild_engine(bench.engine, bench.settings)
+    bench.submit("b", prompt_of(30), 40, n=3)
+    bench.run()
+    for i in range(3):
+        assert agrees(hf_models[0], prompt_of(30), bench.completions["b", i])
+    bench.close()
+
+
 # --- what is not possible ---
+
+
+@pytest.mark.parametrize("setting", [{"host_kv_gib": 0.001}, {"deterministic": True}])
+def test_settings_that_states_do_not_support_are_refused(model, setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        Bench(model, **setting)
 
 
 def test_memory_that_does_not_hold_the_states_is_an_error_with_the_numbers(model):

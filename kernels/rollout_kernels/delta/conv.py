@@ -20,6 +20,10 @@ def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Ten
         state_NCW: the last W - 1 inputs of each row, oldest first; changed in place.
         spans: the rows of the step.
     """
+    if x_TC.is_cuda:
+        from rollout_kernels.delta.triton_conv import short_conv as on_gpu
+
+        return on_gpu(x_TC, weight_CW, state_NCW, spans)
     if spans.lengths is None:
         fresh_B11 = (spans.positions_T == 0)[:, None, None]
         past_BCW = state_NCW.index_select(0, spans.places_B).masked_fill(fresh_B11, 0.0)

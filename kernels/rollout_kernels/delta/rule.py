@@ -52,6 +52,10 @@ def gated_delta(
         spans: the rows of the step.
         beta_scale: factor of beta, 1 or 2.
     """
+    if mixed_TC.is_cuda:
+        from rollout_kernels.delta.triton_rule import gated_delta as on_gpu
+
+        return on_gpu(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV, spans, beta_scale)
     q_THK, k_THK, v_THV = _heads(mixed_TC, state_NHKV)
     beta_TH = beta_scale * torch.sigmoid(b_TH.float())
     g_TH = -a_log_H.float().exp() * F.softplus(a_TH.float() + dt_bias_H.float())
