@@ -177,7 +177,8 @@ class FusedDecoder:
 
     def _norm(self, residual_TH: torch.Tensor, added: Unsummed | None, weight_H: torch.Tensor) -> torch.Tensor:
         parts, correction = (None, None) if added is None else added
-        return add_rms_norm(residual_TH, parts, weight_H, self._model.spec.eps, correction)
+        spec = self._model.spec
+        return add_rms_norm(residual_TH, parts, weight_H, spec.eps, correction, spec.unit_offset)
 
     def _product(
         self,

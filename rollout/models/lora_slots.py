@@ -55,7 +55,7 @@ class CorrectedModule(NamedTuple):
 
 def corrected_modules(spec: ModelSpec) -> dict[str, CorrectedModule]:
     """Every module that an adapter may correct, by its name in checkpoints."""
-    modules = {}
+    modules: dict[str, CorrectedModule] = {}
     for (layer, product), linear in model_products(spec).items():
         for index, (name, width) in enumerate(zip(linear.modules, linear.widths, strict=True)):
             begin = sum(linear.widths[:index])

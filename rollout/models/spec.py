@@ -374,7 +374,7 @@ class ModelSpec:
         """True if the residual stream is Llama's: norms before blocks, and no factor or bound anywhere."""
         plain_layers = all(layer.norms == "before" and layer.residual_scale == 1.0 for layer in self.layers)
         plain_ends = self.embed_scale == self.logit_divisor == 1.0 and self.logit_softcap is None
-        return plain_layers and plain_ends and not self.unit_offset
+        return plain_layers and plain_ends
 
     @functools.cached_property
     def attention_layers(self) -> tuple[int, ...]:

@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, load_model
+from rollout.models.lora_slots import AdapterSlots
+from rollout.models.peft_tensors import load_peft_folder
 from tests.support.models.hybrids import HYBRIDS, make_hybrid
-from tests.support.models.paged import PagedRunner
+from tests.support.models.paged import PagedRunner, check
+from tests.support.peft_adapters import make_adapter, merged
 
 CPU = torch.device("cpu")
 
@@ -61,6 +64,27 @@ def test_names_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
         assert torch.equal(views[name], tensor), name
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.parametrize("stem", ["Qwen3_5", "Qwen3_5Moe"])
+def test_the_fused_kernels_run_what_is_between_linear_attention(stem: str, tmp_path: Path) -> None:
+    reference = make_hybrid(stem, tmp_path)
+    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
+    assert loaded.spec.plain_stream
+    check(loaded, reference)
+
+
+def test_an_adapter_of_attention_and_dense_blocks_is_what_peft_merges(tmp_path: Path) -> None:
+    reference = make_hybrid("Qwen3_5", tmp_path)
+    adapter = make_adapter(reference, tmp_path / "adapter", 0)
+    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
+    slots = AdapterSlots(loaded.spec, 1, 16, torch.float32, CPU)
+    slots.write(1, load_peft_folder(adapter, loaded.spec, 16, torch.float32))
+    check(loaded, merged(reference, adapter), slots, atol=1e-3)  # merged weights round otherwise
+    linear = make_adapter(reference, tmp_path / "linear", 0, ("in_proj_qkv",))
+    with pytest.raises(CheckpointError, match="in_proj_qkv"):
+        load_peft_folder(linear, loaded.spec, 16, torch.float32)
+
+
 def _logits(folder: Path) -> torch.Tensor:
     model = load_model(ModelSettings(path=str(folder)), CPU).model
     return PagedRunner(model, rows=1, max_tokens=20).prefill({0: tokens(20, model.spec.vocab, 1)})[0]
@@ -79,6 +103,9 @@ def test_a_checkpoint_with_a_vision_tower_serves_its_language_model(tmp_path: Pa
     whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
     file.write_text(json.dumps(whole))
     _rename(tmp_path, lambda name: name.replace("model.", "model.language_model.", 1))
+    tensors = load_file(tmp_path / "model.safetensors")
+    unused = {"model.visual.patch_embed.weight": torch.ones(2), "mtp.norm.weight": torch.ones(2)}
+    save_file(tensors | unused, tmp_path / "model.safetensors")
     assert torch.equal(_logits(tmp_path), alone)
     file.write_text(json.dumps(whole | {"text_config": text | {"linear_num_value_heads": -1}}))
     with pytest.raises(CheckpointError, match="text_config: linear_num_value_heads"):
