@@ -37,6 +37,7 @@ from rollout.engine.sizing import (
     check_row_state,
     check_states,
     host_kv_pages,
+    host_states,
     kv_dtype,
     kv_pages,
     no_room_for_steps,
@@ -168,6 +169,7 @@ class _Lasting:
     kv: KVCache
     adapters: AdapterSlots | None
     host_memory: HostMemory | None
+    host_states: HostMemory | None
     counters: Counters
     session_counts: SessionCounts
     offload_counts: OffloadCounts | None
@@ -180,6 +182,7 @@ class _Lasting:
             executor.step.kv,
             executor.step.adapters,
             None if executor.mover is None else executor.mover.host_memory,
+            None if executor.state_mover is None else executor.state_mover.host_memory,
             roster.counters,
             roster.allocator.sessions.counts,
             None if offload is None else offload.books.counts,
@@ -214,7 +217,7 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     counters = Counters() if lasting is None else lasting.counters
     roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters)
     mover, books = executor.mover, allocator.offload_books
-    offload = None if mover is None or books is None else Offload(roster, books, mover)
+    offload = None if mover is None or books is None else Offload(roster, books, mover, executor.state_mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
     packer = Packer(multiple, adapters is not None, sizes)
     scheduler = Scheduler(limits, roster, upload_words)
@@ -244,7 +247,8 @@ def _build_allocator(
     offload_books = None
     if mover is not None:
         counts = None if lasting is None else lasting.offload_counts
-        offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, experts)
+        host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
+        offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, experts, host_places)
     return PageAllocator(
         pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books, snapshots
     )
@@ -268,19 +272,22 @@ def _build_executor(
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
     streams = Streams.make(device, adapters is not None)
-    mover, graphs = None, None
+    mover, state_mover, graphs = None, None, None
     try:
         if lasting is None:
             step = step.with_kv(_planned_kv(site, Executor(device, streams, step), slots, graph_rows))
             device.synchronize()
         mover = _mover(site, step.kv, streams.compute, None if lasting is None else lasting.host_memory)
+        if mover is not None and step.kv.states is not None:
+            kept = None if lasting is None else lasting.host_states
+            state_mover = _state_mover(site, step.kv.states, streams.compute, kept)
         if graph_rows is not None:
             graphs = DecodeGraphs(step, streams.compute, context, graph_rows)
             graphs.capture(slots, progress)
     except BaseException:
-        Executor(device, streams, step, graphs, mover).close()
+        Executor(device, streams, step, graphs, mover, state_mover).close()
         raise
-    return Executor(device, streams, step, graphs, mover)
+    return Executor(device, streams, step, graphs, mover, state_mover)
 
 
 def _mover(site: _Site, kv: KVCache, compute: Stream, host_memory: HostMemory | None) -> PageMover | None:
@@ -289,14 +296,23 @@ def _mover(site: _Site, kv: KVCache, compute: Stream, host_memory: HostMemory | 
     if host_memory is None:
         page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
         adapter_bytes = adapter_host_bytes(engine, site.model)
-        pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes)
+        state_bytes = host_states(engine, site.model) * site.model.spec.state_bytes(site.model.embed.dtype)
+        pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes, state_bytes)
         if pages == 0:
             return None
         began_s = time.perf_counter()
         host_memory = HostMemory(device, pages, page_bytes)
         facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}
         log.info("KV of preempted sequences is kept on the host", extra=facts)
-    return PageMover(device, kv, host_memory, int(engine.host_kv_piece_mib * 2**20), compute)
+    return PageMover(device, kv.tensors, host_memory, int(engine.host_kv_piece_mib * 2**20), compute)
+
+
+def _state_mover(site: _Site, states: StatePool, compute: Stream, host_memory: HostMemory | None) -> PageMover:
+    """Moves states to the host, one at a time, into `host_memory` or into new host memory."""
+    if host_memory is None:
+        spec, count = site.model.spec, host_states(site.settings.engine, site.model)
+        host_memory = HostMemory(site.device, count, spec.state_bytes(site.model.embed.dtype))
+    return PageMover(site.device, states.tensors, host_memory, 1, compute, "state")
 
 
 def _adapter_slots(site: _Site) -> AdapterSlots | None:
@@ -357,7 +373,7 @@ def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: 
     """The KV pool, in the memory that the largest steps leave; on a GPU these are run to find out."""
     settings, model, device = site.settings, site.model, site.device
     engine, context, needs = settings.engine, context_limit(settings, model), StepNeeds()
-    free_bytes = device.free_bytes() - staging_bytes(engine)
+    free_bytes = device.free_bytes() - staging_bytes(engine, model.spec.state_bytes(model.embed.dtype))
     try:
         if device.torch_device.type == "cuda":
             chunk_tokens = engine.prefill_chunk_tokens

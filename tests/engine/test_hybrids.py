@@ -13,6 +13,7 @@ from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load, watch_prefills
 from tests.support.engine.replay import replayed
 from tests.support.engine.sleeping import Sleeping
+from tests.support.engine.streams import LateDevice
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
 from tests.support.models.hybrids import HYBRIDS, make_hybrid
 
@@ -328,13 +329,128 @@ def test_an_engine_that_is_built_again_reads_no_state_from_before(model, hf_mode
     bench.close()
 
 
+# --- states on the host ---
+
+
+def hosting(model, rows: int = 8, bench: type[Bench] = Bench, **options) -> Bench:
+    """An engine with host memory for `rows` states, and as much for KV, which is enough."""
+    each = model.spec.state_bytes(torch.float32)
+    return bench(model, **{"host_kv_gib": 2 * rows * each / 2**30, "kv_pages": 40, "max_rows": 8, **options})
+
+
+def submit_six(bench: Bench) -> None:
+    for i in range(6):
+        bench.submit(f"r{i}", prompt_of(10, i), 60)
+
+
+def assert_six(bench: Bench, hf_model) -> None:
+    for i in range(6):
+        assert agrees(hf_model, prompt_of(10, i), bench.completions[f"r{i}", 0])
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preempted_rows_go_on_with_their_states(model, hf_models, rows, depth):
+    bench = hosting(model, rows, pipeline_depth=depth)
+    submit_six(bench)
+    bench.run()
+    offload = bench.status().offload
+    assert offload.restored >= 1 and offload.sequences == 0 and (offload.refused > 0) == (rows == 1)
+    assert rows == 1 or bench.engine.roster.counters.prefilled_tokens == 6 * 10 + offload.restored
+    assert_six(bench, hf_models[0])
+    bench.close()
+
+
+@pytest.mark.parametrize("ticks", [45, 50, 55, 60, 65])
+def test_rows_that_end_while_their_states_are_copied_leave_nothing_behind(model, hf_models, ticks):
+    bench = hosting(model, device=LateDevice({"state_out": lambda: 0.004, "state_in": lambda: 0.004}))
+    submit_six(bench)
+    for _ in range(ticks):
+        bench.engine.tick()
+    for i in (5, 4, 3):
+        bench.engine.inbox.put(Cancel(("c", f"r{i}")))
+    bench.run()
+    for i in range(3):
+        assert agrees(hf_models[0], prompt_of(10, i), bench.completions[f"r{i}", 0])
+    bench.close()
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_after_a_failed_copy_states_are_computed_again(model, hf_models, direction):
+    bench = hosting(model)
+    mover = bench.engine.executor.state_mover
+    queue = mover.out if direction == "out" else mover.back
+
+    def fail(queue, piece):
+        raise RuntimeError("no such bus")
+
+    queue._copy = fail
+    submit_six(bench)
+    bench.run()
+    assert "no such bus" in bench.engine.parts.offload.failure
+    assert_six(bench, hf_models[0])
+    bench.close()
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_swap_while_states_are_on_the_host(made, hf_models, mode):
+    folders = [made(seed=seed)[0] for seed in (0, 1)]
+    model, mailbox = load(folders[0]), Mailbox()
+    bench = hosting(model, receiver=mailbox, kv_on_swap=mode)
+    submit_six(bench)
+    for _ in range(500):
+        bench.engine.tick()
+        if bench.status().offload.sequences:
+            break
+    swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), ticks=1)
+    for i in range(6):
+        completion = bench.completions[f"r{i}", 0]
+        assert replayed(hf_models, prompt_of(10, i), completion) == completion.token_ids
+    bench.close()
+
+
+@pytest.mark.usefixtures("strict")
+def test_states_sleep_on_the_host(model, hf_models):
+    bench = hosting(model, bench=Sleeping, kv_pages=200)
+    submit_six(bench)
+    for _ in range(2):
+        bench.ticks(14)
+        assert bench.sleep().facts["parked"] == 6
+        assert not bench.pages.backed
+        bench.wake()
+    bench.run()
+    assert all(bench.completions[f"r{i}", 0].recomputed == () for i in range(6))
+    assert_six(bench, hf_models[0])
+    bench.close()
+
+
+def test_a_state_that_comes_back_to_the_row_of_a_turn_does_not_become_its_snapshot(model, hf_models):
+    bench = hosting(model, rows=1, max_rows=1)
+    talk = Conversation(bench, "s", prompt_of)
+    bench.submit("r", prompt_of(10), 30)
+    for _ in range(9):
+        bench.engine.tick()
+    bench.engine.roster.preempt(bench.engine.roster.decoding[0])
+    talk.submit(12, priority=1)  # takes the only row, and ends in it
+    bench.run()
+    assert agrees(hf_models[0], prompt_of(10), bench.completions["r", 0])
+    talk.ended()
+    tokens = talk.say(5)
+    assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
+    bench.close()
+
+
 # --- what is not possible ---
 
 
-@pytest.mark.parametrize("setting", [{"host_kv_gib": 0.001}, {"deterministic": True}])
-def test_settings_that_states_do_not_support_are_refused(model, setting):
-    with pytest.raises(ValueError, match=next(iter(setting))):
-        Bench(model, **setting)
+def test_a_deterministic_worker_is_refused(model):
+    with pytest.raises(ValueError, match="deterministic"):
+        Bench(model, deterministic=True)
+
+
+def test_host_memory_that_holds_no_state_is_an_error_with_the_numbers(model):
+    with pytest.raises(ValueError, match="host_kv_gib.*states of linear attention"):
+        hosting(model, rows=0.4)
 
 
 def test_memory_that_does_not_hold_the_states_is_an_error_with_the_numbers(model):

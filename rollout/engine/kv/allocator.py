@@ -335,7 +335,10 @@ class PageAllocator:
         if seq.group.session is None:
             return Reusable()
         kv, same = self.sessions.match(seq.group.session, tokens, version, seq.adapter_use.edition)
-        snapshot = None if kv is None else next((s for s in kv.snapshots if s.tokens <= same), None)
+        assert self.snapshots is not None
+        void = self.snapshots.is_void
+        known = () if kv is None else kv.snapshots
+        snapshot = next((s for s in known if s.tokens <= same and not void(s.place)), None)
         if kv is None or snapshot is None:
             return Reusable()
         full, after = divmod(snapshot.tokens, self.page_size)
@@ -549,6 +552,17 @@ class PageAllocator:
         """Copy no more KV back for a sequence that leaves its row; True while copies under way write to its pages."""
         books = self.offload_books
         return books is not None and seq.kv.offloaded is not None and books.cancel_restores(seq)
+
+    def copies_state(self, seq: Sequence) -> bool:
+        """True while the state of a sequence that leaves its row is being copied to the host; begins that copy."""
+        return self.snapshots is not None and self.offload_books is not None and self.offload_books.copies_state(seq)
+
+    def restore_state(self, seq: Sequence) -> None:
+        """A sequence has got a row: copy its state there, if that is on the host."""
+        if seq.kv.offloaded is not None and seq.kv.offloaded.host_place is not None:
+            assert self.offload_books is not None and self.snapshots is not None
+            self.snapshots.give_up_saves(seq.row)
+            self.offload_books.restore_state(seq)
 
     def drop_offloaded(self, seq: Sequence) -> None:
         """The KV that a preempted sequence has offloaded, or would offload now, is of no use."""

@@ -43,6 +43,7 @@ class Snapshots:
         self._cached: OrderedDict[bytes, Cached] = OrderedDict()  # by key, least recently used first
         self._points: dict[bytes, Counter[int]] = {}  # tokens after the full pages, by the digest of these
         self._soon: dict[int, int] = {}  # place to row: saves of the next step
+        self._void: set[int] = set()  # places whose save was given up
 
     # --- places ------------------------------------------------------------------------------------------------------
 
@@ -74,11 +75,23 @@ class Snapshots:
         if not self._refs[place]:
             del self._refs[place]
             self._soon.pop(place, None)
+            self._void.discard(place)
             self._free.append(place)
 
     def save_soon(self, row: int, place: int) -> None:
         """Have the next step save a row that no later step belongs to."""
         self._soon[place] = row
+
+    def give_up_saves(self, row: int) -> None:
+        """Something writes to this row before the next step: its state cannot be saved any more."""
+        void = [place for place, saved in self._soon.items() if saved == row]
+        self._void.update(void)
+        for place in void:
+            del self._soon[place]
+
+    def is_void(self, place: int) -> bool:
+        """True for a place whose save was given up: it holds no snapshot."""
+        return place in self._void
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         """The saves that the next step begins with: (row, place)."""

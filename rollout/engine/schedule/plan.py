@@ -130,7 +130,7 @@ def prompt_spans(
     for seq in seqs:
         kv = seq.kv
         assert kv.prefill_tokens is not None
-        if kv.offloaded is not None and kv.offloaded.restores:
+        if kv.offloaded is not None and kv.offloaded.restoring:
             continue
         length = min(len(kv.prefill_tokens) - kv.length, tokens)
         if kv.planned_snapshot is not None and kv.length < kv.planned_snapshot.tokens:
