@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rollout.engine.build import rebuild_engine
+from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel, Prior, StopAt
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.faults import fail_a_step
@@ -116,6 +117,8 @@ def test_a_group_computes_its_prompt_once(model, hf_models, length, prefix_cache
     assert sum(sizes) == length + 4  # each follower computes the last token
     for i in range(5):
         assert agrees(hf_models[0], prompt_of(length), bench.completions["g", i])
+    Inspector(bench.engine).set_gauges()
+    assert bench.engine.meter.report()["state/snapshot_loads"] == (4 if length > 1 else 0)
     bench.close()
 
 

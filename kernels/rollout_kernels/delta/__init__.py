@@ -8,7 +8,7 @@ norm     `gated_norm`: norm and gate of its output
 
 from rollout_kernels.delta.conv import short_conv
 from rollout_kernels.delta.norm import gated_norm
-from rollout_kernels.delta.rule import CHUNK, gated_delta
-from rollout_kernels.delta.spans import Spans
+from rollout_kernels.delta.rule import gated_delta
+from rollout_kernels.delta.spans import CHUNK, Spans
 
 __all__ = ["CHUNK", "Spans", "gated_delta", "gated_norm", "short_conv"]

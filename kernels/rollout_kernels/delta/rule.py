@@ -21,12 +21,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels.delta.spans import Spans
-
-#: Tokens of a row that are computed at once.
-CHUNK = 64
-#: Keeps the length of a zero key from being divided by.
-UNIT_EPS = 1e-6
+from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, Spans
 
 
 def gated_delta(

@@ -1,10 +1,15 @@
-"""Which tokens of a step go through which state."""
+"""Which tokens of a step go through which state, and the numbers that twins and kernels share."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+#: Tokens of a row that a prefill computes at once.
+CHUNK = 64
+#: Added to the squared length of queries and keys before these are divided by their length.
+UNIT_EPS = 1e-6
 
 
 class Spans(NamedTuple):

@@ -26,8 +26,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_math import narrow
-from rollout_kernels.delta.rule import CHUNK, UNIT_EPS
-from rollout_kernels.delta.spans import Spans
+from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, Spans
 
 _STEP_VALUES = 32  # of a program
 _SCAN_VALUES = 32

@@ -161,7 +161,7 @@ class Snapshots:
         """Assert that the books agree: `kept` are the references of sessions, and there are no others."""
         assert sorted([*self._free, *self._refs]) == list(self.places), "a place is lost"
         expected = kept + Counter(cached.place for cached in self._cached.values())
-        assert expected == self._refs, "a place has a reference that nobody holds"
+        assert expected == self._refs, "the references to a place are not counted right"
         points = Counter((cached.point.digest, cached.point.after) for cached in self._cached.values())
         left = {(digest, after): count for digest, some in self._points.items() for after, count in some.items()}
         assert points == left, "a prefill is waited for"

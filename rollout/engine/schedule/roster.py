@@ -85,6 +85,7 @@ class Roster:
         seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, State.PREFILL
         self.waiting -= 1
         self.allocator.restore_state(seq)
+        self.counters.snapshot_loads += seq.kv.load_from is not None
         seq.adapter_use.note_version(seq.launched)
         assert seq.kv.prefill_tokens is not None
         tokens = len(seq.kv.prefill_tokens) - seq.kv.length
