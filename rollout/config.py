@@ -83,6 +83,9 @@ class EngineSettings(_Section):
         "weights arrive, with one scale for 32 inputs (mxfp8), for each output (fp8_row) or for 128 x 128 (fp8_block); "
         "they need fused_experts",
     )
+    group_attention: bool = Field(
+        True, description="decode attention reads KV pages that several rows share once, where that is faster; on a GPU"
+    )
     deterministic: bool = Field(
         False,
         description="make every completion the same bit for bit, whatever else runs and however its KV was computed; "

@@ -27,7 +27,7 @@ from queue import SimpleQueue
 
 import torch
 
-from rollout.config import EngineSettings, Settings
+from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.adapter_table import AdapterRegistry
 from rollout.engine.build import (
     adapter_registry,
@@ -116,7 +116,7 @@ class Worker:
             settings.security,
             _adapter_target(settings.engine, model, registry),
             None if memory is None else memory.buffer,
-            UpdateNames(loaded.kept_if_absent(), loaded.spec.unused),
+            _update_names(settings.model, loaded),
         )
         links = Links(SimpleQueue(), outbox.put, gate, self.receiver, registry)
         for name, weights in _read_adapters(settings.engine, model).items():
@@ -387,6 +387,12 @@ def _read_adapters(engine: EngineSettings, model: Decoder) -> dict[str, AdapterW
     if folders is None:
         return {}
     return {name: folders.read(Path(folder).expanduser()) for name, folder in engine.adapter_folders.items()}
+
+
+def _update_names(settings: ModelSettings, loaded: LoadedModel) -> UpdateNames:
+    """What updates may have or lack. Random weights are not worth keeping: then an update must have every tensor."""
+    kept = frozenset() if settings.load_format == "random" else loaded.kept_if_absent()
+    return UpdateNames(kept, loaded.spec.unused)
 
 
 def _adapter_target(engine: EngineSettings, model: Decoder, registry: AdapterRegistry | None) -> AdapterTarget | None:

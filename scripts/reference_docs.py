@@ -14,11 +14,19 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
+
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import trainer_bridge
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.metrics.prometheus import prometheus_name
+from rollout.models.decoder import Decoder, DecoderLayer
+from rollout.models.fused import obstacle, takes_feed_forward, takes_mixer
+from rollout.models.layers import Block
+from rollout.models.registry import FAMILIES, Family, spec_from_config
 from rollout.service.errors import ErrorCode
 from rollout.settings_sources import SettingKey, setting_keys
 from trainer_bridge.wire.errors import RolloutError
@@ -36,6 +44,25 @@ A setting comes from one of three sources. A later one overrides the earlier one
 
 In the environment and in flags, `none` unsets an optional setting. An unknown name is an error in all three. Words
 such as row, page and step are in the [glossary](../architecture.md#glossary)."""
+
+_MODELS_INTRODUCTION = """\
+# Models
+
+The families that a worker runs, by the name in `architectures` of config.json. A hub checkpoint of another architecture
+is refused. Checkpoints are safetensors in 16 or 32 bits. Experts of gpt-oss may be in MXFP4, and are decoded to 16
+bits. Of the two sets of frequencies of LongRoPE (Phi-3, Phi-4-mini) the one for short sequences is used, and sequences
+end where it does.
+
+How it runs on a GPU, for the default config of transformers (biases and other options of a config may change it):
+
+- **fused**: the fused kernels, in CUDA graphs.
+- **fused in part**: some blocks by the fused kernels and the others by torch, in CUDA graphs.
+- **torch in graphs**: torch and the attention kernels, in CUDA graphs.
+- **torch**: torch and the attention kernels, without CUDA graphs: slow.
+
+"Held against" is transformers' own model: tiny random weights in float32, logits of prompts in chunks and of decode
+steps within 1e-4, and through the engine the same greedy tokens, with several rows and an update of the weights in the
+middle."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
@@ -134,6 +161,45 @@ def _values(key: SettingKey) -> str:
     return " ".join([name, ", ".join(bounds)]).strip() + (", or none" if key.optional else "")
 
 
+def models_page() -> str:
+    """Every family of the registry."""
+    rows = [
+        (family.models, f"`{name}`", _on_gpu(name), f"`{_oracle(name, family)}`") for name, family in FAMILIES.items()
+    ]
+    heads = ("models", "architecture", "on a GPU", "held against")
+    return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows))]) + "\n"
+
+
+def _oracle(architecture: str, family: Family) -> str:
+    if family.has_text_config:  # text alone is served
+        return architecture.replace("ForConditionalGeneration", "ForCausalLM")
+    return architecture if family.read_as is None else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.read_as]
+
+
+#: Values of all checkpoints of an architecture that are not the defaults of transformers.
+_REAL: dict[str, dict[str, Any]] = {"GraniteForCausalLM": {"residual_multiplier": 0.22}}
+
+
+def _on_gpu(architecture: str) -> str:
+    family = FAMILIES[architecture]
+    config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128, **_REAL.get(architecture, {}))
+    config = config.get_text_config()
+    if getattr(config, "rope_parameters", None) is None:
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    spec = spec_from_config(config, architecture)
+    model = Decoder(spec, torch.bfloat16, torch.device("meta"))
+    layers = [cast(DecoderLayer, layer) for layer in model.layers]
+    blocks: list[tuple[Block, bool]] = [(layer.mixer, takes_mixer(layer.mixer.spec)) for layer in layers]
+    for block in (layer.feed_forward for layer in layers):
+        blocks.append((block, takes_feed_forward(block.spec, torch.bfloat16)))
+    fused = obstacle(model, experts=True) is None
+    if any(block.reads_host and not (fused and taken) for block, taken in blocks):
+        return "torch"
+    if not fused:
+        return "torch in graphs"
+    return "fused" if all(taken for _, taken in blocks) else "fused in part"
+
+
 def errors_page() -> str:
     """Every error code with its exception."""
     classes = [kind for kind in _subclasses(RolloutError) if kind.__doc__]
@@ -218,6 +284,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "metrics.md": metrics_page,
     "errors.md": errors_page,
+    "models.md": models_page,
     "api.md": api_page,
     "protocol.md": protocol_page,
 }

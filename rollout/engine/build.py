@@ -53,6 +53,7 @@ from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.scores import scored_multiple
+from rollout.engine.step.shared_pages import make_shared_pages, most_shared_rows
 from rollout.engine.step.slot import Slot
 from rollout.metrics.meter import Meter
 from rollout.models.batch import KVCache
@@ -219,7 +220,10 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     mover, books = executor.mover, allocator.offload_books
     offload = None if mover is None or books is None else Offload(roster, books, mover, executor.state_mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
-    packer = Packer(multiple, adapters is not None, sizes)
+    step, shared = executor.step, None
+    if step.shares_pages:
+        shared = make_shared_pages(model.spec, step.kv, engine.deterministic)
+    packer = Packer(multiple, adapters is not None, sizes, shared)
     scheduler = Scheduler(limits, roster, upload_words)
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
@@ -268,7 +272,7 @@ def _build_executor(
     context = context_limit(settings, model)
     kv = _allocate_kv(model, _LEAST_PAGES, engine, states) if lasting is None else lasting.kv
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
-    step = DeviceStep(model, forward, kv, rows, adapters, exact_sums=engine.deterministic)
+    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site))
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
     streams = Streams.make(device, adapters is not None)
@@ -367,6 +371,13 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
             f"products{experts}; torch's own products on a {model.embed.device.type} depend on the batch"
         )
     check_deterministic(model.spec)
+
+
+def _shares_pages(site: _Site) -> bool:
+    """Whether decode attention reads pages that several rows share once. The torch twin has no gain from it."""
+    engine, on_gpu = site.settings.engine, site.device.torch_device.type == "cuda"
+    kv_coded = engine.kv_dtype != "auto"
+    return engine.group_attention and on_gpu and most_shared_rows(site.model.spec, kv_coded, engine.deterministic) > 1
 
 
 def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: int | None) -> KVCache:

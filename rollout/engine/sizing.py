@@ -135,10 +135,12 @@ def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
     if settings.kv_dtype == "auto":
         return model.embed.dtype
     device = model.embed.device
-    mixers = [layer.mixer for layer in model.spec.layers]
-    odd = next((m.head_dim for m in mixers if isinstance(m, AttentionSpec) and m.head_dim % 4), None)
+    mixers = [layer.mixer for layer in model.spec.layers if isinstance(layer.mixer, AttentionSpec)]
+    odd = next((mixer.head_dim for mixer in mixers if mixer.head_dim % 4), None)
     if device.type == "cuda" and odd is not None:
         raise ValueError(f"kv_dtype = fp8_e4m3 needs a head dimension that is a multiple of 4, not {odd}: use auto")
+    if device.type == "cuda" and any(mixer.softcap or mixer.sinks for mixer in mixers):
+        raise ValueError("kv_dtype = fp8_e4m3 has no kernels for attention with a softcap or sinks: use auto")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ValueError("kv_dtype = fp8_e4m3 needs a GPU of compute capability 8.9 or later: use auto")
     return torch.float8_e4m3fn

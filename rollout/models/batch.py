@@ -62,6 +62,8 @@ class AttentionBatch:
     experts: ExpertRecord | None = None  # written by sparse layers
     adapters: StepAdapters | None = None  # None if no row of the step has one
     rows_B: torch.Tensor | None = None  # int64: place of each row's state; for models that have states
+    segments_SW: torch.Tensor | None = None  # int32: what decode rows share, as `plan_paged_decode` takes it
+    wanted: WantedTokens | None = None  # the forward returns the hidden states of these alone; None: of all
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -84,8 +86,17 @@ class AttentionBatch:
                 window=window,
                 max_context=self.max_context,
                 dtype=q_TQD.dtype,
+                segments_SW=self.segments_SW,
             ),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """Tokens of a prefill whose hidden states are wanted: after the last layer's KV, only they are computed."""
+
+    at_S: torch.Tensor  # int64: where they are in the step
+    batch: AttentionBatch  # a chunk for each of them
 
 
 class LayerKV(NamedTuple):

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint folder: one model.safetensors, or shards with an index.
+"""Tensors of a checkpoint folder: one model.safetensors, or shards with an index. Those in MXFP4 are decoded.
 
 All names and shapes are checked before the first tensor is read, so a wrong checkpoint leaves the model as it was.
 """
@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout.models.checkpoint_folder import CheckpointError, Progress, read_json
+from rollout.models.mxfp4 import BLOCKS, SCALES, decode_into, decoded_shape
 from rollout.models.names import Region, all_views, check_names
 
 _SINGLE = "model.safetensors"
@@ -28,7 +29,8 @@ class StoredTensor:
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # as safetensors names it
+    dtype: str  # as safetensors names it, or "MXFP4"
+    scales: Path | None = None  # the file with the scales of MXFP4; `file` has the blocks
 
     @property
     def values(self) -> int:
@@ -65,6 +67,21 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def join_mxfp4(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors, with one in the place of two that hold its blocks and its scales."""
+    joined = dict(tensors)
+    for name, blocks in tensors.items():
+        whole = name.removesuffix(BLOCKS)
+        scales = tensors.get(whole + SCALES)
+        if whole == name or scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
+            continue
+        shape = decoded_shape(blocks.shape, scales.shape)
+        if shape is not None:
+            del joined[name], joined[whole + SCALES]
+            joined[whole] = StoredTensor(blocks.file, shape, "MXFP4", scales.file)
+    return joined
+
+
 def check_tensors(folder: Path, tensors: dict[str, StoredTensor], regions: Sequence[Region], architecture: str) -> None:
     """Raise one CheckpointError with all tensors that are missing, unknown, doubled, or of a wrong shape or type."""
     check = check_names(regions, tensors)
@@ -75,7 +92,8 @@ def check_tensors(folder: Path, tensors: dict[str, StoredTensor], regions: Seque
         for name, stored in wanted.items()
         if stored.shape != tuple(views[name].shape)
     ]
-    types = [f"{name} {stored.dtype}" for name, stored in wanted.items() if stored.dtype not in _DTYPES]
+    readable = {*_DTYPES, "MXFP4"}
+    types = [f"{name} {stored.dtype}" for name, stored in wanted.items() if stored.dtype not in readable]
     problems: dict[str, Sequence[str]] = {
         "missing": check.missing,
         f"not part of {architecture}": check.unknown,
@@ -95,10 +113,19 @@ def copy_tensors(tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor
         with safe_open(file, framework="pt", device="cpu") as reader:
             for name in names:
                 if tensors[name].file == file:
-                    views[name].copy_(reader.get_tensor(name))
+                    if tensors[name].scales is not None:
+                        _decode(name, tensors[name], views[name])
+                    else:
+                        views[name].copy_(reader.get_tensor(name))
                     done += tensors[name].values
                     if progress is not None:
                         progress(done, total)
+
+
+def _decode(name: str, stored: StoredTensor, view: torch.Tensor) -> None:
+    assert stored.scales is not None
+    with safe_open(stored.file, framework="pt") as blocks, safe_open(stored.scales, framework="pt") as scales:
+        decode_into(view, blocks.get_tensor(name + BLOCKS), scales.get_tensor(name + SCALES))
 
 
 def stored_dtype(tensors: dict[str, StoredTensor]) -> torch.dtype | None:

@@ -51,6 +51,8 @@ def check_format(spec: ModelSpec, format: Format) -> None:
         raise ValueError(
             f"expert_dtype = {format}, but {spec.architecture} in this checkpoint has no experts: use auto"
         )
+    if spec.moe.clamped is not None:
+        raise ValueError(f"expert_dtype = {format} is for experts without biases, unlike {spec.architecture}: use auto")
     odd = [width for width in (spec.hidden, spec.moe.intermediate) if width % GROUP]
     if odd:
         raise ValueError(f"expert_dtype = {format} needs widths that are multiples of {GROUP}, not {odd[0]}: use auto")

@@ -71,6 +71,8 @@ def check_deterministic(spec: ModelSpec) -> None:
             reason = "its output or feed-forward products have biases"
         if not dense and layer.feed_forward.shared is not None:  # type: ignore[union-attr]
             reason = "it has a shared expert"
+        if mixer.softcap is not None or mixer.sinks:
+            reason = "its attention has a softcap or sinks"
         if mixer.qk_norm == "full" or mixer.clip_qkv is not None:
             reason = "its queries and keys are normalised all heads together, or clipped"
         for name, product in (("head", head_product(spec)), *layer_products(layer).items()):
@@ -87,7 +89,9 @@ def attend(
     kv_heads = cache.k_PSGD.shape[2]
     out = []
     for tokens, table_TP, lens_T, most in _rows(batch):
-        work = batch.shared((window, kv_heads, tokens.start), partial(_plan, lens_T, kv_heads, window, most))
+        group = q_TQD.shape[1] // kv_heads
+        plan = partial(_plan, lens_T, kv_heads, group, window, most, batch.segments_SW)
+        work = batch.shared((window, kv_heads, tokens.start), plan)
         out.append(
             decode_attention(
                 q_TQD[tokens],
@@ -118,5 +122,20 @@ def _rows(batch: AttentionBatch) -> Iterator[tuple[slice, torch.Tensor, torch.Te
             yield tokens, table_TP, lens_T[tokens], chunk.context_len
 
 
-def _plan(lens_T: torch.Tensor, kv_heads: int, window: int | None, max_context: int) -> DecodeWork:
-    return plan_decode_work(lens_T, kv_heads, group=1, window=window, config=CONFIG, max_context=max_context)
+def _plan(
+    lens_T: torch.Tensor,
+    kv_heads: int,
+    group: int,
+    window: int | None,
+    max_context: int,
+    segments_SW: torch.Tensor | None,
+) -> DecodeWork:
+    return plan_decode_work(
+        lens_T,
+        kv_heads,
+        group=group,
+        window=window,
+        config=CONFIG,
+        max_context=max_context,
+        segments_SW=segments_SW,
+    )

@@ -31,7 +31,7 @@ from rollout_kernels.lora.triton_lora import adds_later, shrink_beside
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
 
 from rollout.models import deterministic as one_order
-from rollout.models.batch import AttentionBatch, KVCache
+from rollout.models.batch import AttentionBatch, KVCache, WantedTokens
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.deterministic import KernelProduct, head_product, kernel_product
 from rollout.models.fused_experts import FusedExperts
@@ -49,19 +49,29 @@ def supports(model: Decoder, experts: bool) -> bool:
 
     The experts of all sparse layers must be fused: the generic ones read on the host. `experts` allows that.
     """
+    return model.embed.is_cuda and obstacle(model, experts) is None
+
+
+def obstacle(model: Decoder, experts: bool) -> str | None:
+    """Why torch runs the steps of this model on a GPU, and not `FusedDecoder`; None if that runs them."""
     dtype, spec = model.embed.dtype, model.spec
-    if not model.embed.is_cuda or dtype not in (torch.bfloat16, torch.float16) or not spec.plain_stream:
-        return False
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels are for 16 bits, and the model is in {dtype}"
+    if not spec.plain_stream:
+        return "it has norms after blocks, or factors or bounds of its embedding, residuals or logits"
     if spec.moe is not None:
-        return experts and takes_feed_forward(spec.moe, dtype)
-    return any(takes_mixer(layer.mixer) or takes_feed_forward(layer.feed_forward, dtype) for layer in spec.layers)
+        taken = takes_feed_forward(spec.moe, dtype)
+        return None if experts and taken else "fused_experts is off" if taken else "its experts have odd widths"
+    if any(takes_mixer(layer.mixer) or takes_feed_forward(layer.feed_forward, dtype) for layer in spec.layers):
+        return None
+    return "its attention and its feed-forward blocks are variants that no kernel has"
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention without an output bias or gate, and with a rope of halves."""
-    if not isinstance(spec, AttentionSpec) or spec.o_bias or spec.gate or spec.query_gate:
+    """True if the kernels run this mixer: attention without a gate, with a rope by halves and plain norms."""
+    if not isinstance(spec, AttentionSpec) or spec.gate or spec.query_gate:
         return False
-    return not spec.rope.interleaved and not spec.unit_offset
+    return not (spec.rope.interleaved or spec.unit_offset)
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
@@ -118,19 +128,22 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
-        """Run one step: writes its KV, returns its hidden states after the final norm, [T, H]."""
-        model, tokens = self._model, len(token_ids_T)
-        self._configs = {product: linear_config(*product, tokens, self._deterministic) for product in self._kinds}
-        if self._experts is not None:
-            self._experts.begin_step(tokens)
+        """Run one step: writes its KV, returns hidden states after the final norm, of all tokens or the wanted ones."""
+        model = self._model
+        self._begin(len(token_ids_T))
         first, *others = self._ropes
         residual_TH, cos_sin = embed_rope(token_ids_T, batch.positions_T, model.embed, first.inv_freq_D, first.sign_D)
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
         context = StepContext((cos_sin, *(rope(batch.positions_T) for rope in others)), slots_T, batch, kv)
-        last = None
-        for layer in model.layers:
-            residual_TH, last = self._layer(cast(DecoderLayer, layer), residual_TH, last, context)
-        return self._norm(residual_TH, last, model.norm.weight)
+        last, *before = reversed([cast(DecoderLayer, layer) for layer in model.layers])
+        added = None
+        for layer in reversed(before):
+            residual_TH, added = self._layer(layer, residual_TH, added, context)
+        if batch.wanted is None:
+            residual_TH, added = self._layer(last, residual_TH, added, context)
+        else:
+            residual_TH, added = self._last_layer(last, residual_TH, added, context, batch.wanted)
+        return self._norm(residual_TH, added, model.norm.weight)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
@@ -151,19 +164,55 @@ class FusedDecoder:
         """Experts of each sparse layer, int32 [T, K], of the step that was just captured; a replay writes them anew."""
         return [] if self._experts is None else self._experts.take_chosen()
 
+    @property
+    def takes_wanted(self) -> bool:
+        """True if steps may name the tokens whose hidden states are wanted."""
+        return self._model.layers[-1].mixer in self._fused and not self._deterministic
+
+    def _begin(self, tokens: int) -> None:
+        """Choose how `tokens` tokens are computed, from here on."""
+        self._configs = {product: linear_config(*product, tokens, self._deterministic) for product in self._kinds}
+        if self._experts is not None:
+            self._experts.begin_step(tokens)
+
     def _layer(
         self, layer: DecoderLayer, residual_TH: torch.Tensor, last: Unsummed | None, context: StepContext
     ) -> tuple[torch.Tensor, Unsummed]:
         """One layer; `last` is the last layer's output, not yet added. Returns the residual and this layer's output."""
-        mixer, feed_forward = layer.mixer, layer.feed_forward
-        fused = feed_forward in self._fused
-        experts = self._experts if fused and isinstance(feed_forward, SparseFeedForward) else None
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
-        if mixer in self._fused:
-            assert isinstance(mixer, Attention)
-            mixed = self._attention(mixer, x_TH, context, later=experts is None)
+        if layer.mixer in self._fused:
+            assert isinstance(layer.mixer, Attention)
+            q_TQD = self._queries(layer.mixer, x_TH, context)
+            mixed = self._attention(layer, q_TQD, context.batch, context.kv)
         else:
-            mixed = Unsummed(mixer(x_TH, context).value()[None], None)
+            mixed = Unsummed(layer.mixer(x_TH, context).value()[None], None)
+        return self._feed_forward(layer, residual_TH, mixed, context)
+
+    def _last_layer(
+        self,
+        layer: DecoderLayer,
+        residual_TH: torch.Tensor,
+        last: Unsummed | None,
+        context: StepContext,
+        wanted: WantedTokens,
+    ) -> tuple[torch.Tensor, Unsummed | None]:
+        """As `_layer`: keys and values of all tokens, and everything else of the wanted ones alone."""
+        assert isinstance(layer.mixer, Attention)
+        x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
+        q_SQD = self._queries(layer.mixer, x_TH, context).index_select(0, wanted.at_S)
+        residual_SH = residual_TH.index_select(0, wanted.at_S)
+        if not len(residual_SH):
+            return residual_SH, None
+        self._begin(len(residual_SH))
+        mixed = self._attention(layer, q_SQD, wanted.batch, context.kv)
+        return self._feed_forward(layer, residual_SH, mixed, context._replace(batch=wanted.batch))
+
+    def _feed_forward(
+        self, layer: DecoderLayer, residual_TH: torch.Tensor, mixed: Unsummed, context: StepContext
+    ) -> tuple[torch.Tensor, Unsummed]:
+        """The second half of a layer. Returns the residual with `mixed`, and the layer's output."""
+        feed_forward, fused = layer.feed_forward, layer.feed_forward in self._fused
+        experts = self._experts if fused and isinstance(feed_forward, SparseFeedForward) else None
         if experts is not None:
             residual_TH, parts = experts.run(layer, residual_TH, mixed.parts_STN, context.batch.experts)
             return residual_TH, Unsummed(parts, None)
@@ -208,8 +257,8 @@ class FusedDecoder:
             return silu_mul(gate_up, _correct(adapters, block.layer, "gate_up", gate_up, x_TH, beside))
         return silu_mul(F.linear(x_TH, weight_2IH)) if config is None else gate_up_silu(x_TH, weight_2IH, config)
 
-    def _attention(self, attention: Attention, x_TH: torch.Tensor, context: StepContext, later: bool) -> Unsummed:
-        """The attention block's output; writes this layer's keys and values. For `later` see `_product`."""
+    def _queries(self, attention: Attention, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """Queries of the attention block, [T, Q, D]; writes this layer's keys and values."""
         spec, batch = attention.spec, context.batch
         cache, cos_sin = context.kv.layer(attention.kv_index), context.cos_sin[attention.rope]
         if spec.qk_norm != "full" and spec.clip_qkv is None:
@@ -230,12 +279,23 @@ class FusedDecoder:
             )
         else:
             q_TQD, _ = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
-        q_TQD = attention.grown(q_TQD, batch)
+        return attention.grown(q_TQD, batch)
+
+    def _attention(self, layer: DecoderLayer, q_TQD: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> Unsummed:
+        """The attention block's output for these queries."""
+        attention = layer.mixer
+        assert isinstance(attention, Attention)
+        cache = kv.layer(attention.kv_index)
+        # Experts take the sum of the product's parts, so nothing may be added to it later.
+        later = not (layer.feed_forward in self._fused and isinstance(layer.feed_forward, SparseFeedForward))
         if self._deterministic:
-            out_TQD = one_order.attend(q_TQD, batch, cache, attention.scale, spec.window)
+            out_TQD = one_order.attend(q_TQD, batch, cache, attention.scale, attention.spec.window)
         else:
             out_TQD = attention.attend(q_TQD, batch, cache)
-        return self._product("o", out_TQD.flatten(1), attention.o_proj, attention.layer, batch.adapters, later)
+        mixed = self._product("o", out_TQD.flatten(1), attention.o_proj, attention.layer, batch.adapters, later)
+        if attention.o_proj.bias is not None:
+            mixed.parts_STN[0] += attention.o_proj.bias
+        return mixed
 
 
 #: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from rollout_kernels.linear.table import MOST_ROWS
 from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, run_experts, table_entry
-from rollout_kernels.moe.formats import ExpertWeights
+from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import last_pairs
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route, router_scratch
 from rollout_kernels.moe.triton_router import Record, Routing, moe_route, router_logits, sum_of_parts
@@ -32,15 +32,19 @@ from rollout.models.spec import MoESpec
 
 @dataclass(frozen=True, slots=True)
 class LayerExperts:
-    """Both projections of a layer in the kernels' layout."""
+    """Both projections of a layer in the kernels' layout, and the activation between them."""
 
     gate_up: ExpertWeights
     down: ExpertWeights
+    glu: ClampedGLU | None = None  # None: SiLU
 
 
 def experts_of(block: SparseFeedForward) -> LayerExperts:
     """The experts of a layer, without a copy."""
-    return LayerExperts(block.weights("gate_up"), block.weights("down"))
+    glu, clamped = None, block.spec.clamped
+    if clamped is not None:
+        glu = ClampedGLU(block.gate_up_bias.data, clamped.alpha, clamped.limit)
+    return LayerExperts(block.weights("gate_up"), block.weights("down"), glu)
 
 
 def kernels_take(spec: MoESpec, dtype: torch.dtype) -> bool:
@@ -104,6 +108,8 @@ class FusedExperts:
             dtype = torch.float32 if self._router.float32 else x_TH.dtype
             parts_STE = router_logits(x_TH, router_EH, self._deterministic, dtype)
             logits_TE = sum_of_parts(parts_STE, dtype)
+            if block.logit_bias is not None:
+                logits_TE = logits_TE + block.logit_bias
             weights_TK, experts_TK = block.choose_experts(logits_TE, kept)
             routing = Routing(experts_TK.int(), weights_TK.float())
         elif tokens <= MOST_TOKENS and not self._deterministic:
@@ -118,7 +124,12 @@ class FusedExperts:
             self._chosen.append(routing.experts_TK)
         assert self._plan is not None
         weights = self._experts[block]
-        parts_STH = run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True)
+        parts_STH = run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True, glu=weights.glu)
+        if block.biases is not None:  # of the down projection: each token's sum, weighted
+            bias_EH = block.down_bias.float()
+            weights_TE = bias_EH.new_zeros(tokens, len(bias_EH))
+            weights_TE.scatter_(1, routing.experts_TK.long(), routing.weights_TK)
+            parts_STH[0].addmm_(weights_TE, bias_EH)
         if block.shared is not None:  # by torch, after the experts: their kernels follow each other without a wait
             parts_STH[0] += block.shared(x_TH)
         return residual_TH, parts_STH

@@ -9,6 +9,7 @@ Legend: T tokens, H hidden, K inputs, N outputs, Q query heads, G KV heads, D he
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -24,8 +25,10 @@ from rollout_kernels import (
     paged_prefill_attention,
     rms_norm,
     route,
+    silu_mul,
     write_kv,
 )
+from rollout_kernels.moe import clamped_glu
 from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
 from torch import nn
 
@@ -209,6 +212,7 @@ class Attention(Block):
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.qkv_proj = Linear(spec.qkv, dtype, device)
         self.o_proj = Linear(spec.o, dtype, device)
+        self.sinks = empty_parameter(spec.heads, dtype=dtype, device=device) if spec.sinks else None
         gate = LinearSpec(spec.hidden, (spec.names.gate,), (spec.q_dim,), False)
         self.gate_proj = Linear(gate, dtype, device) if spec.gate else None
         if spec.qk_norm == "head":
@@ -275,6 +279,7 @@ class Attention(Block):
                 window=window,
                 scales_P2GS=cache.scales_P2GS,
                 softcap=self.spec.softcap,
+                sinks_H=self.sinks,
                 query_starts_C1=batch.query_starts_C1,
                 context_lens_B=batch.context_lens_B,
             )
@@ -289,6 +294,7 @@ class Attention(Block):
             max_context=batch.max_context,
             scales_P2GS=cache.scales_P2GS,
             softcap=self.spec.softcap,
+            sinks_H=self.sinks,
             plan=batch.decode_plan(window, cache.k_PSGD, q_TQD),
         )
 
@@ -322,6 +328,8 @@ class Attention(Block):
         regions = self.qkv_proj.regions(prefix) + self.o_proj.regions(prefix)
         if self.gate_proj is not None:
             regions += self.gate_proj.regions(prefix)
+        if self.sinks is not None:
+            regions.append(one_name(f"{prefix}{self.spec.names.sinks}", self.sinks))
         if self.spec.qk_norm == "none":
             return regions
         per_head = self.spec.qk_norm == "head"
@@ -394,11 +402,22 @@ class SparseFeedForward(Block):
         self.router_bias: nn.Parameter | None = None
         if spec.router.bias:
             self.router_bias = empty_parameter(spec.experts, dtype=torch.float32, device=device)
+        self.logit_bias: nn.Parameter | None = None
+        if spec.router.logit_bias:
+            self.logit_bias = empty_parameter(spec.experts, dtype=dtype, device=device)
         self.shared: SharedExpert | None = None
         if spec.shared is not None:
             self.shared = SharedExpert(spec.shared, spec.names.shared_gate if spec.shared_gate else None, dtype, device)
         self.gate_up, self.gate_up_scales = self._empty(2 * spec.intermediate, spec.hidden, 2, dtype, device)
         self.down, self.down_scales = self._empty(spec.hidden, spec.intermediate, 1, dtype, device)
+        self.biases: tuple[nn.Parameter, nn.Parameter] | None = None
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = silu_mul
+        if spec.clamped is not None:
+            assert format == "plain", "check_format refuses codes of these experts"
+            self.gate_up_bias = empty_parameter(spec.experts, 2 * spec.intermediate, dtype=dtype, device=device)
+            self.down_bias = empty_parameter(spec.experts, spec.hidden, dtype=dtype, device=device)
+            self.biases = (self.gate_up_bias, self.down_bias)
+            self.activation = functools.partial(clamped_glu, alpha=spec.clamped.alpha, limit=spec.clamped.limit)
 
     def _empty(
         self, outputs: int, inputs: int, halves: int, dtype: torch.dtype, device: torch.device
@@ -421,8 +440,8 @@ class SparseFeedForward(Block):
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """The router's logits, [T, E], in float32 if its spec says so."""
         if self.spec.router.float32:
-            return F.linear(x_TH.float(), self.router.float())
-        return F.linear(x_TH, self.router)
+            return F.linear(x_TH.float(), self.router.float(), self.logit_bias)
+        return F.linear(x_TH, self.router, self.logit_bias)
 
     def choose_experts(self, logits_TE: torch.Tensor, record: ExpertRecord | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and experts of each token, [T, K]; the experts also go to the step's record, if it has one."""
@@ -440,27 +459,44 @@ class SparseFeedForward(Block):
         if self.format != "plain":  # decodes all experts in each step: for comparison on a CPU
             both = (self.weights("gate_up"), self.weights("down"))
             gate_up, down = (weights.dequantized(torch.float32).to(x_TH.dtype) for weights in both)
-        y_TH = moe_experts(x_TH, weights_TK, experts_TK, gate_up, down)
+        y_TH = moe_experts(x_TH, weights_TK, experts_TK, gate_up, down, self.activation, self.biases)
         return Computed(y_TH if self.shared is None else y_TH + self.shared(x_TH))
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`: one tensor an expert, or all experts stacked."""
         names = self.spec.names
+        if self.biases is not None:
+            return [*self._router_regions(prefix), *self._transposed_regions(prefix)]
         gate_up, down = {}, {}
         for expert in range(self.spec.experts):
             gate_up[f"{prefix}{names.gate.format(expert)}.weight"] = self._view("gate_up", expert, 0)
             gate_up[f"{prefix}{names.up.format(expert)}.weight"] = self._view("gate_up", expert, 1)
             down[f"{prefix}{names.down.format(expert)}.weight"] = self._view("down", expert)
-        bias = []
-        if self.router_bias is not None:
-            views = tuple({f"{prefix}{name}": self.router_bias.data} for name in names.router_bias)
-            bias = [Region(views, kept_if_absent=True)]
         return [
-            Region(tuple({f"{prefix}{name}.weight": self.router.data} for name in names.router)),
-            *bias,
+            *self._router_regions(prefix),
             *([] if self.shared is None else self.shared.regions(prefix)),
             Region((gate_up, {f"{prefix}{names.stacked_gate_up}": self._view("gate_up")})),
             Region((down, {f"{prefix}{names.stacked_down}": self._view("down")})),
+        ]
+
+    def _router_regions(self, prefix: str) -> list[Region]:
+        names = self.spec.names
+        regions = [Region(tuple({f"{prefix}{name}.weight": self.router.data} for name in names.router))]
+        if self.logit_bias is not None:
+            regions.append(Region(tuple({f"{prefix}{name}.bias": self.logit_bias.data} for name in names.router)))
+        if self.router_bias is not None:
+            views = tuple({f"{prefix}{name}": self.router_bias.data} for name in names.router_bias)
+            regions.append(Region(views, kept_if_absent=True))
+        return regions
+
+    def _transposed_regions(self, prefix: str) -> list[Region]:
+        """Of all experts, with inputs before outputs."""
+        names = self.spec.names
+        return [
+            one_name(f"{prefix}{names.stacked_gate_up}", self.gate_up.transpose(1, 2)),
+            one_name(f"{prefix}{names.stacked_gate_up}_bias", self.gate_up_bias),
+            one_name(f"{prefix}{names.stacked_down}", self.down.transpose(1, 2)),
+            one_name(f"{prefix}{names.stacked_down}_bias", self.down_bias),
         ]
 
     def _view(

@@ -26,6 +26,7 @@ from rollout.models.checkpoint_tensors import (
     check_tensors,
     copy_tensors,
     first_names,
+    join_mxfp4,
     list_tensors,
     stored_dtype,
 )
@@ -101,7 +102,7 @@ def load_model(
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < spec.vocab]:
         raise CheckpointError(f"{folder} names eos token ids {strange}, and the vocabulary has {spec.vocab} entries")
     check_format(spec, experts)
-    tensors = _needed(tensors, spec)
+    tensors = _needed(join_mxfp4(tensors), spec)
     outline = Decoder(spec, dtype, torch.device("meta"), experts)  # shapes without memory
     if not random:
         check_tensors(folder, tensors, outline.hf_regions(), architecture)

@@ -20,6 +20,7 @@ from rollout.models.spec import (
     Activation,
     AttentionNames,
     AttentionSpec,
+    ClampedGLU,
     DeltaNetNames,
     DeltaNetSpec,
     DenseNames,
@@ -242,6 +243,9 @@ class MoEFamily:
     shared_intermediate: Key | None = declared(_WIDTH, None)  # of the expert that every token takes
     shared_experts: Key | None = declared(integer(0, 4096), None)  # or: how many experts' width it has
     shared_gate: bool = False
+    logit_bias: bool = False
+    clamp_alpha: Key | None = declared(NUMBER, None)  # with the limit: experts have biases and a clamped GLU
+    clamp_limit: Key | None = declared(NUMBER, None)
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
 
@@ -270,6 +274,7 @@ class Family:
     """What differs from Llama without biases. For the fields see the specs that are built from them."""
 
     model_type: str  # in config.json
+    models: str = ""  # names of its models, for the docs
     read_as: str | None = None  # the model type that transformers reads config.json as; None: its own
     activation: Key = declared(TEXT, Key("hidden_act"))
     qkv_bias: bool | Key = declared(FLAG, False)
@@ -285,6 +290,7 @@ class Family:
     optional_rope: bool = False  # without a `rope_theta` no layer has a rotary embedding
     attention_gate: bool = False
     query_gate: bool = False
+    attention_sinks: bool = False
     grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
     attention_scale: Key | Power | None = declared(NUMBER, None)
     attention_softcap: Key | None = declared(NUMBER, None)
@@ -300,6 +306,7 @@ class Family:
     logit_softcap: Key | None = declared(NUMBER, None)
     bidirectional: Key | None = declared(FLAG, None)  # true: tokens see those after them, which is refused
     moe: MoEFamily | None = None
+    mxfp4: bool = False  # checkpoints may have experts in this format; they are decoded when they are loaded
     #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images.
     unused: tuple[str, ...] = ("mtp.", "visual.", "model.visual.")
     #: How many layers follow the last one in checkpoints, for the prediction of several tokens at once.
@@ -328,9 +335,10 @@ _GATE_UP = DenseNames(gate_up=("mlp.gate_up_proj",))
 _NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernorm")
 
 
-def _qwen3_5(model_type: str, moe: MoEFamily | None = None, has_text_config: bool = False) -> Family:
+def _qwen3_5(model_type: str, models: str, moe: MoEFamily | None = None, has_text_config: bool = False) -> Family:
     return Family(
         model_type=model_type,
+        models=models,
         has_text_config=has_text_config,
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
@@ -353,17 +361,20 @@ def _qwen3_5(model_type: str, moe: MoEFamily | None = None, has_text_config: boo
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         model_type="llama",
+        models="Llama 3 to 3.3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         mlp_bias=Key("mlp_bias"),
     ),
     "Qwen2ForCausalLM": Family(
         model_type="qwen2",
+        models="Qwen2, Qwen2.5",
         qkv_bias=True,
         windows=windows_by_type,
     ),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
+        models="Qwen3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
@@ -371,6 +382,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3MoeForCausalLM": Family(
         model_type="qwen3_moe",
+        models="Qwen3-MoE",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
@@ -384,6 +396,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "MixtralForCausalLM": Family(
         model_type="mixtral",
+        models="Mixtral",
         windows=same_window,
         moe=MoEFamily(
             experts=Key("num_local_experts"),
@@ -399,19 +412,23 @@ FAMILIES: dict[str, Family] = {
     ),
     "MistralForCausalLM": Family(
         model_type="mistral",
+        models="Mistral, Magistral",
         windows=same_window,
     ),
     "MinistralForCausalLM": Family(
         model_type="ministral",
+        models="Ministral (2024)",
         windows=windows_by_type,
     ),
     "Ministral3ForCausalLM": Family(
         model_type="ministral3",
+        models="Ministral 3, text",
         windows=same_window,
         grown_queries=True,
     ),
     "MiMoForCausalLM": Family(
         model_type="mimo",
+        models="MiMo-7B",
         read_as="qwen2",  # transformers has no MiMo
         qkv_bias=True,
         windows=windows_by_type,
@@ -419,6 +436,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "GlmForCausalLM": Family(
         model_type="glm",
+        models="GLM-4-9B",
         qkv_bias=_ATTENTION_BIAS,
         partial_rope=True,
         interleaved_rope=True,
@@ -426,6 +444,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Glm4ForCausalLM": Family(
         model_type="glm4",
+        models="GLM-4-0414",
         qkv_bias=_ATTENTION_BIAS,
         partial_rope=True,
         interleaved_rope=True,
@@ -437,6 +456,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma2ForCausalLM": Family(
         model_type="gemma2",
+        models="Gemma 2",
         activation=Key("hidden_activation"),
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
@@ -453,6 +473,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForCausalLM": Family(
         model_type="gemma3_text",
+        models="Gemma 3, text",
         activation=Key("hidden_activation"),
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
@@ -468,8 +489,9 @@ FAMILIES: dict[str, Family] = {
         bidirectional=Key("use_bidirectional_attention"),
         layer_names=_NORMS_AROUND,
     ),
-    "Phi3ForCausalLM": Family(  # Phi-4 too
+    "Phi3ForCausalLM": Family(
         model_type="phi3",
+        models="Phi-3, Phi-4, Phi-4-mini",
         windows=same_window,
         attention_names=AttentionNames(qkv=("self_attn.qkv_proj",)),
         partial_rope=True,
@@ -477,6 +499,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "SmolLM3ForCausalLM": Family(
         model_type="smollm3",
+        models="SmolLM3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         mlp_bias=Key("mlp_bias"),
@@ -485,12 +508,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "SeedOssForCausalLM": Family(
         model_type="seed_oss",
+        models="Seed-OSS",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=Key("attention_out_bias"),
         mlp_bias=Key("mlp_bias"),
     ),
     "GraniteForCausalLM": Family(
         model_type="granite",
+        models="Granite 3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         mlp_bias=Key("mlp_bias"),
@@ -501,6 +526,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family(
         model_type="olmo2",
+        models="OLMo 2",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="full",
@@ -509,6 +535,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo3ForCausalLM": Family(
         model_type="olmo3",
+        models="OLMo 3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="full",
@@ -517,12 +544,17 @@ FAMILIES: dict[str, Family] = {
         norms="after",
         layer_names=_NORMS_AFTER,
     ),
-    "Qwen3_5ForConditionalGeneration": _qwen3_5("qwen3_5", has_text_config=True),
-    "Qwen3_5ForCausalLM": _qwen3_5("qwen3_5_text"),
-    "Qwen3_5MoeForConditionalGeneration": _qwen3_5("qwen3_5_moe", _QWEN3_5_MOE, has_text_config=True),
-    "Qwen3_5MoeForCausalLM": _qwen3_5("qwen3_5_moe_text", _QWEN3_5_MOE),
+    "Qwen3_5ForConditionalGeneration": _qwen3_5(
+        "qwen3_5", "Qwen3.5, Qwen3.6 (their language model)", has_text_config=True
+    ),
+    "Qwen3_5ForCausalLM": _qwen3_5("qwen3_5_text", "Qwen3.5, Qwen3.6"),
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5(
+        "qwen3_5_moe", "Qwen3.5-MoE, Qwen3.6-MoE (their language model)", _QWEN3_5_MOE, has_text_config=True
+    ),
+    "Qwen3_5MoeForCausalLM": _qwen3_5("qwen3_5_moe_text", "Qwen3.5-MoE, Qwen3.6-MoE", _QWEN3_5_MOE),
     "Qwen3NextForCausalLM": Family(
         model_type="qwen3_next",
+        models="Qwen3-Next",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
@@ -544,6 +576,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "OlmoHybridForCausalLM": Family(
         model_type="olmo_hybrid",
+        models="OLMo-Hybrid",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="full",
@@ -573,6 +606,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2MoeForCausalLM": Family(
         model_type="qwen2_moe",
+        models="Qwen1.5-MoE, Qwen2-MoE",
         qkv_bias=Key("qkv_bias"),
         windows=windows_by_type,
         moe=MoEFamily(
@@ -584,8 +618,9 @@ FAMILIES: dict[str, Family] = {
             shared_gate=True,
         ),
     ),
-    "Glm4MoeForCausalLM": Family(  # GLM-4.5, 4.6 and 4.7
+    "Glm4MoeForCausalLM": Family(
         model_type="glm4_moe",
+        models="GLM-4.5, 4.6, 4.7",
         qkv_bias=_ATTENTION_BIAS,
         qk_norm=If("use_qk_norm", "head", "none"),
         partial_rope=True,
@@ -607,6 +642,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "MiniMaxM2ForCausalLM": Family(
         model_type="minimax_m2",
+        models="MiniMax-M2",
         qk_norm="full",
         partial_rope=True,
         moe=MoEFamily(
@@ -626,6 +662,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "AfmoeForCausalLM": Family(
         model_type="afmoe",
+        models="AFMoE (Trinity)",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
@@ -649,8 +686,27 @@ FAMILIES: dict[str, Family] = {
             names=MoENames(router=("mlp.router.gate",), router_bias=("mlp.expert_bias",), shared=_SHARED_EXPERTS),
         ),
     ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        models="gpt-oss",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        windows=windows_by_type,
+        attention_sinks=True,
+        mxfp4=True,
+        moe=MoEFamily(
+            experts=Key("num_local_experts"),
+            intermediate=Key("intermediate_size"),
+            renormalize=True,
+            logit_bias=True,
+            clamp_alpha=Key("swiglu_alpha"),
+            clamp_limit=Key("swiglu_limit"),
+            names=MoENames(router=("mlp.router",)),
+        ),
+    ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
+        models="OLMoE",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="full",
@@ -730,7 +786,8 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
     family = FAMILIES[architecture]
     if family.bidirectional is not None and _value(config, family.bidirectional):
         raise ValueError(f"{family.bidirectional.name} is set, and a model that generates must not see later tokens")
-    if getattr(config, "quantization_config", None) is not None:
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None and not (family.mxfp4 and _quantization(quantized) == "mxfp4"):
         raise ValueError("quantized checkpoints are not supported; use one with float32, bfloat16 or float16 weights")
     layers = _layers(config, family)
     return ModelSpec(
@@ -749,6 +806,10 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
         unit_offset=family.unit_offset,
         unused=_unused(config, family),
     )
+
+
+def _quantization(config: Any) -> Any:
+    return config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
 
 
 def _unused(config: Any, family: Family) -> tuple[str, ...]:
@@ -827,6 +888,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         growth=_growth(config) if family.grown_queries else None,
         gate=family.attention_gate,
         query_gate=family.query_gate,
+        sinks=family.attention_sinks,
     )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
@@ -874,10 +936,12 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
             groups=_value(config, family.groups),
             top_groups=_value(config, family.top_groups),
             scale=_value(config, family.scale),
+            logit_bias=family.logit_bias,
         ),
         names=family.names,
         shared=_shared(config, family),
         shared_gate=family.shared_gate,
+        clamped=_clamped(config, family),
     )
     layers = config.num_hidden_layers
     if layers * spec.experts > _MAX_EXPERTS:
@@ -887,6 +951,12 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
         raise ValueError(f"{family.top_k.name} ({spec.router.top_k}) must be between 1 and {spec.experts}")
     _check_groups(spec)
     return spec
+
+
+def _clamped(config: Any, family: MoEFamily) -> ClampedGLU | None:
+    if family.clamp_alpha is None:
+        return None
+    return ClampedGLU(_value(config, family.clamp_alpha), _value(config, family.clamp_limit))
 
 
 def _check_groups(spec: MoESpec) -> None:
@@ -1024,8 +1094,8 @@ def _longrope_attention_factor(params: dict[str, Any], factor: float, original: 
 def _max_positions(config: Any, layers: tuple[LayerSpec, ...]) -> int:
     """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one.
 
-    With LongRoPE all keys of a longer sequence turn by other frequencies, those of its first tokens too. So a sequence
-    ends where the frequencies for short ones do.
+    With LongRoPE all keys of a longer sequence turn by other frequencies, also the keys of its first tokens. So a
+    sequence ends where the frequencies for short ones do.
     """
     ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec)}
     if any(rope.kind == "longrope" for rope in ropes):

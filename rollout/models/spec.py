@@ -82,6 +82,7 @@ class AttentionNames(NamedTuple):
     o: str = "self_attn.o_proj"
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     gate: str = "self_attn.gate_proj"
+    sinks: str = "self_attn.sinks"  # a tensor, no module
 
 
 class QueryGrowth(NamedTuple):
@@ -111,6 +112,7 @@ class AttentionSpec:
     softcap: float | None = None  # bounds the scaled scores s: softcap tanh(s / softcap)
     unit_offset: bool = False  # the weights of the query and key norms are stored less 1
     growth: QueryGrowth | None = None
+    sinks: bool = False  # each head has a score that takes part in the softmax and has no value
     gate: bool = False  # a sigmoid of a product of the token weights the output, each value of each head on its own
     query_gate: bool = False  # the same, but the product is part of that of the queries: each head's gate follows it
 
@@ -257,9 +259,10 @@ class RouterSpec:
     renormalize: bool  # the weights of the chosen experts add up to 1, before `scale`
     bias: bool = False  # a tensor is added to the scores for the choice, and not to the weights: float32 [E]
     float32: bool = False  # logits are computed in float32 and not rounded to the model's dtype
-    groups: int = 1  # the experts are in so many groups, side by side
-    top_groups: int = 1  # a token takes experts of so many groups: those with the largest sums of two scores
+    groups: int = 1  # number of groups of neighbouring experts
+    top_groups: int = 1  # number of groups that a token takes experts of: with the largest sums of two scores
     scale: float = 1.0  # factor of the weights
+    logit_bias: bool = False  # the product that makes the logits has a bias
 
     @property
     def plain(self) -> bool:
@@ -275,7 +278,7 @@ class MoENames(NamedTuple):
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
-    #: Tensors of all experts together, the alternative to those of single experts.
+    #: Tensors of all experts together, the alternative to those of single experts. Biases have these names and "_bias".
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
     shared: DenseNames = DenseNames(
@@ -284,9 +287,19 @@ class MoENames(NamedTuple):
     shared_gate: str = "mlp.shared_expert_gate"
 
 
+class ClampedGLU(NamedTuple):
+    """The activation of gpt-oss; see `clamped_glu` of the kernels."""
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """A mixture of gated feed-forward experts with SiLU."""
+    """A mixture of gated feed-forward experts with SiLU, or with biases and a clamped GLU.
+
+    With the latter gates and values alternate, and checkpoints have only the tensors of all experts, transposed.
+    """
 
     hidden: int
     experts: int
@@ -295,6 +308,7 @@ class MoESpec:
     names: MoENames = MoENames()
     shared: DenseSpec | None = None  # an expert that every token takes, added to the others
     shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
+    clamped: ClampedGLU | None = None
 
 
 FeedForwardSpec = DenseSpec | MoESpec

@@ -46,9 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    names = ("experiments", "device", "rows", "prompt", "new", "repeats", "contexts", "context_steps", "post_rows")
+    names = (
+        "experiments",
+        "device",
+        "rows",
+        "prompt",
+        "new",
+        "repeats",
+        "contexts",
+        "context_steps",
+        "post_rows",
+        "context_groups",
+    )
     names += ("post_new", "short_requests", "short_prompt", "short_new", "job_rows", "job_prompts", "job_completions")
-    names += ("job_prompt", "job_scale")
+    names += ("job_prompt", "job_scale", "group_rows", "group_prompts", "group_sizes", "group_new", "group_requests")
+    names += ("prefill_requests", "prefill_prompt")
+    names += ("arrivals_per_s", "arrivals_s", "arrivals_prompt", "arrivals_new")
     return Job.of({name: getattr(args, name) for name in names})
 
 
@@ -70,16 +83,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=usual.repeats, help="runs of decode and contexts; the best one counts")
     add("--contexts", type=int, nargs="+", default=list(usual.contexts))
     add("--context-steps", type=int, default=usual.context_steps)
+    add("--context-groups", type=int, nargs="+", default=list(usual.context_groups), help="rows of one prompt")
     add("--post-rows", type=int, default=usual.post_rows)
     add("--post-new", type=int, default=usual.post_new)
     add("--short-requests", type=int, default=usual.short_requests)
     add("--short-prompt", type=int, default=usual.short_prompt)
     add("--short-new", type=int, nargs="+", default=list(usual.short_new))
-    add("--job-rows", type=int, default=usual.job_rows, help="of short and long_job")
+    add("--job-rows", type=int, default=usual.job_rows, help="of short, long_job, prefill and arrivals")
     add("--job-prompts", type=int, default=usual.job_prompts)
     add("--job-completions", type=int, default=usual.job_completions, help="of each prompt")
     add("--job-prompt", type=int, default=usual.job_prompt, help="tokens")
     add("--job-scale", type=float, default=usual.job_scale, help="shortens all completions of long_job")
+    add("--group-rows", type=int, nargs="+", default=list(usual.group_rows))
+    add("--group-prompts", type=int, nargs="+", default=list(usual.group_prompts), help="tokens")
+    add("--group-sizes", type=int, nargs="+", default=list(usual.group_sizes), help="completions of each prompt")
+    add("--group-requests", nargs="+", choices=usual.group_requests, default=list(usual.group_requests))
+    add("--group-new", type=int, default=usual.group_new, help="tokens of a completion")
+    add("--prefill-requests", type=int, default=usual.prefill_requests)
+    add("--prefill-prompt", type=int, default=usual.prefill_prompt, help="tokens")
+    add("--arrivals-per-s", type=float, nargs="+", default=list(usual.arrivals_per_s))
+    add("--arrivals-s", type=float, default=usual.arrivals_s, help="how long requests arrive")
+    add("--arrivals-prompt", type=int, default=usual.arrivals_prompt, help="tokens")
+    add("--arrivals-new", type=int, default=usual.arrivals_new, help="tokens of a completion")
     return parser.parse_args(argv)
 
 

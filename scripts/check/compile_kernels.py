@@ -26,6 +26,7 @@ import torch
 import triton
 from rollout_kernels import SamplingRows
 from rollout_kernels.attention import triton_decode
+from rollout_kernels.attention.segments import SEGMENT_WORDS
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.common import triton_math
@@ -158,7 +159,15 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
         for window in (None, 1024):
             also = f"{name}{', window' if window else ''}"
             yield f"decode attention{also}", lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a)
+            yield (
+                f"group attention{also}",
+                lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a, shared=True),
+            )
             yield f"prefill attention{also}", lambda a=(shape, cache, scales, window): _prefill(*a)
+            if scales is None:
+                given = (shape, rows, cache, scales, table, lens, window)
+                yield f"softcap and sinks, decode{also}", lambda a=given: _decode(*a, variant=True)
+                yield f"softcap and sinks, prefill{also}", lambda a=(shape, cache, None, window): _prefill(*a, True)
     columns = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 3, "TEMPERATURE": 0, "NOISE": 1}
     for drawn in (None, floats(rows, shape.vocab)):
         logits, out = floats(rows, shape.vocab), ints(4, rows)
@@ -170,20 +179,28 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     yield "fingerprint", lambda: add_words(ints(1 << 20), ints(1, dtype=torch.int64), 0x1E3779B97F4A7C15)
 
 
-def _decode(shape: Shape, rows: int, cache, scales, table, lens, window) -> None:
+def _decode(
+    shape: Shape, rows: int, cache, scales, table, lens, window, shared: bool = False, variant: bool = False
+) -> None:
     coded = scales is not None
-    config = triton_decode.default_decode_config(shape.dim, torch.bfloat16, rows, coded)
+    config = triton_decode.default_decode_config(shape.dim, torch.bfloat16, rows, coded, shared)
+    segments = ints(2 * rows, SEGMENT_WORDS) if shared else None
     group = shape.heads // shape.kv_heads
     how = {"group": group, "window": window, "config": config, "multiprocessors": MULTIPROCESSORS}
-    work = plan_decode_work(lens, shape.kv_heads, **how)
+    work = plan_decode_work(lens, shape.kv_heads, segments_SW=segments, **how)
     q = empty(rows, shape.heads, shape.dim)
-    how = {"scale": 0.1, "window": window, "scales_P2GS": scales, "work": work}
+    how = {"scale": 0.1, "window": window, "scales_P2GS": scales, "work": work, **_variant(shape, variant)}
     triton_decode.decode_attention(q, cache, cache, table, lens, **how)
 
 
-def _prefill(shape: Shape, cache, scales, window) -> None:
+def _variant(shape: Shape, variant: bool) -> dict[str, Any]:
+    """A softcap and sinks."""
+    return {"softcap": 30.0, "sinks_H": empty(shape.heads)} if variant else {}
+
+
+def _prefill(shape: Shape, cache, scales, window, variant: bool = False) -> None:
     q, lens = empty(2048, shape.heads, shape.dim), ints(4, dtype=torch.int64)
-    how = {"max_query": 2048, "scale": 0.1, "window": window, "scales_P2GS": scales}
+    how = {"max_query": 2048, "scale": 0.1, "window": window, "scales_P2GS": scales, **_variant(shape, variant)}
     prefill_attention(q, cache, cache, ints(4, 1024), ints(5), lens, **how)
 
 
@@ -272,6 +289,10 @@ def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
             for parts_too in (True, False):
                 given = (x, routing, gate_up, down, plan)
                 yield f"experts, {format}, {plan.path}", lambda a=given, p=parts_too: dispatch.run_experts(*a, parts=p)
+            if format == "plain":
+                glu = formats.ClampedGLU(empty(shape.experts, 2 * shape.inner), 1.7, 7.0)
+                given = (x, routing, gate_up, down, plan)
+                yield f"experts, clamped, {plan.path}", lambda a=given, g=glu: dispatch.run_experts(*a, glu=g)
         if format != "plain":
             plain = empty(shape.experts, shape.hidden, shape.inner)
             yield f"quantise, {format}", lambda a=(plain, down): triton_quantize.quantize_into(*a)

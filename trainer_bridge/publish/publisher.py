@@ -138,6 +138,9 @@ class WeightPublisher:
     ) -> PublishHandle:
         """Start to publish every parameter, under its Hugging Face name, as `version`, which must grow.
 
+        Correction biases of routers may be left out: they keep their values. Tensors that text needs none of (`mtp.*`,
+        `visual.*`) may be sent, and workers drop them.
+
         Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device, where they are read after the work that
         is already on the current CUDA stream. They must not change before `held`. Raises ValueError for tensors that
         cannot be sent, `WeightsRejected` for a version or names that no worker can accept.

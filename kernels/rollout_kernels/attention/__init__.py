@@ -3,12 +3,14 @@
 paged                  the ops and their torch twins: writing keys and values, decode, prefill
 triton_decode          decode on a GPU: one query a row; `triton_decode_fp8` is its kernel for e4m3 caches
 triton_decode_plan     how the contexts of a decode step are split over the programs of its grid
+segments               what rows of a decode step share, found from how many positions neighbours have in common
 triton_decode_combine  what a program does with its results, and how the results of one row are combined
 triton_prefill         prefill on a GPU: chunks of prompts
 """
 
 from rollout_kernels.attention.paged import (
     DecodePlan,
+    kernels_take,
     paged_decode_attention,
     paged_prefill_attention,
     plan_decode,
@@ -18,6 +20,7 @@ from rollout_kernels.attention.paged import (
 
 __all__ = [
     "DecodePlan",
+    "kernels_take",
     "paged_decode_attention",
     "paged_prefill_attention",
     "plan_decode",

@@ -125,11 +125,13 @@ def plan_paged_decode(
     window: int | None,
     max_context: int,
     dtype: torch.dtype | None = None,
+    segments_SW: torch.Tensor | None = None,
 ) -> DecodePlan | DecodeWork:
     """The plan that `paged_decode_attention` needs on this device; all layers with one window share it.
 
-    `heads` is the number of query heads. `dtype` is the queries' dtype; by default the cache's. For the other
-    arguments see `plan_decode`.
+    `heads` is the number of query heads. `dtype` is the queries' dtype; by default the cache's. `segments_SW` says what
+    rows share (`segments.make_segments`, for tiles of `SHARED_TILE` query heads); the torch twin reads all rows on
+    their own. For the other arguments see `plan_decode`.
     """
     _, page_size, kv_heads, dim = k_cache_PSGD.shape
     dtype = dtype or k_cache_PSGD.dtype
@@ -138,8 +140,12 @@ def plan_paged_decode(
     from rollout_kernels.attention.triton_decode import default_decode_config
     from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 
-    config = default_decode_config(dim, dtype, len(context_lens_B), coded=k_cache_PSGD.dtype == torch.uint8)
-    return plan_decode_work(context_lens_B, kv_heads, group=heads // kv_heads, window=window, config=config)
+    coded = k_cache_PSGD.dtype == torch.uint8
+    config = default_decode_config(dim, dtype, len(context_lens_B), coded, shared=segments_SW is not None)
+    group = heads // kv_heads
+    return plan_decode_work(
+        context_lens_B, kv_heads, group=group, window=window, config=config, segments_SW=segments_SW
+    )
 
 
 def paged_decode_attention(
@@ -157,12 +163,14 @@ def paged_decode_attention(
     sinks_H: torch.Tensor | None = None,
     plan: DecodePlan | DecodeWork | None = None,
 ) -> torch.Tensor:
-    """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, D].
+    """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, V].
+
+    V is the dimension of the values. `kernels_take` says for which of these arguments there are kernels.
 
     Args:
         q_BHD: H is a multiple of G; query head h reads KV head `h // (H / G)`.
         k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`.
-        v_cache_PSGD: likewise.
+        v_cache_PSGD: likewise; its last dimension may be another one.
         page_table_BP: int32.
         context_lens_B: int32 or int64; a length may be 0 (the result is then finite and meaningless).
         scale: factor of the scores.
@@ -171,8 +179,12 @@ def paged_decode_attention(
         scales_P2GS: float32 scales of e4m3 codes, or None.
         softcap: bound of the scores, or None.
         sinks_H: the sink of each query head, or None.
-        plan: the result of `plan_paged_decode` for the same rows and window; computed here if None.
+        plan: the result of `plan_paged_decode` for the same rows and window; computed here if None. Where there is no
+            kernel, it must be that of `plan_decode`.
     """
+    if plan is None and not kernels_take(k_cache_PSGD, v_cache_PSGD, softcap, sinks_H):
+        dtype, page_size = q_BHD.dtype, k_cache_PSGD.shape[1]
+        plan = plan_decode(page_table_BP, context_lens_B, page_size, window, max_context, dtype)
     if plan is None:
         plan = plan_paged_decode(
             page_table_BP,
@@ -196,17 +208,20 @@ def paged_decode_attention(
             window=window,
             scales_P2GS=scales_P2GS,
             work=plan,
+            softcap=softcap,
+            sinks_H=sinks_H,
         )
     rows, heads, dim = q_BHD.shape
     kv_heads = k_cache_PSGD.shape[2]
     k_NSGD, v_NSGD = _pages(k_cache_PSGD, v_cache_PSGD, scales_P2GS, plan.pages_N, q_BHD.dtype)
     k_BGCD, v_BGCD = (
-        x.view(rows, -1, kv_heads, dim).masked_fill_(plan.hidden_BC11, 0.0).transpose(1, 2) for x in (k_NSGD, v_NSGD)
+        x.view(rows, -1, kv_heads, x.shape[-1]).masked_fill_(plan.hidden_BC11, 0.0).transpose(1, 2)
+        for x in (k_NSGD, v_NSGD)
     )
     # The query heads of one KV head take the place of query positions, since they all see the same context.
-    q_BGQD = q_BHD.view(rows, kv_heads, heads // kv_heads, dim)
+    q_BGQD = q_BHD.reshape(rows, kv_heads, heads // kv_heads, dim)
     out_BGQD = _attend(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale, softcap, _by_group(sinks_H, kv_heads))
-    return out_BGQD.reshape(rows, heads, dim)
+    return out_BGQD.reshape(rows, heads, -1)
 
 
 def paged_prefill_attention(
@@ -229,7 +244,7 @@ def paged_prefill_attention(
     Args:
         q_THD: queries of all chunks; H is a multiple of G.
         k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`.
-        v_cache_PSGD: likewise.
+        v_cache_PSGD: likewise; its last dimension V may be another one.
         page_table_BP: int32; row i belongs to chunk i.
         chunks: `(query_start, query_len, context_len)` of each chunk, host integers. Its queries are
             `q_THD[query_start : query_start + query_len]`, at the last `query_len` positions of its context.
@@ -242,9 +257,11 @@ def paged_prefill_attention(
         context_lens_B: the context lengths on the device.
 
     Returns:
-        [T, H, D] in the queries' dtype. The torch twin runs on a CPU, and where the two device tensors are missing.
+        [T, H, V] in the queries' dtype. The torch twin runs on a CPU, where the two device tensors are missing, and
+        where there is no kernel (`kernels_take`).
     """
-    if q_THD.is_cuda and query_starts_C1 is not None and context_lens_B is not None:
+    has_kernel = kernels_take(k_cache_PSGD, v_cache_PSGD, softcap, sinks_H)
+    if has_kernel and query_starts_C1 is not None and context_lens_B is not None:
         from rollout_kernels.attention.triton_prefill import prefill_attention
 
         return prefill_attention(
@@ -258,8 +275,10 @@ def paged_prefill_attention(
             scale=scale,
             window=window,
             scales_P2GS=scales_P2GS,
+            softcap=softcap,
+            sinks_H=sinks_H,
         )
-    out_THD = torch.empty_like(q_THD)
+    out_THD = q_THD.new_empty(*q_THD.shape[:2], v_cache_PSGD.shape[3])
     for row, (start, length, context) in enumerate(chunks):
         for begin in range(0, length, _QUERY_BLOCK):
             end = min(begin + _QUERY_BLOCK, length)
@@ -292,7 +311,7 @@ def _attend_block(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of one row's queries at positions span[0] .. span[1] - 1; returns [Q, H, D]."""
+    """Attention of one row's queries at positions span[0] .. span[1] - 1; returns [Q, H, V]."""
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
     queries, heads, dim = q_QHD.shape
     first_page = 0 if window is None else max(0, span[0] - window + 1) // page_size
@@ -307,7 +326,7 @@ def _attend_block(
     if window is not None:
         visible_QC = visible_QC & (key_pos_C > query_pos_Q1 - window)
     group = heads // kv_heads
-    q_GRQD = q_QHD.view(queries, kv_heads, group, dim).permute(1, 2, 0, 3)
+    q_GRQD = q_QHD.reshape(queries, kv_heads, group, dim).permute(1, 2, 0, 3)
     sinks_GR1 = _by_group(sinks_H, kv_heads)
     out_GRQD = _attend(
         q_GRQD,
@@ -318,7 +337,16 @@ def _attend_block(
         softcap,
         None if sinks_GR1 is None else sinks_GR1[..., None],
     )
-    return out_GRQD.permute(2, 0, 1, 3).reshape(queries, heads, dim)
+    return out_GRQD.permute(2, 0, 1, 3).reshape(queries, heads, -1)
+
+
+def kernels_take(
+    k_cache_PSGD: torch.Tensor, v_cache_PSGD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None
+) -> bool:
+    """True if there are kernels for attention over this cache: on a GPU, equal dimensions, codes with plain scores."""
+    same_dims = k_cache_PSGD.shape[3] == v_cache_PSGD.shape[3]
+    plain = softcap is None and sinks_H is None
+    return k_cache_PSGD.is_cuda and same_dims and (plain or k_cache_PSGD.dtype != torch.uint8)
 
 
 def _attend(

@@ -1,8 +1,9 @@
 """Paged decode attention in Triton: one query a row, its context split over programs by a `DecodeWork` plan.
 
 A program handles one KV head and one share of the plan. It loops over the share's items; an item is a row and a range
-of tiles of the row's context. The query heads of a KV head are the rows of the matrix products, padded to 16. Scores
-are float32, in base 2. `triton_decode_combine` says what happens to an item's result; it never depends on timing.
+of tiles of the row's context. The query heads of a KV head are the rows of the matrix products, padded to 16. Where
+rows share pages, an item has several rows, whose query heads fill a larger tile. Scores are float32, in base 2.
+`triton_decode_combine` says what happens to an item's result; it never depends on timing.
 
 For caches of e4m3 codes the kernel is in `triton_decode_fp8`.
 
@@ -10,18 +11,28 @@ The host reads nothing, and the grid depends only on the plan's shapes, so a cap
 grow. Hidden positions are never loaded, so data that other sequences left there does not matter.
 
 Legend: B rows, H query heads, G KV heads, D head dimension, P pages (of the cache, or of a row of the page table),
-S page size.
+S page size, L slots for parts.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.attention.triton_decode_combine import HIDDEN, combine_kernel, read_item, store_item, weigh
+from rollout_kernels.attention.segments import SHARED_TILE
+from rollout_kernels.attention.triton_decode_combine import (
+    HIDDEN,
+    LOG2_E,
+    combine_kernel,
+    read_item,
+    score_factors,
+    softcapped,
+    store_item,
+    weigh,
+)
 from rollout_kernels.attention.triton_decode_fp8 import decode_codes_kernel
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
 from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
@@ -32,19 +43,24 @@ _COMBINED_VALUES, _COMBINED_PARTS = 3072, 8
 _FEW_ROWS = 4
 
 
-@triton.jit(do_not_specialize=["window", "stride_table"])
+@triton.jit(do_not_specialize=["rows", "window", "stride_table"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    sinks_ptr,
     table_ptr,
     out_ptr,
     part_ptr,
     lse_ptr,
     items_ptr,
     first_ptr,
+    slots_ptr,
     arrivals_ptr,
+    lens_ptr,
+    rows,
     scale_log2,
+    softcap_log2,
     window,
     stride_q_row,
     stride_q_head,
@@ -57,8 +73,10 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_OWN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -66,55 +84,139 @@ def _decode_kernel(
 ):
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
-    m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP
-    is_q = (m[:, None] < GROUP) & (d[None, :] < D)
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
     v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
     follow()
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
     for i in range(first, last):
-        row, begin, end, first_item, count, length = read_item(items_ptr, i)
-        q_at = row.to(tl.int64) * stride_q_row + (head + m[:, None]) * stride_q_head + d[None, :]
-        q = tl.load(q_ptr + q_at, mask=is_q, other=0.0)
-        table = table_ptr + row.to(tl.int64) * stride_table
-        peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
-        page = tl.load(table + n // PAGE_SIZE, mask=n < length, other=0)
-        for tile in range(begin, end):
-            n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            at = page.to(tl.int64) * stride_page + (n % PAGE_SIZE) * stride_slot
-            live = (n < length)[:, None]
-            if HAS_WINDOW:
-                live = live & (n >= length - window)[:, None]
-            if BLOCK_D != D:
-                live = live & (d[None, :] < D)
-            k = tl.load(k_base + at[:, None] + d[None, :], mask=live, other=0.0)
-            v = tl.load(v_base + at[:, None] + d[None, :], mask=live, other=0.0)
-            # Prefetch the next tile's pages while this tile is computed.
-            next_n = n + BLOCK_N
-            page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
-            score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
-            visible = n < length
-            if HAS_WINDOW:
-                visible = visible & (n >= length - window)
-            score = tl.where(visible[None, :], score, HIDDEN)
-            weight, keep, total, peak = weigh(score, peak, total)
-            acc = dot(narrow(weight, v.dtype), v, acc * keep[:, None])
-        sum_M = tl.sum(total, 1)
-        result = acc / sum_M[:, None]
-        store_item(
-            out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, kv_head, first_item, count, result, peak + tl.log2(sum_M),
-            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
-        )  # fmt: skip
+        row, begin, end, first_slot, count, length, sharing, place = read_item(items_ptr, i)
+        if BLOCK_OWN == BLOCK_M:
+            _attend(
+                q_ptr, k_base, v_base, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr,
+                lens_ptr, rows, scale_log2, softcap_log2, window, stride_q_row, stride_q_head, stride_page,
+                stride_slot, stride_table, kv_head, row, begin, end, first_slot, count, length, sharing, place,
+                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, SOFTCAP, FUSED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
+            )  # fmt: skip
+        elif sharing > 1:
+            _attend(
+                q_ptr, k_base, v_base, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr,
+                lens_ptr, rows, scale_log2, softcap_log2, window, stride_q_row, stride_q_head, stride_page,
+                stride_slot, stride_table, kv_head, row, begin, end, first_slot, count, length, sharing, place,
+                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, SOFTCAP, FUSED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
+            )  # fmt: skip
+        else:  # one row's heads alone: a smaller tile is faster
+            _attend(
+                q_ptr, k_base, v_base, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr,
+                lens_ptr, rows, scale_log2, softcap_log2, window, stride_q_row, stride_q_head, stride_page,
+                stride_slot, stride_table, kv_head, row, begin, end, first_slot, count, length, 1, place,
+                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, SOFTCAP, FUSED, BLOCK_OWN, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
+            )  # fmt: skip
 
 
-def default_decode_config(dim: int, dtype: torch.dtype, rows: int, coded: bool = False) -> DecodeConfig:
-    """The configuration for a head dimension, the queries' dtype and a number of rows; `coded` for e4m3 caches.
+@triton.jit
+def _attend(
+    q_ptr,
+    k_base,
+    v_base,
+    sinks_ptr,
+    table_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    slots_ptr,
+    arrivals_ptr,
+    lens_ptr,
+    rows,
+    scale_log2,
+    softcap_log2,
+    window,
+    stride_q_row,
+    stride_q_head,
+    stride_page,
+    stride_slot,
+    stride_table,
+    kv_head,
+    row,
+    begin,
+    end,
+    first_slot,
+    count,
+    length,
+    sharing,
+    place,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """One item, for the `BLOCK_M` query heads of its `sharing` rows."""
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP
+    shared_row = m // BLOCK_G
+    is_head = (m % BLOCK_G)[:, None] < GROUP
+    q_row = (row + shared_row)[:, None]
+    q_at = q_row.to(tl.int64) * stride_q_row + (head + m % BLOCK_G)[:, None] * stride_q_head + d[None, :]
+    is_q = is_head & (shared_row < sharing)[:, None] & (d[None, :] < D)
+    q = tl.load(q_ptr + q_at, mask=is_q, other=0.0)
+    if HAS_WINDOW:  # which begins at another position in each row
+        context = tl.load(lens_ptr + row + shared_row, mask=shared_row < sharing, other=2147483647).to(tl.int32)
+        oldest = tl.min(context, 0)
+    table = table_ptr + row.to(tl.int64) * stride_table
+    peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if sinks_ptr is not None:  # a row's first part has the score that its heads have beside those of the context
+        sink = tl.load(sinks_ptr + head + m % BLOCK_G, mask=m % BLOCK_G < GROUP, other=0.0).to(tl.float32)
+        peak = tl.where(place == 0, sink * LOG2_E, peak)
+        total += tl.where((place == 0) & (tl.arange(0, BLOCK_N) == 0)[None, :], 1.0, 0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
+    page = tl.load(table + n // PAGE_SIZE, mask=n < length, other=0)
+    for tile in range(begin, end):
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        at = page.to(tl.int64) * stride_page + (n % PAGE_SIZE) * stride_slot
+        live = (n < length)[:, None]
+        if HAS_WINDOW:
+            live = live & (n >= oldest - window)[:, None]
+        if BLOCK_D != D:
+            live = live & (d[None, :] < D)
+        k = tl.load(k_base + at[:, None] + d[None, :], mask=live, other=0.0)
+        v = tl.load(v_base + at[:, None] + d[None, :], mask=live, other=0.0)
+        # Prefetch the next tile's pages while this tile is computed.
+        next_n = n + BLOCK_N
+        page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
+        score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
+        if SOFTCAP:
+            score = softcapped(score, softcap_log2)
+        visible = (n < length)[None, :]
+        if HAS_WINDOW:
+            visible = visible & (n[None, :] >= context[:, None] - window)
+        score = tl.where(visible, score, HIDDEN)
+        weight, keep, total, peak = weigh(score, peak, total)
+        acc = dot(narrow(weight, v.dtype), v, acc * keep[:, None])
+    sum_M = tl.sum(total, 1)
+    result = acc / sum_M[:, None]
+    store_item(
+        out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows, row, kv_head, first_slot, count, sharing, place,
+        result, peak + tl.log2(sum_M), H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
+    )  # fmt: skip
+
+
+def default_decode_config(
+    dim: int, dtype: torch.dtype, rows: int, coded: bool = False, shared: bool = False
+) -> DecodeConfig:
+    """The configuration for a head dimension, the queries' dtype and a number of rows.
+
+    `coded` is for e4m3 caches, `shared` for plans that say which rows share pages.
 
     Measured on an H200 in whole steps. Many rows get small tiles and many programs, because a program waits at the
     start of each row, which is frequent with short contexts. A few rows get larger tiles: split over many programs,
@@ -122,10 +224,12 @@ def default_decode_config(dim: int, dtype: torch.dtype, rows: int, coded: bool =
     bf16 values.
     """
     if dim * dtype.itemsize > 256:
-        return DecodeConfig(block_n=32)
-    if rows > _FEW_ROWS:
-        return DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=4)
-    return DecodeConfig(num_warps=2) if coded else DecodeConfig(num_stages=2)
+        config = DecodeConfig(block_n=32)
+    elif rows > _FEW_ROWS:
+        config = DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=4)
+    else:
+        config = DecodeConfig(num_warps=2) if coded else DecodeConfig(num_stages=2)
+    return replace(config, block_m=SHARED_TILE[coded], block_own=config.block_m) if shared else config
 
 
 def decode_attention(
@@ -139,6 +243,8 @@ def decode_attention(
     window: int | None,
     scales_P2GS: torch.Tensor | None = None,
     work: DecodeWork | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, D].
 
@@ -155,6 +261,8 @@ def decode_attention(
         scales_P2GS: float32, contiguous: scales of keys, then of values.
         work: the result of `plan_decode_work` for the same lengths and window; computed here if None. Launches that
             share a plan must follow each other on one stream.
+        softcap: bounds the scaled scores; None with e4m3 codes.
+        sinks_H: a score of each head that takes part in the softmax and has no value, contiguous; None with e4m3 codes.
     """
     rows, heads, dim = q_BHD.shape
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
@@ -167,30 +275,40 @@ def decode_attention(
         work = plan_decode_work(context_lens_B, kv_heads, group=heads // kv_heads, window=window, config=config)
     assert work.window == window and work.arrivals_BG.shape == (rows, kv_heads)
     config, group = work.config, heads // kv_heads
-    items, shares = work.items.shape[0], work.first.shape[0] - 1
+    shares = work.first.shape[0] - 1
     device = q_BHD.device
     out_BHD = torch.empty(rows, heads, dim, dtype=q_BHD.dtype, device=device)
-    part_IHD = torch.empty(items, heads, dim, dtype=torch.float32, device=device)
-    lse_IH = torch.empty(items, heads, dtype=torch.float32, device=device)
+    part_LHD = torch.empty(work.slots, heads, dim, dtype=torch.float32, device=device)
+    lse_LH = torch.empty(work.slots, heads, dtype=torch.float32, device=device)
     coded = scales_P2GS is not None
     block_g, block_d = triton.next_power_of_2(group), max(64 if coded else 16, triton.next_power_of_2(dim))
     sizes = {"H": heads, "D": dim, "GROUP": group, "BLOCK_G": block_g, "BLOCK_D": block_d}
     sizes["BLOCK_I"] = min(max(_COMBINED_VALUES // (block_g * block_d), 1), _COMBINED_PARTS)
-    caches = [k_cache_PSGD, v_cache_PSGD]
+    caches, variants = (k_cache_PSGD, v_cache_PSGD), {}
+    third: torch.Tensor | None = sinks_H
+    factors: tuple[float, ...] = score_factors(scale, softcap)
     if scales_P2GS is not None:
         assert dim % 4 == 0, "e4m3 caches are for head dimensions that are multiples of 4"
-        caches = [*(cache.view(torch.int32) for cache in caches), scales_P2GS]  # four codes a word
+        assert softcap is None and sinks_H is None
+        caches = (k_cache_PSGD.view(torch.int32), v_cache_PSGD.view(torch.int32))  # four codes a word
+        third, factors = scales_P2GS, factors[:1]
+    else:
+        variants = {"SOFTCAP": softcap is not None}
     (decode_codes_kernel if coded else _decode_kernel)[(kv_heads, shares)](
         q_BHD,
         *caches,
+        third,
         page_table_BP,
         out_BHD,
-        part_IHD,
-        lse_IH,
+        part_LHD,
+        lse_LH,
         work.items,
         work.first,
+        work.slots_2B,
         work.arrivals_BG,
-        scale * math.log2(math.e),
+        context_lens_B,
+        rows,
+        *factors,
         window or 0,
         q_BHD.stride(0),
         q_BHD.stride(1),
@@ -199,16 +317,18 @@ def decode_attention(
         PAGE_SIZE=page_size,
         HAS_WINDOW=window is not None,
         FUSED=config.fused,
-        BLOCK_M=max(16, block_g),
+        BLOCK_M=max(config.block_m, block_g),
+        BLOCK_OWN=max(config.block_own or config.block_m, block_g),
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
         **follow_options(device),
         **sizes,
+        **variants,
     )
     if not config.fused:
-        combine_kernel[(kv_heads, items)](
-            part_IHD, lse_IH, out_BHD, work.items, work.first, shares, **follow_options(device), **sizes
+        combine_kernel[(kv_heads, rows)](
+            part_LHD, lse_LH, out_BHD, work.slots_2B, rows, **follow_options(device), **sizes
         )
     return out_BHD

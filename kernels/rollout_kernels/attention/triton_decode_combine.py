@@ -1,13 +1,16 @@
 """Items of decode attention: reading an item, its running softmax, and combining the partial results of a row.
 
-A row with one item is written directly. Otherwise each item stores its normalised result (a part) and the logarithm of
-its sum. The last program of the row to arrive, or a second kernel, combines the parts in a fixed order, so results
-never depend on timing.
+A row with one part is written directly. Otherwise each item stores its normalised result and the logarithm of its sum
+as a part of each of its rows, in the slot that the plan gives. The last program of a row to arrive, or a second kernel,
+combines the parts in a fixed order, so results never depend on timing.
 
-Legend: H query heads, D head dimension, M query heads of a KV head, padded; N positions of a tile.
+Legend: H query heads, D head dimension, M query heads of a KV head, of all rows of an item, padded; N positions of a
+tile.
 """
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
@@ -17,16 +20,33 @@ from rollout_kernels.common.triton_math import follow, narrow
 
 #: Score of a hidden position. It is finite, so a row without visible positions stays finite.
 HIDDEN = tl.constexpr(-1e30)
+LOG2_E = tl.constexpr(math.log2(math.e))
 _WORDS = tl.constexpr(ITEM_WORDS)
 
 
 @triton.jit
 def read_item(items_ptr, i):
-    """Item `i`: row, first tile, end of its tiles, first item of the row, items of the row, context length."""
+    """Item `i`: its words, see `ITEM_WORDS`."""
     item = items_ptr + i * _WORDS
     return (
-        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5),
+        tl.load(item + 6), tl.load(item + 7),
     )  # fmt: skip
+
+
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What a kernel multiplies products of queries and keys by, and the softcap; both for scores in base 2.
+
+    With a softcap the first one is for `softcapped`.
+    """
+    log2_e = math.log2(math.e)
+    return (scale * log2_e, 0.0) if softcap is None else (2.0 * log2_e * scale / softcap, softcap * log2_e)
+
+
+@triton.jit
+def softcapped(twice, softcap_log2):
+    """`softcap tanh(s / softcap)` in base 2; `twice` is 2 s / softcap in base 2."""
+    return softcap_log2 * (1.0 - 2.0 / (tl.exp2(twice) + 1.0))
 
 
 @triton.jit
@@ -48,7 +68,7 @@ def _combine(
     out_ptr,
     row,
     head,
-    first_item,
+    first_slot,
     count,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -73,10 +93,10 @@ def _combine(
         parts: tl.tuple = ()
         # Other programs wrote these while this one ran, so the loads bypass the L1 cache.
         for i in tl.static_range(BLOCK_I):
-            item = tl.cast(first_item + start + i, tl.int64)
+            slot = tl.cast(first_slot + start + i, tl.int64)
             live = (tl.full([BLOCK_G], i, tl.int32) + start < count) & (g < GROUP)
-            sums += (tl.load(lse_ptr + item * H + head + g, live, HIDDEN, cache_modifier=".cg"),)
-            parts += (tl.load(part_ptr + item * (H * D) + at, live[:, None] & here, 0.0, cache_modifier=".cg"),)
+            sums += (tl.load(lse_ptr + slot * H + head + g, live, HIDDEN, cache_modifier=".cg"),)
+            parts += (tl.load(part_ptr + slot * (H * D) + at, live[:, None] & here, 0.0, cache_modifier=".cg"),)
         new_peak = peak
         for i in tl.static_range(BLOCK_I):
             new_peak = tl.maximum(new_peak, sums[i])
@@ -97,12 +117,15 @@ def store_item(
     out_ptr,
     part_ptr,
     lse_ptr,
+    slots_ptr,
     arrivals_ptr,
-    i,
+    rows,
     row,
     kv_head,
-    first_item,
+    first_slot,
     count,
+    sharing,
+    place,
     result_MD,
     lse_M,
     H: tl.constexpr,
@@ -114,7 +137,95 @@ def store_item(
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """Write item `i`'s normalised result: to the output, or as a part. The last item of a row combines its parts."""
+    """Write an item's normalised result: to the output, or as a part. The last item of a row combines its parts."""
+    if sharing > 1:
+        _store_shared(
+            out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows, row, kv_head, sharing, place, result_MD, lse_M,
+            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
+        )  # fmt: skip
+    else:
+        _store_own(
+            out_ptr, part_ptr, lse_ptr, arrivals_ptr, row, kv_head, first_slot, count, place, result_MD, lse_M,
+            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_shared(
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    slots_ptr,
+    arrivals_ptr,
+    rows,
+    row,
+    kv_head,
+    sharing,
+    place,
+    result_MD,
+    lse_M,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """The rows of the item arrive together; their slots and numbers of parts are the plan's."""
+    BLOCK_R: tl.constexpr = BLOCK_M // BLOCK_G
+    head = kv_head * GROUP
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    head_M = head + m % BLOCK_G
+    live = (m % BLOCK_G < GROUP) & (m // BLOCK_G < sharing)
+    slot_M = (tl.load(slots_ptr + row + m // BLOCK_G, mask=live, other=0) + place).to(tl.int64)
+    part_at = slot_M[:, None] * (H * D) + head_M[:, None] * D + d[None, :]
+    tl.store(part_ptr + part_at, result_MD, mask=live[:, None] & (d[None, :] < D))
+    tl.store(lse_ptr + slot_M * H + head_M, lse_M, mask=live)
+    if FUSED:
+        r = tl.arange(0, BLOCK_R)
+        there = r < sharing
+        arrivals = arrivals_ptr + (row + r) * (H // GROUP) + kv_head
+        counts = tl.load(slots_ptr + rows + row + r, mask=there, other=0)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals, 1, mask=there, sem="acq_rel")
+        complete = there & (arrived == counts - 1)
+        tl.debug_barrier()
+        for k in range(sharing):
+            if tl.max(((r == k) & complete).to(tl.int32), 0) == 1:
+                _combine(
+                    part_ptr, lse_ptr, out_ptr, row + k, head,
+                    tl.load(slots_ptr + row + k), tl.load(slots_ptr + rows + row + k),
+                    H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+                )  # fmt: skip
+        tl.store(arrivals, tl.zeros([BLOCK_R], tl.int32), mask=complete)
+
+
+@triton.jit
+def _store_own(
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    arrivals_ptr,
+    row,
+    kv_head,
+    first_slot,
+    count,
+    place,
+    result_MD,
+    lse_M,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """One row: the query heads are the first of the tile."""
     head = kv_head * GROUP
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -124,8 +235,9 @@ def store_item(
         out = narrow(result_MD, out_ptr.dtype.element_ty)
         tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
     else:
-        tl.store(part_ptr + tl.cast(i, tl.int64) * (H * D) + at, result_MD, mask=here)
-        tl.store(lse_ptr + i * H + head + m, lse_M, mask=m < GROUP)
+        slot = tl.cast(first_slot + place, tl.int64)
+        tl.store(part_ptr + slot * (H * D) + at, result_MD, mask=here)
+        tl.store(lse_ptr + slot * H + head + m, lse_M, mask=m < GROUP)
         if FUSED:
             arrival = arrivals_ptr + row * (H // GROUP) + kv_head
             # All threads have written before one of them counts this part; it then sees the other programs' parts.
@@ -134,20 +246,19 @@ def store_item(
             if arrived == count - 1:
                 tl.debug_barrier()
                 _combine(
-                    part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
+                    part_ptr, lse_ptr, out_ptr, row, head, first_slot, count,
                     H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
                 )  # fmt: skip
                 tl.store(arrival, 0)
 
 
-@triton.jit(do_not_specialize=["shares"])
+@triton.jit(do_not_specialize=["rows"])
 def combine_kernel(
     part_ptr,
     lse_ptr,
     out_ptr,
-    items_ptr,
-    first_ptr,
-    shares,
+    slots_ptr,
+    rows,
     H: tl.constexpr,
     D: tl.constexpr,
     GROUP: tl.constexpr,
@@ -155,14 +266,13 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """One program for each item and KV head. The program of a row's first item combines the row's parts."""
-    i = tl.program_id(1)
+    """One program for each row and KV head combines the row's parts, if it has several."""
+    row = tl.program_id(1)
     follow()
-    if i < tl.load(first_ptr + shares):
-        row, _, _, first_item, count, _ = read_item(items_ptr, i)
-        if (first_item == i) & (count > 1):
-            head = tl.program_id(0) * GROUP
-            _combine(
-                part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
-                H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
-            )  # fmt: skip
+    count = tl.load(slots_ptr + rows + row)
+    if count > 1:
+        head = tl.program_id(0) * GROUP
+        _combine(
+            part_ptr, lse_ptr, out_ptr, row, head, tl.load(slots_ptr + row), count,
+            H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+        )  # fmt: skip

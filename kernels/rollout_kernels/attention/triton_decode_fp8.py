@@ -63,7 +63,7 @@ def _queries(at, is_q, unit_M1, dtype: tl.constexpr):
     return narrow(q / unit_M1, dtype)
 
 
-@triton.jit(do_not_specialize=["window", "stride_table"])
+@triton.jit(do_not_specialize=["rows", "window", "stride_table"])
 def decode_codes_kernel(
     q_ptr,
     k_ptr,
@@ -75,7 +75,10 @@ def decode_codes_kernel(
     lse_ptr,
     items_ptr,
     first_ptr,
+    slots_ptr,
     arrivals_ptr,
+    lens_ptr,
+    rows,
     scale_log2,
     window,
     stride_q_row,
@@ -91,6 +94,7 @@ def decode_codes_kernel(
     HAS_WINDOW: tl.constexpr,
     FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_OWN: tl.constexpr,  # not used: shared tiles are no larger
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -104,7 +108,8 @@ def decode_codes_kernel(
     m = tl.arange(0, BLOCK_M)
     w = tl.arange(0, W)
     head = kv_head * GROUP
-    is_q = (m[:, None] < GROUP) & (w[None, :] < D // 4)
+    shared_row = m // BLOCK_G
+    is_head = (m % BLOCK_G)[:, None] < GROUP
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
     v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
     # Scales are [P, 2, G, S]: within a page, a head's value scales lie G heads after its key scales.
@@ -115,13 +120,20 @@ def decode_codes_kernel(
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
     for i in range(first, last):
-        row, begin, end, first_item, count, length = read_item(items_ptr, i)
-        q_at = q_ptr + row.to(tl.int64) * stride_q_row + (head + m[:, None]) * stride_q_head + 4 * w[None, :]
+        row, begin, end, first_slot, count, length, sharing, place = read_item(items_ptr, i)
+        q_row = (row + shared_row)[:, None]
+        q_at = (
+            q_ptr + q_row.to(tl.int64) * stride_q_row + (head + m % BLOCK_G)[:, None] * stride_q_head + 4 * w[None, :]
+        )
+        is_q = is_head & (shared_row < sharing)[:, None] & (w[None, :] < D // 4)
         unit = _unit(q_at, is_q, BLOCK_M)
         q_0 = _queries(q_at, is_q, unit[:, None], dtype)
         q_1 = _queries(q_at + 1, is_q, unit[:, None], dtype)
         q_2 = _queries(q_at + 2, is_q, unit[:, None], dtype)
         q_3 = _queries(q_at + 3, is_q, unit[:, None], dtype)
+        if HAS_WINDOW:  # which begins at another position in each row
+            context = tl.load(lens_ptr + row + shared_row, mask=shared_row < sharing, other=2147483647).to(tl.int32)
+            oldest = tl.min(context, 0)
         table = table_ptr + row.to(tl.int64) * stride_table
         peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -135,17 +147,17 @@ def decode_codes_kernel(
         for tile in range(begin, end):
             n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             at = page.to(tl.int64) * stride_page + (n % PAGE_SIZE) * stride_slot
-            visible = n < length
+            some_see = n < length
             if HAS_WINDOW:
-                visible = visible & (n >= length - window)
-            live = visible[:, None]
+                some_see = some_see & (n >= oldest - window)
+            live = some_see[:, None]
             if W * 4 != D:
                 live = live & (w[None, :] < D // 4)
             k = tl.load(k_base + at[:, None] + w[None, :], mask=live, other=0)
             v = tl.load(v_base + at[:, None] + w[None, :], mask=live, other=0)
             scale_at = scale_base + page.to(tl.int64) * page_scales + n % PAGE_SIZE
-            k_scale = tl.load(scale_at, mask=visible, other=0.0)
-            v_scale = tl.load(scale_at + v_scales, mask=visible, other=0.0)
+            k_scale = tl.load(scale_at, mask=some_see, other=0.0)
+            v_scale = tl.load(scale_at + v_scales, mask=some_see, other=0.0)
             # Prefetch the next tile's pages while this tile is computed.
             next_n = n + BLOCK_N
             page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
@@ -154,7 +166,10 @@ def decode_codes_kernel(
             score = dot(q_2, tl.trans(_byte(k, 2, dtype)), score)
             score = dot(q_3, tl.trans(_byte(k, 3, dtype)), score)
             score = score * (unit * scale_log2)[:, None] * k_scale[None, :]
-            score = tl.where(visible[None, :], score, HIDDEN)
+            visible = some_see[None, :]
+            if HAS_WINDOW:
+                visible = visible & (n[None, :] >= context[:, None] - window)
+            score = tl.where(visible, score, HIDDEN)
             weight, keep, total, peak = weigh(score, peak, total)
             new_largest = tl.maximum(largest, tl.max(v_scale, 0))
             some = tl.where(new_largest > 0.0, new_largest, 1.0)
@@ -169,6 +184,6 @@ def decode_codes_kernel(
         acc = tl.join(tl.join(acc_0, acc_2), tl.join(acc_1, acc_3)).reshape(BLOCK_M, BLOCK_D)
         result = acc * (largest / (sum_M * _ROOM))[:, None]
         store_item(
-            out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, kv_head, first_item, count, result, peak + tl.log2(sum_M),
-            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
+            out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows, row, kv_head, first_slot, count, sharing, place,
+            result, peak + tl.log2(sum_M), H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
         )  # fmt: skip

@@ -15,7 +15,17 @@ So sqrt(1.5 * query heads of a KV head * context) positions an item are best, if
 The plan depends only on the lengths, so all layers with the same window share it. In deterministic mode, where results
 must not depend on the other rows of a step, rows are cut every `chunk` positions and each item is a share.
 
-Legend: B rows, G KV heads, I items, W words of an item, S1 shares + 1.
+Pages that several rows have in common are read once for all of them. Then what is concatenated are not rows but
+segments: a run of positions that some neighbouring rows share, or what a row has alone.
+
+    rows 0 to 2   |- shared by 0, 1, 2 -|- 0 alone -|
+                                        |- 1 alone -----|
+                                        |- 2 alone --|
+
+What rows have alone are the first segments, the shared ones follow. An item gives each of its rows a part. The parts of
+a row lie in its slots, in the order of its positions.
+
+Legend: B rows, G KV heads, I items, W words of an item, S1 shares + 1, S segments.
 """
 
 from __future__ import annotations
@@ -26,9 +36,11 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.attention.segments import LEVELS, SEGMENT_WORDS, rows_at_once
 from rollout_kernels.common.triton_math import follow, follow_options
 
-# Words of an item: row, first tile, end of tiles, first item of the row, items of the row, context length, 2 unused.
+#: Words of an item: first row, first tile, end of tiles, first slot of the first row, parts of the first row, end of
+#: the visible positions, rows, place among the parts of each of its rows.
 ITEM_WORDS = 8
 
 
@@ -44,6 +56,12 @@ class DecodeConfig:
     fused: bool = True  # True: the last program of a row combines its parts; False: a second kernel does
     max_registers: int | None = None  # of a thread; with fewer, more programs fit on a multiprocessor
     chunk: int | None = None  # positions of an item, instead of equal shares
+    block_m: int = 16  # query heads of a tile: those of a KV head, of as many rows as fit
+    block_own: int | None = None  # of a row alone; None: the same, and then its bits depend on no other row
+
+    def rows_at_once(self, group: int) -> int:
+        """Rows that an item may have, if a KV head has `group` query heads."""
+        return rows_at_once(group, self.block_m)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +70,8 @@ class DecodeWork:
 
     items: torch.Tensor  # int32 [I, W]; I is an upper bound on the number of items
     first: torch.Tensor  # int32 [S1]: the first item of each share, then the number of items
+    slots_2B: torch.Tensor  # int32: the first slot of each row, and its number of parts
+    slots: int  # upper bound on the parts of all rows
     arrivals_BG: torch.Tensor  # int32: finished parts of a row; 0 between two launches
     window: int | None
     config: DecodeConfig
@@ -60,8 +80,11 @@ class DecodeWork:
 @triton.jit(do_not_specialize=["rows", "shares", "window", "min_tiles", "chunk_tiles"])
 def _plan_kernel(
     lens_ptr,
+    segments_ptr,
+    counts_ptr,
     items_ptr,
     first_ptr,
+    slots_ptr,
     arrivals_ptr,
     rows,
     shares,
@@ -76,17 +99,42 @@ def _plan_kernel(
     BLOCK_S: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr,
 ):
     b = tl.arange(0, BLOCK_B)
     is_row = b < rows
     follow()
     length = tl.load(lens_ptr + b, mask=is_row, other=0).to(tl.int32)
+    first_row = b
+    sharing = tl.where(is_row, 1, 0)
+    oldest = length  # shortest context of its rows
     begin = tl.zeros([BLOCK_B], tl.int32)
+    if SHARED:
+        segment = segments_ptr + b * 5
+        is_shared = (b >= rows) & (b < 2 * rows)
+        is_segment = b < 2 * rows
+        first_row = tl.where(is_row, b, tl.load(segment, mask=is_shared, other=0))
+        sharing = tl.where(is_row, 1, tl.load(segment + 1, mask=is_shared, other=0))
+        is_shared = is_shared & (sharing > 0)
+        end_at = tl.load(segment + 3, mask=is_shared, other=0)
+        before = tl.load(segment + 4, mask=is_segment, other=0) - 1
+        # Segments begin and end with a tile, in deterministic mode with a chunk: what is cut off is the next one's.
+        grain = BLOCK_N
+        if CHUNKED:
+            grain = BLOCK_N * chunk_tiles
+        begin = tl.load(segment + 2, mask=is_segment, other=0) // grain * (grain // BLOCK_N)
+        length = tl.where(is_row, length, end_at // grain * grain)
+        if HAS_WINDOW:
+            for r in tl.static_range(ROWS_AT_ONCE):
+                there = is_shared & (r < sharing)
+                other = tl.load(lens_ptr + first_row + r, mask=there, other=2147483647).to(tl.int32)
+                oldest = tl.where(is_row, oldest, other if r == 0 else tl.minimum(oldest, other))
     if HAS_WINDOW:
-        begin = tl.maximum(length - window, 0) // BLOCK_N
+        begin = tl.maximum(begin, tl.maximum(oldest - window, 0) // BLOCK_N)
     # A row without context gets one fully hidden tile, so that its output is written.
-    end = tl.maximum((length + BLOCK_N - 1) // BLOCK_N, 1)
-    tiles = tl.where(is_row, end - begin, 0)
+    end = tl.where(is_row, tl.maximum((length + BLOCK_N - 1) // BLOCK_N, 1), length // BLOCK_N)
+    tiles = tl.where(sharing > 0, tl.maximum(end - begin, 0), 0)
     if CHUNKED:
         # Chunks start at multiples of their size, even if the window hides a part of the first.
         share_tiles = chunk_tiles
@@ -100,9 +148,22 @@ def _plan_kernel(
         share_tiles = tl.maximum((total + shares - 1) // shares, least)
         left = tl.cumsum(tiles, 0) - tiles
     first_share = left // share_tiles
-    count = tl.where(is_row, (left + tiles + share_tiles - 1) // share_tiles - first_share, 0)
+    count = tl.where(tiles > 0, (left + tiles + share_tiles - 1) // share_tiles - first_share, 0)
     first_item = tl.cumsum(count, 0) - count
-    row, row_begin, row_left, row_tiles = b[:, None], begin[:, None], left[:, None], tiles[:, None]
+    # Where the parts of a segment come among those of its rows.
+    place = tl.zeros([BLOCK_B], tl.int32)
+    if SHARED:
+        tl.store(counts_ptr + b, count, mask=is_segment)
+        tl.debug_barrier()
+        for _ in tl.static_range(2):  # LEVELS
+            there = is_segment & (before >= 0)
+            place += tl.load(counts_ptr + before, mask=there, other=0)
+            before = tl.load(segments_ptr + before * 5 + 4, mask=there, other=0) - 1
+    parts = tl.where(is_row, place + count, 0)
+    first_slot = tl.cumsum(parts, 0) - parts
+    tl.store(slots_ptr + b, first_slot, mask=is_row)
+    tl.store(slots_ptr + rows + b, parts, mask=is_row)
+    row, row_begin, row_left, row_tiles = first_row[:, None], begin[:, None], left[:, None], tiles[:, None]
     row_count, row_first, row_share = count[:, None], first_item[:, None], first_share[:, None]
     for start in range(0, tl.max(count, 0), BLOCK_I):
         i = start + tl.arange(0, BLOCK_I)[None, :]
@@ -115,9 +176,11 @@ def _plan_kernel(
         tl.store(item, row + same, mask=is_item)
         tl.store(item + 1, row_begin + item_left - row_left, mask=is_item)
         tl.store(item + 2, row_begin + item_right - row_left, mask=is_item)
-        tl.store(item + 3, row_first + same, mask=is_item)
-        tl.store(item + 4, row_count + same, mask=is_item)
+        tl.store(item + 3, first_slot[:, None] + same, mask=is_item)
+        tl.store(item + 4, parts[:, None] + same, mask=is_item)
         tl.store(item + 5, length[:, None] + same, mask=is_item)
+        tl.store(item + 6, sharing[:, None] + same, mask=is_item)
+        tl.store(item + 7, place[:, None] + i, mask=is_item)
         if CHUNKED:
             tl.store(first_ptr + row_first + i, row_first + i, mask=is_item)
         else:
@@ -143,6 +206,7 @@ def plan_decode_work(
     config: DecodeConfig,
     max_context: int | None = None,
     multiprocessors: int | None = None,
+    segments_SW: torch.Tensor | None = None,
 ) -> DecodeWork:
     """Split a decode step over the programs of the grid, in one launch; the host reads nothing.
 
@@ -154,27 +218,40 @@ def plan_decode_work(
         config: configuration of the decode kernel.
         max_context: upper bound on the lengths; required if `config.chunk` is set.
         multiprocessors: of the device; queried if None.
+        segments_SW: int32, contiguous, S = 2 B: what rows share, as `SEGMENT_WORDS` says; a shared segment without rows
+            is not used. The rows of one have the same pages there, and there are `config.rows_at_once` of them at
+            most. None: rows share nothing.
     """
     assert context_lens_B.is_contiguous()
     rows, device = context_lens_B.shape[0], context_lens_B.device
+    shared, together = segments_SW is not None, config.rows_at_once(group)
     if config.chunk is None:
         if multiprocessors is None:
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         shares = max(1, multiprocessors * config.programs_per_sm // kv_heads)
-        most_items = shares + rows
+        most_items = shares + rows * (1 + shared)
+        slots = (shares * together + rows * (1 + LEVELS)) if shared else most_items
     else:
         assert max_context is not None and config.chunk % config.block_n == 0
         span = max_context if window is None else min(window, max_context)
         # A window that starts inside a chunk can touch one chunk more than its length fills.
-        most_items = shares = rows * (triton.cdiv(max(span, 1), config.chunk) + (window is not None))
+        slots = most_items = shares = rows * (triton.cdiv(max(span, 1), config.chunk) + (window is not None))
     items = torch.empty(most_items, ITEM_WORDS, dtype=torch.int32, device=device)
     first = torch.empty(shares + 1, dtype=torch.int32, device=device)
+    slots_2B = torch.empty(2, rows, dtype=torch.int32, device=device)
     arrivals_BG = torch.empty(rows, kv_heads, dtype=torch.int32, device=device)
-    block_b = max(32, triton.next_power_of_2(rows))
+    counts = first
+    if segments_SW is not None:
+        assert segments_SW.shape == (2 * rows, SEGMENT_WORDS) and segments_SW.is_contiguous()
+        counts = torch.empty(2 * rows, dtype=torch.int32, device=device)
+    block_b = max(32, triton.next_power_of_2(rows * (1 + shared)))
     _plan_kernel[(1,)](
         context_lens_B,
+        first if segments_SW is None else segments_SW,
+        counts,
         items,
         first,
+        slots_2B,
         arrivals_BG,
         rows,
         shares,
@@ -189,7 +266,9 @@ def plan_decode_work(
         BLOCK_S=256,
         HAS_WINDOW=window is not None,
         CHUNKED=config.chunk is not None,
+        SHARED=shared,
+        ROWS_AT_ONCE=together,
         num_warps=4,
         **follow_options(device),
     )
-    return DecodeWork(items, first, arrivals_BG, window, config)
+    return DecodeWork(items, first, slots_2B, slots, arrivals_BG, window, config)

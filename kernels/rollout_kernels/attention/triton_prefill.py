@@ -14,13 +14,13 @@ table), S page size.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.attention.triton_decode_combine import LOG2_E, score_factors, softcapped
 from rollout_kernels.common.triton_fp8 import operand
 from rollout_kernels.common.triton_math import dot, narrow
 
@@ -56,12 +56,14 @@ def _attend(
     limit,
     window,
     scale_log2,
+    softcap_log2,
     stride_page,
     stride_slot,
     D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     V_SCALES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -102,6 +104,8 @@ def _attend(
         score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
         if V_SCALES > 0:
             score = score * k_scale[None, :]
+        if SOFTCAP:
+            score = softcapped(score, softcap_log2)
         if MASKED:
             visible = n[None, :] <= query_position[:, None]
             if HAS_WINDOW:
@@ -124,11 +128,13 @@ def _prefill_kernel(
     k_ptr,
     v_ptr,
     scales_ptr,
+    sinks_ptr,
     table_ptr,
     starts_ptr,
     lens_ptr,
     out_ptr,
     scale_log2,
+    softcap_log2,
     window,
     stride_q_token,
     stride_q_head,
@@ -141,6 +147,7 @@ def _prefill_kernel(
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -169,6 +176,9 @@ def _prefill_kernel(
         table = table_ptr + chunk.to(tl.int64) * stride_table
         peak = tl.full([BLOCK_M], _HIDDEN, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if sinks_ptr is not None:  # as if a key without a value had been seen
+            peak = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+            total += 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         begin = 0
         if HAS_WINDOW:
@@ -178,12 +188,14 @@ def _prefill_kernel(
             begin = (position + 1) // BLOCK_N
             peak, total, acc = _attend(
                 q, peak, total, acc, k_base, v_base, scale_base, table, 0, begin, position, limit, window, scale_log2,
-                stride_page, stride_slot, D, PAGE_SIZE, v_scales, HAS_WINDOW, False, BLOCK_M, BLOCK_N, BLOCK_D,
+                softcap_log2, stride_page, stride_slot, D, PAGE_SIZE, v_scales, HAS_WINDOW, SOFTCAP, False,
+                BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         end = (limit + BLOCK_N - 1) // BLOCK_N
         peak, total, acc = _attend(
             q, peak, total, acc, k_base, v_base, scale_base, table, begin, end, position, limit, window, scale_log2,
-            stride_page, stride_slot, D, PAGE_SIZE, v_scales, HAS_WINDOW, True, BLOCK_M, BLOCK_N, BLOCK_D,
+            softcap_log2, stride_page, stride_slot, D, PAGE_SIZE, v_scales, HAS_WINDOW, SOFTCAP, True,
+            BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         out = narrow(acc / total[:, None], out_ptr.dtype.element_ty)
         tl.store(out_ptr + token[:, None] * (H * D) + head * D + d[None, :], out, mask=here)
@@ -215,6 +227,8 @@ def prefill_attention(
     window: int | None,
     scales_P2GS: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of chunks of prompts over their rows' contexts, which include this step's keys.
 
@@ -233,6 +247,8 @@ def prefill_attention(
         window: how many positions a query sees, or None for all.
         scales_P2GS: float32, contiguous: scales of keys, then of values.
         config: launch configuration; by default the measured one.
+        softcap: bounds the scaled scores, or None.
+        sinks_H: a score of each head that takes part in the softmax and has no value, contiguous, or None.
 
     Returns:
         [T, H, D] in the queries' dtype; undefined for tokens that belong to no chunk.
@@ -254,11 +270,12 @@ def prefill_attention(
         k_cache_PSGD,
         v_cache_PSGD,
         scales_P2GS,
+        sinks_H,
         page_table_CP,
         query_starts_C1,
         context_lens_C,
         out_THD,
-        scale * math.log2(math.e),
+        *score_factors(scale, softcap),
         window or 0,
         q_THD.stride(0),
         q_THD.stride(1),
@@ -269,6 +286,7 @@ def prefill_attention(
         GROUP=heads // kv_heads,
         PAGE_SIZE=page_size,
         HAS_WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
         FP8=scales_P2GS is not None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

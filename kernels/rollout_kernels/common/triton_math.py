@@ -120,3 +120,14 @@ def last_to_arrive(arrived_ptr):
     if last:
         tl.store(arrived_ptr, 0)
     return last
+
+
+@triton.jit
+def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    """SiLU of the gates times the values, or, if CLAMPED, the GLU that `rollout_kernels.moe.clamped_glu` defines."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        return gate / (1.0 + tl.exp(-alpha * gate)) * up
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up

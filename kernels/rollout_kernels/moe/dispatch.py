@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 
-from rollout_kernels.moe.formats import ExpertWeights, Format
+from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights, Format
 from rollout_kernels.moe.triton_group_pairs import group_pairs
 from rollout_kernels.moe.triton_grouped_experts import GroupedConfig, combine, grouped_down, grouped_gate_up
 from rollout_kernels.moe.triton_router import Routing
@@ -107,6 +107,7 @@ def run_experts(
     plan: Plan,
     *,
     parts: bool = False,
+    glu: ClampedGLU | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, [T, H] in x's dtype. The twin is `rollout_kernels.moe_experts`.
 
@@ -120,13 +121,15 @@ def run_experts(
         down: the down projection of all experts.
         plan: from `moe_plan`.
         parts: return parts, for a consumer that adds them.
+        glu: the activation of plain weights whose gate and up rows alternate; None: SiLU. The biases of the down
+            projection are not added here.
     """
     if isinstance(plan, WarpPlan):
-        h_TKI = moe_gate_up(x_TH, routing.experts_TK, gate_up, plan.gate_up)
+        h_TKI = moe_gate_up(x_TH, routing.experts_TK, gate_up, plan.gate_up, glu=glu)
         return moe_down(h_TKI, routing.experts_TK, routing.weights_TK, down, plan.down, parts=parts)
     experts, top_k = gate_up.values_ENK.shape[0], routing.experts_TK.shape[1]
     groups = group_pairs(routing.experts_TK, experts, plan.tile_rows)
-    h_PI = grouped_gate_up(x_TH, groups, gate_up, top_k, plan.gate_up)
+    h_PI = grouped_gate_up(x_TH, groups, gate_up, top_k, plan.gate_up, glu=glu)
     parts_KTH = grouped_down(h_PI, groups, routing.weights_TK, down, plan.down)
     return parts_KTH if parts else combine(parts_KTH, x_TH.dtype)
 

@@ -106,3 +106,12 @@ class ExpertWeights:
         rows = self.scales.unflatten(1, (self.halves, -1)).repeat_interleave(BLOCK, dim=2)
         rows = rows[:, :, : outputs // self.halves].flatten(1, 2)
         return rows.repeat_interleave(BLOCK, dim=2)[:, :, :inputs]
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGLU:
+    """An activation with biases in the place of SiLU, see `clamped_glu`; gate and up rows of the weights alternate."""
+
+    bias_EG: torch.Tensor  # of the gate and up rows, which alternate too; contiguous
+    alpha: float
+    limit: float

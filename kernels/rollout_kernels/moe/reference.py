@@ -6,6 +6,8 @@ expert, G = 2 I.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -27,12 +29,24 @@ def route(logits_TE: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch
     return weights_TK, experts_TK
 
 
+def clamped_glu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """`g sigmoid(alpha g) (u + 1)` for `gate_up` [..., 2 I], where gates g and values u alternate; returns [..., I].
+
+    Gates are at most `limit`, values from `-limit` to `limit`. Source: the GLU of gpt-oss (arXiv 2508.10925).
+    """
+    gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gate * alpha) * (up + 1)
+
+
 def moe_experts(
     x_TH: torch.Tensor,
     weights_TK: torch.Tensor,
     experts_TK: torch.Tensor,
     gate_up_EGH: torch.Tensor,
     down_EHI: torch.Tensor,
+    activation: Callable[[torch.Tensor], torch.Tensor] = silu_mul,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Weighted sum of each token's experts, [T, H] in x's dtype; summed in float32.
 
@@ -45,6 +59,8 @@ def moe_experts(
         experts_TK: int64.
         gate_up_EGH: [E, 2 I, H], gate rows first.
         down_EHI: the down projections.
+        activation: from [..., 2 I] to [..., I].
+        biases: of both projections, [E, 2 I] and [E, H], or None.
     """
     tokens, top_k = experts_TK.shape
     experts_P = experts_TK.reshape(-1)
@@ -55,8 +71,9 @@ def moe_experts(
     start = 0
     for expert, count in enumerate(counts):
         if count:
-            hidden = silu_mul(F.linear(sorted_x_PH[start : start + count], gate_up_EGH[expert]))
-            sorted_y_PH[start : start + count] = F.linear(hidden, down_EHI[expert])
+            bias_G, bias_H = (None, None) if biases is None else (bias[expert] for bias in biases)
+            hidden = activation(F.linear(sorted_x_PH[start : start + count], gate_up_EGH[expert], bias_G))
+            sorted_y_PH[start : start + count] = F.linear(hidden, down_EHI[expert], bias_H)
             start += count
     y_PH = torch.empty_like(sorted_y_PH)
     y_PH[order_P] = sorted_y_PH

@@ -33,8 +33,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rollout_kernels.common.triton_math import INTERPRETED, follow, follow_options, narrow
-from rollout_kernels.moe.formats import ExpertWeights
+from rollout_kernels.common.triton_math import INTERPRETED, follow, follow_options, gated, narrow
+from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import Groups
 from rollout_kernels.moe.triton_grouped_tiles import add_tile, tile_scales
 
@@ -52,13 +52,26 @@ class GroupedConfig:
 
 
 @triton.jit
-def _weights(w_ptr, row0, row, k, INPUTS: tl.constexpr, BULK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Stored weights from row `row0` and column `k`, zero past the end of K. `row` [N] is clipped to the matrix."""
+def _weights(
+    w_ptr,
+    row0,
+    row,
+    k,
+    INPUTS: tl.constexpr,
+    BULK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+    WIDTH: tl.constexpr = 0,
+):
+    """Stored weights from row `row0` and column `FIRST + k`; past the end of K they have no meaning.
+
+    `row` [N] is clipped to the matrix. Its rows have WIDTH columns, or INPUTS if that is 0.
+    """
     if BULK:
-        return w_ptr.load([row0, k])
+        return w_ptr.load([row0, FIRST + k])
     else:
         at = k + tl.arange(0, BLOCK_K)[None, :]
-        rows = w_ptr + row[:, None].to(tl.int64) * INPUTS
+        rows = w_ptr + row[:, None].to(tl.int64) * (WIDTH if WIDTH > 0 else INPUTS) + FIRST
         if INPUTS % BLOCK_K == 0:
             return tl.load(rows + at, eviction_policy="evict_first")
         else:
@@ -93,9 +106,12 @@ def _gate_up_kernel(
     x_scale_ptr,
     w_ptr,
     scale_ptr,
+    bias_ptr,
     pairs_ptr,
     tiles_ptr,
     h_ptr,
+    alpha,
+    limit,
     H: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -114,8 +130,14 @@ def _gate_up_kernel(
     expert, count, pair, live = _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M, "")
     if count == 0:
         return
-    gate_row0 = expert * (2 * INNER) + tl.program_id(0) * BLOCK_N
-    gate_row = expert * (2 * INNER) + row
+    # Gate rows come before up rows. With a clamped GLU they alternate: a row of the matrix is then a gate row, and in
+    # the columns behind it its up row.
+    CLAMPED: tl.constexpr = bias_ptr is not None
+    UP_ROWS: tl.constexpr = 0 if CLAMPED else INNER
+    UP_COLUMNS: tl.constexpr = H if CLAMPED else 0
+    WIDTH: tl.constexpr = 2 * H if CLAMPED else H
+    gate_row0 = expert * (INNER + UP_ROWS) + tl.program_id(0) * BLOCK_N
+    gate_row = expert * (INNER + UP_ROWS) + row
     gate_scale = scale_ptr + expert.to(tl.int64) * SCALES
     x_row = x_ptr + (pair // TOP_K).to(tl.int64) * H
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -124,8 +146,8 @@ def _gate_up_kernel(
     next_gate = tile_scales(gate_scale, row, 0, H, FORMAT, BLOCK_K)
     next_up = tile_scales(gate_scale + SCALES // 2, row, 0, H, FORMAT, BLOCK_K)
     for k in tl.range(0, H, BLOCK_K, num_stages=STAGES):
-        w_gate = _weights(w_ptr, gate_row0, gate_row, k, H, BULK, BLOCK_K)
-        w_up = _weights(w_ptr, gate_row0 + INNER, gate_row + INNER, k, H, BULK, BLOCK_K)
+        w_gate = _weights(w_ptr, gate_row0, gate_row, k, H, BULK, BLOCK_K, 0, WIDTH)
+        w_up = _weights(w_ptr, gate_row0 + UP_ROWS, gate_row + UP_ROWS, k, H, BULK, BLOCK_K, UP_COLUMNS, WIDTH)
         x = _activations(x_row, live, k, H, BLOCK_K)
         scale_gate = next_gate
         scale_up = next_up
@@ -140,7 +162,11 @@ def _gate_up_kernel(
     if FORMAT == "fp8_row":
         gate *= tl.load(gate_scale + row)[:, None]
         up *= tl.load(gate_scale + SCALES // 2 + row)[:, None]
-    h = gate / (1.0 + tl.exp(-gate)) * up
+    if CLAMPED:
+        bias = bias_ptr + expert.to(tl.int64) * (2 * INNER) + 2 * row
+        gate += tl.load(bias).to(tl.float32)[:, None]
+        up += tl.load(bias + 1).to(tl.float32)[:, None]
+    h = gated(gate, up, alpha, limit, CLAMPED)
     at = h_ptr + pair[None, :].to(tl.int64) * INNER + n[:, None]
     tl.store(at, narrow(h, h_ptr.dtype.element_ty), mask=live[None, :] & (n < INNER)[:, None])
 
@@ -240,9 +266,16 @@ def narrow_rows(x_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return half_RW, scales_R
 
 
-def _stored(weights: ExpertWeights, config: GroupedConfig) -> torch.Tensor | TensorDescriptor:
-    """The kernels' argument for weights: the rows of all experts as one matrix, or a descriptor of it for `bulk`."""
+def _stored(
+    weights: ExpertWeights, config: GroupedConfig, alternating: bool = False
+) -> torch.Tensor | TensorDescriptor:
+    """The kernels' argument for weights: the rows of all experts as one matrix, or a descriptor of it for `bulk`.
+
+    Where gate and up rows alternate, two of them are one row of the matrix.
+    """
     rows_NK = weights.values_ENK.flatten(0, 1)
+    if alternating:
+        rows_NK = rows_NK.unflatten(0, (-1, 2)).flatten(1, 2)
     if not config.bulk:
         return rows_NK
     return TensorDescriptor.from_tensor(rows_NK, [config.block_n, config.block_k])
@@ -291,6 +324,7 @@ def grouped_gate_up(
     top_k: int,
     config: GroupedConfig,
     out_PI: torch.Tensor | None = None,
+    glu: ClampedGLU | None = None,
 ) -> torch.Tensor:
     """The gated activations of each pair, [P, I] in x's dtype, in the order of tokens and their experts.
 
@@ -301,20 +335,24 @@ def grouped_gate_up(
         top_k: K.
         config: launch configuration.
         out_PI: memory for the result, or None to allocate it.
+        glu: for plain weights whose gate and up rows alternate; None: SiLU.
     """
     _check(x_TH, gate_up)
-    assert gate_up.halves == 2
+    assert gate_up.halves == 2 and (glu is None or gate_up.format == "plain")
     inner = gate_up.values_ENK.shape[1] // 2
     out = out_PI if out_PI is not None else x_TH.new_empty(groups.pairs_P.numel(), inner)
     factors_TH, x_scales_T = _halved(x_TH, gate_up, config)
     _gate_up_kernel[(triton.cdiv(inner, config.block_n), groups.tiles_L3.shape[0])](
         factors_TH,
         factors_TH if x_scales_T is None else x_scales_T,
-        _stored(gate_up, config),
+        _stored(gate_up, config, glu is not None),
         _scales(gate_up),
+        None if glu is None else glu.bias_EG,
         groups.pairs_P,
         groups.tiles_L3,
         out,
+        1.0 if glu is None else glu.alpha,
+        0.0 if glu is None else glu.limit,
         H=x_TH.shape[1],
         INNER=inner,
         TOP_K=top_k,

@@ -24,8 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow
-from rollout_kernels.moe.formats import ExpertWeights
+from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, gated, narrow
+from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_warp_lanes import LANE_BYTES, LANE_CODES, add_products, load_scales
 
 
@@ -47,9 +47,12 @@ def _gate_up_kernel(
     x_ptr,
     w_ptr,
     scale_ptr,
+    bias_ptr,
     experts_ptr,
     h_ptr,
     pairs,
+    alpha,
+    limit,
     H: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -63,6 +66,10 @@ def _gate_up_kernel(
     EVICT: tl.constexpr,
     FENCE: tl.constexpr,
 ):
+    # Gate rows come before up rows, or, with a clamped GLU, they alternate.
+    CLAMPED: tl.constexpr = bias_ptr is not None
+    STEP: tl.constexpr = 2 if CLAMPED else 1
+    UP: tl.constexpr = 1 if CLAMPED else INNER
     DTYPE: tl.constexpr = h_ptr.dtype.element_ty
     STORED: tl.constexpr = H // 2 if FORMAT == "plain" else H
     SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // LANE_CODES
@@ -88,7 +95,7 @@ def _gate_up_kernel(
             at = start + piece * WIDTH + k[None, :]
             for i in tl.static_range(2 * NEURONS):
                 row = tl.minimum(n + i % NEURONS * ROWS, INNER - 1)
-                w_row = w + i // NEURONS * INNER * STORED + row[:, None] * STORED
+                w_row = w + (i // NEURONS * UP + row[:, None] * STEP) * STORED
                 tiles += (_load(w_row + at, at, STORED, WIDTH, EVICT),)
                 if SCALED:
                     half = scale + i // NEURONS * (SCALES // 2)
@@ -114,7 +121,11 @@ def _gate_up_kernel(
             row = tl.minimum(neuron, INNER - 1)
             g *= tl.load(scale + row)
             u *= tl.load(scale + SCALES // 2 + row)
-        h = g / (1.0 + tl.exp(-g)) * u
+        if CLAMPED:
+            bias = bias_ptr + expert * (2 * INNER) + 2 * tl.minimum(neuron, INNER - 1)
+            g += tl.load(bias).to(tl.float32)
+            u += tl.load(bias + 1).to(tl.float32)
+        h = gated(g, u, alpha, limit, CLAMPED)
         tl.store(h_ptr + pair.to(tl.int64) * INNER + neuron, narrow(h, DTYPE), mask=neuron < INNER)
 
 
@@ -259,6 +270,7 @@ def moe_gate_up(
     gate_up: ExpertWeights,
     config: WarpConfig,
     out_TKI: torch.Tensor | None = None,
+    glu: ClampedGLU | None = None,
 ) -> torch.Tensor:
     """The gated activations of each token's experts, [T, K, I] in x's dtype.
 
@@ -268,9 +280,10 @@ def moe_gate_up(
         gate_up: gate rows, then up rows, of all experts (2 halves); plain weights have the dtype of x.
         config: launch configuration.
         out_TKI: memory for the result, or None to allocate it.
+        glu: for plain weights whose gate and up rows alternate; None: SiLU.
     """
     _check(x_TH, gate_up, experts_TK)
-    assert gate_up.halves == 2
+    assert gate_up.halves == 2 and (glu is None or gate_up.format == "plain")
     (tokens, hidden), top_k = x_TH.shape, experts_TK.shape[1]
     inner = gate_up.values_ENK.shape[1] // 2
     out = out_TKI if out_TKI is not None else x_TH.new_empty(tokens, top_k, inner)
@@ -282,9 +295,12 @@ def moe_gate_up(
         _operand(x_TH, gate_up),
         _operand(gate_up.values_ENK, gate_up),
         gate_up.values_ENK if scales is None else scales,
+        None if glu is None else glu.bias_EG,
         experts_TK,
         out,
         tokens * top_k,
+        1.0 if glu is None else glu.alpha,
+        0.0 if glu is None else glu.limit,
         H=hidden,
         INNER=inner,
         TOP_K=top_k,

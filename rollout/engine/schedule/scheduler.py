@@ -19,6 +19,7 @@ Rules that keep it right:
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 
 import numpy as np
@@ -179,7 +180,7 @@ class Scheduler:
         seq.state = State.DECODE
         seq.check_at = 0
         roster.prefilling.remove(seq)
-        roster.decoding.append(seq)
+        insort(roster.decoding, seq, key=_pages_of)  # next to rows that share its first pages
         if seq is seq.group.leader:
             seq.group.prompt_due = False
             roster.feed.leader_launched(seq, roster.version)
@@ -256,6 +257,10 @@ class Scheduler:
         for seq in plan.sampled:
             if seq.group.first_token_s is None:
                 seq.group.first_token_s = now
+
+
+def _pages_of(seq: Sequence) -> list[int]:
+    return seq.kv.pages
 
 
 def note_scores(plan: Plan, scores: Scores) -> None:

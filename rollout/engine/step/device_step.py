@@ -11,6 +11,9 @@ host has seen it. Inputs are a `StepInput` and device tensors; nothing here know
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch
 from rollout_kernels.step import begin_step
 
@@ -20,23 +23,31 @@ from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.step.scores import StepScores
 from rollout.engine.step.upload import StepInput
-from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.models.batch import AttentionBatch, Chunk, KVCache, WantedTokens
 from rollout.models.decoder import Decoder
-from rollout.models.fused import FusedDecoder, supports
+from rollout.models.fused import FusedDecoder, obstacle, supports
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
+
+log = logging.getLogger(__name__)
 
 _ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
 
 
 def make_forward(model: Decoder, fused_experts: bool, deterministic: bool) -> Decoder | FusedDecoder:
     """What runs the forwards of a model: the fused kernels where they support it, else the model itself."""
-    return FusedDecoder(model, deterministic) if supports(model, fused_experts) else model
+    if supports(model, fused_experts):
+        return FusedDecoder(model, deterministic)
+    if model.embed.is_cuda:
+        reason = obstacle(model, fused_experts)
+        log.warning("%s runs by torch and not by the fused kernels: %s", model.spec.architecture, reason)
+    return model
 
 
 class DeviceStep:
     """The model, its KV and the state of the rows. `forward` executes `model`.
 
-    With `exact_sums` a row's scores are the same whatever the other rows are.
+    With `exact_sums` a row's scores are the same whatever the other rows are. With `shares_pages` decode steps say what
+    their rows share.
     """
 
     def __init__(
@@ -47,6 +58,7 @@ class DeviceStep:
         rows: RowState,
         adapters: AdapterSlots | None = None,
         exact_sums: bool = False,
+        shares_pages: bool = False,
     ) -> None:
         self.model = model
         self.forward = forward
@@ -55,10 +67,12 @@ class DeviceStep:
         self.adapters = adapters
         self.sample = Sampler(rows)
         self.exact_sums = exact_sums
+        self.shares_pages = shares_pages
+        self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same over another KV cache."""
-        return DeviceStep(self.model, self.forward, kv, self.rows, self.adapters, self.exact_sums)
+        return DeviceStep(self.model, self.forward, kv, self.rows, self.adapters, self.exact_sums, self.shares_pages)
 
     def begin(self, step: StepInput) -> None:
         """Set rows up, copy states and pages, put tokens that the host knows where a decode forward reads them."""
@@ -74,19 +88,21 @@ class DeviceStep:
 
     def decode(self, step: StepInput, experts: StepExperts | None) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each row: its last token goes in at position `length`. Logits of the next one, and rows."""
-        header, rows_B = step.header, step["rows"]
-        return self.decode_rows(rows_B, step["new_pages"], header.max_context, header.features, experts), rows_B
+        header = step.header
+        return self.decode_rows(step, header.max_context, header.features, experts), step["rows"]
 
     def decode_rows(
-        self,
-        rows_B: torch.Tensor,
-        new_pages_B: torch.Tensor,
-        max_context: int,
-        features: int,
-        experts: StepExperts | None,
+        self, step: StepInput, max_context: int, features: int, experts: StepExperts | None
     ) -> torch.Tensor:
-        """Logits after the last tokens of these rows."""
-        token_ids_B, batch = self.begin_decode(rows_B, new_pages_B, max_context, experts, bool(features & _ADAPTER))
+        """Logits after the last tokens of a step's rows, whose contexts are up to `max_context` tokens."""
+        token_ids_B, batch = self.begin_decode(
+            step["rows"],
+            step["new_pages"],
+            max_context,
+            experts,
+            bool(features & _ADAPTER),
+            step["segments"] if self.shares_pages else None,
+        )
         hidden_BD = self.forward(token_ids_B, batch, self.kv)
         if experts is not None:
             experts.end(batch)
@@ -99,6 +115,7 @@ class DeviceStep:
         max_context: int,
         experts: StepExperts | None = None,
         adapted: bool = False,
+        segments_SW: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, AttentionBatch]:
         """The input of a decode forward from the row state: token ids, and where they sit; opens new pages."""
         page_size, columns = self.kv.page_size, -(-max_context // self.kv.page_size)
@@ -122,6 +139,7 @@ class DeviceStep:
             experts=None if experts is None else experts.experts,
             adapters=self._step_adapters(rows_B) if adapted else None,
             rows_B=rows_B,
+            segments_SW=segments_SW,
         )
         return begun.token_ids_B, batch
 
@@ -140,12 +158,17 @@ class DeviceStep:
             page_table_BP=page_table_CP,
             context_lens_B=ends_C,
             max_context=header.max_context,
-            chunks=tuple(Chunk(*span) for span in header.layout),
+            chunks=tuple(Chunk(*span) for *span, _ in header.layout),
             query_starts_C1=step["query_starts"],
             experts=None if experts is None else experts.experts,
             adapters=self._step_adapters(rows_C, step["token_span"]) if adapted else None,
             rows_B=rows_C,
         )
+        if self.skips_unwanted and experts is None and not header.scored:
+            wanted = self._wanted(step, batch, adapted)
+            hidden_SD = self.forward(step["tokens"], replace(batch, wanted=wanted), self.kv)
+            self.rows.ints[rows_C, LENGTH] = step["lengths"]
+            return (self.forward.compute_logits(hidden_SD), step["sampled_rows"]) if header.draws else None
         hidden_TD = self.forward(step["tokens"], batch, self.kv)
         if experts is not None:
             experts.end(batch)
@@ -156,6 +179,24 @@ class DeviceStep:
         if header.draws == 0:
             return None
         return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]
+
+    def _wanted(self, step: StepInput, batch: AttentionBatch, adapted: bool) -> WantedTokens:
+        """The last tokens of the spans that draw."""
+        at_S, ends = step["sampled_at"], [end for _, _, end, draws in step.header.layout if draws]
+        spans_S = step["token_span"][at_S]
+        return WantedTokens(
+            at_S,
+            AttentionBatch(
+                positions_T=batch.positions_T[at_S],
+                kv_slots_T=batch.kv_slots_T[at_S],
+                page_table_BP=batch.page_table_BP[spans_S],
+                context_lens_B=batch.context_lens_B[spans_S],
+                max_context=batch.max_context,
+                chunks=tuple(Chunk(i, 1, end) for i, end in enumerate(ends)),
+                query_starts_C1=torch.arange(len(ends) + 1, dtype=torch.int32, device=at_S.device),
+                adapters=self._step_adapters(step["sampled_rows"]) if adapted else None,
+            ),
+        )
 
     def _step_adapters(self, rows_B: torch.Tensor, row_of_T: torch.Tensor | None = None) -> StepAdapters:
         """The slots of the rows, or of the tokens of their spans."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from rollout_kernels.attention.segments import no_segments
 
 from rollout.engine.device.streams import Stream
 from rollout.engine.sequence.features import PLAIN, Feature
@@ -153,7 +154,7 @@ class DecodeGraphs:
         header = step.header
         forward = self.forwards[header.size, bool(header.features & _ADAPTER)]
         own = forward.step.words
-        own.copy_(step.words[: len(own)])  # rows and pages, which lie first; the graph reads nothing else
+        own.copy_(step.words[: len(own)])  # the sections of `put_decode`, which lie first; the graph reads nothing else
         forward.graph.replay()
         if experts is not None and forward.experts is not None:
             experts.copy_from(forward.experts, header.rows)
@@ -188,7 +189,7 @@ class DecodeGraphs:
 
     def _upload(self, slot: Slot, size: int) -> Upload:
         slot.staging.begin()
-        put_decode(slot.staging, [], [], size)
+        put_decode(slot.staging, [], [], size, no_segments(size) if self._step.shares_pages else None)
         return slot.staging.upload(size, size, size, PLAIN.value, self._max_context, size=size)
 
     def _on_slot(self, slot: Slot, size: int) -> StepInput:
@@ -225,7 +226,7 @@ class DecodeGraphs:
         self, step: StepInput, experts: StepExperts | None, features: Feature = Feature.NONE
     ) -> torch.Tensor:
         """What the graph of a forward holds; returns logits [S, V]."""
-        return self._step.decode_rows(step["rows"], step["new_pages"], self._max_context, features, experts)
+        return self._step.decode_rows(step, self._max_context, features, experts)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
 from rollout.engine.step.scores import SCORED_AT_ONCE
+from rollout.engine.step.shared_pages import SharedPages
 from rollout.engine.step.upload import ALIGNMENT_WORDS, Staging, Upload, put_decode, put_prefill, put_scored, put_tops
 
 #: int32 words of an upload. A token: id, position, span. A span: rows, ends, lengths, samples, tops, copy, save, load,
@@ -38,26 +39,32 @@ _TOP = Feature.TOP.value  # flags of an enum are slow to test
 
 
 class Packer:
-    """Packs the plans of one engine. `captured` are the sizes of its captured decode steps, None without any."""
+    """Packs the plans of one engine.
+
+    `captured` are the sizes of its captured decode steps, None without any. `shared` says what rows share, where
+    attention reads shared pages once.
+    """
 
     def __init__(
         self,
         scored_multiple: int,
         adapters: bool = False,
         captured: CapturedSizes | None = None,
+        shared: SharedPages | None = None,
     ) -> None:
         self.scored_multiple = scored_multiple
         self.captured = captured
         self._adapters = adapters
+        self._shared = shared
 
     def pack(self, plan: Plan, staging: Staging) -> Upload:
         """Pack a step; its sequences are those of the plan's moment, before the step is noted as launched."""
         staging.begin()
         size = 0
-        layout: tuple[tuple[int, int, int], ...] = ()
+        layout: tuple[tuple[int, int, int, int], ...] = ()
         if plan.one_token_each:
             size = 0 if self.captured is None else self.captured.size_for(plan.rows, plan.features) or 0
-            put_decode(staging, [span.seq.row for span in plan.spans], plan.opens, size or plan.rows)
+            self._put_decode(plan, size or plan.rows, staging)
         else:
             layout = _put_prefill(plan.spans, staging)
         _put_states(plan, staging)
@@ -81,6 +88,11 @@ class Packer:
             tops=tops,
             scored=scored,
         )
+
+    def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
+        seqs = [span.seq for span in plan.spans]
+        segments_SW = None if self._shared is None else self._shared.segments(seqs, size)
+        put_decode(staging, [seq.row for seq in seqs], plan.opens, size, segments_SW)
 
     def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:
         """Rows that no step has set up yet, and the pages that are copied for them."""
@@ -118,7 +130,7 @@ def _put_known(spans: Seq[Span], staging: Staging) -> None:
     staging.put("known", np.array(known, dtype=np.int64))
 
 
-def _put_prefill(spans: Seq[Span], staging: Staging) -> tuple[tuple[int, int, int], ...]:
+def _put_prefill(spans: Seq[Span], staging: Staging) -> tuple[tuple[int, int, int, int], ...]:
     tokens = np.concatenate([prompt.tokens for *_, prompt in spans if prompt is not None]).astype(np.int64)
     columns = [(seq.row, start, tokens_in, draws) for seq, start, tokens_in, draws, _ in spans]
     return put_prefill(staging, columns, tokens)
@@ -224,7 +236,7 @@ def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: in
     """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
     setup = _setup_words(max_pages, max_context, _SETUP_FEATURES)
     largest = (_TOKEN_WORDS + _SCORED_WORDS) * chunk_tokens + _SPAN_WORDS + setup
-    return max(6 * max_rows, largest) + 64 * max_rows + spare_words(max_rows) + 1024
+    return max(16 * max_rows, largest) + 64 * max_rows + spare_words(max_rows) + 1024
 
 
 def _setup_words(pages: int, history: int, features: Feature) -> int:

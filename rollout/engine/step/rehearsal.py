@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from rollout_kernels.attention.segments import no_segments
 
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.execute import Executor
@@ -91,10 +92,8 @@ def rehearse(
 ) -> None:
     """Run the steps of `steps_to_rehearse`, one after the other."""
     for step in steps_to_rehearse(executor, max_rows, chunk_tokens, max_context, graph_rows):
-        upload = (
-            _pack_prefill(executor, slot, step, max_context) if step.prompts else _pack_decode(slot, step, max_context)
-        )
-        _run(executor, slot, upload)
+        pack = _pack_prefill if step.prompts else _pack_decode
+        _run(executor, slot, pack(executor, slot, step, max_context))
 
 
 def measure_steps(
@@ -129,10 +128,10 @@ def _measure_graphs(executor: Executor, slots: list[Slot], max_context: int, gra
     return first + more * len(smaller) // len(measured) + graphs.kept_bytes
 
 
-def _pack_decode(slot: Slot, step: Rehearsed, max_context: int) -> Upload:
+def _pack_decode(executor: Executor, slot: Slot, step: Rehearsed, max_context: int) -> Upload:
     rows, staging = step.rows, slot.staging
     staging.begin()
-    put_decode(staging, [], [], rows)
+    put_decode(staging, [], [], rows, no_segments(rows) if executor.step.shares_pages else None)
     tops = put_tops(staging, range(rows)) if step.features & Feature.TOP else ()
     return staging.upload(rows, rows, rows, step.features.value, max_context, tops=tops)
 

@@ -3,12 +3,14 @@
     Plan --pack--> Upload = Header + words --execute--> the same step, in this process or in another one
 
                 +---------------------------- words: int32, one H2D copy ----------------------------+
-    a decode    | rows | new_pages |                                      | what some steps have more |
+    a decode    | rows | new_pages | segments                             | what some steps have more |
     a prefill   | tokens | positions | token_span | rows | ends | lengths | what some steps have more |
                 | sampled_rows | sampled_at | query_starts                |                           |
                 +--------------------------------------------------------------------------------------+
 
     rows, new_pages        int64, int32 [size]: row of each span, 0 for padding; page that its token opens, 0 for none
+    segments               int32 [2 size, W]: what neighbouring rows share (`segments.make_segments`); only of an engine
+                           whose attention reads shared pages once
     tokens, positions,     int64 [T]: token ids, where they sit in their rows, the span that each belongs to
       token_span
     ends, lengths          int64 [rows]: context after the step; LENGTH of the row state before the draw
@@ -64,8 +66,8 @@ class Header(NamedTuple):
     max_context: int  # longest context in the step, this step's tokens included
     sections: dict[str, Section]
     size: int = 0  # rows of the captured decode step that runs it; 0 if it is launched kernel by kernel
-    #: A prefill: (first token of the step, tokens, context) of each span. Empty: the decode forward.
-    layout: tuple[tuple[int, int, int], ...] = ()
+    #: A prefill: (first token of the step, tokens, context, draws) of each span. Empty: the decode forward.
+    layout: tuple[tuple[int, int, int, int], ...] = ()
     tops: tuple[int, ...] = ()  # which of the drawing rows report their likeliest tokens
     scored: int = 0  # positions of prompts that are scored
 
@@ -80,7 +82,7 @@ class Header(NamedTuple):
             name: Section(start, words, dtype, tuple(shape))
             for name, (start, words, dtype, shape) in fields["sections"].items()
         }
-        layout = tuple((first, tokens, context) for first, tokens, context in fields["layout"])
+        layout = tuple((first, tokens, context, draws) for first, tokens, context, draws in fields["layout"])
         return cls(**{**fields, "sections": sections, "layout": layout, "tops": tuple(fields["tops"])})
 
 
@@ -143,8 +145,13 @@ class Staging:
         return Upload(header, self.words[: self.used])
 
 
-def put_decode(staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], size: int) -> None:
-    """Put the rows of a decode forward and the pages that they open, (place, page), padded to `size` with row 0."""
+def put_decode(
+    staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], size: int, segments_SW: np.ndarray | None = None
+) -> None:
+    """Put the rows of a decode forward and the pages that they open, (place, page), padded to `size` with row 0.
+
+    `segments_SW` is what the rows share, of `size` rows; None where attention reads each row on its own.
+    """
     rows_B = np.zeros(size, dtype=np.int64)
     rows_B[: len(rows)] = rows
     pages_B = np.zeros(size, dtype=np.int32)
@@ -152,11 +159,13 @@ def put_decode(staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], si
         pages_B[place] = page
     staging.put("rows", rows_B)
     staging.put("new_pages", pages_B)
+    if segments_SW is not None:
+        staging.put("segments", segments_SW)
 
 
 def put_prefill(
     staging: Staging, spans: Seq[tuple[int, int, int, int]], tokens: np.ndarray
-) -> tuple[tuple[int, int, int], ...]:
+) -> tuple[tuple[int, int, int, int], ...]:
     """Put a prefill: for each span (row, start, tokens, draws), and all token ids (int64). Returns the layout."""
     rows, starts, lengths, draws = (np.array(column, dtype=np.int64) for column in zip(*spans, strict=True))
     ends = starts + lengths
@@ -171,7 +180,7 @@ def put_prefill(
     staging.put("sampled_rows", rows[samples])
     staging.put("sampled_at", bounds[1:][samples] - 1)
     staging.put("query_starts", bounds.astype(np.int32))
-    return tuple(zip(bounds[:-1].tolist(), lengths.tolist(), ends.tolist(), strict=True))
+    return tuple(zip(bounds[:-1].tolist(), lengths.tolist(), ends.tolist(), draws.tolist(), strict=True))
 
 
 def put_tops(staging: Staging, places: Seq[int]) -> tuple[int, ...]:

@@ -1,10 +1,14 @@
 """The experiments: the same work and the same results for every engine.
 
     decode      ms a step = (t(N) - t(1)) / (N - 1): prompts of 128 tokens, N new ones; all costs but prefill
-    contexts    the same for long prompts, whose KV is in the prefix cache from an earlier run
+    contexts    the same for long prompts, whose KV is in the prefix cache from an earlier run; `completions` rows of
+                each prompt
     post        32 rows x 8,192 tokens, total time
     short       many requests of 3 or 30 new tokens: mostly prefill
     long_job    a trainer's step: 256 completions of log-normal lengths through 128 rows
+    groups      many completions of each prompt, as one request for each prompt and as equal separate requests
+    prefill     prompts of 4,096 tokens, one new token
+    arrivals    requests that arrive at random times: latencies, and the gaps between the tokens of a completion
 
 Every row names the experiment and its sizes. Times are seconds unless the name says ms.
 """
@@ -13,11 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from typing import Any, Protocol
 
+import numpy as np
+
 from scripts.bench.peers.job import Job
-from scripts.bench.peers.workloads import Work, long_job, nested_prompts, tail_begin, uniform_work
+from scripts.bench.peers.workloads import (
+    Work,
+    arrival_times,
+    grouped_work,
+    long_job,
+    nested_prompts,
+    tail_begin,
+    uniform_work,
+)
 
 Row = dict[str, Any]
 _WARM_TOKENS = 16
@@ -40,15 +54,28 @@ class Finished:
         return self.total_s - tail_begin(self.ends_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Requests that came one after the other: seconds from arrival to the end, and between tokens of a completion."""
+
+    latencies_s: list[float]
+    first_s: list[float]  # from arrival to the first token
+    gaps_s: list[float]
+
+
 class Engine(Protocol):
     """An engine. It samples at temperature 1 and returns the log-prob of every token."""
 
     vocab: int
     capacity_tokens: int  # of KV
     keeps_prefixes: bool  # prompts seen before need no prefill
+    sees_tokens: bool  # `serve` is there
 
     def generate(self, work: Work) -> Finished:
         """Make all completions of `work`, to their full lengths, all asked for at once."""
+
+    def serve(self, work: Work, arrivals_s: list[float]) -> Served:
+        """Make all completions of `work`, each asked for at its time; every token is seen when it is there."""
 
     def facts(self) -> Row:
         """Name, version and settings of the engine."""
@@ -68,7 +95,7 @@ def run_job(engine: Engine, job: Job) -> Iterator[Row]:
 
 
 def _decode(engine: Engine, job: Job) -> Iterator[Row]:
-    seeds = count(1)
+    seeds = count(1 + job.seeds_from)
 
     def new_work(new: int) -> Callable[[], Work]:
         return lambda: uniform_work(rows, job.prompt, new, engine.vocab, next(seeds))
@@ -88,19 +115,20 @@ def _contexts(engine: Engine, job: Job) -> Iterator[Row]:
         yield {"skipped": "needs a prefix cache"}
         return
     longest = max(job.contexts)
-    for rows in sorted(job.rows, reverse=True):
-        for context in sorted(job.contexts):
-            asked = {"rows": rows, "context": context, "new": job.context_steps + 1}
-            pages = -(-(context + job.context_steps + 1) // _PAGE_TOKENS)
-            if rows * pages * _PAGE_TOKENS > engine.capacity_tokens:
-                yield {**asked, "skipped": f"the KV holds {engine.capacity_tokens} tokens"}
-                continue
-            prompts = nested_prompts(rows, context, longest, engine.vocab)
-            first, whole = Work(prompts, [1] * rows), Work(prompts, [job.context_steps + 1] * rows)
-            engine.generate(first)  # leaves the prompts in the prefix cache
-            engine.generate(whole)
-            steps = _per_step(engine, rows, lambda w=first: w, lambda w=whole: w, job.context_steps + 1, job.repeats)  # type: ignore[misc]
-            yield {**asked, **steps}
+    for rows, context, n in product(sorted(job.rows, reverse=True), sorted(job.contexts), job.context_groups):
+        asked = {"rows": rows, "context": context, "new": job.context_steps + 1, "completions": n}
+        if rows % n:
+            continue
+        pages = rows // n * -(-context // _PAGE_TOKENS) + rows * (-(-(job.context_steps + 1) // _PAGE_TOKENS) + 1)
+        if pages * _PAGE_TOKENS > engine.capacity_tokens:
+            yield {**asked, "skipped": f"the KV holds {engine.capacity_tokens} tokens"}
+            continue
+        prompts = [p for p in nested_prompts(rows // n, context, longest, engine.vocab) for _ in range(n)]
+        first, whole = Work(prompts, [1] * rows), Work(prompts, [job.context_steps + 1] * rows)
+        engine.generate(first)  # leaves the prompts in the prefix cache
+        engine.generate(whole)
+        steps = _per_step(engine, rows, lambda w=first: w, lambda w=whole: w, job.context_steps + 1, job.repeats)  # type: ignore[misc]
+        yield {**asked, **steps}
 
 
 def _per_step(
@@ -125,7 +153,7 @@ def _per_step(
 
 
 def _post(engine: Engine, job: Job) -> Iterator[Row]:
-    seeds = count(1)
+    seeds = count(1 + job.seeds_from)
     engine.generate(uniform_work(job.post_rows, job.prompt, _WARM_TOKENS, engine.vocab, next(seeds)))
     work = uniform_work(job.post_rows, job.prompt, job.post_new, engine.vocab, next(seeds))
     total_s = engine.generate(work).total_s
@@ -140,7 +168,7 @@ def _post(engine: Engine, job: Job) -> Iterator[Row]:
 
 
 def _short(engine: Engine, job: Job) -> Iterator[Row]:
-    seeds = count(1)
+    seeds = count(1 + job.seeds_from)
     for new in job.short_new:
         engine.generate(uniform_work(job.job_rows, job.short_prompt, new, engine.vocab, next(seeds)))
         work = uniform_work(job.short_requests, job.short_prompt, new, engine.vocab, next(seeds))
@@ -170,10 +198,66 @@ def _long_job(engine: Engine, job: Job) -> Iterator[Row]:
     }
 
 
+def _groups(engine: Engine, job: Job) -> Iterator[Row]:
+    seeds = count(100 + job.seeds_from)
+    for rows in job.group_rows:
+        for prompt in job.group_prompts:
+            for n in job.group_sizes:
+                asked = {"rows": rows, "prompt": prompt, "completions": n, "new": job.group_new}
+                if engine.capacity_tokens < rows // n * prompt + rows * (job.group_new + 2 * _PAGE_TOKENS):
+                    yield {**asked, "skipped": f"the KV holds {engine.capacity_tokens} tokens"}
+                    continue
+                engine.generate(grouped_work(rows // n, n, prompt, _WARM_TOKENS, engine.vocab, next(seeds), False))
+                for asked_as in job.group_requests:
+                    separate = asked_as == "separate"
+                    work = grouped_work(rows // n, n, prompt, job.group_new, engine.vocab, next(seeds), separate)
+                    total_s = engine.generate(work).total_s
+                    named = {**asked, "requests": len(work.prompts)}
+                    yield {**named, "total_s": total_s, "tokens_per_s": work.tokens / total_s, **engine.last_steps()}
+
+
+def _prefill(engine: Engine, job: Job) -> Iterator[Row]:
+    seeds = count(200 + job.seeds_from)
+    engine.generate(uniform_work(4, job.prefill_prompt, 1, engine.vocab, next(seeds)))
+    works = [
+        uniform_work(job.prefill_requests, job.prefill_prompt, 1, engine.vocab, next(seeds)) for _ in range(job.repeats)
+    ]
+    total_s = [engine.generate(work).total_s for work in works]
+    tokens = job.prefill_requests * job.prefill_prompt
+    asked = {"requests": job.prefill_requests, "prompt": job.prefill_prompt, "new": 1}
+    yield {**asked, "total_s": min(total_s), "all_total_s": total_s, "prefill_tokens_per_s": tokens / min(total_s)}
+
+
+def _arrivals(engine: Engine, job: Job) -> Iterator[Row]:
+    if not engine.sees_tokens:
+        yield {"skipped": "does not see single tokens"}
+        return
+    seeds = count(300 + job.seeds_from)
+    for per_s in job.arrivals_per_s:
+        work = uniform_work(
+            int(per_s * job.arrivals_s), job.arrivals_prompt, job.arrivals_new, engine.vocab, next(seeds)
+        )
+        served = engine.serve(work, arrival_times(len(work.prompts), per_s, next(seeds)))
+        yield {
+            "scale": per_s,
+            "requests": len(work.prompts),
+            "prompt": job.arrivals_prompt,
+            "new": job.arrivals_new,
+            "latency_s": float(np.median(served.latencies_s)),
+            "first_token_s": float(np.median(served.first_s)),
+            "gap_p50_ms": float(np.percentile(served.gaps_s, 50)) * 1e3,
+            "gap_p99_ms": float(np.percentile(served.gaps_s, 99)) * 1e3,
+            "gap_max_ms": max(served.gaps_s) * 1e3,
+        }
+
+
 _EXPERIMENTS: dict[str, Callable[[Engine, Job], Iterator[Row]]] = {
     "decode": _decode,
     "contexts": _contexts,
     "post": _post,
     "short": _short,
     "long_job": _long_job,
+    "groups": _groups,
+    "prefill": _prefill,
+    "arrivals": _arrivals,
 }

@@ -13,7 +13,7 @@ from scripts.bench.peers.workloads import completion_lengths
 #: `ours-blocking` is our engine at pipeline depth 1, `ours-grouped` without experts by output (warp decode),
 #: `service` is our worker, measured by a client through its socket.
 ENGINES = ("ours", "ours-blocking", "ours-grouped", "service", "vllm", "transformers")
-EXPERIMENTS = ("decode", "contexts", "post", "short", "long_job")
+EXPERIMENTS = ("decode", "contexts", "post", "short", "long_job", "groups", "prefill", "arrivals")
 _SLACK_TOKENS = 16
 
 
@@ -31,16 +31,29 @@ class Job:
     repeats: int = 2  # of each timed run of decode and contexts; the best counts
     contexts: tuple[int, ...] = (1024, 4096, 16384, 32768)  # tokens
     context_steps: int = 64
+    context_groups: tuple[int, ...] = (1,)  # rows of one prompt
     post_rows: int = 32
     post_new: int = 8192
     short_requests: int = 512
     short_prompt: int = 700
     short_new: tuple[int, ...] = (3, 30)
-    job_rows: int = 128  # of short and long_job
+    job_rows: int = 128  # of short, long_job, prefill and arrivals
     job_prompts: int = 32
     job_completions: int = 8
     job_prompt: int = 256
     job_scale: float = 1.0
+    group_rows: tuple[int, ...] = (256,)
+    group_prompts: tuple[int, ...] = (4096,)  # tokens
+    group_sizes: tuple[int, ...] = (8,)  # completions of each prompt
+    group_requests: tuple[str, ...] = ("one", "separate")  # for a prompt: one of n completions, or n equal ones
+    group_new: int = 1024
+    prefill_requests: int = 64
+    prefill_prompt: int = 4096
+    arrivals_per_s: tuple[float, ...] = (6.0, 12.0)
+    arrivals_s: float = 20.0  # how long requests arrive
+    arrivals_prompt: int = 2048
+    arrivals_new: int = 256
+    seeds_from: int = 0  # another number gives other prompts, that are not in a prefix cache yet
 
     @classmethod
     def from_json(cls, text: str) -> Job:
@@ -61,6 +74,7 @@ class Job:
     def most_rows(self) -> int:
         """Rows that the engine must be able to decode at once."""
         wanted = {"decode": max(self.rows), "contexts": max(self.rows), "post": self.post_rows}
+        wanted |= {"groups": max(self.group_rows)}
         return max(wanted.get(name, self.job_rows) for name in self.experiments)
 
     @property
@@ -72,6 +86,9 @@ class Job:
             "post": self.prompt,
             "short": self.short_prompt,
             "long_job": self.job_prompt,
+            "groups": max(self.group_prompts),
+            "prefill": self.prefill_prompt,
+            "arrivals": self.arrivals_prompt,
         }
         return max(wanted[name] for name in self.experiments)
 
@@ -84,6 +101,9 @@ class Job:
             "post": self.prompt + self.post_new,
             "short": self.short_prompt + max(self.short_new),
             "long_job": self.job_prompt + self._longest_completion(),
+            "groups": max(self.group_prompts) + self.group_new,
+            "prefill": self.prefill_prompt + 1,
+            "arrivals": self.arrivals_prompt + self.arrivals_new,
         }
         return max(wanted[name] for name in self.experiments) + _SLACK_TOKENS
 

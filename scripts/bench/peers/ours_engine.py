@@ -24,7 +24,8 @@ from rollout.models import LoadedModel, load_model
 from rollout.models.lora_slots import random_adapter
 from rollout.process.progress import stage
 from rollout.settings_sources import load_settings
-from scripts.bench.peers.experiments import Finished, Row
+from scripts.bench.peers.arrivals import ArrivalLog
+from scripts.bench.peers.experiments import Finished, Row, Served
 from scripts.bench.peers.job import Job
 from scripts.bench.peers.workloads import Work
 from scripts.bench.shapes import write_checkpoint
@@ -47,6 +48,7 @@ class OursEngine:
     """
 
     keeps_prefixes = True
+    sees_tokens = True
 
     def __init__(
         self, job: Job, depth: int, routing: bool = False, adapters: int = 0, changes: Mapping[str, Any] | None = None
@@ -65,6 +67,7 @@ class OursEngine:
         self.use_adapters = adapters
         self.sampling = SamplingParams()
         self._ends: list[float] = []
+        self._arrivals: ArrivalLog | None = None
         self._runs = 0
         self._steps_before = 0
         self._active_pct = 0.0
@@ -93,7 +96,7 @@ class OursEngine:
         began_s, idle_s = time.perf_counter(), self._idle_s()
         for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
             key = (f"run{self._runs}", str(i))
-            request = Request(key, Prompt.of_tokens(prompt), length, sampling=replace(self.sampling, seed=i))
+            request = Request(key, Prompt.of_tokens(prompt), length, work.n, replace(self.sampling, seed=i))
             if self.use_adapters:
                 request = replace(request, adapter=f"adapter{i % self.use_adapters}")
             if self._routing:
@@ -102,9 +105,25 @@ class OursEngine:
         self.engine.tick()
         while self.engine.busy:
             self.engine.tick()
-        assert len(self._ends) == len(work.lengths), "a completion is missing"
+        assert len(self._ends) == len(work.lengths) * work.n, "a completion is missing"
         self._active_pct = (1 - (self._idle_s() - idle_s) / (time.perf_counter() - began_s)) * 100
         return Finished([end - began_s for end in self._ends])
+
+    def serve(self, work: Work, arrivals_s: list[float]) -> Served:
+        """Make all completions of `work`, each asked for at its time."""
+        self._runs += 1
+        self._ends = []
+        prompts = [Prompt.of_tokens(np.asarray(prompt, dtype=np.int32)) for prompt in work.prompts]
+        self._arrivals = log = ArrivalLog(arrivals_s)
+        while not log.complete:
+            for i in log.due():
+                request = Request((f"run{self._runs}", str(i)), prompts[i], work.lengths[i], stream_every=1)
+                self.engine.inbox.put(Submit(replace(request, sampling=replace(self.sampling, seed=i))))
+            self.engine.tick()
+            if not self.engine.busy:
+                log.wait()
+        self._arrivals = None
+        return log.served()
 
     def _idle_s(self) -> float:
         """Seconds since the start without a step on the device, by the meter."""
@@ -115,6 +134,8 @@ class OursEngine:
         for event in events:
             if isinstance(event, Rejected):
                 raise ValueError(f"the engine refused a request: {event.message}")
+            if isinstance(event, Delta) and self._arrivals is not None:
+                self._arrivals.tokens(int(event.key[1]), len(event.token_ids), event.finish is not None)
             if isinstance(event, Delta) and event.finish is not None:
                 if event.finish.reason != "length":
                     raise RuntimeError(f"a completion ended as {event.finish.reason}: {event.finish.error}")

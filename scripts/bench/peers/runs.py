@@ -36,6 +36,9 @@ _FIGURES = {
     "post": ("total_s", True),
     "short": ("requests_per_s", False),
     "long_job": ("total_s", True),
+    "groups": ("total_s", True),
+    "prefill": ("prefill_tokens_per_s", False),
+    "arrivals": ("latency_s", True),
 }
 
 
@@ -179,11 +182,17 @@ def floors(job: Job, row: Row, bandwidth: float) -> Row:
     """The floor of a row and the row's ratio to it; empty if the work is not decoding."""
     need = step_bytes(row["shape"])
     if row["experiment"] in ("decode", "contexts"):
-        context = row.get("context", row.get("prompt")) + row["new"] / 2
+        prompts = row["rows"] // row.get("completions", 1)  # the KV of each is read once
+        context = prompts * row.get("context", row.get("prompt")) + row["rows"] * row["new"] / 2
         chosen = row.get("distinct_experts")
-        floor_ms = step_floor_s(need, row["rows"], row["rows"] * context, bandwidth, chosen) * 1e3
+        floor_ms = step_floor_s(need, row["rows"], context, bandwidth, chosen) * 1e3
         steady = {"steady_over_floor": row["steady_ms"] / floor_ms} if "steady_ms" in row else {}
         return {"floor_ms": floor_ms, "over_floor": row["ms"] / floor_ms, **steady}
+    if row["experiment"] == "groups":  # a prompt's KV once for all its completions
+        context = row["rows"] // row["completions"] * row["prompt"] + row["rows"] * row["new"] / 2
+        steps = row["new"] - 1
+        floor_s = steps * step_floor_s(need, row["rows"], context, bandwidth, row.get("distinct_experts"))
+        return {"floor_s": floor_s, "over_floor": row["total_s"] / floor_s}
     if row["experiment"] == "post":
         work = [row["prompt"]] * row["rows"], [row["new"]] * row["rows"]
     elif row["experiment"] == "long_job":

@@ -25,6 +25,7 @@ class ServiceEngine:
     """`rollout serve` with random weights of the job's shape, and one client."""
 
     keeps_prefixes = True
+    sees_tokens = False
 
     def __init__(self, job: Job) -> None:
         began_s = time.perf_counter()
@@ -49,7 +50,7 @@ class ServiceEngine:
     def generate(self, work: Work) -> Finished:
         """Make all completions of `work`, to their full lengths, all asked for at once."""
         requests = [
-            {"prompt": np.asarray(prompt, dtype=np.int32), "max_tokens": length, "seed": i}
+            {"prompt": np.asarray(prompt, dtype=np.int32), "max_tokens": length, "n": work.n, "seed": i}
             for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))
         ]
         ends, done = [], []
@@ -58,14 +59,15 @@ class ServiceEngine:
             for settled in self._client.generate_as_completed(
                 requests, temperature=1.0, stop={"ignore_eos": True}, timeout_s=_TIMEOUT_S
             ):
-                ends.append(time.perf_counter() - began_s)
+                ends += [time.perf_counter() - began_s] * work.n
                 done.append((settled.index, settled.unwrap()))
         except RolloutError:
             print(self._worker.log_path.read_text(errors="replace")[-_LOG_CHARS:])
             raise
         for index, result in done:
-            assert len(result.completions[0].token_ids) == work.lengths[index], "a completion is too short"
-            assert len(result.completions[0].logprobs) == work.lengths[index]
+            for completion in result.completions:
+                assert len(completion.token_ids) == work.lengths[index], "a completion is too short"
+                assert len(completion.logprobs) == work.lengths[index]
         self._client.ack([result.id for _, result in done])  # otherwise the worker keeps them
         return Finished(ends)
 

@@ -31,6 +31,7 @@ class TransformersEngine:
     """A `ContinuousBatchingManager` that is started once and used for all work."""
 
     keeps_prefixes = False
+    sees_tokens = False
 
     def __init__(self, job: Job) -> None:
         import transformers
@@ -67,8 +68,9 @@ class TransformersEngine:
         ends: list[float] = []
         began_s = time.perf_counter()
         for prompt, length in zip(work.prompts, work.lengths, strict=True):
-            manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
-        while len(ends) < len(work.lengths):
+            for _ in range(work.n):
+                manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
+        while len(ends) < len(work.lengths) * work.n:
             result = manager.get_result(timeout=0.5)
             if result is None and not manager.is_running():
                 raise RuntimeError(f"transformers ended: {manager.background_thread_status.fatal_error!r}")

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.peers.experiments import Finished, Row
+from scripts.bench.peers.arrivals import ArrivalLog
+from scripts.bench.peers.experiments import Finished, Row, Served
 from scripts.bench.peers.job import Job
 from scripts.bench.peers.workloads import Work
 from scripts.bench.shapes import model_config, write_checkpoint
@@ -43,6 +44,7 @@ class VllmEngine:
     """vLLM's `LLM`, stepped by hand so that the end of each completion is seen."""
 
     keeps_prefixes = True
+    sees_tokens = True
 
     def __init__(self, job: Job) -> None:
         for name, value in ENVIRONMENT.items():
@@ -101,16 +103,34 @@ class VllmEngine:
         ends: list[float] = []
         began_s = time.perf_counter()
         for prompt, length in zip(work.prompts, work.lengths, strict=True):
-            sampling = self._sampling(max_tokens=length)
+            sampling = self._sampling(max_tokens=length, n=work.n)
             engine.add_request(str(next(self._numbers)), {"prompt_token_ids": prompt}, sampling)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    ends.append(time.perf_counter() - began_s)
-                    tokens += len(output.outputs[0].token_ids)
-                    assert len(output.outputs[0].logprobs or ()) == len(output.outputs[0].token_ids)
+                    for completion in output.outputs:
+                        ends.append(time.perf_counter() - began_s)
+                        tokens += len(completion.token_ids)
+                        assert len(completion.logprobs or ()) == len(completion.token_ids)
         assert tokens == work.tokens, f"{tokens} tokens instead of {work.tokens}"
         return Finished(ends)
+
+    def serve(self, work: Work, arrivals_s: list[float]) -> Served:
+        """Make all completions of `work`, each asked for at its time."""
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, numbers, log = self._llm.llm_engine, {}, ArrivalLog(arrivals_s)
+        while not log.complete:
+            for i in log.due():
+                numbers[name := str(next(self._numbers))] = i
+                sampling = self._sampling(max_tokens=work.lengths[i], output_kind=RequestOutputKind.DELTA)
+                engine.add_request(name, {"prompt_token_ids": work.prompts[i]}, sampling)
+            if not engine.has_unfinished_requests():
+                log.wait()
+                continue
+            for output in engine.step():
+                log.tokens(numbers[output.request_id], len(output.outputs[0].token_ids), output.finished)
+        return log.served()
 
     def facts(self) -> Row:
         """Version, settings, and seconds until it was ready."""

@@ -18,15 +18,16 @@ _FIRST_TOKEN = 10
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Completions to generate, each with a prompt and an exact number of tokens."""
+    """Requests, each with a prompt, `n` completions and an exact number of tokens for each of them."""
 
     prompts: list[list[int]]
     lengths: list[int]
+    n: int = 1
 
     @property
     def tokens(self) -> int:
         """Total number of new tokens."""
-        return sum(self.lengths)
+        return sum(self.lengths) * self.n
 
 
 def completion_lengths(count: int = 256) -> list[int]:
@@ -60,6 +61,19 @@ def nested_prompts(rows: int, context: int, longest: int, vocab: int) -> list[li
     return [
         np.random.default_rng([7, row]).integers(_FIRST_TOKEN, vocab, longest)[:context].tolist() for row in range(rows)
     ]
+
+
+def grouped_work(prompts: int, n: int, prompt: int, new: int, vocab: int, seed: int, separate: bool) -> Work:
+    """`n` completions of each of `prompts` new prompts: one request for each prompt, or `separate` equal requests."""
+    asked = random_prompts(prompts, prompt, vocab, seed)
+    if separate:
+        return Work([tokens for tokens in asked for _ in range(n)], [new] * (prompts * n))
+    return Work(asked, [new] * prompts, n)
+
+
+def arrival_times(count: int, per_s: float, seed: int) -> list[float]:
+    """Seconds at which `count` requests of a Poisson process arrive, ascending."""
+    return np.random.default_rng([seed, count]).exponential(1 / per_s, count).cumsum().tolist()
 
 
 def long_job(vocab: int, prompts: int = 32, completions: int = 8, prompt: int = 256, scale: float = 1.0) -> Work:

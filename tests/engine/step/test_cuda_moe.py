@@ -59,6 +59,28 @@ CONFIGS = {
             "norm_topk_prob": True,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 64,
+            "num_local_experts": EXPERTS,
+            "intermediate_size": 128,
+            "sliding_window": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "glm": (
+        "Glm4Moe",
+        {
+            "head_dim": 64,
+            "n_routed_experts": EXPERTS,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 128,
+            "intermediate_size": 640,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+        },
+    ),
     "olmoe": ("Olmoe", {"num_experts": EXPERTS, "intermediate_size": 128, "norm_topk_prob": False, "clip_qkv": 1.5}),
 }
 

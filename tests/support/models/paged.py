@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rollout.models import AttentionBatch, Chunk, Decoder, KVCache, LoadedModel
-from rollout.models.batch import ExpertRecord
+from rollout.models.batch import ExpertRecord, WantedTokens
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
 from rollout.models.state_pool import StatePool
@@ -46,8 +47,8 @@ class PagedRunner:
         self.adapters: AdapterSlots | None = None
         self.adapter_of = [0] * rows  # slot
 
-    def prefill(self, pieces: dict[int, list[int]]) -> dict[int, torch.Tensor]:
-        """Append tokens to rows in one step; returns the logits of each token."""
+    def prefill(self, pieces: dict[int, list[int]], last_of: list[int] | None = None) -> dict[int, torch.Tensor]:
+        """Append tokens to rows in one step; returns the logits of each token, or of the last ones of these rows."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -59,7 +60,9 @@ class PagedRunner:
             tokens += ids
             positions += range(start, self.lengths[row])
             slots += [self._slot(row, position) for position in range(start, self.lengths[row])]
-        logits = self._run(tokens, positions, slots, list(pieces), tuple(chunks))
+        logits = self._run(tokens, positions, slots, list(pieces), tuple(chunks), last_of=last_of)
+        if last_of is not None:
+            return {row: logits[i : i + 1] for i, row in enumerate(last_of)}
         return {row: logits[c.query_start : c.query_start + c.query_len] for row, c in zip(pieces, chunks, strict=True)}
 
     def decode(self, step: dict[int, int], padding: int = 0) -> dict[int, torch.Tensor]:
@@ -91,6 +94,7 @@ class PagedRunner:
         rows: list[int],
         chunks: tuple[Chunk, ...] | None,
         padding: int = 0,
+        last_of: list[int] | None = None,
     ) -> torch.Tensor:
         def ints(values: list) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32)
@@ -110,7 +114,21 @@ class PagedRunner:
             rows_B=torch.tensor([row + 1 for row in rows] + [0] * padding),
             query_starts_C1=None if chunks is None else ints([*(c.query_start for c in chunks), len(tokens)]),
         )
+        if chunks is not None and last_of is not None:
+            batch = replace(batch, wanted=self._wanted([rows.index(row) for row in last_of], batch, chunks))
         return self.forward.compute_logits(self.forward(ints(tokens), batch, self.kv))
+
+    def _wanted(self, spans: list[int], batch: AttentionBatch, chunks: tuple[Chunk, ...]) -> WantedTokens:
+        last = torch.tensor([chunks[i].query_start + chunks[i].query_len - 1 for i in spans], dtype=torch.int64)
+        own = AttentionBatch(
+            positions_T=batch.positions_T[last],
+            kv_slots_T=batch.kv_slots_T[last],
+            page_table_BP=batch.page_table_BP[spans],
+            context_lens_B=batch.context_lens_B[spans],
+            max_context=batch.max_context,
+            chunks=tuple(Chunk(i, 1, chunks[span].context_len) for i, span in enumerate(spans)),
+        )
+        return WantedTokens(last, own)
 
 
 PROMPT = [7, 30, 11, 52, 9, 4, 77, 18, 23, 60, 2, 41, 5, 16]

@@ -42,6 +42,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**_EVEN, "moe_intermediate_size": 32, "attention_bias": False}),
     "qwen3_moe-odd": ("qwen3_moe", {"attention_bias": False, "num_hidden_layers": 2, "mlp_only_layers": []}),
     "mixtral": ("mixtral", {**_EVEN, "num_hidden_layers": 2}),
+    "glm": ("Glm", {**_EVEN, "vocab_size": 71, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **_EVEN,
+            "vocab_size": 71,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "swiglu_limit": 1.2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "olmoe": ("olmoe", {**_EVEN, "intermediate_size": 32, "num_hidden_layers": 2}),
 }
 CPU = torch.device("cpu")

@@ -42,6 +42,16 @@ TOY = Job(
     job_completions=2,
     job_prompt=20,
     job_scale=0.005,
+    group_rows=(4,),
+    group_prompts=(40,),
+    group_sizes=(2,),
+    group_new=6,
+    prefill_requests=3,
+    prefill_prompt=40,
+    arrivals_per_s=(30.0,),
+    arrivals_s=0.2,
+    arrivals_prompt=40,
+    arrivals_new=6,
 )
 
 
@@ -143,11 +153,35 @@ def test_every_experiment_runs_on_ours():
     rows = list(run_job(engine, toy(experiments=EXPERIMENTS)))
     engine.close()
     assert [row["experiment"] for row in rows] == ["decode"] * 2 + ["contexts"] * 4 + ["post"] + ["short"] * 2 + [
-        "long_job"
+        "long_job",
+        "groups",
+        "groups",
+        "prefill",
+        "arrivals",
     ]
     assert not any("skipped" in row for row in rows)
     assert all(row["ms"] > 0 and row["first_s"] < row["total_s"] for row in rows[:6])
     assert all(row["idle_ms"] >= 0 and row["steady_ms"] > 0 for row in rows[:2])
+
+
+def test_a_group_computes_its_prompt_once_as_one_request_or_as_several():
+    job = toy(experiments=["groups"])
+    engine = OursEngine(job, depth=2)
+    rows = list(run_job(engine, job))
+    counters = engine.engine.roster.counters
+    engine.close()
+    assert [(row["requests"], row["completions"]) for row in rows] == [(2, 2), (4, 2)]
+    # Three works of two prompts; the second completion of a prompt computes the last token once more.
+    assert counters.prompt_tokens - counters.cached_tokens == 3 * 2 * (40 + 1)
+
+
+def test_every_token_of_a_request_that_arrives_is_seen():
+    job = toy(experiments=["arrivals"])
+    engine = OursEngine(job, depth=2)
+    served = engine.serve(uniform_work(3, 40, 6, engine.vocab, 1), [0.0, 0.01, 0.02])
+    engine.close()
+    assert len(served.latencies_s) == len(served.first_s) == 3 and len(served.gaps_s) == 3 * 5
+    assert 0 < min(served.first_s) < max(served.latencies_s)
 
 
 def test_ours_can_do_without_experts_by_output():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ from rollout_kernels.moe.dispatch import (
     run_experts,
     write_table,
 )
-from rollout_kernels.moe.formats import FORMATS
+from rollout_kernels.moe.formats import FORMATS, ClampedGLU
+from rollout_kernels.moe.reference import clamped_glu, moe_experts
 from rollout_kernels.moe.triton_grouped_experts import GroupedConfig
 from rollout_kernels.moe.triton_router import Routing
 from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
-from tests.support.kernels.moe_cases import exact, layer, relative
+from tests.support.kernels.moe_cases import DEVICE, exact, layer, relative
 
 QWEN3_30B = MoEShape(experts=128, top_k=8, hidden=2048, inner=768)
 PLANS = [
@@ -46,6 +48,26 @@ def test_a_layer_runs_by_any_plan(plan, format):
     for part in parts:
         added += part
     assert torch.equal(added.bfloat16(), out), "the norm that adds the parts gets the same sum"
+
+
+@pytest.mark.parametrize("plan", [*PLANS, GroupedPlan(*2 * (GroupedConfig(bulk=False),))], ids=lambda plan: plan.path)
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 64), (160, 96)])
+def test_a_layer_may_have_a_clamped_glu_with_biases(plan, hidden, inner):
+    """Gate and up rows alternate; large gates and values of either sign are bounded."""
+    case = layer(3, hidden=hidden, inner=inner)
+    bias = torch.randn(6, 2 * inner, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+    glu, routing = ClampedGLU(bias, 1.7, 0.9), Routing(case.experts_TK, case.weights_TK)
+    out = run_experts(case.x_TH, routing, case.gate_up, case.down, plan, glu=glu)
+    expected = moe_experts(
+        case.x_TH.float(),
+        case.weights_TK,
+        case.experts_TK.long(),
+        case.gate_up.values_ENK.float(),
+        case.down.values_ENK.float(),
+        partial(clamped_glu, alpha=1.7, limit=0.9),
+        (bias.float(), torch.zeros(6, hidden, device=DEVICE)),
+    )
+    assert relative(out, expected) < 4e-3
 
 
 @pytest.mark.parametrize("format", FORMATS)

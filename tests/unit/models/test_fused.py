@@ -20,7 +20,7 @@ from rollout.models.random_init import fill_random
 from rollout.models.spec import RopeSpec
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
-from tests.support.models.paged import PagedRunner
+from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.side_by_side import (
     CPU,
     LONG,
@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 DENSE = ["qwen3", "qwen3-odd", "llama", "qwen2"]
-SPARSE = ["qwen3_moe", "qwen3_moe-odd", "mixtral", "olmoe"]
+SPARSE = ["qwen3_moe", "qwen3_moe-odd", "mixtral", "olmoe", "gpt_oss"]
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -55,6 +55,22 @@ def test_a_dense_model_equals_transformers_in_float32(name: str, tmp_path: Path)
     _, generic, _ = steps(model, model, LONG)
     for mine, theirs in zip((*runner.kv.k, *runner.kv.v), (*generic.kv.k, *generic.kv.v), strict=True):
         assert torch.allclose(mine[1:], theirs[1:], atol=1e-5), "the same keys and values, and nothing elsewhere"
+
+
+@pytest.mark.parametrize("name", ["qwen3", *nightly("qwen3-odd", "llama")])
+def test_tokens_that_are_not_wanted_leave_their_kv_alone(name: str, tmp_path: Path) -> None:
+    """Two chunks of three rows; of the first step no logits are wanted, of the second those of two rows."""
+    model, _ = make(name, tmp_path, "float32")
+    whole, wanted = (PagedRunner(model, 3, 30, forward=FusedDecoder(model)) for _ in range(2))
+    first, second = {0: PROMPT[:9], 1: PROMPT[3:8], 2: PROMPT[:2]}, {2: PROMPT[2:6], 0: PROMPT[9:12], 1: PROMPT[8:13]}
+    whole.prefill(first)
+    wanted.prefill(first, last_of=[])
+    logits, last = whole.prefill(second), wanted.prefill(second, last_of=[0, 1])
+    assert last.keys() == {0, 1}
+    for row, row_logits in last.items():
+        assert torch.allclose(row_logits, logits[row][-1:], atol=1e-4)
+    for mine, theirs in zip((*wanted.kv.k, *wanted.kv.v), (*whole.kv.k, *whole.kv.v), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3", "float32"), ("qwen3-odd", "float32"), ("olmoe", "bfloat16")])
@@ -80,7 +96,7 @@ def test_kv_in_fp8_is_what_the_generic_path_keeps(
     assert errors([plain])[0] < by_kernels, "it is another, coarser cache"
 
 
-@pytest.mark.parametrize("name", ["qwen3", "olmoe", *nightly(*(name for name in SPARSE if name != "olmoe"))])
+@pytest.mark.parametrize("name", ["qwen3", "olmoe", "gpt_oss", *nightly(*SPARSE[:3])])
 def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,12 +119,12 @@ def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(
 
 @pytest.mark.parametrize(
     ("name", "generic"),
-    [("llama-odd", {Attention, DenseFeedForward}), ("qwen3-biased", {Attention}), ("qwen3_moe", {SparseFeedForward})],
+    [("llama-odd", {DenseFeedForward}), ("glm", {Attention}), ("qwen3_moe", {SparseFeedForward})],
 )
 def test_a_block_that_the_kernels_do_not_take_runs_by_its_own_code(
     name: str, generic: set[type], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Biases of the output and feed-forward products, and experts in float32; the other blocks stay fused."""
+    """Biases of feed-forward products, an interleaved rope, experts in float32; the other blocks stay fused."""
     ran: set[type] = set()
     for block in (Attention, DenseFeedForward, SparseFeedForward):
         monkeypatch.setattr(block, "forward", noting(block.forward, ran, block))
@@ -184,6 +200,7 @@ def test_fused_kernels_run_on_a_gpu_and_take_blocks_without_rare_options(tmp_pat
     assert not any(supports(model, True) for model in (dense, sparse, biased)), "on a CPU the generic path runs"
     for model, taken in ((dense, True), (biased, False)):
         layer = model.spec.layers[0]
-        assert takes_mixer(layer.mixer) == takes_feed_forward(layer.feed_forward, torch.float32) == taken
+        assert takes_mixer(layer.mixer) and takes_feed_forward(layer.feed_forward, torch.float32) == taken
+    assert not takes_mixer(make("glm", tmp_path / "glm", "bfloat16")[0].spec.layers[0].mixer), "neighbours turn"
     assert takes_feed_forward(sparse.spec.layers[0].feed_forward, torch.bfloat16)
     assert not takes_feed_forward(sparse.spec.layers[0].feed_forward, torch.float32), "experts need 16 bits"

@@ -1,0 +1,36 @@
+"""Weights of checkpoints in MXFP4: 4-bit numbers with one power of two for 32 of them (OCP microscaling formats 1.0).
+
+A tensor `name` is two in the file. They hold it with its last two dimensions exchanged, [..., outputs, inputs]:
+
+    name_blocks   uint8 [..., outputs, inputs / 32, 16]   two numbers in a byte, the first one in the lower half
+    name_scales   uint8 [..., outputs, inputs / 32]       exponent of 2, plus 127
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCKS, SCALES = "_blocks", "_scales"
+#: Numbers that share an exponent.
+GROUP = 32
+_BYTES = GROUP // 2
+_BIAS = 127
+#: By the 4 bits: a sign, two bits of exponent, one of mantissa.
+_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def decoded_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of the tensor that blocks and scales of these shapes hold, or None if they do not fit each other."""
+    if len(blocks) < 3 or blocks[-1] != _BYTES or blocks[:-1] != scales:
+        return None
+    *rest, outputs, groups, _ = blocks
+    return (*rest, groups * GROUP, outputs)
+
+
+def decode_into(view: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write the tensor [E, inputs, outputs] that `blocks` and `scales` hold to `view`, one expert after the other."""
+    numbers = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)), dtype=torch.float32)
+    for target, block, scale in zip(view, blocks, scales, strict=True):
+        pairs = torch.stack((block & 15, block >> 4), dim=-1).flatten(-2).int()  # [outputs, groups, 32]
+        values = torch.ldexp(numbers[pairs], scale.int()[..., None] - _BIAS)
+        target.copy_(values.flatten(-2).t())

@@ -1,0 +1,136 @@
+"""What rows share is found from their pages: every segment of every step is true, and finding it costs little."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from rollout_kernels.attention.segments import no_segments
+
+from rollout.engine.step import shared_pages
+from rollout.engine.step.device_step import DeviceStep
+from rollout.engine.step.shared_pages import SharedPages, same_pages
+from tests.support.engine.harness import Bench
+
+PAGE = 4
+
+
+class Seen:
+    """Checks the segments of each decode step against the page tables that the step reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, least: int = PAGE) -> None:
+        self.steps = self.shared = self.most_levels = 0
+        monkeypatch.setattr(shared_pages, "LEAST_POSITIONS", least)
+        monkeypatch.setattr(shared_pages, "LEAST_SAVED_BYTES", 1)
+        monkeypatch.setattr("rollout.engine.build._shares_pages", lambda site: True)
+        begin = DeviceStep.begin_decode
+
+        def begin_decode(step, rows_B, new_pages_B, max_context, *more):
+            token_ids_B, batch = begin(step, rows_B, new_pages_B, max_context, *more)
+            self.look(batch.segments_SW.numpy(), batch.page_table_BP.numpy(), batch.context_lens_B.tolist())
+            return token_ids_B, batch
+
+        monkeypatch.setattr(DeviceStep, "begin_decode", begin_decode)
+
+    def look(self, segments: np.ndarray, table: np.ndarray, lens: list[int]) -> None:
+        self.steps += 1
+        size = len(lens)
+        assert segments.shape == (2 * size, 5)
+        for row, length in enumerate(lens):
+            position, at, levels = segments[row, 2], segments[row, 4], 0
+            assert position < max(length, 1), "a row writes to a page of its own"
+            while at:
+                first, rows, begin, end, before = segments[at - 1].tolist()
+                assert at > size and first <= row < first + rows and end == position and end % PAGE == 0
+                pages = table[first : first + rows, begin // PAGE : end // PAGE]
+                assert (pages == pages[0]).all(), "rows of a segment have the same pages there"
+                position, at, levels = begin, before, levels + 1
+            assert position == 0
+            self.shared += segments[row, 2] > 0
+            self.most_levels = max(self.most_levels, levels)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    return Seen(monkeypatch)
+
+
+def test_members_of_groups_are_found_and_stay_neighbours(model, prompt_of, seen):
+    bench = Bench(model, max_rows=8)
+    for name, length in (("a", 33), ("b", 21)):
+        bench.submit(name, prompt_of(length, length), 24, n=4)
+    bench.run()
+    assert seen.steps > 20 and seen.shared > 8 * 15 and seen.most_levels == 1
+    bench.engine.check_integrity()
+    bench.close()
+
+
+def test_a_system_prompt_before_groups_is_a_second_level(model, prompt_of, seen):
+    bench = Bench(model, max_rows=8)
+    system = prompt_of(40, 1)
+    for i in range(2):
+        bench.submit(f"r{i}", [*system, *prompt_of(20, 5 + i)], 24, n=4)
+    bench.run()
+    assert seen.most_levels == 2
+    bench.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_segments_stay_true_under_preemption_ends_and_arrivals(model, prompt_of, seen, seed):
+    """Few pages, so that rows lose theirs and get others; ends at random; prompts of a few stems."""
+    rng = random.Random(seed)
+    stems = [prompt_of(rng.randint(8, 40), 100 + i) for i in range(3)]
+    bench = Bench(model, max_rows=6, kv_pages=60, host_kv_gib=rng.choice([0.0, 0.001]))
+    for i in range(24):
+        ids = [*rng.choice(stems), *prompt_of(rng.randint(1, 12), i)]
+        bench.submit(f"r{i}", ids, rng.randint(2, 40), n=rng.choice([1, 1, 3]))
+        for _ in range(rng.randint(0, 6)):
+            bench.engine.tick()
+    bench.run()
+    assert seen.shared > 100
+    bench.engine.check_integrity()
+    bench.close()
+
+
+def test_small_savings_are_not_worth_it(model, prompt_of, seen, monkeypatch):
+    monkeypatch.setattr(shared_pages, "LEAST_SAVED_BYTES", 1 << 40)
+    bench = Bench(model, max_rows=8)
+    bench.submit("a", prompt_of(33, 1), 24, n=4)
+    bench.run()
+    assert seen.steps > 20 and seen.shared == 0
+    bench.close()
+
+
+class _Row:
+    """As much of a sequence as is looked at."""
+
+    def __init__(self, pages: list[int]) -> None:
+        self.kv = self
+        self.pages = pages
+
+
+def test_segments_are_made_again_only_when_rows_change(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        shared_pages, "make_segments", lambda common, size, *_: made.append(list(common)) or no_segments(size)
+    )
+    shared = SharedPages(PAGE, 8, 1)
+    rows = [_Row([1, 2, 3]), _Row([1, 2, 4]), _Row([1, 5])]
+    shared.segments(rows, 4)
+    for row in rows:
+        row.pages.append(100 + len(row.pages))  # a row that grows shares what it shared
+    shared.segments(rows, 4)
+    assert made == [[2 * PAGE, PAGE]]
+    shared.segments(rows[:2], 4)
+    rows[0].pages = [9, 2]  # preempted, and back with other pages
+    shared.segments(rows, 4)
+    assert made[1:] == [[2 * PAGE], [0, PAGE]]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [([], [], 0), ([1], [2], 0), ([1, 2, 3], [1, 2], 2), ([1, 2, 3], [1, 5, 3], 1), ([7] * 9, [7] * 9, 9)],
+)
+def test_same_pages_are_counted_from_the_first_on(a, b, same):
+    assert same_pages(a, b) == same
