@@ -92,11 +92,9 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("keys", "beta_scale"), [("random", 1.0), ("random", 2.0), ("equal", 1.0)])
+@pytest.mark.parametrize(("keys", "beta_scale"), [("random", 2.0), ("equal", 1.0)])
 def test_the_rule_is_the_recurrence(rule: str, step: str, keys: str, beta_scale: float) -> None:
     sizes = Sizes() if step != "whole chunks" else Sizes(heads=2, key_heads=1, key_dim=16, value_dim=40)
-    if rule == "kernel" and step == "whole chunks" and beta_scale == 2.0:
-        pytest.skip("as with other lengths")
     device = DEVICE if rule == "kernel" else "cpu"
     spans, rows = spans_of(step, device)
     *inputs, state = rule_inputs(sizes, len(spans.positions_T), keys)
@@ -156,7 +154,7 @@ def test_the_gated_norm_is_that_of_each_head(norm: Any) -> None:
     assert error(got, exact.flatten(1).cpu()) < 1e-6
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", ["decode", "prefill"])
 def test_kernels_round_16_bits_as_their_twins(step: str) -> None:
     sizes = Sizes(heads=2, key_heads=2, key_dim=16, value_dim=16)
     spans, rows = spans_of(step, DEVICE)

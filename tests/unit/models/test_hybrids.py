@@ -147,7 +147,7 @@ def test_a_config_that_makes_no_model_is_refused(wrong: dict[str, Any], says: st
         load_model(ModelSettings(path=str(tmp_path)), CPU)
 
 
-@pytest.mark.parametrize("stem", HYBRIDS)
+@pytest.mark.parametrize("stem", ["Qwen3_5", "OlmoHybrid"])
 def test_random_weights_give_finite_logits(stem: str, tmp_path: Path) -> None:
     make_hybrid(stem, tmp_path)
     model = load_model(ModelSettings(path=str(tmp_path), load_format="random"), CPU).model
