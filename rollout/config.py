@@ -15,6 +15,10 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+#: What runs a model: a decoder of a native family, or transformers' own code.
+ModelImpl = Literal["auto", "native", "transformers"]
+
+
 class ModelSettings(_Section):
     """The model and the device."""
 
@@ -22,6 +26,12 @@ class ModelSettings(_Section):
     revision: str | None = Field(None, description="branch, tag or commit of a hub checkpoint")
     load_format: Literal["auto", "random"] = Field(
         "auto", description="auto reads the safetensors files; random fills tensors of the real shapes, for benchmarks"
+    )
+    model_impl: ModelImpl = Field(
+        "auto",
+        description="what runs the model. native: the decoder of this project, for the families that it has. "
+        "transformers: transformers' own code over the paged KV cache, about half as fast, without adapters, routing, "
+        "deterministic and expert_dtype. auto: native where the family is native, else transformers",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of the weights; auto: the checkpoint's type, float32 on a CPU"

@@ -32,6 +32,7 @@ from rollout.engine.adapter_table import AdapterRegistry
 from rollout.engine.build import (
     adapter_registry,
     build_engine,
+    check_model,
     kept_routing,
     longest_sequence,
     rebuild_engine,
@@ -49,7 +50,7 @@ from rollout.metrics.timeline import write_timeline
 from rollout.metrics.wandb_mode import wandb_mode
 from rollout.metrics.wandb_sink import WandbSink
 from rollout.models import LoadedModel, load_model
-from rollout.models.decoder import Decoder
+from rollout.models.language_model import LanguageModel, native
 from rollout.models.loader import fetch
 from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import load_peft_folder
@@ -97,6 +98,7 @@ class Worker:
         self, settings: Settings, loaded: LoadedModel, sinks: list[Sink], health: Health, restarts: int = 0
     ) -> None:
         model, version = loaded.model, settings.weights.initial_version
+        check_model(settings.engine, model)
         text = load_text_codec(loaded.folder)
         self.settings, self.sinks, self.health = settings, sinks, health
         self.prompts = None if text is None else TextProcess(loaded.folder, settings.service, settings.log_format)
@@ -372,16 +374,16 @@ def make_sinks(settings: Settings, health: Health) -> list[Sink]:
 # --- the sources of adapters: folders, at start or by message, and the weight bridge ----------------------------------
 
 
-def _adapter_folders(engine: EngineSettings, model: Decoder) -> AdapterFolders | None:
+def _adapter_folders(engine: EngineSettings, model: LanguageModel) -> AdapterFolders | None:
     """The folders from which `load_adapter` may read; None without adapter slots."""
     if not engine.adapter_slots:
         return None
-    rank, dtype, pinned = engine.adapter_rank, model.embed.dtype, model.embed.is_cuda
+    spec, rank, dtype, pinned = native(model).spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda
     root = None if engine.adapter_root is None else Path(engine.adapter_root).expanduser()
-    return AdapterFolders(root, lambda folder: load_peft_folder(folder, model.spec, rank, dtype, pinned))
+    return AdapterFolders(root, lambda folder: load_peft_folder(folder, spec, rank, dtype, pinned))
 
 
-def _read_adapters(engine: EngineSettings, model: Decoder) -> dict[str, AdapterWeights]:
+def _read_adapters(engine: EngineSettings, model: LanguageModel) -> dict[str, AdapterWeights]:
     """The adapters to load at start, by name. Raises ValueError for a folder without an adapter."""
     folders = _adapter_folders(engine, model)
     if folders is None:
@@ -395,8 +397,10 @@ def _update_names(settings: ModelSettings, loaded: LoadedModel) -> UpdateNames:
     return UpdateNames(kept, loaded.spec.unused)
 
 
-def _adapter_target(engine: EngineSettings, model: Decoder, registry: AdapterRegistry | None) -> AdapterTarget | None:
+def _adapter_target(
+    engine: EngineSettings, model: LanguageModel, registry: AdapterRegistry | None
+) -> AdapterTarget | None:
     """The target of adapters that arrive over the weight bridge; None without adapter slots."""
     if registry is None:
         return None
-    return AdapterTarget(model.spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda, registry)
+    return AdapterTarget(native(model).spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda, registry)

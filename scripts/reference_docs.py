@@ -24,6 +24,7 @@ import trainer_bridge
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.metrics.prometheus import prometheus_name
 from rollout.models.decoder import Decoder, DecoderLayer
+from rollout.models.fallback.held import HELD
 from rollout.models.fused import obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, Family, spec_from_config
@@ -48,10 +49,10 @@ such as row, page and step are in the [glossary](../architecture.md#glossary).""
 _MODELS_INTRODUCTION = """\
 # Models
 
-The families that a worker runs, by the name in `architectures` of config.json. A hub checkpoint of another architecture
-is refused. Checkpoints are safetensors in 16 or 32 bits. Experts of gpt-oss may be in MXFP4, and are decoded to 16
-bits. Of the two sets of frequencies of LongRoPE (Phi-3, Phi-4-mini) the one for short sequences is used, and sequences
-end where it does.
+The families that a worker runs natively, by the name in `architectures` of config.json. Other architectures run
+through transformers' own code, or are refused: [fallback](fallback.md). Checkpoints are safetensors in 16 or 32 bits.
+Experts of gpt-oss may be in MXFP4, and are decoded to 16 bits. Of the two sets of frequencies of LongRoPE (Phi-3,
+Phi-4-mini) the one for short sequences is used, and sequences end where it does.
 
 How it runs on a GPU, for the default config of transformers (biases and other options of a config may change it):
 
@@ -61,8 +62,8 @@ How it runs on a GPU, for the default config of transformers (biases and other o
 - **torch**: torch and the attention kernels, without CUDA graphs: slow.
 
 "Held against" is transformers' own model: tiny random weights in float32, logits of prompts in chunks and of decode
-steps within 1e-4, and through the engine the same greedy tokens, with several rows and an update of the weights in the
-middle."""
+steps within 1e-4, and through the engine the same greedy tokens, with several rows and with preemptions or an update of
+the weights in the middle."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
@@ -110,6 +111,37 @@ _AT_THE_END = """
 Only in the report of the whole run: the summary of the run in W&B, the line with `final: true` in JSON lines, and
 `totals` in the last line that the worker prints.
 """
+
+_FALLBACK_INTRODUCTION = """\
+# Models without a native family
+
+A worker runs the native families with its own decoder. Any other causal LM of transformers runs through transformers'
+own code, over the same paged KV cache: `model_impl = auto` decides by the architecture in config.json, and a line of
+the log says so. `model_impl = transformers` runs a native family that way, too. Code of a checkpoint is never run.
+
+**What works as with a native family**: chunked prompts, prefix cache, sessions, groups, preemption, offload, sleep,
+swaps, log-probs, constraints, `kv_dtype`. An update may have the names of the checkpoint, as `save_pretrained` writes
+them, or those of the module, as `named_parameters()` has them. Buffers, such as the correction biases of routers, may
+be left out.
+
+**What it costs**: expect steps to take about twice as long, because the operations between the products are separate
+kernels. Attention with values of another dimension than keys has no kernels: on a GPU torch computes it from gathered
+pages, whose memory grows with `max_rows` times `max_context_tokens`. Latent attention (MLA) keeps the keys and values
+of all heads. Decode steps are captured as CUDA graphs if attention has kernels and no operation waits for the device;
+the worker runs one step to find out, and logs the reason if not.
+
+**What is an error at the start**, with the reason: `adapter_slots`, `routing`, `deterministic` and `expert_dtype`;
+layers with a state that is no KV (Mamba, linear attention, convolutions) and layers that share KV; attention that
+sees later tokens, sees chunks, or chooses positions; attention outside of transformers' attention interface (ALiBi in
+Bloom and MPT); encoders; quantized checkpoints; parameters that transformers keeps in another order than the
+checkpoint. Windows are read off the masks of transformers themselves. At every start the worker compares logits over
+the paged cache with those of the model's own eager attention, and refuses a model that differs. LongRoPE is served up
+to its original context.
+
+Tests hold the architectures below against transformers in float32 on a CPU, with tiny random weights: logits within
+1e-4 of eager attention after chunked prompts and 200 decode steps; greedy tokens and log-probs through the engine
+with several rows, preemptions, and a swap in the middle. Other architectures may work, too: the check at the start is
+made for every model."""
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
@@ -280,7 +312,17 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 #: File names and the functions that write their text.
+def fallback_page() -> str:
+    """Every architecture that tests hold against transformers through its own code."""
+    rows = [
+        (f"`{name}`", "yes" if name in FAMILIES else "", held.attention, held.experts) for name, held in HELD.items()
+    ]
+    table = _table(("architecture", "also native", "attention", "experts run by"), rows)
+    return "\n".join([_FALLBACK_INTRODUCTION, "", *table]) + "\n"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
+    "fallback.md": fallback_page,
     "settings.md": settings_page,
     "metrics.md": metrics_page,
     "errors.md": errors_page,

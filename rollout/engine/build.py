@@ -60,6 +60,7 @@ from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
+from rollout.models.language_model import LanguageModel, native
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.state_pool import StatePool
 
@@ -69,7 +70,7 @@ _SLOTS = 2
 _LEAST_PAGES = 2  # of a KV cache for steps on padding
 
 
-def context_limit(settings: Settings, model: Decoder) -> int:
+def context_limit(settings: Settings, model: LanguageModel) -> int:
     """The longest prompt plus completion, tokens. Raises ValueError if the settings ask for more than the model has."""
     asked, made_for = settings.engine.max_context_tokens, model.spec.max_positions
     if asked is not None and asked > made_for:
@@ -77,7 +78,7 @@ def context_limit(settings: Settings, model: Decoder) -> int:
     return asked or made_for
 
 
-def longest_sequence(settings: Settings, model: Decoder, engine: Engine) -> int:
+def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -> int:
     """The longest prompt plus completion that the model, the settings and the pool allow, tokens."""
     pages = engine.roster.allocator.pool.total + 1
     return PoolSize(pages, settings.engine.page_size, context_limit(settings, model), settings.engine.max_rows).longest
@@ -97,7 +98,7 @@ def adapter_registry(engine: EngineSettings) -> AdapterRegistry | None:
 def build_engine(
     settings: Settings,
     device: Device,
-    model: Decoder,
+    model: LanguageModel,
     links: Links,
     *,
     memory: ReleasableMemory | None = None,
@@ -115,7 +116,7 @@ def build_engine(
     return Engine(parts, links, Meter(version=version), site.memory, settings.engine)
 
 
-def sleeping_memory(settings: Settings, device: Device, model: Decoder) -> ReleasableMemory | None:
+def sleeping_memory(settings: Settings, device: Device, model: LanguageModel) -> ReleasableMemory | None:
     """Memory that is given back in a sleep, with the model's weights in it; None for a worker that cannot sleep.
 
     Views of the weights that were taken before still refer to the old memory.
@@ -158,7 +159,7 @@ class _Site:
 
     settings: Settings
     device: Device
-    model: Decoder
+    model: LanguageModel
     registry: AdapterRegistry | None
     memory: ReleasableMemory | None  # for what a sleep gives back
 
@@ -193,8 +194,7 @@ class _Lasting:
 def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: Progress | None = None) -> EngineParts:
     settings, device, model = site.settings, site.device, site.model
     engine, vocab = settings.engine, model.spec.vocab
-    _check_experts(engine, model)
-    _check_deterministic(engine, model)
+    check_model(engine, model)
     routing = kept_routing(engine, model)
     context = context_limit(settings, model)
     most_pages = pages_for(context, engine.page_size)
@@ -222,7 +222,7 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
     step, shared = executor.step, None
     if step.shares_pages:
-        shared = make_shared_pages(model.spec, step.kv, engine.deterministic)
+        shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
     packer = Packer(multiple, adapters is not None, sizes, shared)
     scheduler = Scheduler(limits, roster, upload_words)
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
@@ -321,9 +321,10 @@ def _state_mover(site: _Site, states: StatePool, compute: Stream, host_memory: H
 
 def _adapter_slots(site: _Site) -> AdapterSlots | None:
     """Device memory for adapters, if any are served. Raises ValueError with the numbers if there is too little."""
-    engine, model, device, memory = site.settings.engine, site.model, site.device, site.memory
+    engine, device, memory = site.settings.engine, site.device, site.memory
     if not engine.adapter_slots:
         return None
+    model = native(site.model)
     needed = AdapterSlots.bytes_for(model.spec, engine.adapter_slots, engine.adapter_rank, model.embed.dtype)
     if needed > device.free_bytes():
         raise ValueError(
@@ -338,6 +339,30 @@ def _adapter_slots(site: _Site) -> AdapterSlots | None:
     return slots
 
 
+def check_model(engine: EngineSettings, model: LanguageModel) -> None:
+    """Raise ValueError if the settings ask for something that this model does not have."""
+    if isinstance(model, Decoder):
+        _check_experts(engine, model)
+        _check_deterministic(engine, model)
+    else:
+        _check_fallback(engine, model.spec.architecture)
+
+
+def _check_fallback(engine: EngineSettings, architecture: str) -> None:
+    """Raise ValueError for a setting that only native families have."""
+    asked = {
+        "adapter_slots = 0": engine.adapter_slots > 0,
+        "routing = false": engine.routing,
+        "deterministic = false": engine.deterministic,
+        "expert_dtype = auto": engine.expert_dtype != "auto",
+    }
+    if wrong := [setting for setting, is_asked in asked.items() if is_asked]:
+        raise ValueError(
+            f"{architecture} runs through transformers' own code, which has no adapters, routing, deterministic mode "
+            f"or coded experts: set {' and '.join(wrong)}"
+        )
+
+
 def _check_experts(engine: EngineSettings, model: Decoder) -> None:
     """Raise ValueError for coded experts that no kernel reads: on a GPU each step would decode all of them."""
     assert model.experts == engine.expert_format, "the model was loaded for other settings"
@@ -348,11 +373,11 @@ def _check_experts(engine: EngineSettings, model: Decoder) -> None:
         )
 
 
-def kept_routing(engine: EngineSettings, model: Decoder) -> RoutingShape | None:
+def kept_routing(engine: EngineSettings, model: LanguageModel) -> RoutingShape | None:
     """The shape of the routing that is recorded; None if none is. Raises ValueError for a model without experts."""
     if not engine.routing:
         return None
-    shape = routing_shape(model.spec)
+    shape = routing_shape(native(model).spec)
     if shape is None:
         raise ValueError(
             f"routing is set, but {model.spec.architecture} of this checkpoint has no experts: leave it out"
@@ -376,8 +401,9 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
 def _shares_pages(site: _Site) -> bool:
     """Whether decode attention reads pages that several rows share once. The torch twin has no gain from it."""
     engine, on_gpu = site.settings.engine, site.device.torch_device.type == "cuda"
-    kv_coded = engine.kv_dtype != "auto"
-    return engine.group_attention and on_gpu and most_shared_rows(site.model.spec, kv_coded, engine.deterministic) > 1
+    if not (engine.group_attention and on_gpu and isinstance(site.model, Decoder)):
+        return False
+    return most_shared_rows(site.model.spec, engine.kv_dtype != "auto", engine.deterministic) > 1
 
 
 def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: int | None) -> KVCache:
@@ -399,7 +425,7 @@ def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: 
 
 
 def _allocate_kv(
-    model: Decoder,
+    model: LanguageModel,
     pages: int,
     engine: EngineSettings,
     states: StatePool | None,
@@ -412,12 +438,12 @@ def _allocate_kv(
 def _states(site: _Site) -> StatePool | None:
     """Memory for the states of rows and snapshots, if the model has any. Raises ValueError if there is too little."""
     engine, model, memory = site.settings.engine, site.model, site.memory
+    each = model.spec.state_bytes(model.embed.dtype)
+    if each == 0:
+        return None
     check_states(engine, model, site.device.free_bytes())
     zeros = None if memory is None else memory.zeros
     places = 1 + engine.max_rows + engine.snapshot_places
-    states = StatePool.allocate(model.spec, places, model.embed.dtype, model.embed.device, zeros)
-    if states is not None:
-        nbytes = places * model.spec.state_bytes(model.embed.dtype)
-        facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": nbytes}
-        log.info("states of linear attention", extra=facts)
-    return states
+    facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": places * each}
+    log.info("states of linear attention", extra=facts)
+    return StatePool.allocate(native(model).spec, places, model.embed.dtype, model.embed.device, zeros)

@@ -18,9 +18,8 @@ from rollout.config import EngineSettings
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.engine.step.row_state import RowState
-from rollout.models.decoder import Decoder
+from rollout.models.language_model import LanguageModel, native
 from rollout.models.lora_slots import AdapterSlots
-from rollout.models.spec import AttentionSpec
 
 _GIB = 2**30
 #: `kv_memory_fraction` when it is absent.
@@ -89,12 +88,12 @@ class PoolSize:
         )
 
 
-def weight_bytes(model: Decoder) -> int:
+def weight_bytes(model: LanguageModel) -> int:
     """Bytes of all parameters."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def check_row_state(settings: EngineSettings, most_pages: int, model: Decoder, free_bytes: int) -> None:
+def check_row_state(settings: EngineSettings, most_pages: int, model: LanguageModel, free_bytes: int) -> None:
     """Raise ValueError with the numbers if the rows' state alone does not fit."""
     needed = RowState.nbytes(settings.max_rows, most_pages, model.spec.vocab)
     if needed > free_bytes:
@@ -104,7 +103,7 @@ def check_row_state(settings: EngineSettings, most_pages: int, model: Decoder, f
         )
 
 
-def check_states(settings: EngineSettings, model: Decoder, free_bytes: int) -> None:
+def check_states(settings: EngineSettings, model: LanguageModel, free_bytes: int) -> None:
     """Raise ValueError with the numbers if the states of linear attention do not fit."""
     each = model.spec.state_bytes(model.embed.dtype)
     if each == 0:
@@ -118,7 +117,7 @@ def check_states(settings: EngineSettings, model: Decoder, free_bytes: int) -> N
         )
 
 
-def no_room_for_steps(settings: EngineSettings, model: Decoder, free_bytes: int) -> ValueError:
+def no_room_for_steps(settings: EngineSettings, model: LanguageModel, free_bytes: int) -> ValueError:
     """The error for steps that run out of memory before the KV pool is allocated."""
     return ValueError(
         f"the weights take {_gib(weight_bytes(model))} and leave {_gib(free_bytes)} free, which is too little for one "
@@ -127,7 +126,7 @@ def no_room_for_steps(settings: EngineSettings, model: Decoder, free_bytes: int)
     )
 
 
-def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
+def kv_dtype(settings: EngineSettings, model: LanguageModel) -> torch.dtype:
     """The dtype of keys and values in the pool: the model's dtype, or e4m3 codes with scales.
 
     Raises ValueError for codes that the kernels of this GPU cannot read, or not for heads of this size.
@@ -135,26 +134,25 @@ def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
     if settings.kv_dtype == "auto":
         return model.embed.dtype
     device = model.embed.device
-    mixers = [layer.mixer for layer in model.spec.layers if isinstance(layer.mixer, AttentionSpec)]
-    odd = next((mixer.head_dim for mixer in mixers if mixer.head_dim % 4), None)
+    odd = next((dim for shape in model.spec.kv_shapes for dim in (shape.k_dim, shape.v_dim) if dim % 4), None)
     if device.type == "cuda" and odd is not None:
         raise ValueError(f"kv_dtype = fp8_e4m3 needs a head dimension that is a multiple of 4, not {odd}: use auto")
-    if device.type == "cuda" and any(mixer.softcap or mixer.sinks for mixer in mixers):
+    if device.type == "cuda" and not model.spec.plain_scores:
         raise ValueError("kv_dtype = fp8_e4m3 has no kernels for attention with a softcap or sinks: use auto")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ValueError("kv_dtype = fp8_e4m3 needs a GPU of compute capability 8.9 or later: use auto")
     return torch.float8_e4m3fn
 
 
-def adapter_host_bytes(settings: EngineSettings, model: Decoder) -> int:
+def adapter_host_bytes(settings: EngineSettings, model: LanguageModel) -> int:
     """The most host memory that adapters can take: every known adapter is kept there, also while it has a slot."""
     if not settings.adapter_slots:
         return 0
-    each = AdapterSlots.bytes_for(model.spec, 1, settings.adapter_rank, model.embed.dtype)
+    each = AdapterSlots.bytes_for(native(model).spec, 1, settings.adapter_rank, model.embed.dtype)
     return settings.max_adapters * each
 
 
-def host_states(settings: EngineSettings, model: Decoder) -> int:
+def host_states(settings: EngineSettings, model: LanguageModel) -> int:
     """States of linear attention that the host has room for: one for each row, within half of `host_kv_gib`.
 
     Raises ValueError with the numbers if that holds none.
@@ -199,7 +197,9 @@ def staging_bytes(settings: EngineSettings, state_bytes: int) -> int:
     return 2 * int(settings.host_kv_piece_mib * 2**20) + 2 * state_bytes if settings.host_kv_gib else 0
 
 
-def kv_pages(settings: EngineSettings, model: Decoder, dtype: torch.dtype, context: int, memory: DeviceMemory) -> int:
+def kv_pages(
+    settings: EngineSettings, model: LanguageModel, dtype: torch.dtype, context: int, memory: DeviceMemory
+) -> int:
     """Pages of the KV pool, the dump page included.
 
     They are `engine.kv_pages`, or as many as fit into the memory, at most what all rows can use. Raises ValueError

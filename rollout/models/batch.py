@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from rollout_kernels import DecodePlan, plan_paged_decode
 
 from rollout.models.lora_slots import StepAdapters
-from rollout.models.spec import AttentionSpec, ModelSpec
+from rollout.models.spec import KVShape
 from rollout.models.state_pool import StatePool
 
 if TYPE_CHECKING:
@@ -99,6 +99,14 @@ class WantedTokens:
     batch: AttentionBatch  # a chunk for each of them
 
 
+class KeepsKV(Protocol):
+    """A model as the pool sees it."""
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """What each layer that has KV keeps of a token."""
+
+
 class LayerKV(NamedTuple):
     """One layer's part of the pool."""
 
@@ -110,6 +118,8 @@ class LayerKV(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """The pool of KV pages: for each layer that has KV, keys and values [P, S, G, D] with the heads of that layer.
+
+    Keys and values of a layer may have different dimensions.
 
     Either in the model's dtype, or as e4m3 codes (uint8), and then with float32 scales [P, 2, G, S], keys' first.
     """
@@ -137,7 +147,7 @@ class KVCache:
     @classmethod
     def allocate(
         cls,
-        spec: ModelSpec,
+        spec: KeepsKV,
         pages: int,
         page_size: int,
         dtype: torch.dtype,
@@ -147,16 +157,17 @@ class KVCache:
     ) -> KVCache:
         """Allocate `pages` pages of `page_size` tokens, zeroed: attention masks hide values, but not NaN.
 
+        `spec` says what each layer that has KV keeps of a token.
         `dtype` is the model's, or `torch.float8_e4m3fn` for codes and scales. `zeros` makes the tensors; by default
         torch makes them on `device`. `states` is needed by a model that has states.
         """
         coded = dtype == torch.float8_e4m3fn
         make = zeros or functools.partial(_zeros, device)
-        mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
-        heads = [(mixer.kv_heads, mixer.head_dim) for mixer in mixers]
         value_dtype = torch.uint8 if coded else dtype
-        k, v = ([make((pages, page_size, g, d), value_dtype) for g, d in heads] for _ in range(2))
-        scales = [make((pages, 2, g, page_size), torch.float32) for g, _ in heads] if coded else []
+        k = [make((pages, page_size, shape.heads, shape.k_dim), value_dtype) for shape in spec.kv_shapes]
+        v = [make((pages, page_size, shape.heads, shape.v_dim), value_dtype) for shape in spec.kv_shapes]
+        scale_shapes = [(pages, 2, shape.heads, page_size) for shape in spec.kv_shapes] if coded else []
+        scales = [make(shape, torch.float32) for shape in scale_shapes]
         return cls(k=k, v=v, page_size=page_size, scales=scales, states=states)
 
 

@@ -25,8 +25,17 @@ from huggingface_hub.errors import (
 )
 from transformers import CONFIG_MAPPING, AutoConfig
 
+from rollout.config import ModelImpl
 from rollout.models.config_rules import NUMBER, NUMBERS, Rule
-from rollout.models.registry import check_model_type, check_supported, config_rules, has_text_config, read_as
+from rollout.models.registry import (
+    check_model_type,
+    check_supported,
+    config_rules,
+    has_text_config,
+    is_native,
+    read_as,
+    size_rules,
+)
 
 #: Called with (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
@@ -175,8 +184,10 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def read_config(folder: Path) -> tuple[Any, str]:
+def read_config(folder: Path, impl: ModelImpl = "native") -> tuple[Any, str]:
     """The transformers config of a checkpoint and the name of its architecture.
+
+    `impl` is the setting `model_impl`: a native family has rules for all keys that it reads, others for sizes.
 
     Raises:
         CheckpointError: config.json is missing, names no architecture, or has a value out of bounds.
@@ -187,16 +198,16 @@ def read_config(folder: Path) -> tuple[Any, str]:
     names = content.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(f"{file} must name one architecture in 'architectures', not {names!r:.200}")
-    check_supported(names[0])
-    check_model_type(names[0], content.get("model_type"))
-    rules = config_rules(names[0])
-    nested, where = has_text_config(names[0]), str(file)
+    rules, nested, other_type, where = size_rules(), False, None, str(file)
+    if is_native(names[0], impl):
+        check_supported(names[0])
+        check_model_type(names[0], content.get("model_type"))
+        rules, nested, other_type = config_rules(names[0]), has_text_config(names[0]), read_as(names[0])
     if nested:
         where = f"{file}: text_config"
         if not isinstance(content.get("text_config"), dict):
             raise CheckpointError(f"{file} has no map 'text_config', which {names[0]} needs")
     check_config(content["text_config"] if nested else content, rules, where)
-    other_type = read_as(names[0])
     try:
         if other_type is None:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

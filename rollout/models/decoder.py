@@ -20,6 +20,7 @@ from rollout.models.layers import (
     SparseFeedForward,
     StepContext,
     empty_parameter,
+    float32_product,
 )
 from rollout.models.names import Region, all_views, one_name, with_other_prefix
 from rollout.models.rope import Rope
@@ -128,11 +129,7 @@ class Decoder(Block):
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Logits of selected hidden states, float32 [S, V]."""
-        if hidden_SH.is_cuda and hidden_SH.dtype != torch.float32:
-            # Logits rounded to 16 bits would cost log-probs more precision than everything else does.
-            logits_SV = torch.mm(hidden_SH, self.lm_head.t(), out_dtype=torch.float32)
-        else:
-            logits_SV = F.linear(hidden_SH.float(), self.lm_head.float())
+        logits_SV = float32_product(hidden_SH, self.lm_head)
         divisor, softcap = self.spec.logit_divisor, self.spec.logit_softcap
         if divisor != 1.0:
             logits_SV = logits_SV.div_(divisor)

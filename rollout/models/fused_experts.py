@@ -17,7 +17,7 @@ from typing import cast
 
 import torch
 from rollout_kernels.linear.table import MOST_ROWS
-from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, run_experts, table_entry
+from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, padded_from, run_experts, table_entry
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import last_pairs
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route, router_scratch
@@ -60,6 +60,8 @@ class FusedExperts:
         assert spec is not None
         self._router, self._eps, self._dtype = spec.router, model.spec.eps, model.embed.dtype
         self._unit_offset = model.spec.unit_offset
+        # None: plans for any GPU. Those for this one may have kernels that know SiLU only.
+        self._device = model.embed.device if spec.clamped is None else None
         self._by_torch = not spec.router.plain
         self._shape = MoEShape(spec.experts, spec.router.top_k, spec.hidden, spec.intermediate)
         blocks = (cast(DecoderLayer, layer).feed_forward for layer in model.layers)
@@ -72,7 +74,10 @@ class FusedExperts:
 
     def begin_step(self, tokens: int) -> None:
         """Choose the plan for a step of `tokens` tokens, which all its layers run by. Call this before its launch."""
-        self._plan = moe_plan(self._shape, self._format, self._dtype, tokens, deterministic=self._deterministic)
+        shape, deterministic = self._shape, self._deterministic
+        self._plan = moe_plan(
+            shape, self._format, self._dtype, tokens, deterministic=deterministic, device=self._device
+        )
         self._chosen = [] if self._scratch.arrived_T.is_cuda and torch.cuda.is_current_stream_capturing() else None
 
     def take_chosen(self) -> list[torch.Tensor]:
@@ -86,7 +91,10 @@ class FusedExperts:
         grouping = [pairs // self._router.top_k for pairs in last_pairs()]
         if self._deterministic:
             return sorted({*grouping} - {0})
-        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS} - {0})
+        padded = 1
+        if self._device is not None:
+            padded = padded_from(self._shape, self._format, self._dtype, self._device) or 1
+        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS, padded - 1} - {0})
 
     def run(
         self,
@@ -131,5 +139,6 @@ class FusedExperts:
             weights_TE.scatter_(1, routing.experts_TK.long(), routing.weights_TK)
             parts_STH[0].addmm_(weights_TE, bias_EH)
         if block.shared is not None:  # by torch, after the experts: their kernels follow each other without a wait
+            parts_STH = parts_STH.float()
             parts_STH[0] += block.shared(x_TH)
         return residual_TH, parts_STH

@@ -84,6 +84,16 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
+def float32_product(x_SH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    """The product of the output layer, float32 [S, V].
+
+    Logits rounded to 16 bits would cost log-probs more precision than everything else does.
+    """
+    if x_SH.is_cuda and x_SH.dtype != torch.float32:
+        return torch.mm(x_SH, weight_VH.t(), out_dtype=torch.float32)
+    return F.linear(x_SH.float(), weight_VH.float())
+
+
 class Block(nn.Module):
     """A module that is called without `nn.Module.__call__`.
 

@@ -1,9 +1,14 @@
-"""From `ModelSettings` to a model that can run: find the checkpoint, build the decoder, fill its parameters."""
+"""From `ModelSettings` to a model that can run: find the checkpoint, build the model, fill its parameters.
+
+A native family is a `Decoder`. Any other causal LM runs through transformers' own code (`rollout.models.fallback`).
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +37,10 @@ from rollout.models.checkpoint_tensors import (
 )
 from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
-from rollout.models.names import all_views, is_needed
+from rollout.models.language_model import LanguageModel, LanguageModelSpec
+from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
-from rollout.models.registry import spec_from_config
+from rollout.models.registry import is_native, spec_from_config
 from rollout.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -46,16 +52,20 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class LoadedModel:
     """A model with its weights, and the checkpoint that it came from."""
 
-    model: Decoder
-    spec: ModelSpec
+    model: LanguageModel
     folder: Path  # config and tokenizer files; weights too unless load_format is random
     generation_config: GenerationDefaults
+
+    @property
+    def spec(self) -> LanguageModelSpec:
+        """The shape of the model."""
+        return self.model.spec
 
     def trainer_views(self) -> dict[str, torch.Tensor]:
         """Views by the names that a trainer may send: the checkpoint's, and a tied output layer, as in a state_dict."""
         views = self.model.hf_views()
         if (alias := self.spec.tied_name) is not None:
-            views[alias] = views[f"{self.spec.names.embed}.weight"]
+            views[alias] = views[self.spec.tied_to]
         return views
 
     def kept_if_absent(self) -> frozenset[str]:
@@ -88,31 +98,60 @@ def load_model(
         CheckpointError: the checkpoint cannot be found or read, or its tensors do not fit its architecture.
         ValueError: the architecture, or an option in its config, is not supported.
     """
-    random = settings.load_format == "random"
     folder = fetch(settings) if folder is None else folder
     check_links(folder)
-    config, architecture = read_config(folder)
+    config, architecture = read_config(folder, settings.model_impl)
+    tensors = {} if settings.load_format == "random" else list_tensors(folder)
+    dtype = _pick_dtype(settings, getattr(config, "dtype", None) or stored_dtype(tensors), device)
+    defaults = read_generation_defaults(folder, config)
+    source = _Source(settings, folder, config, architecture, tensors, dtype, device, progress)
+    native = is_native(architecture, settings.model_impl)
+    model: LanguageModel = _load_native(source, experts) if native else _load_fallback(source, experts)
+    if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
+        vocab = model.spec.vocab
+        raise CheckpointError(f"{folder} names eos token ids {strange}, and the vocabulary has {vocab} entries")
+    return LoadedModel(model, folder, defaults)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a model is made from; there are no tensors if its weights are random."""
+
+    settings: ModelSettings
+    folder: Path
+    config: Any
+    architecture: str
+    tensors: dict[str, StoredTensor]
+    dtype: torch.dtype
+    device: torch.device
+    progress: Progress | None
+
+    @property
+    def random(self) -> bool:
+        """True if no weights are read."""
+        return self.settings.load_format == "random"
+
+
+def _load_native(source: _Source, experts: Format) -> Decoder:
+    config, architecture, device = source.config, source.architecture, source.device
     try:
         spec = spec_from_config(config, architecture)
     except (TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder}/config.json lacks a value that {architecture} needs: {error}") from error
-    tensors = {} if random else list_tensors(folder)
-    dtype = _pick_dtype(settings, getattr(config, "dtype", None) or stored_dtype(tensors), device)
-    defaults = read_generation_defaults(folder, config)
-    if strange := [token for token in defaults.eos_token_ids if not 0 <= token < spec.vocab]:
-        raise CheckpointError(f"{folder} names eos token ids {strange}, and the vocabulary has {spec.vocab} entries")
+        raise CheckpointError(
+            f"{source.folder}/config.json lacks a value that {architecture} needs: {error}"
+        ) from error
     check_format(spec, experts)
-    tensors = _needed(join_mxfp4(tensors), spec)
-    outline = Decoder(spec, dtype, torch.device("meta"), experts)  # shapes without memory
-    if not random:
-        check_tensors(folder, tensors, outline.hf_regions(), architecture)
-    _check_memory(outline, folder, device)
-    model = Decoder(spec, dtype, device, experts)
-    if random:
-        fill_random(model, settings.random_seed)
+    tensors = _needed(join_mxfp4(source.tensors), spec)
+    outline = Decoder(spec, source.dtype, torch.device("meta"), experts)  # shapes without memory
+    if not source.random:
+        check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
+    _check_memory(outline.parameters(), source.folder, device)
+    model = Decoder(spec, source.dtype, device, experts)
+    if source.random:
+        fill_random(model, source.settings.random_seed)
     else:
-        copy_tensors(tensors, model.hf_views(), progress)
-    return LoadedModel(model.eval(), spec, folder, defaults)
+        copy_tensors(tensors, model.hf_views(), source.progress)
+    return model.eval()
 
 
 def _needed(tensors: dict[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
@@ -123,9 +162,69 @@ def _needed(tensors: dict[str, StoredTensor], spec: ModelSpec) -> dict[str, Stor
     return {name: stored for name, stored in tensors.items() if is_needed(name, spec.tied_name, spec.unused)}
 
 
-def _check_memory(outline: Decoder, folder: Path, device: torch.device) -> None:
-    """Raise CheckpointError if the model is larger than the memory of the device."""
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in outline.parameters())
+def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
+    from rollout.models.fallback.build import make_module, max_positions, module_class
+    from rollout.models.fallback.held import HELD
+    from rollout.models.fallback.model import TransformersModel
+    from rollout.models.fallback.start import check_start
+    from rollout.models.fallback.weights import checkpoint_regions, own_tensors
+
+    architecture, dtype, device = source.architecture, source.dtype, source.device
+    cls = module_class(source.config, architecture)
+    if experts != "plain":
+        raise ValueError(
+            f"expert_dtype = {experts} is for native families, and {architecture} runs through transformers' own "
+            "code: use expert_dtype = auto"
+        )
+    log.warning(
+        "%s runs through transformers' own code, not natively: expect about half the speed of a native family; no "
+        "adapters, routing, deterministic or expert_dtype",
+        architecture,
+        extra={"tested_against_transformers": architecture in HELD},
+    )
+    refused = f"{architecture} cannot be served through transformers' code"
+    try:
+        outline = make_module(cls, source.config, dtype, torch.device("meta"))
+        regions, (own, aliases) = checkpoint_regions(outline), own_tensors(outline)
+        tensors = _used_tensors(source.tensors, cls, regions, aliases)
+        if not source.random:
+            check_tensors(source.folder, tensors, regions, architecture)
+        _check_memory(own.values(), source.folder, device)
+        seed = source.settings.random_seed if source.random else None
+        module = make_module(cls, source.config, dtype, device, seed)
+        model = TransformersModel(module, max_positions(source.config))
+        if not source.random:
+            copy_tensors(tensors, model.hf_views(), source.progress)
+        check_start(model)
+    except (CheckpointError, torch.OutOfMemoryError):
+        raise
+    except ValueError as error:
+        raise ValueError(f"{refused}: {error}") from error
+    # Code of transformers that does not expect packed tokens or these sizes fails in many ways.
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{refused}: its own code fails: {type(error).__name__}: {error!s:.500}") from error
+    return model
+
+
+def _used_tensors(
+    tensors: dict[str, StoredTensor], cls: Any, regions: list[Region], aliases: dict[str, str]
+) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint without those that a class of transformers declares that it leaves out."""
+    patterns = [re.compile(pattern) for pattern in cls._keys_to_ignore_on_load_unexpected or ()]
+    known = all_views(regions)
+    unused = {name for name in tensors if name not in known and any(pattern.search(name) for pattern in patterns)}
+    if unused:
+        log.info("%d tensors of the checkpoint are not used: %s", len(unused), first_names(sorted(unused)))
+    return {
+        name: stored
+        for name, stored in tensors.items()
+        if is_needed(name, None) and name not in aliases and name not in unused
+    }
+
+
+def _check_memory(tensors: Iterable[torch.Tensor], folder: Path, device: torch.device) -> None:
+    """Raise CheckpointError if a model's tensors are larger than the memory of the device."""
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if device.type == "cuda":
         there, _ = torch.cuda.mem_get_info(device)
     else:

@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from rollout.config import ModelImpl
 from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
 from rollout.models.spec import (
     Activation,
@@ -64,6 +65,13 @@ _COMMON: dict[str, Rule] = {
     "use_sliding_window": FLAG,
     "max_window_layers": integer(0, MOST_LAYERS),
 }
+
+
+_SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"),
+    *("num_key_value_heads", "head_dim"),
+)
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 
 
 class Key(NamedTuple):
@@ -725,11 +733,17 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(FAMILIES)
 
 
+def is_native(architecture: str, impl: ModelImpl) -> bool:
+    """True if a model is a `Decoder`: not if it runs through transformers' own code."""
+    return impl == "native" or (impl == "auto" and architecture in FAMILIES)
+
+
 def check_supported(architecture: str) -> None:
     """Raise ValueError for an architecture without a declaration; the message lists the declared ones."""
     if architecture not in FAMILIES:
         raise ValueError(
-            f"architecture {architecture!r:.80} is not supported; supported: {', '.join(supported_architectures())}"
+            f"architecture {architecture!r:.80} is not native; native: {', '.join(supported_architectures())}. Use "
+            "model_impl = auto to run others through transformers' own code"
         )
 
 
@@ -753,6 +767,11 @@ def config_rules(architecture: str) -> dict[str, Rule]:
 def has_text_config(architecture: str) -> bool:
     """True if the config of the language model is the map `text_config` of config.json."""
     return FAMILIES[architecture].has_text_config
+
+
+def size_rules() -> dict[str, Rule]:
+    """What the keys of any config.json that sizes follow from may hold, where they are not null."""
+    return {name: _COMMON[name] for name in _SIZES} | dict.fromkeys(_EXPERT_COUNTS, integer(0, 1 << 14))
 
 
 def _rules(declaration: Family | MoEFamily | DeltaNetFamily) -> dict[str, Rule]:

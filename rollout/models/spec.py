@@ -53,6 +53,19 @@ class RopeSpec:
         return int(head_dim * self.share)
 
 
+class KVShape(NamedTuple):
+    """What one layer keeps of a token: a key and a value for each KV head."""
+
+    heads: int
+    k_dim: int
+    v_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of KV cache that one token takes; e4m3 codes have float32 scales as well."""
+        scales = 2 * torch.float32.itemsize if dtype == torch.float8_e4m3fn else 0
+        return self.heads * ((self.k_dim + self.v_dim) * dtype.itemsize + scales)
+
+
 class LinearSpec(NamedTuple):
     """A matrix product whose weight holds one or more modules of a checkpoint, side by side along the outputs."""
 
@@ -138,10 +151,10 @@ class AttentionSpec:
         """The output product."""
         return LinearSpec(self.q_dim, (self.names.o,), (self.hidden,), self.o_bias)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV cache that one token takes in this layer; e4m3 codes have float32 scales as well."""
-        scale = torch.float32.itemsize if dtype == torch.float8_e4m3fn else 0
-        return 2 * self.kv_heads * (self.head_dim * dtype.itemsize + scale)
+    @property
+    def kv_shape(self) -> KVShape:
+        """What it keeps of a token."""
+        return KVShape(self.kv_heads, self.head_dim, self.head_dim)
 
 
 class DeltaNetNames(NamedTuple):
@@ -347,10 +360,6 @@ class LayerSpec:
         """True if the feed-forward block is a mixture of experts."""
         return isinstance(self.feed_forward, MoESpec)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV cache that one token takes in this layer."""
-        return self.mixer.kv_bytes_per_token(dtype) if isinstance(self.mixer, AttentionSpec) else 0
-
 
 class ModelNames(NamedTuple):
     """Modules outside the layers, and the prefix of a layer; `{}` stands for its number."""
@@ -424,6 +433,23 @@ class ModelSpec:
         return tuple(dict.fromkeys((m.rope, m.head_dim) for m in mixers if isinstance(m, AttentionSpec)))
 
     @property
+    def plain_scores(self) -> bool:
+        """True if no layer's attention has a softcap or sinks."""
+        mixers = (layer.mixer for layer in self.layers)
+        return not any(m.softcap or m.sinks for m in mixers if isinstance(m, AttentionSpec))
+
+    @functools.cached_property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """What each layer with KV keeps of a token, in the order of `attention_layers`."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+    @property
+    def tied_to(self) -> str:
+        """The name of the tensor that a tied output layer is."""
+        return f"{self.names.embed}.weight"
+
+    @property
     def tied_name(self) -> str | None:
         """The name of the output layer's tensor where that is the embedding; it may be sent and is not needed."""
         return f"{self.names.lm_head}.weight" if self.tied else None
@@ -439,4 +465,4 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache that one token takes in all layers."""
-        return sum(layer.kv_bytes_per_token(dtype) for layer in self.layers)
+        return sum(shape.bytes_per_token(dtype) for shape in self.kv_shapes)

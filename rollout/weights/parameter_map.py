@@ -106,12 +106,15 @@ class ParameterMap:
             pairs = sorted({f"{owners[i]} and {owners[i + 1]}" for i in clash.tolist()})
             raise _rejected("tensors that write the same parameters", pairs, "send one layout of each parameter")
         written = _merge(intervals)
-        lacking = [name for name in self.views if name in may_lack and name not in set(names)]
-        kept = tuple(name for name in lacking if not _overlaps(written, self._runs[name]))
-        if not np.array_equal(_union([written, *(self._runs[name] for name in kept)]), self._whole):
-            missing = self._missing(intervals)
+        kept = []
+        for name in (name for name in self.views if name in may_lack):
+            if not _overlaps(written, self._runs[name]):  # under this name and under others
+                kept.append(name)
+                written = _union([written, self._runs[name]])
+        if not np.array_equal(written, self._whole):
+            missing = self._missing(written)
             raise _rejected("missing tensors", missing, "an update must carry every parameter")
-        return Fit(tuple(copied), tuple(aliases), kept, unused)
+        return Fit(tuple(copied), tuple(aliases), tuple(kept), unused)
 
     def _split_aliases(self, names: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
         first: dict[tuple, str] = {}

@@ -26,9 +26,12 @@ import torch
 import triton
 from rollout_kernels import SamplingRows
 from rollout_kernels.attention import triton_decode
+from rollout_kernels.attention.gluon_prefill import gathered_attention
 from rollout_kernels.attention.segments import SEGMENT_WORDS
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
+from rollout_kernels.attention.triton_gather_kv import gather_kv
 from rollout_kernels.attention.triton_prefill import prefill_attention
+from rollout_kernels.attention.triton_prefill_items import prefill_items
 from rollout_kernels.common import triton_math
 from rollout_kernels.delta import Spans, triton_conv, triton_norm, triton_rule
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
@@ -202,6 +205,25 @@ def _prefill(shape: Shape, cache, scales, window, variant: bool = False) -> None
     q, lens = empty(2048, shape.heads, shape.dim), ints(4, dtype=torch.int64)
     how = {"max_query": 2048, "scale": 0.1, "window": window, "scales_P2GS": scales, **_variant(shape, variant)}
     prefill_attention(q, cache, cache, ints(4, 1024), ints(5), lens, **how)
+    if capability_of_gluon():
+        kv = gather_kv(
+            cache, cache, ints(4, 1024), lens, rows=8192, most=2048, dtype=torch.bfloat16, scales_P2GS=scales
+        )
+        items = prefill_items(ints(5), lens, 64, window)
+        gathered_attention(q, *kv, items, scale=0.1, window=window)
+
+
+def capability_of_gluon() -> bool:
+    """True if kernels for Hopper alone are compiled, too."""
+    return triton.runtime.driver.active.get_current_target().arch // 10 == 9
+
+
+def padded_experts(shape: Shape, tokens: int) -> None:
+    """The launches of experts over padded groups."""
+    routing = triton_router.Routing(ints(tokens, shape.top_k), floats(tokens, shape.top_k))
+    gate_up = _weights(shape.experts, 2 * shape.inner, shape.hidden, "plain", 2)
+    down = _weights(shape.experts, shape.hidden, shape.inner, "plain", 1)
+    dispatch.run_experts(empty(tokens, shape.hidden), routing, gate_up, down, dispatch.PaddedPlan(MULTIPROCESSORS))
 
 
 def adapters(shape: Shape, rows: int) -> Iterator[Case]:
@@ -279,6 +301,8 @@ def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
     yield "router", lambda: triton_router.moe_route(x, router, shape.top_k, True)
     logits = empty(1, rows, shape.experts)
     yield "choice", lambda: triton_router.moe_choose(logits, x.dtype, shape.top_k, True)
+    if capability_of_gluon():
+        yield "experts, padded", lambda: padded_experts(shape, 2048)
     routing = triton_router.Routing(ints(rows, shape.top_k), floats(rows, shape.top_k))
     sizes = dispatch.MoEShape(shape.experts, shape.top_k, shape.hidden, shape.inner)
     for format in formats.FORMATS:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout_kernels.attention.gathered import MOST_GATHERED, pays
 
 from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.device.streams import CpuDevice
@@ -16,7 +17,14 @@ from rollout.engine.sizing import DeviceMemory, PoolSize, check_row_state, kv_pa
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import forward_sizes, graph_sizes
-from rollout.engine.step.rehearsal import ALL_FEATURES, StepNeeds, largest_prompts, rehearse, steps_to_rehearse
+from rollout.engine.step.rehearsal import (
+    ALL_FEATURES,
+    StepNeeds,
+    largest_prompts,
+    longest_contexts,
+    rehearse,
+    steps_to_rehearse,
+)
 from rollout.engine.step.row_state import RowState
 from rollout.models import load_model
 from rollout.models.fused import FusedDecoder
@@ -165,6 +173,27 @@ def test_a_rehearsal_for_few_rows_runs_every_size_at_which_products_take_other_k
     model = load_model(ModelSettings(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu")).model
     _, prefills, _ = rehearsed(model, 1, 1)
     assert {sum(lengths) for lengths in prefills} >= {1, 2, 4, 8, 16, 32, 64, 128}
+
+
+@given(st.integers(1, 300), st.integers(1, 5000), st.integers(2, 3000))
+def test_long_contexts_that_are_rehearsed_are_ones_that_the_scheduler_can_plan(rows, chunk_tokens, context):
+    for spans in longest_contexts(rows, chunk_tokens, context):
+        assert len(spans) <= rows and sum(spans) <= chunk_tokens and all(1 <= length <= context for length in spans)
+
+
+def test_a_rehearsal_gathers_as_much_as_prefill_attention_may(model):
+    """Four spans of a chunk, each over a quarter of what is set aside for gathered keys and values."""
+    bench = Bench(model, max_rows=6)
+    longest = MOST_GATHERED // 4
+    steps = steps_to_rehearse(bench.engine.executor, 6, 16384, longest, None)
+    bench.close()
+    late = [one for one in steps if one.earlier]
+    assert all(one.earlier + length == longest for one in late for length in one.prompts)
+    assert [len(one.prompts) for one in late] == [1, 4]
+    for one in late:
+        length = one.prompts[0]
+        chunks = tuple((i * length, length, longest) for i in range(len(one.prompts)))
+        assert pays(chunks, 32, 8, None)
 
 
 def test_a_rehearsal_leaves_no_trace(model, prompt_of):

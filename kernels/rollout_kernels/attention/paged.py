@@ -262,8 +262,23 @@ def paged_prefill_attention(
     """
     has_kernel = kernels_take(k_cache_PSGD, v_cache_PSGD, softcap, sinks_H)
     if has_kernel and query_starts_C1 is not None and context_lens_B is not None:
+        from rollout_kernels.attention.gathered import attend_gathered, takes
         from rollout_kernels.attention.triton_prefill import prefill_attention
 
+        plain = softcap is None and sinks_H is None
+        if plain and takes(q_THD, chunks, k_cache_PSGD.shape[2], window, scale):
+            return attend_gathered(
+                q_THD,
+                k_cache_PSGD,
+                v_cache_PSGD,
+                page_table_BP,
+                chunks,
+                query_starts_C1,
+                context_lens_B,
+                scale=scale,
+                window=window,
+                scales_P2GS=scales_P2GS,
+            )
         return prefill_attention(
             q_THD,
             k_cache_PSGD,

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.attention.segments import LEVELS, SEGMENT_WORDS, rows_at_once
+from rollout_kernels.common.device import multiprocessors as device_multiprocessors
 from rollout_kernels.common.triton_math import follow, follow_options
 
 #: Words of an item: first row, first tile, end of tiles, first slot of the first row, parts of the first row, end of
@@ -226,9 +227,7 @@ def plan_decode_work(
     rows, device = context_lens_B.shape[0], context_lens_B.device
     shared, together = segments_SW is not None, config.rows_at_once(group)
     if config.chunk is None:
-        if multiprocessors is None:
-            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        shares = max(1, multiprocessors * config.programs_per_sm // kv_heads)
+        shares = max(1, (multiprocessors or device_multiprocessors(device)) * config.programs_per_sm // kv_heads)
         most_items = shares + rows * (1 + shared)
         slots = (shares * together + rows * (1 + LEVELS)) if shared else most_items
     else:

@@ -27,7 +27,7 @@ from rollout_kernels.common.triton_math import dot, narrow
 # Score of a hidden position. It is finite, so a query that sees nothing of a tile stays finite.
 _HIDDEN = tl.constexpr(-1e30)
 #: Up to this many tokens of the longest chunk, small tiles are faster.
-_SHORT_CHUNK = 1024
+SHORT_CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def default_prefill_config(dim: int, dtype: torch.dtype, max_query: int) -> Pref
         return PrefillConfig(16, 32, 4, 2)
     if dim > 128:
         return PrefillConfig(min(block_m, 64), 64, 8 if block_m >= 64 else 4, 2)
-    if max_query > _SHORT_CHUNK:
+    if max_query > SHORT_CHUNK:
         return PrefillConfig(128, 64, 8, 3)
     # Short chunks get many small programs, because each program has little work between its start and its end.
     return PrefillConfig(64, 32, 4, 3) if block_m >= 64 else PrefillConfig(block_m, 64, 4, 3)

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rollout_kernels.common.device import is_hopper
 from rollout_kernels.common.triton_math import follow_options
 
 # Renamed after Triton 3.6.
@@ -163,7 +164,7 @@ def takes(x_MK: torch.Tensor, w_NK: torch.Tensor, silu: bool) -> bool:
     """True if the kernel can run: 16-bit operands on Hopper, in rows that the copy engine can address."""
     if silu and w_NK.shape[0] % 16:  # gate and up rows are loaded eight at a time
         return False
-    if x_MK.device.type != "cuda" or torch.cuda.get_device_capability(x_MK.device)[0] != 9:
+    if not is_hopper(x_MK.device):
         return False
     return x_MK.dtype in (torch.bfloat16, torch.float16) and all(
         t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) == 1 for t in (x_MK, w_NK)

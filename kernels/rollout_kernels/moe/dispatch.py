@@ -2,12 +2,14 @@
 
     warp       moe_gate_up, moe_down                                    two launches
     grouped    group_pairs, grouped_gate_up, grouped_down [, combine]   three or four launches
+    padded     pad_groups, spread_rows, padded_gate_up, padded_down, gather_sum   six launches; 16 bits, on Hopper
 
 A plan names the path and the configurations of its kernels. Plans come from `table.json`, which `scripts/tune/moe.py`
 writes from measurements: for each shape and format, a plan for each band of tokens. The plan is chosen once, when a
 step is captured; nothing is tuned while serving. An entry also has one deterministic plan for every number of tokens,
 so the order of a token's sums does not depend on the batch. A shape that is not in the table gets a plan by its size,
-with one warning.
+with one warning. The padded path is not in the table: on GPUs that can run it, it takes over from a number of tokens
+for each expert on (`padded_from`).
 
 The host reads nothing, and the grids depend only on shapes, so a graph can capture the layer.
 
@@ -25,11 +27,18 @@ from typing import Any, Literal
 
 import torch
 
+from rollout_kernels.common.device import multiprocessors
+from rollout_kernels.moe import gluon_experts
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights, Format
 from rollout_kernels.moe.triton_group_pairs import group_pairs
 from rollout_kernels.moe.triton_grouped_experts import GroupedConfig, combine, grouped_down, grouped_gate_up
+from rollout_kernels.moe.triton_padded_groups import gather_sum, pad_groups, spread_rows
 from rollout_kernels.moe.triton_router import Routing
 from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_gate_up
+
+#: Tokens an expert, on average, from which on the padded path is used. Of Qwen3-30B-A3B's layer, 32 an expert took as
+#: long by either path, 128 a tenth less, 512 a fifth less (scripts/bench/results/prefill_parts_h200.jsonl).
+_PADDED_PAIRS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,15 @@ class GroupedPlan:
     path: Literal["grouped"] = "grouped"
 
 
-Plan = WarpPlan | GroupedPlan
+@dataclass(frozen=True, slots=True)
+class PaddedPlan:
+    """A whole tile of tokens for most experts, on Hopper: persistent products."""
+
+    programs: int = 132  # multiprocessors of the device
+    path: Literal["padded"] = "padded"
+
+
+Plan = WarpPlan | GroupedPlan | PaddedPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +95,34 @@ class Entry:
         return next((plan for most, plan in self.bands if tokens <= most), self.bands[-1][1])
 
 
-def moe_plan(shape: MoEShape, format: Format, dtype: torch.dtype, tokens: int, *, deterministic: bool = False) -> Plan:
-    """The plan for `tokens` tokens with weights in `format` and activations in `dtype`."""
+def moe_plan(
+    shape: MoEShape,
+    format: Format,
+    dtype: torch.dtype,
+    tokens: int,
+    *,
+    deterministic: bool = False,
+    device: torch.device | None = None,
+) -> Plan:
+    """The plan for `tokens` tokens with weights in `format` and activations in `dtype`.
+
+    Without `device` it is one for any GPU. A deterministic plan is never padded, as it serves few tokens as well.
+    """
     if format == "mxfp8" and dtype == torch.float16:
         # f16 cannot represent e8m0 scales, so the tensor cores cannot multiply these weights.
         return _default_warp(format)
+    if device is not None and not deterministic:
+        first = padded_from(shape, format, dtype, device)
+        if first is not None and tokens >= first:
+            return PaddedPlan(multiprocessors(device))
     return table_entry(shape, format).plan(tokens, deterministic)
+
+
+def padded_from(shape: MoEShape, format: Format, dtype: torch.dtype, device: torch.device) -> int | None:
+    """The smallest number of tokens that run by a `PaddedPlan` on this device; None if no number does."""
+    if format != "plain" or not gluon_experts.takes(device, dtype, shape.experts, shape.hidden, shape.inner):
+        return None
+    return -(-_PADDED_PAIRS * shape.experts // shape.top_k)
 
 
 def table_entry(shape: MoEShape, format: Format) -> Entry:
@@ -111,8 +150,9 @@ def run_experts(
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, [T, H] in x's dtype. The twin is `rollout_kernels.moe_experts`.
 
-    With `parts`: float32 [S, T, H], whose sum over S is the result, in the order in which `add_rms_norm` adds; S is 1
-    or K. No other kernel may be launched between these launches, because each may start before its predecessor ends.
+    With `parts`: [S, T, H], whose sum over S is the result, in the order in which `add_rms_norm` adds; S is 1 or K.
+    They are float32, or of a padded plan one part in x's dtype, rounded as the norm would. No other kernel may be
+    launched between these launches, because each may start before its predecessor ends.
 
     Args:
         x_TH: bf16 or f16, contiguous.
@@ -128,6 +168,15 @@ def run_experts(
         h_TKI = moe_gate_up(x_TH, routing.experts_TK, gate_up, plan.gate_up, glu=glu)
         return moe_down(h_TKI, routing.experts_TK, routing.weights_TK, down, plan.down, parts=parts)
     experts, top_k = gate_up.values_ENK.shape[0], routing.experts_TK.shape[1]
+    if isinstance(plan, PaddedPlan):
+        assert glu is None, "kernels for padded groups have SiLU only"
+        programs, places = plan.programs, pad_groups(routing.experts_TK, experts)
+        x_RH = spread_rows(x_TH, places, top_k)
+        h_RI = gluon_experts.padded_gate_up(x_RH, places, gate_up.values_ENK, programs=programs)
+        del x_RH  # its memory takes the outputs
+        out_RH, scales_RS = gluon_experts.padded_down(h_RI, places, down.values_ENK, programs=programs)
+        out_TH = gather_sum(out_RH, scales_RS, places, routing.weights_TK, x_TH.dtype)
+        return out_TH[None] if parts else out_TH
     groups = group_pairs(routing.experts_TK, experts, plan.tile_rows)
     h_PI = grouped_gate_up(x_TH, groups, gate_up, top_k, plan.gate_up, glu=glu)
     parts_KTH = grouped_down(h_PI, groups, routing.weights_TK, down, plan.down)

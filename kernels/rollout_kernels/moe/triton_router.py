@@ -27,6 +27,8 @@ from rollout_kernels.linear.triton_linear import linear_parts
 #: Other experts that an expert is compared with at once, and the smallest length of vectors of experts.
 _COMPARED = tl.constexpr(128)
 _FEWEST = 32
+#: Experts whose index fits beside a short logit.
+_MOST_SHORT = tl.constexpr(8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,19 @@ class Record:
 
 
 @triton.jit
-def _order(logits, e, E2: tl.constexpr):
-    """An integer for each expert, larger for experts that come earlier: by logit (NaN last), then by index."""
+def _order(logits, e, E2: tl.constexpr, SHORT: tl.constexpr):
+    """An integer for each expert, larger for experts that come earlier: by logit (NaN last), then by index.
+
+    It has 32 bits with SHORT, which is for logits of at most 11 significant bits, as those that were rounded to bf16 or
+    f16: then the 13 lower bits of a float32 say nothing. Otherwise it has 64.
+    """
     number = tl.where(logits == logits, logits, float("-inf")) + 0.0  # makes -0.0 equal to 0.0
     bits = number.to(tl.int32, bitcast=True)
     ascending = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ascending.to(tl.int64) << 32) | (E2 - 1 - e).to(tl.int64)
+    if SHORT:
+        return (ascending & -8192) | (E2 - 1 - e)
+    else:
+        return (ascending.to(tl.int64) << 32) | (E2 - 1 - e).to(tl.int64)
 
 
 @triton.jit
@@ -72,20 +81,25 @@ def choose(
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     RECORD: tl.constexpr,
+    SHORT: tl.constexpr = False,
 ):
-    """Choose the experts of one token from its float32 logits [E2]; an expert's place is the number of earlier ones."""
+    """Choose the experts of one token from its float32 logits [E2]; an expert's place is the number of earlier ones.
+
+    SHORT: see `_order`.
+    """
     e = tl.arange(0, E2)
     logits = tl.where(e < E, logits, float("-inf"))
-    order = _order(logits, e, E2)
+    order = _order(logits, e, E2, SHORT)
     if E2 <= _COMPARED:
-        place = tl.sum((order[None, :] > order[:, None]).to(tl.int32), axis=1)
+        # A thread counts for one expert, so nothing is exchanged between threads.
+        place = tl.sum((order[:, None] > order[None, :]).to(tl.int32), axis=0)
     else:
         PIECES: tl.constexpr = E2 // _COMPARED
         pieces = tl.reshape(order, [PIECES, _COMPARED])
         place = tl.zeros([E2], tl.int32)
         for piece in tl.static_range(PIECES):
             rival = tl.sum(tl.where((tl.arange(0, PIECES) == piece)[:, None], pieces, 0), axis=0)
-            place += tl.sum((rival[None, :] > order[:, None]).to(tl.int32), axis=1)
+            place += tl.sum((rival[:, None] > order[None, :]).to(tl.int32), axis=0)
     chosen = (place < TOP_K) & (e < E)
     # Finite even if all logits are NaN, so that padding gets no weight.
     largest = tl.maximum(tl.max(tl.where(logits == logits, logits, float("-inf"))), -3e38)
@@ -142,6 +156,7 @@ def _choose_kernel(
         TOP_K,
         RENORMALIZE,
         RECORD,
+        DTYPE != tl.float32 and E2 <= _MOST_SHORT,
     )
 
 

@@ -26,6 +26,7 @@ from rollout.engine.step.upload import StepInput
 from rollout.models.batch import AttentionBatch, Chunk, KVCache, WantedTokens
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, obstacle, supports
+from rollout.models.language_model import LanguageModel
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,10 @@ log = logging.getLogger(__name__)
 _ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
 
 
-def make_forward(model: Decoder, fused_experts: bool, deterministic: bool) -> Decoder | FusedDecoder:
+def make_forward(model: LanguageModel, fused_experts: bool, deterministic: bool) -> LanguageModel | FusedDecoder:
     """What runs the forwards of a model: the fused kernels where they support it, else the model itself."""
+    if not isinstance(model, Decoder):
+        return model
     if supports(model, fused_experts):
         return FusedDecoder(model, deterministic)
     if model.embed.is_cuda:
@@ -52,8 +55,8 @@ class DeviceStep:
 
     def __init__(
         self,
-        model: Decoder,
-        forward: Decoder | FusedDecoder,
+        model: LanguageModel,
+        forward: LanguageModel | FusedDecoder,
         kv: KVCache,
         rows: RowState,
         adapters: AdapterSlots | None = None,

@@ -31,6 +31,7 @@ from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import StepInput, Upload, put_decode
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fused import FusedDecoder, supports, takes_feed_forward, takes_mixer
+from rollout.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +41,27 @@ _ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
 Progress = Callable[[int, int], None]
 
 
-def capturable(model: Decoder, fused_experts: bool) -> bool:
+def capturable(model: LanguageModel, fused_experts: bool) -> bool:
     """True if a decode step of this model needs no value from the device on the host, and there is a GPU.
 
     A block that reads such a value (`Block.reads_host`) must be fused: the generic experts ask the device how many
-    tokens each expert has.
+    tokens each expert has. A fallback model runs a step to find out; the reason why it is not captured is logged.
     """
+    if not model.embed.is_cuda:
+        return False
+    if not isinstance(model, Decoder):
+        from rollout.models.fallback.start import capture_obstacle
+
+        obstacle = capture_obstacle(model)
+        if obstacle is not None:
+            log.warning("decode steps are not captured as CUDA graphs: %s", obstacle)
+        return obstacle is None
     fused, dtype = supports(model, fused_experts), model.embed.dtype
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     mixers = [layer.mixer for layer in layers if not (fused and takes_mixer(layer.mixer.spec))]
     others = [layer.feed_forward for layer in layers]
     others = [block for block in others if not (fused and takes_feed_forward(block.spec, dtype))]
-    return model.embed.is_cuda and not any(block.reads_host for block in (*mixers, *others))
+    return not any(block.reads_host for block in (*mixers, *others))
 
 
 def graph_sizes(most: int) -> list[int]:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from rollout_kernels.attention.gathered import MOST_CHUNKS, MOST_GATHERED
 from rollout_kernels.attention.segments import no_segments
+from rollout_kernels.attention.triton_prefill import SHORT_CHUNK
 
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.execute import Executor
@@ -19,12 +21,14 @@ from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Upload, put_decode, put_prefill, put_scored, put_tops
-from rollout.models.fused import FusedDecoder
+from rollout.models.decoder import Decoder
 
 #: All that can be asked of sampling at once.
 ALL_FEATURES = functools.reduce(lambda a, b: a | b, Feature)
 #: Lengths of the longest span of a prefill step at which its attention changes kernels.
-_SPAN_LENGTHS = (1, 32, 64, 128)
+_SPAN_LENGTHS = (1, 32, 64, 128, SHORT_CHUNK + 1)
+#: Tokens of a span that ends a long context: enough for every kernel of attention.
+_LONG_SPAN = 4096
 #: Sizes whose graphs are captured to learn what one more costs.
 _MORE_SIZES = 3
 #: Steps of many sizes make the allocator hold up to 1.7 times what the largest alone took.
@@ -46,10 +50,11 @@ class StepNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """One step to rehearse: a prefill of whole prompts of these lengths, or a decode of this number of rows."""
+    """One step to rehearse: a prefill of prompts of these lengths, or a decode of this number of rows."""
 
     features: Feature
     prompts: tuple[int, ...] = ()
+    earlier: int = 0  # tokens of each prompt that earlier steps have run
     rows: int = 0
 
 
@@ -57,6 +62,25 @@ def largest_prompts(max_rows: int, chunk_tokens: int, max_context: int) -> list[
     """Lengths of the spans of the prefill step with the most tokens and, of those, the most that sample."""
     count = min(max_rows, chunk_tokens)
     return [min(chunk_tokens // count + (i < chunk_tokens % count), max_context) for i in range(count)]
+
+
+def longest_contexts(max_rows: int, chunk_tokens: int, max_context: int) -> list[list[int]]:
+    """Lengths of spans that end the longest contexts: of one such span, and of as many as attention gathers at once.
+
+    A longer span would take no other kernel and no more memory than the largest prefill step does.
+    """
+    one = min(chunk_tokens, max_context, _LONG_SPAN)
+    count = max(1, min(max_rows, MOST_CHUNKS, MOST_GATHERED // max_context, chunk_tokens))
+    several = [min(one, chunk_tokens // count)] * count
+    return [[one], several] if count > 1 else [[one]]
+
+
+def _more_than_gathered(max_rows: int, chunk_tokens: int, max_context: int) -> list[int] | None:
+    """Spans, a long one first, that end contexts of more tokens than attention gathers; None if there are none."""
+    earlier = max_context - SHORT_CHUNK - 1
+    count = MOST_GATHERED // max(earlier, 1) + 1
+    spans = [SHORT_CHUNK + 1] + [1] * (count - 1)
+    return spans if earlier > 0 and count <= max_rows and sum(spans) <= chunk_tokens else None
 
 
 def steps_to_rehearse(
@@ -69,7 +93,7 @@ def steps_to_rehearse(
     forward = executor.step.forward
     largest = largest_prompts(max_rows, chunk_tokens, max_context)
     one = min(chunk_tokens, max_context)
-    kernel_sizes = forward.kernel_sizes() if isinstance(forward, FusedDecoder) else []
+    kernel_sizes = [] if isinstance(forward, Decoder) else forward.kernel_sizes()
     prefills = [size for size in kernel_sizes if one < size < sum(largest)]
     lengths = sorted({*_SPAN_LENGTHS, *kernel_sizes})
     prompts = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in lengths)]
@@ -81,6 +105,13 @@ def steps_to_rehearse(
         if max(lengths) <= one and len(lengths) <= max_rows
         for also in adapters
     ]
+    # Attention may gather contexts, which takes memory for all their tokens.
+    gathered = min(max_context, MOST_GATHERED)
+    for spans in longest_contexts(max_rows, chunk_tokens, gathered):
+        if gathered > spans[0]:
+            steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(spans), earlier=gathered - spans[0]))
+    if (more := _more_than_gathered(max_rows, chunk_tokens, max_context)) is not None:
+        steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(more), earlier=max_context - more[0]))
     captured_all = graph_rows is not None and graph_rows >= max_rows
     decodes = {*_powers_of_two(max_rows), *(size for size in kernel_sizes if size < max_rows)}
     steps += [Rehearsed(PLAIN | also, rows=size) for size in sorted(decodes) if not captured_all for also in adapters]
@@ -137,12 +168,12 @@ def _pack_decode(executor: Executor, slot: Slot, step: Rehearsed, max_context: i
 
 
 def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: int) -> Upload:
-    """Whole prompts, each with a page to copy."""
+    """Ends of prompts, each with a page to copy."""
     rows, total, staging = len(step.prompts), sum(step.prompts), slot.staging
     staging.begin()
     staging.put("copies", np.zeros((rows, 2), dtype=np.int32))
     tokens = np.arange(total, dtype=np.int64) % executor.step.rows.vocab
-    layout = put_prefill(staging, [(0, 0, length, 1) for length in step.prompts], tokens)
+    layout = put_prefill(staging, [(0, step.earlier, length, 1) for length in step.prompts], tokens)
     tops: tuple[int, ...] = ()
     scored = 0
     if step.features & Feature.TOP:

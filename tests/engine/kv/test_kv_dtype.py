@@ -21,6 +21,7 @@ from rollout.demo.counting import Counter
 from rollout.engine.sizing import DeviceMemory, kv_dtype, kv_pages
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.models.batch import KVCache
+from rollout.models.spec import KVShape
 from tests.support.engine.harness import Bench, Completion, load
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.models.families import make_checkpoint
@@ -221,8 +222,7 @@ def test_on_a_gpu_captured_steps_keep_codes_as_well_as_launched_ones(kind, tmp_p
 
 def test_a_head_dimension_that_the_kernels_read_no_codes_of_is_refused_at_the_start() -> None:
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    layer = SimpleNamespace(mixer=SimpleNamespace(head_dim=6))
-    model: Any = SimpleNamespace(spec=SimpleNamespace(layers=(layer,)), embed=on_gpu)
+    model: Any = SimpleNamespace(spec=SimpleNamespace(kv_shapes=(KVShape(1, 6, 6),)), embed=on_gpu)
     with pytest.raises(ValueError, match="multiple of 4"):
         kv_dtype(EngineSettings(**FP8), model)
     assert kv_dtype(EngineSettings(), model) == torch.bfloat16

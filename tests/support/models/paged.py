@@ -33,9 +33,12 @@ class PagedRunner:
         self.width = -(-max_tokens // page_size)
         pages = list(range(1, rows * self.width + 1))
         random.Random(seed).shuffle(pages)
-        dtype = model.embed.dtype
-        self.states = StatePool.allocate(model.spec, rows + 1, dtype, "cpu")  # row 0 is padding
-        self.kv = KVCache.allocate(model.spec, len(pages) + 1, page_size, kv_dtype or dtype, "cpu", states=self.states)
+        self.device, dtype = model.embed.device, model.embed.dtype
+        native = isinstance(model, Decoder)  # row 0 of the states is padding
+        self.states = StatePool.allocate(model.spec, rows + 1, dtype, self.device) if native else None
+        self.kv = KVCache.allocate(
+            model.spec, len(pages) + 1, page_size, kv_dtype or dtype, self.device, states=self.states
+        )
         for cache in self.kv.tensors:
             cache.fill_(50.0)
         for state in () if self.states is None else self.states.tensors:
@@ -97,7 +100,7 @@ class PagedRunner:
         last_of: list[int] | None = None,
     ) -> torch.Tensor:
         def ints(values: list) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32)
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
 
         # Entries past a row's context point at the dump page, as in an engine that grows rows lazily.
         used = [-(-self.lengths[row] // self.page_size) for row in rows]
@@ -109,10 +112,10 @@ class PagedRunner:
             context_lens_B=ints([self.lengths[row] for row in rows] + [0] * padding),
             max_context=max(self.lengths[row] for row in rows),
             chunks=chunks,
+            query_starts_C1=None if chunks is None else ints([*(c.query_start for c in chunks), len(tokens)]),
             experts=self.experts,
             adapters=self._step_adapters(rows, chunks, padding),
-            rows_B=torch.tensor([row + 1 for row in rows] + [0] * padding),
-            query_starts_C1=None if chunks is None else ints([*(c.query_start for c in chunks), len(tokens)]),
+            rows_B=torch.tensor([row + 1 for row in rows] + [0] * padding, device=self.device),
         )
         if chunks is not None and last_of is not None:
             batch = replace(batch, wanted=self._wanted([rows.index(row) for row in last_of], batch, chunks))
@@ -138,7 +141,8 @@ def check(loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = N
     """Two rows: a prompt in two chunks and decode steps, by the generic path and the fused one, where there is one."""
     with torch.no_grad():
         exact = reference(torch.tensor([PROMPT])).logits[0].float()
-    fused = [FusedDecoder(loaded.model)] if loaded.spec.plain_stream else []
+    native = isinstance(loaded.model, Decoder)
+    fused = [FusedDecoder(loaded.model)] if native and loaded.spec.plain_stream else []
     for forward in (loaded.model, *fused):
         runner = PagedRunner(loaded.model, rows=2, max_tokens=len(PROMPT), forward=forward)
         if adapters is not None:

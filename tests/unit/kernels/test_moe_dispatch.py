@@ -8,14 +8,16 @@ from functools import partial
 
 import pytest
 import torch
-from rollout_kernels.moe import dispatch
+from rollout_kernels.moe import dispatch, gluon_experts
 from rollout_kernels.moe.dispatch import (
     Entry,
     GroupedPlan,
     MoEShape,
+    PaddedPlan,
     WarpPlan,
     default_entry,
     moe_plan,
+    padded_from,
     read_table,
     run_experts,
     write_table,
@@ -95,6 +97,32 @@ def test_the_deterministic_plan_is_one_for_any_number_of_tokens():
     for format in FORMATS:
         plans = {moe_plan(QWEN3_30B, format, torch.bfloat16, t, deterministic=True) for t in (1, 4, 5, 128, 9000)}
         assert len(plans) == 1
+
+
+def test_many_tokens_an_expert_are_padded_on_hopper_alone(monkeypatch):
+    device, tokens = torch.device("cuda"), 2048
+    monkeypatch.setattr(gluon_experts, "is_hopper", lambda device: device.type == "cuda")
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 114)
+    assert padded_from(QWEN3_30B, "plain", torch.bfloat16, device) == tokens
+    for dtype in (torch.bfloat16, torch.float16):
+        assert moe_plan(QWEN3_30B, "plain", dtype, tokens, device=device) == PaddedPlan(programs=114)
+    today = moe_plan(QWEN3_30B, "plain", torch.bfloat16, tokens)
+    assert today.path == "grouped"
+    assert moe_plan(QWEN3_30B, "plain", torch.bfloat16, tokens - 1, device=device) == today
+    assert moe_plan(QWEN3_30B, "plain", torch.bfloat16, tokens, device=torch.device("cpu")) == today
+    assert moe_plan(QWEN3_30B, "plain", torch.bfloat16, tokens, deterministic=True, device=device).path == "grouped"
+    assert moe_plan(QWEN3_30B, "fp8_block", torch.bfloat16, tokens, device=device).path == "grouped"
+
+
+@pytest.mark.filterwarnings("ignore:no measured plan")
+def test_shapes_that_tiles_do_not_divide_are_not_padded(monkeypatch):
+    device = torch.device("cuda")
+    monkeypatch.setattr(gluon_experts, "is_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 132)
+    assert moe_plan(MoEShape(8, 2, 4096, 14336), "plain", torch.bfloat16, 512, device=device).path == "padded"
+    assert moe_plan(MoEShape(8, 2, 4096, 14336), "plain", torch.bfloat16, 511, device=device).path == "grouped"
+    for shape in (MoEShape(8, 2, 384, 128), MoEShape(8, 2, 512, 192), MoEShape(512, 10, 512, 128)):
+        assert moe_plan(shape, "plain", torch.bfloat16, 1 << 20, device=device).path == "grouped"
 
 
 def test_mxfp8_with_f16_activations_uses_the_warp_path():

@@ -17,12 +17,15 @@ from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.registry import FAMILIES
+from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PROMPT, check
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
+from trainer_bridge.wire.errors import WeightsRejected
+from trainer_bridge.wire.manifest import pack
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 CPU = torch.device("cpu")
@@ -197,6 +200,25 @@ def test_greedy_tokens_of_the_engine_are_those_of_transformers(stem: str, count:
         assert torch.allclose(raw, logprobs, atol=1e-4, rtol=0)
     assert set(bench.completions["r0", 0].versions) == {0, 1}
     bench.close()
+
+
+@pytest.mark.parametrize("stem", ["Glm4Moe", "MiniMaxM2", "Afmoe", "GptOss"])
+def test_a_trainers_parameters_are_a_whole_update(stem: str, tmp_path: Path) -> None:
+    """`named_parameters()` has no buffers; tensors of layers for further tokens may come with them."""
+    reference = save(stem, tmp_path)
+    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
+    parameters = ParameterMap(loaded.trainer_views(), UpdateNames(loaded.kept_if_absent(), loaded.spec.unused))
+    rows = [(name, "float32", list(tensor.shape)) for name, tensor in reference.named_parameters()]
+    fit = parameters.check(pack(1, rows, 1 << 20))
+    buffers = {name for name, _ in reference.named_buffers() if name.endswith("_bias")}
+    assert len(fit.copied) == len(rows) and not fit.unused
+    assert {name.rpartition(".")[2] for name in fit.kept} == {name.rpartition(".")[2] for name in buffers}
+    assert len(fit.kept) == len(buffers)
+    if stem == "Glm4Moe":
+        extra = [(f"model.layers.{index}.eh_proj.weight", "float32", [3, 5]) for index in (3, 4)]
+        assert parameters.check(pack(1, rows + extra, 1 << 20)).unused == tuple(name for name, *_ in extra)
+        with pytest.raises(WeightsRejected, match=r"model\.layers\.5"):
+            parameters.check(pack(1, [*rows, ("model.layers.5.eh_proj.weight", "float32", [3, 5])], 1 << 20))
 
 
 def test_a_sequence_ends_where_frequencies_of_short_ones_do(tmp_path: Path) -> None:

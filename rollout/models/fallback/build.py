@@ -1,0 +1,100 @@
+"""From a config to a module of transformers without weights, and the models that are refused.
+
+The class comes from transformers' own table of causal LMs. Code of a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.initialization import no_init_weights
+
+from rollout.models.fallback.attention import PAGED
+from rollout.models.fallback.experts import EXPERTS
+
+#: Kinds of layers, as configs name them, whose state is no KV.
+_STATE = re.compile("linear|mamba|recurrent|conv|ssm")
+
+
+def module_class(config: Any, architecture: str) -> Any:
+    """The class of a causal LM. Raises ValueError that says why it cannot be served."""
+
+    def refusal(why: str) -> ValueError:
+        return ValueError(f"architecture {architecture!r:.80} cannot be served through transformers' code: {why}")
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    cls = next((c for c in (found if isinstance(found, tuple) else (found,)) if c is not None), None)
+    if cls is None or cls.__name__ != architecture:
+        known = "none" if cls is None else cls.__name__
+        raise refusal(f"transformers' causal LM for model_type {config.model_type!r:.80} is {known}")
+    text = config.get_text_config()
+    kinds = sorted({str(kind) for kind in getattr(text, "layer_types", None) or () if _STATE.search(str(kind))})
+    if cls._is_stateful or kinds:
+        which = f" ({', '.join(kinds)})" if kinds else ""
+        raise refusal(f"it has layers with a state of their own{which}, and only keys and values are kept")
+    if getattr(config, "is_encoder_decoder", False):
+        raise refusal("it has an encoder")
+    if getattr(config, "quantization_config", None) is not None:
+        raise refusal("its checkpoint is quantized; use one with float32, bfloat16 or float16 weights")
+    if not (cls._supports_attention_backend and cls._can_set_attn_implementation()):
+        raise refusal("its layers compute attention themselves, not through transformers' attention interface")
+    return cls
+
+
+def make_module(cls: Any, config: Any, dtype: torch.dtype, device: torch.device, random_seed: int | None = None) -> Any:
+    """A module whose layers call our attention and experts. Its parameters are uninitialised without `random_seed`.
+
+    With a seed they have transformers' own initial values.
+    """
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        if getattr(text, name, False):
+            setattr(text, name, False)
+    seeded = nullcontext() if random_seed is None else torch.random.fork_rng(_generators(device))
+    with seeded, nullcontext() if random_seed is not None else no_init_weights(), torch.device(device):
+        if random_seed is not None:
+            torch.manual_seed(random_seed)
+        module = cls._from_config(config, dtype=dtype, attn_implementation=PAGED)
+    module.tie_weights()
+    if cls._can_set_experts_implementation():
+        module.set_experts_implementation(EXPERTS)
+    _keep_in_float32(module, dtype)
+    return module.requires_grad_(False).eval()
+
+
+def max_positions(config: Any) -> int:
+    """The longest context of a model. Raises ValueError if its config names none."""
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    if type(most) is not int or most < 2:
+        raise ValueError("its config.json names no max_position_embeddings")
+    # transformers takes the other frequencies for all rows as soon as one row is longer than this.
+    longropes = [part for part in _rope_maps(text) if part.get("rope_type") == "longrope"]
+    originals = [part.get("original_max_position_embeddings") for part in longropes]
+    return min([most, *(original for original in originals if type(original) is int)])
+
+
+def _rope_maps(config: Any) -> list[dict[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+
+
+def _keep_in_float32(module: Any, dtype: torch.dtype) -> None:
+    """Modules that transformers keeps in float32 when the rest has 16 bits."""
+    if dtype == torch.float32:
+        return
+    globs = [*module._keep_in_fp32_modules_strict, *(module._keep_in_fp32_modules if dtype == torch.float16 else ())]
+    patterns = [re.compile(rf"(^|\.){re.escape(glob).replace(re.escape('*'), '[^.]*')}(\.|$)") for glob in globs]
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point() and any(pattern.search(name) for pattern in patterns):
+            tensor.data = tensor.data.float()
+
+
+def _generators(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []

@@ -1,0 +1,140 @@
+"""What is checked of a fallback model at every start: its steps over the paged cache against its own eager attention.
+
+Two rows get their prompts in chunks, then decode together. Their logits are compared with those of the same module
+under transformers' eager attention and experts, on the same device, with the same weights. If layers take into account
+what the attention interface does not pass on, such as biases by position, the model differs there. It is then refused,
+and not served wrongly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.models.fallback.attention import PAGED
+from rollout.models.fallback.experts import EXPERTS
+from rollout.models.fallback.host_reads import HostReads
+from rollout.models.fallback.model import TransformersModel
+
+#: Lengths of the two rows; all but the last tokens come as prompts, in two chunks.
+_LENGTHS, _DECODED = (19, 14), 4
+_PAGE_SIZE = 4
+#: Largest difference of logits, relative to their standard deviation over the vocabulary.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+class _Rows:
+    """Rows of tokens over a small paged cache; each step appends to all of them."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        self._model, self._device = model, model.embed.device
+        width = -(-max(_LENGTHS) // _PAGE_SIZE)
+        pages = len(_LENGTHS) * width
+        self._kv = KVCache.allocate(model.spec, pages + 1, _PAGE_SIZE, model.embed.dtype, self._device)
+        self._tables = torch.arange(pages, 0, -1, dtype=torch.int32, device=self._device).view(-1, width)
+        self._lengths = [0] * len(_LENGTHS)
+
+    def append(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Append tokens to each row in one step; the logits after each of them, [tokens, V] for each row."""
+        decode = all(len(piece) == 1 for piece in pieces)
+        starts, chunks, begin = list(self._lengths), [], 0
+        for row, piece in enumerate(pieces):
+            self._lengths[row] += len(piece)
+            chunks.append(Chunk(begin, len(piece), self._lengths[row]))
+            begin += len(piece)
+        spans = list(zip(starts, self._lengths, strict=True))
+        positions = torch.cat([torch.arange(*span) for span in spans]).to(self._device)
+        rows = torch.cat([torch.full((len(piece),), row) for row, piece in enumerate(pieces)]).to(self._device)
+        pages = self._tables[rows, positions // _PAGE_SIZE].long()
+        query_starts = [*(chunk.query_start for chunk in chunks), begin]
+        batch = AttentionBatch(
+            positions_T=positions,
+            kv_slots_T=pages * _PAGE_SIZE + positions % _PAGE_SIZE,
+            page_table_BP=self._tables,
+            context_lens_B=torch.tensor(self._lengths, dtype=torch.int32, device=self._device),
+            max_context=max(self._lengths),
+            chunks=None if decode else tuple(chunks),
+            query_starts_C1=torch.tensor(query_starts, dtype=torch.int32, device=self._device),
+        )
+        logits = self._model.compute_logits(self._model(torch.cat(pieces), batch, self._kv))
+        return list(logits.split([len(piece) for piece in pieces]))
+
+
+def check_start(model: TransformersModel) -> None:
+    """Compare a loaded model with its own eager attention. Raises ValueError with the figures if they differ."""
+    tokens = _tokens(model)
+    with torch.inference_mode():
+        with _as_transformers_runs_it(model):
+            expected = [model.module(input_ids=row[None], use_cache=False).logits[0].float() for row in tokens]
+        rows = _Rows(model)
+        steps = [rows.append(pieces) for pieces in _steps(tokens)]
+    done = [0] * len(tokens)
+    errors: dict[str, list[torch.Tensor]] = {"prompts": [], "decode steps": []}
+    for step in steps:
+        for row, logits in enumerate(step):
+            wanted = expected[row][done[row] : done[row] + len(logits)]
+            done[row] += len(logits)
+            difference = (logits - wanted).pow(2).mean(-1).sqrt() / wanted.std(-1).clamp_min(1e-6)
+            errors["decode steps" if len(logits) == 1 else "prompts"].append(difference)
+    tolerance = _TOLERANCE[model.embed.dtype]
+    for kind, parts in errors.items():
+        # The median: in 16 bits a router may choose another expert for single tokens.
+        error = float(torch.cat(parts).median())
+        if not error <= tolerance:
+            raise ValueError(
+                f"over the paged cache its logits after {kind} differ from those of its own eager attention by "
+                f"{error:.2g} of their standard deviation ({tolerance:g} is allowed), so its attention depends on more "
+                "than queries, keys and values"
+            )
+
+
+def capture_obstacle(model: TransformersModel) -> str | None:
+    """Why decode steps of a model cannot be captured as CUDA graphs; None if they can. Runs a step on its device."""
+    if any(shape.k_dim != shape.v_dim for shape in model.spec.kv_shapes):
+        return "its attention has values of another dimension than keys, for which there are no kernels"
+    tokens = _tokens(model)
+    *prompts, decode = list(_steps(tokens))[:3]
+    with torch.inference_mode():
+        rows = _Rows(model)
+        for pieces in prompts:
+            rows.append(pieces)
+        with HostReads() as reads:
+            rows.append(decode)
+    return (
+        f"its steps read values of the device on the host ({', '.join(sorted(reads.found))})" if reads.found else None
+    )
+
+
+def _tokens(model: TransformersModel) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    most = min(model.spec.vocab, len(model.embed))
+    return [torch.randint(0, most, (n,), generator=generator).to(model.embed.device) for n in _LENGTHS]
+
+
+def _steps(tokens: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The pieces of each step: two chunks of the prompts, then one token for each row at a time."""
+    prompts = [row[:-_DECODED] for row in tokens]
+    middles = [len(prompt) // 2 for prompt in prompts]
+    yield [prompt[:middle] for prompt, middle in zip(prompts, middles, strict=True)]
+    yield [prompt[middle:] for prompt, middle in zip(prompts, middles, strict=True)]
+    for index in range(_DECODED, 0, -1):
+        yield [row[len(row) - index :][:1] for row in tokens]
+
+
+@contextlib.contextmanager
+def _as_transformers_runs_it(model: TransformersModel) -> Iterator[None]:
+    """Eager attention and experts for the time being."""
+    module = model.module
+    experts = type(module)._can_set_experts_implementation()
+    module.set_attn_implementation("eager")
+    if experts:
+        module.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        module.set_attn_implementation(PAGED)
+        if experts:
+            module.set_experts_implementation(EXPERTS)
