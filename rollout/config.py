@@ -150,6 +150,13 @@ class EngineSettings(_Section):
         description="largest number of rows of a captured decode step; larger steps are launched kernel by kernel",
     )
     prefix_cache: bool = Field(True, description="keep the KV pages of prompts for later requests with the same prefix")
+    state_snapshots: int | None = Field(
+        None,
+        ge=0,
+        description="snapshots of the states of linear attention: one for each prompt that a group shares, up to two "
+        "for each idle session, the others are a cache; models of attention alone have none. none: a quarter of "
+        "max_rows, at least 4",
+    )
     session_share: float = Field(
         0.5,
         ge=0.0,
@@ -208,6 +215,11 @@ class EngineSettings(_Section):
     def expert_format(self) -> Literal["plain", "mxfp8", "fp8_row", "fp8_block"]:
         """`expert_dtype` as the kernels name it."""
         return "plain" if self.expert_dtype == "auto" else self.expert_dtype
+
+    @property
+    def snapshot_places(self) -> int:
+        """`state_snapshots`, or its default."""
+        return max(4, self.max_rows // 4) if self.state_snapshots is None else self.state_snapshots
 
     @property
     def adapter_folders(self) -> dict[str, str]:

@@ -205,6 +205,8 @@ def models_page() -> str:
 
 
 def _oracle(architecture: str, family: Family) -> str:
+    if family.has_text_config:  # text alone is served
+        return architecture.replace("ForConditionalGeneration", "ForCausalLM")
     return architecture if family.read_as is None else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.read_as]
 
 
@@ -215,6 +217,7 @@ _REAL: dict[str, dict[str, Any]] = {"GraniteForCausalLM": {"residual_multiplier"
 def _on_gpu(architecture: str) -> str:
     family = FAMILIES[architecture]
     config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128, **_REAL.get(architecture, {}))
+    config = config.get_text_config()
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     spec = spec_from_config(config, architecture)

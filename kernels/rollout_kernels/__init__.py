@@ -9,6 +9,7 @@ they are used, so a machine without Triton can run the twins.
     moe         mixture of experts: router, experts, formats of their weights
     norm_rope   norms, rotary position embedding, gated activation
     lora        corrections of low-rank adapters
+    delta       linear attention with a state: convolution, gated delta rule, gated norm
     sampling    penalties, bans, constraints, truncation, the draw
     step        the begin of a decode step
     common      what these share

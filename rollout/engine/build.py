@@ -21,6 +21,7 @@ from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mover import HostMemory, PageMover
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import SessionCounts, Sessions
+from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Event, RoutingShape
 from rollout.engine.parts import EngineParts, Links, Receiver
@@ -34,8 +35,10 @@ from rollout.engine.sizing import (
     PoolSize,
     adapter_host_bytes,
     check_row_state,
+    check_states,
     chunk_tokens,
     host_kv_pages,
+    host_states,
     kv_dtype,
     kv_pages,
     no_room_for_steps,
@@ -46,14 +49,13 @@ from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Streams
 from rollout.engine.step.expert_trace import routing_shape
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
-from rollout.engine.step.pack import PADDING_WORDS, Packer, slot_words, upload_words
+from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.shared_pages import make_shared_pages, most_shared_rows
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import ALIGNMENT_WORDS
 from rollout.metrics.meter import Meter
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
@@ -61,6 +63,7 @@ from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.lora_slots import AdapterSlots
+from rollout.models.state_pool import StatePool
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +172,7 @@ class _Lasting:
     kv: KVCache
     adapters: AdapterSlots | None
     host_memory: HostMemory | None
+    host_states: HostMemory | None
     counters: Counters
     session_counts: SessionCounts
     offload_counts: OffloadCounts | None
@@ -181,6 +185,7 @@ class _Lasting:
             executor.step.kv,
             executor.step.adapters,
             None if executor.mover is None else executor.mover.host_memory,
+            None if executor.state_mover is None else executor.state_mover.host_memory,
             roster.counters,
             roster.allocator.sessions.counts,
             None if offload is None else offload.books.counts,
@@ -196,25 +201,26 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
     adapters = _adapter_slots(site) if lasting is None else lasting.adapters
+    states = _states(site) if lasting is None else lasting.kv.states
     rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device, adapters is not None)
     chunk = chunk_tokens(engine, device.torch_device)
     words = slot_words(engine.max_rows, most_pages, context, chunk)
     slots = [Slot(device, words, engine.max_rows, vocab, chunk, routing) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    executor = _build_executor(site, rows, adapters, slots, lasting, progress)
+    executor = _build_executor(site, rows, adapters, states, slots, lasting, progress)
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
         max_context=context,
         chunk_tokens=chunk,
-        upload_words=words - ALIGNMENT_WORDS - PADDING_WORDS,
+        upload_words=words - spare_words(engine.max_rows),
         fair_queue=engine.fair_queue,
     )
     allocator = _build_allocator(site, executor, routing, lasting)
     counters = Counters() if lasting is None else lasting.counters
     roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters)
     mover, books = executor.mover, allocator.offload_books
-    offload = None if mover is None or books is None else Offload(roster, books, mover)
+    offload = None if mover is None or books is None else Offload(roster, books, mover, executor.state_mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
     step, shared = executor.step, None
     if step.shares_pages:
@@ -240,18 +246,25 @@ def _build_allocator(
         assert site.registry is not None, "adapters have slots but no registry"
         table = AdapterTable(site.registry, step.adapters, site.device, streams.adapters, streams.compute)
     session_counts = None if lasting is None else lasting.session_counts
-    sessions = Sessions(pool, engine.page_size, int(engine.session_share * pool.total), session_counts)
+    snapshots = None
+    if step.kv.states is not None:
+        snapshots = Snapshots(engine.max_rows + 1, engine.snapshot_places, pool)
+    sessions = Sessions(pool, engine.page_size, int(engine.session_share * pool.total), session_counts, snapshots)
     offload_books = None
     if mover is not None:
         counts = None if lasting is None else lasting.offload_counts
-        offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, experts)
-    return PageAllocator(pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books)
+        host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
+        offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, experts, host_places)
+    return PageAllocator(
+        pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books, snapshots
+    )
 
 
 def _build_executor(
     site: _Site,
     rows: RowState,
     adapters: AdapterSlots | None,
+    states: StatePool | None,
     slots: list[Slot],
     lasting: _Lasting | None,
     progress: Progress | None,
@@ -259,25 +272,28 @@ def _build_executor(
     """The device's side: streams, KV pool, captured steps. On an error the streams end."""
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
     context = context_limit(settings, model)
-    kv = _allocate_kv(model, _LEAST_PAGES, engine) if lasting is None else lasting.kv
+    kv = _allocate_kv(model, _LEAST_PAGES, engine, states) if lasting is None else lasting.kv
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
     step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site))
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
     streams = Streams.make(device, adapters is not None)
-    mover, graphs = None, None
+    mover, state_mover, graphs = None, None, None
     try:
         if lasting is None:
             step = step.with_kv(_planned_kv(site, Executor(device, streams, step), slots, graph_rows))
             device.synchronize()
         mover = _mover(site, step.kv, streams.compute, None if lasting is None else lasting.host_memory)
+        if mover is not None and step.kv.states is not None:
+            kept = None if lasting is None else lasting.host_states
+            state_mover = _state_mover(site, step.kv.states, streams.compute, kept)
         if graph_rows is not None:
             graphs = DecodeGraphs(step, streams.compute, context, graph_rows)
             graphs.capture(slots, progress)
     except BaseException:
-        Executor(device, streams, step, graphs, mover).close()
+        Executor(device, streams, step, graphs, mover, state_mover).close()
         raise
-    return Executor(device, streams, step, graphs, mover)
+    return Executor(device, streams, step, graphs, mover, state_mover)
 
 
 def _mover(site: _Site, kv: KVCache, compute: Stream, host_memory: HostMemory | None) -> PageMover | None:
@@ -286,14 +302,23 @@ def _mover(site: _Site, kv: KVCache, compute: Stream, host_memory: HostMemory | 
     if host_memory is None:
         page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
         adapter_bytes = adapter_host_bytes(engine, site.model)
-        pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes)
+        state_bytes = host_states(engine, site.model) * site.model.spec.state_bytes(site.model.embed.dtype)
+        pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes, state_bytes)
         if pages == 0:
             return None
         began_s = time.perf_counter()
         host_memory = HostMemory(device, pages, page_bytes)
         facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}
         log.info("KV of preempted sequences is kept on the host", extra=facts)
-    return PageMover(device, kv, host_memory, int(engine.host_kv_piece_mib * 2**20), compute)
+    return PageMover(device, kv.tensors, host_memory, int(engine.host_kv_piece_mib * 2**20), compute)
+
+
+def _state_mover(site: _Site, states: StatePool, compute: Stream, host_memory: HostMemory | None) -> PageMover:
+    """Moves states to the host, one at a time, into `host_memory` or into new host memory."""
+    if host_memory is None:
+        spec, count = site.model.spec, host_states(site.settings.engine, site.model)
+        host_memory = HostMemory(site.device, count, spec.state_bytes(site.model.embed.dtype))
+    return PageMover(site.device, states.tensors, host_memory, 1, compute, "state")
 
 
 def _adapter_slots(site: _Site) -> AdapterSlots | None:
@@ -387,7 +412,7 @@ def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: 
     """The KV pool, in the memory that the largest steps leave; on a GPU these are run to find out."""
     settings, model, device = site.settings, site.model, site.device
     engine, context, needs = settings.engine, context_limit(settings, model), StepNeeds()
-    free_bytes = device.free_bytes() - staging_bytes(engine)
+    free_bytes = device.free_bytes() - staging_bytes(engine, model.spec.state_bytes(model.embed.dtype))
     try:
         if device.torch_device.type == "cuda":
             chunk = chunk_tokens(engine, device.torch_device)
@@ -398,11 +423,29 @@ def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: 
     pages = kv_pages(engine, model, kv_dtype(engine, model), context, there)
     size = PoolSize(pages, engine.page_size, context, engine.max_rows)
     log.info("%s; %s", size, there, extra=size.facts)
-    return _allocate_kv(model, pages, engine, site.memory)
+    return _allocate_kv(model, pages, engine, executor.step.kv.states, site.memory)
 
 
 def _allocate_kv(
-    model: LanguageModel, pages: int, engine: EngineSettings, memory: ReleasableMemory | None = None
+    model: LanguageModel,
+    pages: int,
+    engine: EngineSettings,
+    states: StatePool | None,
+    memory: ReleasableMemory | None = None,
 ) -> KVCache:
+    zeros, dtype = None if memory is None else memory.zeros, kv_dtype(engine, model)
+    return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states)
+
+
+def _states(site: _Site) -> StatePool | None:
+    """Memory for the states of rows and snapshots, if the model has any. Raises ValueError if there is too little."""
+    engine, model, memory = site.settings.engine, site.model, site.memory
+    each = model.spec.state_bytes(model.embed.dtype)
+    if each == 0:
+        return None
+    check_states(engine, model, site.device.free_bytes())
     zeros = None if memory is None else memory.zeros
-    return KVCache.allocate(model.spec, pages, engine.page_size, kv_dtype(engine, model), model.embed.device, zeros)
+    places = 1 + engine.max_rows + engine.snapshot_places
+    facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": places * each}
+    log.info("states of linear attention", extra=facts)
+    return StatePool.allocate(native(model).spec, places, model.embed.dtype, model.embed.device, zeros)

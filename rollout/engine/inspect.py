@@ -71,13 +71,16 @@ class Inspector:
     def set_gauges(self) -> None:
         """Give the meter the values of metrics that the engine keeps, before a report."""
         roster, offload = self._engine.roster, self._offload()
-        pool, counters = roster.allocator.pool, roster.counters
+        pool, counters, snapshots = roster.allocator.pool, roster.counters, roster.allocator.snapshots
+        places = 0 if snapshots is None else len(snapshots.places)
         self._engine.meter.set(
             {
                 "rollout/rows": roster.running,
                 "queue/waiting": roster.waiting,
                 "kv/used_pct": percent(pool.used, pool.total),
                 "kv/session_pct": percent(roster.allocator.sessions.pages, pool.total),
+                "state/snapshots_used_pct": percent(0 if snapshots is None else snapshots.used, places),
+                "state/snapshot_loads": counters.snapshot_loads,
                 "kv/prefix_hit_pct": percent(counters.cached_tokens, counters.prompt_tokens),
                 "prefill/tokens_computed": counters.prefilled_tokens,
                 "prefill/tokens_shared": counters.cached_tokens,

@@ -110,6 +110,20 @@ def chunk_tokens(settings: EngineSettings, device: torch.device) -> int:
     return settings.prefill_chunk_tokens or (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK)
 
 
+def check_states(settings: EngineSettings, model: LanguageModel, free_bytes: int) -> None:
+    """Raise ValueError with the numbers if the states of linear attention do not fit."""
+    each = model.spec.state_bytes(model.embed.dtype)
+    if each == 0:
+        return
+    rows, snapshots = settings.max_rows + 1, settings.snapshot_places
+    if (rows + snapshots) * each > free_bytes:
+        raise ValueError(
+            f"the states of linear attention take {_gib(each)} each, {_gib(rows * each)} for max_rows = "
+            f"{settings.max_rows} and {_gib(snapshots * each)} for {snapshots} snapshots, and beside "
+            f"{_gib(weight_bytes(model))} of weights {_gib(free_bytes)} are free: lower max_rows or state_snapshots"
+        )
+
+
 def no_room_for_steps(settings: EngineSettings, model: LanguageModel, free_bytes: int) -> ValueError:
     """The error for steps that run out of memory before the KV pool is allocated."""
     return ValueError(
@@ -145,8 +159,28 @@ def adapter_host_bytes(settings: EngineSettings, model: LanguageModel) -> int:
     return settings.max_adapters * each
 
 
-def host_kv_pages(settings: EngineSettings, page_bytes: int, available_bytes: int, adapter_bytes: int = 0) -> int:
+def host_states(settings: EngineSettings, model: LanguageModel) -> int:
+    """States of linear attention that the host has room for: one for each row, within half of `host_kv_gib`.
+
+    Raises ValueError with the numbers if that holds none.
+    """
+    each, half = model.spec.state_bytes(model.embed.dtype), int(settings.host_kv_gib * _GIB) // 2
+    if each == 0 or settings.host_kv_gib == 0:
+        return 0
+    if half < each:
+        raise ValueError(
+            f"half of host_kv_gib = {settings.host_kv_gib} is for states of linear attention, and one takes "
+            f"{_gib(each)}: raise it"
+        )
+    return min(settings.max_rows, half // each)
+
+
+def host_kv_pages(
+    settings: EngineSettings, page_bytes: int, available_bytes: int, adapter_bytes: int = 0, state_bytes: int = 0
+) -> int:
     """Pages of host memory for KV of preempted sequences; 0 without offloading.
+
+    `state_bytes` of it are for states of linear attention.
 
     Raises ValueError with the numbers when `host_kv_gib` holds no page, or is more than the machine has left beside
     `adapter_bytes`, which are reserved for adapters.
@@ -154,7 +188,7 @@ def host_kv_pages(settings: EngineSettings, page_bytes: int, available_bytes: in
     asked = int(settings.host_kv_gib * _GIB)
     if settings.host_kv_gib == 0:
         return 0
-    if asked < page_bytes:
+    if asked - state_bytes < page_bytes:
         raise ValueError(f"host_kv_gib = {settings.host_kv_gib} holds no page of {page_bytes} bytes: raise it")
     if asked > available_bytes - adapter_bytes:
         left, lower = f"{_gib(available_bytes)} of memory left", "lower it"
@@ -162,12 +196,12 @@ def host_kv_pages(settings: EngineSettings, page_bytes: int, available_bytes: in
             left += f", of which max_adapters = {settings.max_adapters} adapters may take {_gib(adapter_bytes)}"
             lower = "lower one of them"
         raise ValueError(f"host_kv_gib = {settings.host_kv_gib}, and this machine has {left}: {lower}")
-    return asked // page_bytes
+    return (asked - state_bytes) // page_bytes
 
 
-def staging_bytes(settings: EngineSettings) -> int:
-    """Device memory of the buffers that KV passes through on its way to the host and back."""
-    return 2 * int(settings.host_kv_piece_mib * 2**20) if settings.host_kv_gib else 0
+def staging_bytes(settings: EngineSettings, state_bytes: int) -> int:
+    """Device memory of the buffers that KV passes through on its way to the host and back, and states too."""
+    return 2 * int(settings.host_kv_piece_mib * 2**20) + 2 * state_bytes if settings.host_kv_gib else 0
 
 
 def kv_pages(

@@ -216,6 +216,14 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric("kv/session_pct", "gauge", "%", "share of the KV pages that sessions hold between their turns now", _KV),
     Metric(
+        "state/snapshots_used_pct", "gauge", "%",
+        "share of the snapshots of linear attention that hold a known prefix now", _KV,
+    ),
+    Metric(
+        "state/snapshot_loads", "counter", "rows",
+        "rows that went on from a snapshot: of their group's prompt, of an equal prompt or of a turn, since start", _KV,
+    ),
+    Metric(
         "kv/prefix_hit_pct", "gauge", "%",
         "share of admitted prompt tokens whose KV was already there, cached or shared, since start",
         _KV, top="prefix hits",

@@ -18,6 +18,7 @@ from rollout_kernels import DecodePlan, plan_paged_decode
 
 from rollout.models.lora_slots import StepAdapters
 from rollout.models.spec import KVShape
+from rollout.models.state_pool import StatePool
 
 if TYPE_CHECKING:
     from rollout_kernels.attention.triton_decode_plan import DecodeWork
@@ -60,6 +61,7 @@ class AttentionBatch:
     query_starts_C1: torch.Tensor | None = None  # int32: first token of each chunk, and their total; for GPUs
     experts: ExpertRecord | None = None  # written by sparse layers
     adapters: StepAdapters | None = None  # None if no row of the step has one
+    rows_B: torch.Tensor | None = None  # int64: place of each row's state; for models that have states
     segments_SW: torch.Tensor | None = None  # int32: what decode rows share, as `plan_paged_decode` takes it
     wanted: WantedTokens | None = None  # the forward returns the hidden states of these alone; None: of all
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -102,7 +104,7 @@ class KeepsKV(Protocol):
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer keeps of a token."""
+        """What each layer that has KV keeps of a token."""
 
 
 class LayerKV(NamedTuple):
@@ -115,7 +117,7 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The pool of KV pages: for each layer, keys and values of shape [P, S, G, D] with the heads of that layer.
+    """The pool of KV pages: for each layer that has KV, keys and values [P, S, G, D] with the heads of that layer.
 
     Keys and values of a layer may have different dimensions.
 
@@ -126,14 +128,15 @@ class KVCache:
     v: list[torch.Tensor]
     page_size: int
     scales: list[torch.Tensor] = field(default_factory=list)  # empty where there are no codes
+    states: StatePool | None = None  # of the layers without KV
 
     def layer(self, index: int) -> LayerKV:
-        """The part that a layer reads and writes."""
+        """The part that a layer reads and writes; `index` counts the layers that have KV."""
         return LayerKV(self.k[index], self.v[index], self.scales[index] if self.scales else None)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors of the pool; the first dimension of each is the page."""
+        """All tensors of the pool of pages; the first dimension of each is the page."""
         return [*self.k, *self.v, *self.scales]
 
     @property
@@ -150,12 +153,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+        states: StatePool | None = None,
     ) -> KVCache:
         """Allocate `pages` pages of `page_size` tokens, zeroed: attention masks hide values, but not NaN.
 
-        `spec` says what each layer keeps of a token.
+        `spec` says what each layer that has KV keeps of a token.
         `dtype` is the model's, or `torch.float8_e4m3fn` for codes and scales. `zeros` makes the tensors; by default
-        torch makes them on `device`.
+        torch makes them on `device`. `states` is needed by a model that has states.
         """
         coded = dtype == torch.float8_e4m3fn
         make = zeros or functools.partial(_zeros, device)
@@ -164,7 +168,7 @@ class KVCache:
         v = [make((pages, page_size, shape.heads, shape.v_dim), value_dtype) for shape in spec.kv_shapes]
         scale_shapes = [(pages, 2, shape.heads, page_size) for shape in spec.kv_shapes] if coded else []
         scales = [make(shape, torch.float32) for shape in scale_shapes]
-        return cls(k=k, v=v, page_size=page_size, scales=scales)
+        return cls(k=k, v=v, page_size=page_size, scales=scales, states=states)
 
 
 def _zeros(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

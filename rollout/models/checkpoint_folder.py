@@ -31,6 +31,7 @@ from rollout.models.registry import (
     check_model_type,
     check_supported,
     config_rules,
+    has_text_config,
     is_native,
     read_as,
     size_rules,
@@ -197,14 +198,16 @@ def read_config(folder: Path, impl: ModelImpl = "native") -> tuple[Any, str]:
     names = content.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(f"{file} must name one architecture in 'architectures', not {names!r:.200}")
+    rules, nested, other_type, where = size_rules(), False, None, str(file)
     if is_native(names[0], impl):
         check_supported(names[0])
         check_model_type(names[0], content.get("model_type"))
-        rules = config_rules(names[0])
-    else:
-        rules = size_rules()
-    check_config(content, rules, str(file))
-    other_type = read_as(names[0]) if is_native(names[0], impl) else None
+        rules, nested, other_type = config_rules(names[0]), has_text_config(names[0]), read_as(names[0])
+    if nested:
+        where = f"{file}: text_config"
+        if not isinstance(content.get("text_config"), dict):
+            raise CheckpointError(f"{file} has no map 'text_config', which {names[0]} needs")
+    check_config(content["text_config"] if nested else content, rules, where)
     try:
         if other_type is None:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -213,9 +216,20 @@ def read_config(folder: Path, impl: ModelImpl = "native") -> tuple[Any, str]:
     # It validates little and fails in many ways; any exception is about this file.
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
+    if nested:
+        config = _text_config(config, content)
     # Keys may have other names in the file than in the config, and transformers adds those that are missing.
-    check_config({name: getattr(config, name, None) for name in rules}, rules, str(file))
+    check_config({name: getattr(config, name, None) for name in rules}, rules, where)
     return config, names[0]
+
+
+def _text_config(config: Any, content: dict[str, Any]) -> Any:
+    """The config of the language model, with what the whole checkpoint says about it."""
+    text = config.text_config
+    for name in ("tie_word_embeddings", "quantization_config"):
+        if name in content:
+            setattr(text, name, content[name])
+    return text
 
 
 def read_generation_defaults(folder: Path, config: Any) -> GenerationDefaults:

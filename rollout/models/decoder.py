@@ -11,6 +11,7 @@ from rollout_kernels.moe.formats import Format
 from torch import nn
 
 from rollout.models.batch import AttentionBatch, KVCache
+from rollout.models.delta_net import DeltaNet
 from rollout.models.layers import (
     Attention,
     Block,
@@ -21,9 +22,9 @@ from rollout.models.layers import (
     empty_parameter,
     float32_product,
 )
-from rollout.models.names import Region, all_views, one_name
+from rollout.models.names import Region, all_views, one_name, with_other_prefix
 from rollout.models.rope import Rope
-from rollout.models.spec import ModelSpec, MoESpec
+from rollout.models.spec import DeltaNetSpec, ModelSpec, MoESpec
 
 
 class DecoderLayer(Block):
@@ -33,7 +34,7 @@ class DecoderLayer(Block):
         self, spec: ModelSpec, index: int, dtype: torch.dtype, device: torch.device, experts: Format = "plain"
     ) -> None:
         super().__init__()
-        layer = spec.layers[index]
+        layer, mixer = spec.layers[index], spec.layers[index].mixer
         self.spec = layer
 
         def norm() -> RMSNorm:
@@ -43,8 +44,12 @@ class DecoderLayer(Block):
         around = layer.norms == "around"
         self.mixer_output_norm = norm() if around else None
         self.feed_forward_output_norm = norm() if around else None
-        rope = spec.ropes.index((layer.mixer.rope, layer.mixer.head_dim))
-        self.mixer = Attention(layer.mixer, index, rope, dtype, device)
+        self.mixer: Attention | DeltaNet
+        if isinstance(mixer, DeltaNetSpec):
+            self.mixer = DeltaNet(mixer, index, spec.state_layers.index(index), dtype, device)
+        else:
+            rope = spec.ropes.index((mixer.rope, mixer.head_dim))
+            self.mixer = Attention(mixer, index, spec.attention_layers.index(index), rope, dtype, device)
         self.feed_forward: DenseFeedForward | SparseFeedForward
         if isinstance(layer.feed_forward, MoESpec):
             sparse_index = spec.sparse_layers.index(index)
@@ -72,9 +77,9 @@ class DecoderLayer(Block):
         """Hugging Face tensors under `prefix`."""
         names = self.spec.names
         regions = [
-            one_name(f"{prefix}{names.mixer_norm}.weight", self.mixer_norm.weight),
+            _norm_region(prefix, (names.mixer_norm, names.also_mixer_norm), self.mixer_norm),
             *self.mixer.regions(prefix),
-            one_name(f"{prefix}{names.feed_forward_norm}.weight", self.feed_forward_norm.weight),
+            _norm_region(prefix, (names.feed_forward_norm, names.also_feed_forward_norm), self.feed_forward_norm),
             *self.feed_forward.regions(prefix),
         ]
         outputs = (
@@ -82,6 +87,10 @@ class DecoderLayer(Block):
             (names.feed_forward_output_norm, self.feed_forward_output_norm),
         )
         return regions + [one_name(f"{prefix}{name}.weight", norm.weight) for name, norm in outputs if norm is not None]
+
+
+def _norm_region(prefix: str, names: tuple[str, str | None], norm: RMSNorm) -> Region:
+    return Region(tuple({f"{prefix}{name}.weight": norm.weight.detach()} for name in names if name is not None))
 
 
 class Decoder(Block):
@@ -133,6 +142,8 @@ class Decoder(Block):
         for index, layer in enumerate(self.layers):
             regions += layer.regions(self.spec.layer_prefix(index))  # type: ignore[operator]
         regions.append(one_name(f"{names.norm}.weight", self.norm.weight))
+        if names.other_prefix is not None:
+            regions = [with_other_prefix(region, *names.other_prefix) for region in regions]
         return regions if self.spec.tied else [*regions, one_name(f"{names.lm_head}.weight", self.lm_head)]
 
     def hf_views(self) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWor
 from rollout_kernels.linear.table import Kind, linear_config
 
 from rollout.models.batch import AttentionBatch, LayerKV
-from rollout.models.spec import DenseSpec, LayerSpec, LinearSpec, ModelSpec
+from rollout.models.spec import AttentionSpec, DenseSpec, LayerSpec, LinearSpec, ModelSpec
 
 #: Positions of a context whose values are summed first, before the sums are added.
 CHUNK = 1024
@@ -43,7 +43,9 @@ def kernel_product(linear: LinearSpec, kind: Kind) -> KernelProduct:
 
 def layer_products(layer: LayerSpec) -> dict[str, KernelProduct]:
     """The products of a layer by name."""
-    found = {"qkv": kernel_product(layer.mixer.qkv, "parts"), "o": kernel_product(layer.mixer.o, "parts")}
+    found: dict[str, KernelProduct] = {}
+    if isinstance(layer.mixer, AttentionSpec):
+        found = {"qkv": kernel_product(layer.mixer.qkv, "parts"), "o": kernel_product(layer.mixer.o, "parts")}
     if isinstance(layer.feed_forward, DenseSpec):
         found["gate_up"] = kernel_product(layer.feed_forward.gate_up, "silu")
         found["down"] = kernel_product(layer.feed_forward.down, "parts")
@@ -62,6 +64,9 @@ def check_deterministic(spec: ModelSpec) -> None:
     reason = None
     for layer in dict.fromkeys(spec.layers):
         mixer, dense = layer.mixer, isinstance(layer.feed_forward, DenseSpec)
+        if not isinstance(mixer, AttentionSpec):
+            reason = "it has linear attention"
+            break
         if mixer.o_bias or (dense and layer.feed_forward.bias):  # type: ignore[union-attr]
             reason = "its output or feed-forward products have biases"
         if not dense and layer.feed_forward.shared is not None:  # type: ignore[union-attr]

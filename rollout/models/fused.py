@@ -36,7 +36,7 @@ from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.deterministic import KernelProduct, head_product, kernel_product
 from rollout.models.fused_experts import FusedExperts
 from rollout.models.fused_experts import kernels_take as experts_take
-from rollout.models.layers import Attention, DenseFeedForward, Linear, SparseFeedForward, StepContext
+from rollout.models.layers import Attention, Block, DenseFeedForward, Linear, SparseFeedForward, StepContext
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.rope import Rope
 from rollout.models.spec import AttentionSpec, FeedForwardSpec, MixerSpec, MoESpec
@@ -69,7 +69,9 @@ def obstacle(model: Decoder, experts: bool) -> str | None:
 
 def takes_mixer(spec: MixerSpec) -> bool:
     """True if the kernels run this mixer: attention without a gate, with a rope by halves and plain norms."""
-    return isinstance(spec, AttentionSpec) and not (spec.gate or spec.rope.interleaved or spec.unit_offset)
+    if not isinstance(spec, AttentionSpec) or spec.gate or spec.query_gate:
+        return False
+    return not (spec.rope.interleaved or spec.unit_offset)
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
@@ -102,9 +104,11 @@ class FusedDecoder:
         self._deterministic = deterministic
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
         dtype, layers = model.embed.dtype, [cast(DecoderLayer, layer) for layer in model.layers]
-        mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec)}
+        mixers = {
+            layer.mixer for layer in layers if isinstance(layer.mixer, Attention) and takes_mixer(layer.mixer.spec)
+        }
         feed_forwards = {layer.feed_forward for layer in layers if takes_feed_forward(layer.feed_forward.spec, dtype)}
-        self._fused = mixers | feed_forwards
+        self._fused: set[Block] = {*mixers, *feed_forwards}
         self._generic_blocks = len(self._fused) < 2 * len(layers)
         if deterministic and self._generic_blocks:
             architecture = model.spec.architecture
@@ -177,6 +181,7 @@ class FusedDecoder:
         """One layer; `last` is the last layer's output, not yet added. Returns the residual and this layer's output."""
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
         if layer.mixer in self._fused:
+            assert isinstance(layer.mixer, Attention)
             q_TQD = self._queries(layer.mixer, x_TH, context)
             mixed = self._attention(layer, q_TQD, context.batch, context.kv)
         else:
@@ -192,6 +197,7 @@ class FusedDecoder:
         wanted: WantedTokens,
     ) -> tuple[torch.Tensor, Unsummed | None]:
         """As `_layer`: keys and values of all tokens, and everything else of the wanted ones alone."""
+        assert isinstance(layer.mixer, Attention)
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
         q_SQD = self._queries(layer.mixer, x_TH, context).index_select(0, wanted.at_S)
         residual_SH = residual_TH.index_select(0, wanted.at_S)
@@ -220,7 +226,8 @@ class FusedDecoder:
 
     def _norm(self, residual_TH: torch.Tensor, added: Unsummed | None, weight_H: torch.Tensor) -> torch.Tensor:
         parts, correction = (None, None) if added is None else added
-        return add_rms_norm(residual_TH, parts, weight_H, self._model.spec.eps, correction)
+        spec = self._model.spec
+        return add_rms_norm(residual_TH, parts, weight_H, spec.eps, correction, spec.unit_offset)
 
     def _product(
         self,
@@ -253,7 +260,7 @@ class FusedDecoder:
     def _queries(self, attention: Attention, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Queries of the attention block, [T, Q, D]; writes this layer's keys and values."""
         spec, batch = attention.spec, context.batch
-        cache, cos_sin = context.kv.layer(attention.layer), context.cos_sin[attention.rope]
+        cache, cos_sin = context.kv.layer(attention.kv_index), context.cos_sin[attention.rope]
         if spec.qk_norm != "full" and spec.clip_qkv is None:
             parts, correction = self._product("qkv", x_TH, attention.qkv_proj, attention.layer, batch.adapters)
             q_TQD = finish_qkv(
@@ -271,12 +278,14 @@ class FusedDecoder:
                 correction,
             )
         else:
-            q_TQD = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
+            q_TQD, _ = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
         return attention.grown(q_TQD, batch)
 
     def _attention(self, layer: DecoderLayer, q_TQD: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> Unsummed:
         """The attention block's output for these queries."""
-        attention, cache = layer.mixer, kv.layer(layer.mixer.layer)
+        attention = layer.mixer
+        assert isinstance(attention, Attention)
+        cache = kv.layer(attention.kv_index)
         # Experts take the sum of the product's parts, so nothing may be added to it later.
         later = not (layer.feed_forward in self._fused and isinstance(layer.feed_forward, SparseFeedForward))
         if self._deterministic:

@@ -59,6 +59,7 @@ class FusedExperts:
         spec = model.spec.moe
         assert spec is not None
         self._router, self._eps, self._dtype = spec.router, model.spec.eps, model.embed.dtype
+        self._unit_offset = model.spec.unit_offset
         # None: plans for any GPU. Those for this one may have kernels that know SiLU only.
         self._device = model.embed.device if spec.clamped is None else None
         self._by_torch = not spec.router.plain
@@ -109,9 +110,9 @@ class FusedExperts:
         tokens, block = len(residual_TH), cast(SparseFeedForward, layer.feed_forward)
         record = None if kept is None else Record(kept.layer(block.sparse_index, tokens), kept.rows_T[:tokens])
         norm_H, router_EH = layer.feed_forward_norm.weight, block.router
-        how = (self._router.top_k, self._router.renormalize)
+        how, offset = (self._router.top_k, self._router.renormalize), self._unit_offset
         if self._by_torch:
-            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps)
+            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
             dtype = torch.float32 if self._router.float32 else x_TH.dtype
             parts_STE = router_logits(x_TH, router_EH, self._deterministic, dtype)
             logits_TE = sum_of_parts(parts_STE, dtype)
@@ -120,10 +121,12 @@ class FusedExperts:
             weights_TK, experts_TK = block.choose_experts(logits_TE, kept)
             routing = Routing(experts_TK.int(), weights_TK.float())
         elif tokens <= MOST_TOKENS and not self._deterministic:
-            found = norm_route(residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record)
+            found = norm_route(
+                residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record, offset
+            )
             residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
         else:
-            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps)
+            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
             routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
         if self._chosen is not None:
             self._chosen.append(routing.experts_TK)

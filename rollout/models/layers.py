@@ -211,12 +211,14 @@ class RMSNorm(Block):
 class Attention(Block):
     """Grouped-query attention over the paged cache; writes this step's keys and values first.
 
-    `rope` is the index of its rotary embedding among those of the model.
+    `rope` is the index of its rotary embedding among those of the model, `kv_index` counts the layers with KV.
     """
 
-    def __init__(self, spec: AttentionSpec, layer: int, rope: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: AttentionSpec, layer: int, kv_index: int, rope: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        self.spec, self.layer, self.rope = spec, layer, rope
+        self.spec, self.layer, self.kv_index, self.rope = spec, layer, kv_index, rope
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.qkv_proj = Linear(spec.qkv, dtype, device)
         self.o_proj = Linear(spec.o, dtype, device)
@@ -234,11 +236,13 @@ class Attention(Block):
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""
-        batch, cache = context.batch, context.kv.layer(self.layer)
-        q_TQD = self.project(x_TH, context.cos_sin[self.rope], context.slots_T, cache, batch.adapters)
+        batch, cache = context.batch, context.kv.layer(self.kv_index)
+        q_TQD, gate_TK = self.project(x_TH, context.cos_sin[self.rope], context.slots_T, cache, batch.adapters)
         out_TK = self.attend(self.grown(q_TQD, batch), batch, cache).flatten(1)
         if self.gate_proj is not None:
-            out_TK = out_TK * torch.sigmoid(self.gate_proj(x_TH))
+            gate_TK = self.gate_proj(x_TH)
+        if gate_TK is not None:
+            out_TK = out_TK * torch.sigmoid(gate_TK)
         return LastProduct(self.o_proj, out_TK, batch.adapters, self.layer, "o")
 
     def project(
@@ -248,13 +252,16 @@ class Attention(Block):
         slots_T: torch.Tensor,
         cache: LayerKV,
         adapters: StepAdapters | None = None,
-    ) -> torch.Tensor:
-        """Queries of the normalised `x_TH`, [T, Q, D]; keys and values go to the cache at `slots_T`, int64."""
-        qk_THD, v_TGD = self._project(x_TH, adapters)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries of the normalised `x_TH`, [T, Q, D], and their gates of the output before the sigmoid, [T, Q D].
+
+        Keys and values go to the cache at `slots_T`, int64.
+        """
+        qk_THD, v_TGD, gate_TK = self._project(x_TH, adapters)
         qk_THD = apply_rope(qk_THD, *cos_sin, self.spec.rope.interleaved)
         q_TQD, k_TGD = qk_THD[:, : self.spec.heads], qk_THD[:, self.spec.heads :]
         write_kv(k_TGD, v_TGD, cache.k_PSGD, cache.v_PSGD, slots_T, cache.scales_P2GS)
-        return q_TQD
+        return q_TQD, gate_TK
 
     def grown(self, q_TQD: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Queries times the factor that grows with their positions, if the spec has one."""
@@ -301,12 +308,18 @@ class Attention(Block):
             plan=batch.decode_plan(window, cache.k_PSGD, q_TQD),
         )
 
-    def _project(self, x_TH: torch.Tensor, adapters: StepAdapters | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Query and key heads side by side, normalised, [T, Q + G, D]; values [T, G, D]."""
-        spec = self.spec
+    def _project(
+        self, x_TH: torch.Tensor, adapters: StepAdapters | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Query and key heads side by side, normalised, [T, Q + G, D]; values [T, G, D]; gates [T, Q D], if any."""
+        spec, gate_TK = self.spec, None
         qkv_TN = self.qkv_proj(x_TH)
         if adapters is not None:
             adapters.add(self.layer, "qkv", qkv_TN, x_TH)
+        if spec.query_gate:
+            gated_TQX, kv_TN = qkv_TN[:, : 2 * spec.q_dim].unflatten(1, (spec.heads, -1)), qkv_TN[:, 2 * spec.q_dim :]
+            q_TQD, gate_TQD = gated_TQX.chunk(2, dim=-1)
+            qkv_TN, gate_TK = torch.cat((q_TQD.flatten(1), kv_TN), dim=1), gate_TQD.flatten(1)
         if spec.qk_norm == "full":
             q, k, v = qkv_TN.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
             qkv_TN = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
@@ -318,7 +331,7 @@ class Attention(Block):
         if spec.qk_norm == "head":
             weight_HD = self.qk_norm_weight.index_select(0, self.head_kinds)
             qk_THD = head_rms_norm(qk_THD, weight_HD, spec.eps, spec.unit_offset)
-        return qk_THD, v_TGD
+        return qk_THD, v_TGD, gate_TK
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""

@@ -55,12 +55,12 @@ class CorrectedModule(NamedTuple):
 
 def corrected_modules(spec: ModelSpec) -> dict[str, CorrectedModule]:
     """Every module that an adapter may correct, by its name in checkpoints."""
-    modules = {}
+    modules: dict[str, CorrectedModule] = {}
     for (layer, product), linear in model_products(spec).items():
         for index, (name, width) in enumerate(zip(linear.modules, linear.widths, strict=True)):
             begin = sum(linear.widths[:index])
             module = CorrectedModule(layer, product, index, begin, width, linear.inputs)
-            modules[spec.layer_prefix(layer) + name] = module
+            modules |= {prefix + name: module for prefix in spec.layer_prefixes(layer)}
     return modules
 
 

@@ -41,6 +41,15 @@ def one_name(name: str, view: torch.Tensor) -> Region:
     return Region(({name: view.detach()},))
 
 
+def with_other_prefix(region: Region, prefix: str, other: str) -> Region:
+    """The region with more alternatives: all names may begin with `other` where they begin with `prefix`."""
+    more = tuple(
+        {other + name.removeprefix(prefix): view for name, view in views.items()} for views in region.alternatives
+    )
+    assert all(name.startswith(prefix) for views in region.alternatives for name in views)
+    return Region((*region.alternatives, *more))
+
+
 def all_views(regions: Iterable[Region]) -> dict[str, torch.Tensor]:
     """Every name of every alternative."""
     return {name: view for region in regions for views in region.alternatives for name, view in views.items()}

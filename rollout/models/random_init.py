@@ -33,8 +33,12 @@ def fill_random(model: Decoder, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
-        elif name.endswith("norm.weight") or name.endswith("qk_norm_weight"):
+        elif name.endswith("a_log"):  # decays from nearly none to nearly all of a state
+            parameter.uniform_(0.01, 16.0, generator=generator).log_()
+        elif name.endswith("mixer.norm.weight"):  # of linear attention: never less 1
             parameter.fill_(1.0)
+        elif name.endswith("norm.weight") or name.endswith("qk_norm_weight"):
+            parameter.fill_(0.0 if spec.unit_offset else 1.0)
         elif name not in ("embed", "lm_head") and not name.endswith("_scales"):
             ends_block = name.endswith(("o_proj.weight", "down_proj.weight", "feed_forward.down"))
             gain = block_gain if ends_block else 1.0
@@ -48,4 +52,4 @@ def fill_random(model: Decoder, seed: int) -> None:
                 quantize_to(weight, block.weights(name.rpartition(".")[2]))  # type: ignore[operator]
     model.embed.normal_(0.0, 1.0, generator=generator)
     model.lm_head.normal_(0.0, output_std, generator=generator)
-    model.norm.weight.bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0)
+    model.norm.weight.bernoulli_(0.5, generator=generator).mul_(2.0).sub_(2.0 if spec.unit_offset else 1.0)

@@ -22,11 +22,14 @@ from rollout.models.spec import (
     AttentionNames,
     AttentionSpec,
     ClampedGLU,
+    DeltaNetNames,
+    DeltaNetSpec,
     DenseNames,
     DenseSpec,
     FeedForwardSpec,
     LayerNames,
     LayerSpec,
+    MixerSpec,
     ModelNames,
     ModelSpec,
     MoENames,
@@ -176,6 +179,15 @@ def ropes_where_listed(config: Any) -> tuple[str | None, ...]:
 
 
 @by_layer(layer_types=layer_list(str))
+def linear_by_type(config: Any) -> tuple[bool, ...]:
+    """The config names the layers with linear attention."""
+    for kind in config.layer_types:
+        if kind not in ("full_attention", "linear_attention"):
+            raise ValueError(f"layer type {kind!r:.80} is not supported; supported: full_attention, linear_attention")
+    return tuple(kind == "linear_attention" for kind in config.layer_types)
+
+
+@by_layer(layer_types=layer_list(str))
 def ropes_in_windows(config: Any) -> tuple[str | None, ...]:
     """Layers with a window have a rotary embedding, the others none."""
     return tuple("" if kind == "sliding_attention" else None for kind in config.layer_types)
@@ -247,6 +259,25 @@ class MoEFamily:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetFamily:
+    """The layers of a family that have gated DeltaNet instead of attention."""
+
+    key_heads: Key = declared(integer(1, 4096), Key("linear_num_key_heads"))
+    value_heads: Key = declared(integer(1, 4096), Key("linear_num_value_heads"))
+    key_dim: Key = declared(integer(1, 8192), Key("linear_key_head_dim"))
+    value_dim: Key = declared(integer(1, 8192), Key("linear_value_head_dim"))
+    conv: Key = declared(integer(2, 64), Key("linear_conv_kernel_dim"))
+    eps: float | Key = declared(NUMBER, Key("rms_norm_eps"))  # of the norm of the outputs
+    reflects: bool | Key = declared(FLAG, False)  # beta goes up to 2
+    interleaved: bool = False
+    linear: ByLayer[bool] = linear_by_type
+    names: DeltaNetNames = DeltaNetNames()
+    #: Of the layers with DeltaNet.
+    norms: NormPlace = "before"
+    layer_names: LayerNames = LayerNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What differs from Llama without biases. For the fields see the specs that are built from them."""
 
@@ -264,11 +295,16 @@ class Family:
     ropes: ByLayer[Any] = same_rope
     partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
     interleaved_rope: bool = False
+    optional_rope: bool = False  # without a `rope_theta` no layer has a rotary embedding
     attention_gate: bool = False
+    query_gate: bool = False
     attention_sinks: bool = False
     grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
     attention_scale: Key | Power | None = declared(NUMBER, None)
     attention_softcap: Key | None = declared(NUMBER, None)
+    linear: DeltaNetFamily | None = None
+    #: The config of the language model is the map `text_config` of config.json.
+    has_text_config: bool = False
     norms: NormPlace = "before"
     unit_offset: bool = False
     residual_scale: float | Key = declared(NUMBER, 1.0)
@@ -290,6 +326,13 @@ class Family:
 
 
 _ATTENTION_BIAS = Key("attention_bias")
+_QWEN3_5_MOE = MoEFamily(
+    experts=Key("num_experts"),
+    intermediate=Key("moe_intermediate_size"),
+    renormalize=True,
+    shared_intermediate=Key("shared_expert_intermediate_size"),
+    shared_gate=True,
+)
 _NORMS_AROUND = LayerNames(
     "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 )
@@ -298,6 +341,29 @@ _SHARED_EXPERTS = DenseNames(
 )
 _GATE_UP = DenseNames(gate_up=("mlp.gate_up_proj",))
 _NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def _qwen3_5(model_type: str, models: str, moe: MoEFamily | None = None, has_text_config: bool = False) -> Family:
+    return Family(
+        model_type=model_type,
+        models=models,
+        has_text_config=has_text_config,
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        partial_rope=True,
+        unit_offset=True,
+        query_gate=True,
+        linear=DeltaNetFamily(),
+        moe=moe,
+        names=ModelNames(
+            embed="model.language_model.embed_tokens",
+            layer="model.language_model.layers.{}.",
+            norm="model.language_model.norm",
+            other_prefix=("model.language_model.", "model."),
+        ),
+    )
+
 
 #: By the name that stands in the `architectures` of a config.json.
 FAMILIES: dict[str, Family] = {
@@ -486,6 +552,66 @@ FAMILIES: dict[str, Family] = {
         norms="after",
         layer_names=_NORMS_AFTER,
     ),
+    "Qwen3_5ForConditionalGeneration": _qwen3_5(
+        "qwen3_5", "Qwen3.5, Qwen3.6 (their language model)", has_text_config=True
+    ),
+    "Qwen3_5ForCausalLM": _qwen3_5("qwen3_5_text", "Qwen3.5, Qwen3.6"),
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5(
+        "qwen3_5_moe", "Qwen3.5-MoE, Qwen3.6-MoE (their language model)", _QWEN3_5_MOE, has_text_config=True
+    ),
+    "Qwen3_5MoeForCausalLM": _qwen3_5("qwen3_5_moe_text", "Qwen3.5-MoE, Qwen3.6-MoE", _QWEN3_5_MOE),
+    "Qwen3NextForCausalLM": Family(
+        model_type="qwen3_next",
+        models="Qwen3-Next",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        partial_rope=True,
+        unit_offset=True,
+        query_gate=True,
+        linear=DeltaNetFamily(
+            interleaved=True,
+            names=DeltaNetNames(inputs=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+        ),
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+            shared_intermediate=Key("shared_expert_intermediate_size"),
+            shared_gate=True,
+            sparse=sparse_by_step,
+        ),
+    ),
+    "OlmoHybridForCausalLM": Family(
+        model_type="olmo_hybrid",
+        models="OLMo-Hybrid",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="full",
+        optional_rope=True,
+        norms="after",
+        # transformers saves the first of them under a name of the other layers.
+        layer_names=_NORMS_AFTER._replace(also_mixer_norm="feedforward_layer_norm"),
+        linear=DeltaNetFamily(
+            eps=1e-5,
+            reflects=Key("linear_allow_neg_eigval"),
+            layer_names=LayerNames(
+                "attention_layer_norm",
+                "feedforward_layer_norm",
+                also_mixer_norm="input_layernorm",
+                also_feed_forward_norm="post_attention_layernorm",
+            ),
+            names=DeltaNetNames(
+                inputs=tuple(f"linear_attn.{name}_proj" for name in "qkvgba"),
+                conv=(
+                    ("linear_attn.q_conv1d", "linear_attn.k_conv1d", "linear_attn.v_conv1d"),
+                    ("linear_attn.conv1d",),
+                ),
+                norm="linear_attn.o_norm",
+                out="linear_attn.o_proj",
+            ),
+        ),
+    ),
     "Qwen2MoeForCausalLM": Family(
         model_type="qwen2_moe",
         models="Qwen1.5-MoE, Qwen2-MoE",
@@ -638,12 +764,17 @@ def config_rules(architecture: str) -> dict[str, Rule]:
     return _COMMON | _rules(FAMILIES[architecture])
 
 
+def has_text_config(architecture: str) -> bool:
+    """True if the config of the language model is the map `text_config` of config.json."""
+    return FAMILIES[architecture].has_text_config
+
+
 def size_rules() -> dict[str, Rule]:
     """What the keys of any config.json that sizes follow from may hold, where they are not null."""
     return {name: _COMMON[name] for name in _SIZES} | dict.fromkeys(_EXPERT_COUNTS, integer(0, 1 << 14))
 
 
-def _rules(declaration: Family | MoEFamily) -> dict[str, Rule]:
+def _rules(declaration: Family | MoEFamily | DeltaNetFamily) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
     for entry in fields(declaration):
         match getattr(declaration, entry.name):
@@ -655,8 +786,8 @@ def _rules(declaration: Family | MoEFamily) -> dict[str, Rule]:
                 rules[name] = FLAG
             case ByLayer() as values:
                 rules |= values.rules
-            case MoEFamily() as moe:
-                rules |= _rules(moe)
+            case MoEFamily() | DeltaNetFamily() as part:
+                rules |= _rules(part)
     return rules
 
 
@@ -711,6 +842,11 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     mixers = list(zip(family.windows(config), family.ropes(config), strict=True))
     ropes = {kind: _rope(config, kind, family) for _, kind in mixers}
     attention = {(window, kind): _attention(config, family, ropes[kind], window) for window, kind in set(mixers)}
+    linear, delta_net = (False,) * count, None
+    if family.linear is not None and any(linear := family.linear.linear(config)):
+        delta_net = _delta_net(config, family.linear)
+    if all(linear):
+        raise ValueError("layer_types names no layer with full attention; at least one is needed")
     feed_forward: dict[bool, FeedForwardSpec] = {}
     if not all(sparse):
         feed_forward[False] = _dense(config, family)
@@ -718,16 +854,36 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
         if _activation(config, family) != "silu":
             raise ValueError(f"{family.activation.name} of experts must be silu")
         feed_forward[True] = _moe(config, family.moe)
-    return tuple(
-        LayerSpec(
-            attention[mixer],
-            feed_forward[is_sparse],
-            family.layer_names,
-            family.norms,
-            _value(config, family.residual_scale),
-        )
-        for mixer, is_sparse in zip(mixers, sparse, strict=True)
+    scale = _value(config, family.residual_scale)
+    layers = []
+    for mixer, is_linear, is_sparse in zip(mixers, linear, sparse, strict=True):
+        block: MixerSpec = attention[mixer]
+        names, norms = family.layer_names, family.norms
+        if is_linear and family.linear is not None and delta_net is not None:
+            block, names, norms = delta_net, family.linear.layer_names, family.linear.norms
+        layers.append(LayerSpec(block, feed_forward[is_sparse], names, norms, scale))
+    return tuple(layers)
+
+
+def _delta_net(config: Any, family: DeltaNetFamily) -> DeltaNetSpec:
+    spec = DeltaNetSpec(
+        hidden=config.hidden_size,
+        key_heads=_value(config, family.key_heads),
+        value_heads=_value(config, family.value_heads),
+        key_dim=_value(config, family.key_dim),
+        value_dim=_value(config, family.value_dim),
+        conv=_value(config, family.conv),
+        eps=_value(config, family.eps),
+        interleaved=family.interleaved,
+        beta_scale=2.0 if _value(config, family.reflects) else 1.0,
+        names=family.names,
     )
+    if spec.value_heads % spec.key_heads:
+        raise ValueError(
+            f"{family.value_heads.name} ({spec.value_heads}) is not a multiple of {family.key_heads.name} "
+            f"({spec.key_heads})"
+        )
+    return spec
 
 
 def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) -> AttentionSpec:
@@ -750,6 +906,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         unit_offset=family.unit_offset,
         growth=_growth(config) if family.grown_queries else None,
         gate=family.attention_gate,
+        query_gate=family.query_gate,
         sinks=family.attention_sinks,
     )
     if spec.heads % spec.kv_heads:
@@ -853,7 +1010,7 @@ def _value(config: Any, declared: Any) -> Any:
 
 
 def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
-    if part is None:
+    if part is None or (family.optional_rope and _rope_parameters(config).get("rope_theta") is None):
         return RopeSpec("none", theta=1.0)
     params = _rope_parameters(config, part)
     share = params.get("partial_rotary_factor", 1.0)
@@ -959,7 +1116,7 @@ def _max_positions(config: Any, layers: tuple[LayerSpec, ...]) -> int:
     With LongRoPE all keys of a longer sequence turn by other frequencies, also the keys of its first tokens. So a
     sequence ends where the frequencies for short ones do.
     """
-    ropes = {layer.mixer.rope for layer in layers}
+    ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec)}
     if any(rope.kind == "longrope" for rope in ropes):
         return min(rope.original_max_positions for rope in ropes if rope.kind == "longrope")
     extended = (int(rope.factor * rope.original_max_positions) for rope in ropes if rope.kind == "yarn")

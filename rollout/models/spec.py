@@ -5,7 +5,8 @@ built from its own spec alone, so layers may differ in everything but the width 
 
     ModelSpec
       layers: LayerSpec, one a layer
-        mixer          AttentionSpec                         mixes tokens, keeps KV
+        mixer          AttentionSpec                         mixes tokens, keeps KV by page
+                       | DeltaNetSpec                        mixes tokens, keeps one state a row
         feed_forward   DenseSpec | MoESpec with a RouterSpec  works on each token alone
 
 A new variant is a field with a default where a block changes a little, and a class of its own where the block is
@@ -126,6 +127,7 @@ class AttentionSpec:
     growth: QueryGrowth | None = None
     sinks: bool = False  # each head has a score that takes part in the softmax and has no value
     gate: bool = False  # a sigmoid of a product of the token weights the output, each value of each head on its own
+    query_gate: bool = False  # the same, but the product is part of that of the queries: each head's gate follows it
 
     @property
     def q_dim(self) -> int:
@@ -139,8 +141,9 @@ class AttentionSpec:
 
     @property
     def qkv(self) -> LinearSpec:
-        """The product that makes queries, keys and values."""
-        widths = _widths(self.names.qkv, (self.q_dim, self.kv_dim, self.kv_dim))
+        """The product that makes queries (with their gates, if there are any), keys and values."""
+        q_width = 2 * self.q_dim if self.query_gate else self.q_dim
+        widths = _widths(self.names.qkv, (q_width, self.kv_dim, self.kv_dim))
         return LinearSpec(self.hidden, self.names.qkv, widths, self.qkv_bias)
 
     @property
@@ -154,7 +157,79 @@ class AttentionSpec:
         return KVShape(self.kv_heads, self.head_dim, self.head_dim)
 
 
-MixerSpec = AttentionSpec
+class DeltaNetNames(NamedTuple):
+    """Modules and tensors of a gated DeltaNet block.
+
+    `inputs` are the modules of the product before the convolution: queries, keys, values, then output gates z, then b
+    and a. `conv` are alternatives: one depthwise convolution over queries, keys and values, or three.
+    """
+
+    inputs: tuple[str, ...] = (
+        "linear_attn.in_proj_qkv",
+        "linear_attn.in_proj_z",
+        "linear_attn.in_proj_b",
+        "linear_attn.in_proj_a",
+    )
+    conv: tuple[tuple[str, ...], ...] = (("linear_attn.conv1d",),)
+    a_log: str = "linear_attn.A_log"
+    dt_bias: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm"
+    out: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """Gated DeltaNet: linear attention whose state is corrected by each token (arXiv 2412.06464).
+
+    A short convolution and SiLU come before it, a norm of each head and a gate after it.
+    """
+
+    hidden: int
+    key_heads: int
+    value_heads: int  # a multiple of the key heads; the value heads of a key head are neighbours
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv: int  # tokens that the convolution sees, the present one included
+    eps: float  # of the norm of the outputs
+    interleaved: bool = False  # the input product is sorted by key head: its q, k, v, z; and its b, a
+    beta_scale: float = 1.0  # how much of a key's old value a token may replace: 1 all of it, 2 reflects it
+    names: DeltaNetNames = DeltaNetNames()
+
+    @property
+    def mixed(self) -> int:
+        """Width of queries, keys and values: what the convolution works on."""
+        return 2 * self.key_heads * self.key_dim + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """Widths of queries, keys, values, gates z, b and a."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_width, self.value_width, self.value_heads, self.value_heads
+
+    @property
+    def inputs(self) -> LinearSpec:
+        """The product that makes everything that the block needs of a token."""
+        modules, (q, k, v, z, b, a) = self.names.inputs, self.input_widths
+        by_modules = {2: (q + k + v + z, b + a), 4: (q + k + v, z, b, a), 6: (q, k, v, z, b, a)}
+        return LinearSpec(self.hidden, modules, by_modules[len(modules)], False)
+
+    @property
+    def out(self) -> LinearSpec:
+        """The output product."""
+        return LinearSpec(self.value_width, (self.names.out,), (self.hidden,), False)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one row's state in this layer: recurrent in float32, the convolution's inputs in the model's."""
+        recurrent = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return recurrent + self.mixed * (self.conv - 1) * dtype.itemsize
+
+
+MixerSpec = AttentionSpec | DeltaNetSpec
 
 # --- feed-forward blocks ---------------------------------------------------------------------------------------------
 
@@ -265,6 +340,9 @@ class LayerNames(NamedTuple):
     feed_forward_norm: str = "post_attention_layernorm"
     mixer_output_norm: str = ""
     feed_forward_output_norm: str = ""
+    #: What files or updates may call the first two instead.
+    also_mixer_norm: str | None = None
+    also_feed_forward_norm: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +368,8 @@ class ModelNames(NamedTuple):
     layer: str = "model.layers.{}."
     norm: str = "model.norm"
     lm_head: str = "lm_head"
+    #: Prefixes that files and updates may have instead: (prefix of the names above, the other one).
+    other_prefix: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -317,7 +397,22 @@ class ModelSpec:
         """True if the residual stream is Llama's: norms before blocks, and no factor or bound anywhere."""
         plain_layers = all(layer.norms == "before" and layer.residual_scale == 1.0 for layer in self.layers)
         plain_ends = self.embed_scale == self.logit_divisor == 1.0 and self.logit_softcap is None
-        return plain_layers and plain_ends and not self.unit_offset
+        return plain_layers and plain_ends
+
+    @functools.cached_property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with KV, ascending."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionSpec))
+
+    @functools.cached_property
+    def state_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a state by row, ascending; empty for a model of attention alone."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNetSpec))
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one row's state in all layers."""
+        mixers = (layer.mixer for layer in self.layers)
+        return sum(mixer.state_bytes(dtype) for mixer in mixers if isinstance(mixer, DeltaNetSpec))
 
     @functools.cached_property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -334,17 +429,20 @@ class ModelSpec:
     @functools.cached_property
     def ropes(self) -> tuple[tuple[RopeSpec, int], ...]:
         """Rotary embeddings of the layers with their head dimensions, each once, in the order of the layers."""
-        return tuple(dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in self.layers))
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(dict.fromkeys((m.rope, m.head_dim) for m in mixers if isinstance(m, AttentionSpec)))
 
     @property
     def plain_scores(self) -> bool:
         """True if no layer's attention has a softcap or sinks."""
-        return not any(layer.mixer.softcap or layer.mixer.sinks for layer in self.layers)
+        mixers = (layer.mixer for layer in self.layers)
+        return not any(m.softcap or m.sinks for m in mixers if isinstance(m, AttentionSpec))
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer keeps of a token."""
-        return tuple(layer.mixer.kv_shape for layer in self.layers)
+        """What each layer with KV keeps of a token, in the order of `attention_layers`."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, AttentionSpec))
 
     @property
     def tied_to(self) -> str:
@@ -359,6 +457,11 @@ class ModelSpec:
     def layer_prefix(self, layer: int) -> str:
         """What the names of a layer's tensors begin with."""
         return self.names.layer.format(layer)
+
+    def layer_prefixes(self, layer: int) -> tuple[str, ...]:
+        """All that the names of a layer's tensors may begin with; files usually have the first."""
+        prefix, other = self.layer_prefix(layer), self.names.other_prefix
+        return (prefix,) if other is None else (prefix, other[1] + prefix.removeprefix(other[0]))
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache that one token takes in all layers."""

@@ -33,6 +33,7 @@ from rollout_kernels.attention.triton_gather_kv import gather_kv
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.attention.triton_prefill_items import prefill_items
 from rollout_kernels.common import triton_math
+from rollout_kernels.delta import Spans, triton_conv, triton_norm, triton_rule
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
@@ -269,6 +270,27 @@ def added_later(shape: Shape, rows: int, rank: int, name: str, inputs: int, ends
         yield label, lambda: triton_elementwise.add_rms_norm(residual, parts, empty(shape.hidden), 1e-6, correction)
 
 
+def linear_attention(rows: int) -> Iterator[Case]:
+    """Gated DeltaNet in the sizes of Qwen3.5-35B-A3B: a decode step, and a prefill of two rows."""
+    heads, key_heads, dim, conv = 32, 16, 128, 4
+    widths = (2 * key_heads * dim + heads * dim, heads * dim, heads, heads)
+    weight, scalars = empty(widths[0], conv), floats(heads)
+    conv_state, state = empty(9, widths[0], conv - 1), floats(9, heads, dim, dim)
+    long = torch.int64
+    steps = (
+        ("decode", rows, Spans(ints(rows, dtype=long), ints(rows, dtype=long))),
+        ("prefill", 2048, Spans(ints(2, dtype=long), ints(2048, dtype=long), (1500, 548), ints(3))),
+    )
+    for name, tokens, spans in steps:
+        mixed, z, b, a = empty(tokens, sum(widths)).split(widths, dim=1)
+        convolved, out = empty(tokens, widths[0]), empty(tokens, heads, dim)
+        given = (convolved, b, a, scalars, scalars, state, spans)
+        yield f"delta, {name}: conv", lambda g=(mixed, weight, conv_state, spans): triton_conv.short_conv(*g)
+        yield f"delta, {name}: rule", lambda g=given: triton_rule.gated_delta(*g)
+        normed = (out, z.unflatten(1, (heads, dim)), empty(dim), 1e-6)
+        yield f"delta, {name}: norm", lambda g=normed: triton_norm.gated_norm(*g)
+
+
 def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
     """Router and experts in each format, by the plan for a number of rows and by both paths."""
     x, router = empty(rows, shape.hidden), empty(shape.experts, shape.hidden)
@@ -362,7 +384,7 @@ def main() -> None:
             cases = [*products(shape, rows), *dense_step(shape, rows)]
             cases += [] if shape.experts else adapters(shape, rows)
             if shape.experts:
-                cases += sparse_step(shape, rows)
+                cases += [*sparse_step(shape, rows), *linear_attention(rows)]
             for case, run in cases:
                 name = f"{label}, {rows} rows: {case}"
                 if any(only in name for only in args.only):

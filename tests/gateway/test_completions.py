@@ -46,16 +46,17 @@ def test_log_probs_are_those_of_the_worker_in_every_mode(
     }
     policy = post(client, PATH, body)["choices"][0]["logprobs"]
     assert policy["tokens"] == [f"token_id:{token}" for token in truth.token_ids]
-    assert np.array_equal(np.float32(policy["token_logprobs"]), truth.logprobs)
+    # The prompt is in the prefix cache the second time, so the last bits may differ.
+    assert np.allclose(policy["token_logprobs"], truth.logprobs, rtol=1e-5, atol=1e-5)
     for found, token, own, ids, values in zip(
         policy["top_logprobs"], truth.token_ids, truth.raw_logprobs, truth.top_ids, truth.top_logprobs, strict=True
     ):
         wanted = {f"token_id:{other}": float(value) for other, value in zip(ids, values, strict=True)}
-        assert found == {f"token_id:{token}": float(own)} | wanted
+        assert found == pytest.approx({f"token_id:{token}": float(own)} | wanted, rel=1e-5, abs=1e-5)
     for mode, wanted in (("raw", truth.raw_logprobs), ("processed", truth.drawn_logprobs)):
         with gateway([worker.endpoint], logprobs=mode) as other:
             found = post(other, PATH, body)["choices"][0]["logprobs"]["token_logprobs"]
-            assert np.array_equal(np.float32(found), wanted)
+            assert np.allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(client: httpx.Client) -> None:

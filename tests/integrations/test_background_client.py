@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from tests.support.integrations.integration_worker import start
-from tests.support.integrations.trl_parts import CHECKPOINT
+from tests.support.integrations.tiny_checkpoints import CHECKPOINT
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.integrations.background import BackgroundClient

@@ -73,6 +73,7 @@ def _norm_router_kernel(
     PARTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     RECORD: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
 ):
     block = tl.program_id(0)
     token = tl.program_id(1)
@@ -91,7 +92,10 @@ def _norm_router_kernel(
     stored = narrow(residual + narrow(added, dtype).to(tl.float32), dtype)
     value = stored.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value) / H + eps)
-    x = narrow(narrow(value * scale, dtype).to(tl.float32) * norm, dtype)
+    if UNIT_OFFSET:
+        x = narrow(value * scale * (norm + 1.0), dtype)
+    else:
+        x = narrow(narrow(value * scale, dtype).to(tl.float32) * norm, dtype)
     if block == 0:
         tl.store(new_residual_ptr + token * H + h, stored, mask=live)
         tl.store(x_ptr + token * H + h, x, mask=live)
@@ -127,6 +131,7 @@ def norm_route(
     renormalize: bool,
     scratch: RouterScratch,
     record: Record | None = None,
+    unit_offset: bool = False,
 ) -> NormRouting:
     """Add partial products to the residual stream, normalise it and choose experts, for up to `MOST_TOKENS` tokens.
 
@@ -140,6 +145,7 @@ def norm_route(
         renormalize: whether the weights of a token add up to 1.
         scratch: from `router_scratch`.
         record: where to record the experts for replay, or None.
+        unit_offset: the weights of the norm are stored less 1.
     """
     tokens, hidden = residual_TH.shape
     experts = router_EH.shape[0]
@@ -174,6 +180,7 @@ def norm_route(
         PARTS=parts_STH.shape[0],
         RENORMALIZE=renormalize,
         RECORD=record is not None,
+        UNIT_OFFSET=unit_offset,
         num_warps=8 if experts > 256 else 4,
         **follow_options(residual_TH.device),
     )

@@ -57,6 +57,7 @@ def _add_rms_norm_kernel(
     R: tl.constexpr,
     LOW_PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
@@ -85,8 +86,11 @@ def _add_rms_norm_kernel(
         tl.store(residual_ptr + row * H + h, stored, mask=live)
         x = stored.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x) / H + eps)
-    unit = narrow(x * scale, dtype).to(tl.float32)
-    tl.store(out_ptr + row * H + h, narrow(unit * weight, dtype), mask=live)
+    if UNIT_OFFSET:
+        normed = x * scale * (weight + 1.0)
+    else:
+        normed = narrow(x * scale, dtype).to(tl.float32) * weight
+    tl.store(out_ptr + row * H + h, narrow(normed, dtype), mask=live)
 
 
 def add_rms_norm(
@@ -95,6 +99,7 @@ def add_rms_norm(
     weight_H: torch.Tensor,
     eps: float,
     correction: Correction | None = None,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     """Add partial products and their correction to the residual stream, and normalise it.
 
@@ -104,6 +109,7 @@ def add_rms_norm(
         weight_H: weights of the norm.
         eps: of the norm.
         correction: corrections that adapters add to the product, or None.
+        unit_offset: the weights are stored less 1.
 
     Returns:
         The norm of the new residual, [M, H] in its dtype.
@@ -126,6 +132,7 @@ def add_rms_norm(
         H=hidden,
         BLOCK=block,
         PARTS=0 if parts_SMH is None else parts_SMH.shape[0],
+        UNIT_OFFSET=unit_offset,
         num_warps=warps,
         **correction_arguments(correction, block),
         **follow_options(residual_MH.device),

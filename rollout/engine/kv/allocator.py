@@ -11,6 +11,10 @@ A sequence gets its pages from these sources, in `try_admit` and afterwards in `
     own pages        new ones for the rest of its tokens, and one more; after that one at a time
     offloaded KV     what it had before it was preempted, instead of all the above (`offload`)
 
+A model with states can use KV of a prefix only together with a snapshot of the state after it (`snapshots`). So a group
+share has one, a session has those of its prompt and of its end, and the prefix cache is searched for prefixes that end
+at one. Every prefill saves one before the last token of its prompt, if there is a place.
+
 A page that another prefill computes next is not computed twice: that prefill's frontier is found by the page's key, and
 the sequence waits without a page until the tokens that both have are launched (`Reusable.awaited`).
 
@@ -27,10 +31,11 @@ from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
+from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.sequence.experts import ExpertPages
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
-from rollout.engine.sequence.sequence_kv import OffloadedKV
+from rollout.engine.sequence.sequence_kv import OffloadedKV, PlannedSnapshot, Point, Snapshot
 from rollout.engine.sequence.session import SessionKV
 
 
@@ -49,6 +54,7 @@ class Reusable:
     session_tokens: int = 0  # whose KV the session has
     keys: PrefixKeys | None = None  # of the shared pages
     awaited: tuple[Sequence, int] | None = None  # computes more of it: up to this number of tokens
+    place: int | None = None  # of the snapshot of the state after these tokens, which is loaded
 
     @property
     def pages(self) -> list[int]:
@@ -56,7 +62,9 @@ class Reusable:
         return self.shared if self.copied is None else [*self.shared, self.copied]
 
     def without_copy(self, page_size: int) -> Reusable:
-        """The shared pages only."""
+        """The shared pages only; nothing where a state belongs to the page to copy."""
+        if self.place is not None:
+            return Reusable(keys=None if self.keys is None else self.keys.fork(0))
         tokens = len(self.shared) * page_size
         keys = None if self.keys is None else self.keys.fork(len(self.shared))
         return Reusable(self.shared, None, tokens, min(tokens, self.session_tokens), keys)
@@ -74,6 +82,7 @@ class PageAllocator:
         experts: ExpertPages | None = None,
         adapters: AdapterTable | None = None,
         offload_books: OffloadBooks | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
@@ -82,15 +91,19 @@ class PageAllocator:
         self.experts = experts  # experts of tokens, where they are kept
         self.adapters = adapters
         self.offload_books = offload_books  # KV of preempted sequences, where it is kept
+        self.snapshots = snapshots  # for models with states
         self.sharing: list[Group] = []  # groups that hold a share, oldest first
-        self._frontiers: dict[bytes, Sequence] = {}  # prefills under way, by the key of the page that comes next
+        #: Prefills under way, by the key of the page that comes next, or of the snapshot.
+        self._frontiers: dict[bytes, Sequence] = {}
         # Restored pages and the experts of their tokens, until the first step of the sequence is committed.
         self._restored_experts: dict[Sequence, tuple[list[int], np.ndarray]] = {}
 
     @property
     def available(self) -> int:
-        """The most pages that can be allocated: pages that are not used, and pages of idle sessions."""
-        return self.pool.available + self.sessions.pages
+        """The most pages that can be allocated: pages that are not used, of idle sessions and of cached snapshots."""
+        if self.snapshots is None:
+            return self.pool.available + self.sessions.pages
+        return self.pool.available + self.sessions.count_alone(self.snapshots.pages)
 
     @property
     def making_room(self) -> bool:
@@ -121,13 +134,18 @@ class PageAllocator:
             return self._try_restore(seq, seq.kv.offloaded, spare)
         tokens = seq.history()
         wanted = self._pages_wanted(seq, len(tokens))
+        if reusable.place is not None and self.snapshots is not None:
+            self.snapshots.retain(reusable.place)  # making room may evict the session that has it
         new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
+        if new is None and reusable.place is not None and self.snapshots is not None:
+            self.snapshots.release(reusable.place)
         if new is None and reusable.copied is not None:
             reusable = reusable.without_copy(self.page_size)  # the page to copy may be the one that is short
             new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
         if new is None:
             return False
         kv = seq.kv
+        kv.load_from = reusable.place
         kv.add_pages([*reusable.shared, *new], self.page_size)
         kv.prefill_tokens = tokens
         kv.copy_source = reusable.copied
@@ -137,6 +155,8 @@ class PageAllocator:
         self._take_adapter_slot(seq)
         if seq.group.session is not None:
             self.sessions.hand_over(seq.group.session, reusable.session_tokens)
+        if self.snapshots is not None:
+            self._plan_snapshot(seq)
         self._move_frontier(seq, version)
         return True
 
@@ -197,10 +217,14 @@ class PageAllocator:
             return True
         enough = self.available - self.sessions.count(retained) >= pages  # else sessions would lose theirs in vain
         while enough and self.pool.available < pages:
-            enough = self.sessions.evict_one()
+            enough = self._evict_one()
         if not enough and self.offload_books is not None:
             self.offload_books.send_unshared()  # pages that sessions gave up may have no other users left
         return enough
+
+    def _evict_one(self) -> bool:
+        """Have an idle session, or a cached snapshot that keeps a page, give up its pages; False if there is none."""
+        return self.sessions.evict_one() or (self.snapshots is not None and self.snapshots.evict_page())
 
     def _find_reusable(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
         """KV that `seq` need not compute: the prompt of its group, else KV of its session or, if more, of the cache."""
@@ -208,9 +232,11 @@ class PageAllocator:
         full = (len(tokens) - 1) // self.page_size  # the page of the last token is never shared: it is written again
         if share is not None and share.version == version and not seq.tokens:
             keys = share.keys.fork(full) if share.keys else None
-            return Reusable(share.pages[:full], share.pages[full], len(tokens) - 1, keys=keys)
+            return Reusable(share.pages[:full], share.pages[full], len(tokens) - 1, keys=keys, place=share.place)
         if seq.scores_prompt:  # log-probs of the prompt need a forward of the whole prompt
             return Reusable(keys=self._no_keys(seq, version) if self.prefix_cache else None)
+        if self.snapshots is not None:
+            return self._find_snapshot(seq, tokens, version, self.snapshots)
         found = self._find_in_session(seq, tokens, version)
         if not self.prefix_cache:
             return found
@@ -269,12 +295,117 @@ class PageAllocator:
         keys = kv.keys.fork(full) if kv.keys is not None else None
         return Reusable(kv.pages[:full], copied, same, same, keys)
 
+    # --- snapshots ---------------------------------------------------------------------------------------------------
+
+    def _find_snapshot(self, seq: Sequence, tokens: np.ndarray, version: int, snapshots: Snapshots) -> Reusable:
+        """The longest known prefix of `tokens` that ends at a snapshot, in the session or in the cache."""
+        most, page_size = len(tokens) - 1, self.page_size
+        found = self._find_snapshot_in_session(seq, tokens, version)
+        if not self.prefix_cache:
+            return found
+        keys, pages, known = self._no_keys(seq, version), list[int](), True
+        found.keys = found.keys or keys.fork(0)
+        expected = found.tokens
+        for start in range(0, most + 1, page_size):
+            for after in snapshots.tokens_after(keys.last):
+                end = start + after
+                if end > most:
+                    continue
+                key = keys.tail_key(seq.content_between(start, end))
+                cached, other = snapshots.find(key), self._frontiers.get(key)
+                if cached is not None and known and end > found.tokens:
+                    reused = Reusable(list(pages), cached.page, end, found.session_tokens, keys.fork(len(pages)))
+                    reused.place, reused.awaited = cached.place, found.awaited
+                    found = reused
+                elif other is not None and other.priority >= seq.priority and end > expected:
+                    found.awaited, expected = (other, end + 1), end
+            if start + page_size > most or not (known or self._frontiers):
+                break
+            key = keys.next_key(seq.content_between(start, start + page_size))
+            page = self.pool.find(key)
+            known = known and page is not None
+            if known and page is not None:
+                pages.append(page)
+            keys.append(key)
+        if expected <= found.tokens:
+            found.awaited = None
+        return found
+
+    def _find_snapshot_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
+        if seq.group.session is None:
+            return Reusable()
+        kv, same = self.sessions.match(seq.group.session, tokens, version, seq.adapter_use.edition)
+        assert self.snapshots is not None
+        void = self.snapshots.is_void
+        known = () if kv is None else kv.snapshots
+        snapshot = next((s for s in known if s.tokens <= same and not void(s.place)), None)
+        if kv is None or snapshot is None:
+            return Reusable()
+        full, after = divmod(snapshot.tokens, self.page_size)
+        keys = None if kv.keys is None else kv.keys.fork(full)
+        copied = kv.pages[full] if after else None
+        return Reusable(kv.pages[:full], copied, snapshot.tokens, snapshot.tokens, keys, place=snapshot.place)
+
+    def _plan_snapshot(self, seq: Sequence) -> None:
+        """Take a place for the snapshot before the last token of the prompt, if its prefill goes past that."""
+        kv, tokens = seq.kv, seq.prompt_len - 1
+        if kv.length >= tokens or not (self.prefix_cache or seq.group.followers or seq.group.session):
+            return
+        place = self._take_place(bool(seq.group.followers))
+        if place is None:
+            return
+        point = None
+        if kv.keys is not None:
+            keys, (full, after) = kv.keys.fork(len(kv.keys)), divmod(tokens, self.page_size)
+            for index in range(len(keys), full):
+                start = index * self.page_size
+                keys.append(keys.next_key(seq.content_between(start, start + self.page_size)))
+            point = Point(keys.last, after, keys.tail_key(seq.content_between(tokens - after, tokens)))
+        kv.planned_snapshot = PlannedSnapshot(place, tokens, point)
+
+    def _take_place(self, evict_sessions: bool) -> int | None:
+        assert self.snapshots is not None
+        place = self.snapshots.take()
+        while place is None and evict_sessions and self.sessions.evict_one():
+            place = self.snapshots.take()
+        return place
+
+    def _snapshot_launched(self, seq: Sequence, version: int, snapshots: Snapshots) -> None:
+        """If the chunk in flight began with the save of a snapshot: others may use it, if it is all of `version`."""
+        kv, planned = seq.kv, seq.kv.planned_snapshot
+        if planned is None or kv.length <= planned.tokens:
+            return
+        self.drop_frontier(seq)
+        kv.planned_snapshot = None
+        if kv.version != version or kv.uniform < kv.length:
+            snapshots.release(planned.place)
+            return
+        kv.snapshot = Snapshot(planned.place, planned.tokens)
+        if planned.point is not None:
+            page = kv.pages[planned.tokens // self.page_size] if planned.point.after else None
+            snapshots.keep(planned.point, planned.place, page)
+
+    def _turn_snapshots(self, seq: Sequence, known: int, snapshots: Snapshots) -> tuple[Snapshot, ...]:
+        """What the session of a settled turn can go on from, longest first; the caller has a reference to each place.
+
+        The state of the row has seen `kv.length` tokens. If the last of them are none of the completion's, because it
+        ended while they were in flight, only the snapshot of the prompt is left.
+        """
+        kv, kept = seq.kv, list[Snapshot]()
+        if known == kv.length > 0 and seq.row_ready and (place := self._take_place(True)) is not None:
+            snapshots.save_soon(seq.row, place)
+            kept.append(Snapshot(place, known))
+        if kv.snapshot is not None and kv.snapshot.tokens <= known:
+            snapshots.retain(kv.snapshot.place)
+            kept.append(kv.snapshot)
+        return tuple(kept)
+
     # --- while the sequence runs -------------------------------------------------------------------------------------
 
     def try_grow(self, seq: Sequence) -> bool:
         """One page more for `seq`; False if no page is free and no session has one."""
         while (page := self.pool.allocate()) is None:
-            if not self.sessions.evict_one():
+            if not self._evict_one():
                 return False
         seq.kv.add_pages([page], self.page_size)
         return True
@@ -285,6 +416,8 @@ class PageAllocator:
         if seq.kv.offloaded is not None:
             self._restored(seq, seq.kv.offloaded, version)
         self.remember(seq, seq.kv.length, version)
+        if self.snapshots is not None:
+            self._snapshot_launched(seq, version, self.snapshots)
         self._move_frontier(seq, version)
 
     def _move_frontier(self, seq: Sequence, version: int) -> None:
@@ -292,6 +425,12 @@ class PageAllocator:
         self.drop_frontier(seq)
         kv, page_size = seq.kv, self.page_size
         if kv.keys is None or kv.prefill_tokens is None or kv.version != version or kv.uniform < kv.length:
+            return
+        if self.snapshots is not None:
+            planned = kv.planned_snapshot
+            if planned is not None and planned.point is not None:
+                self.snapshots.expect(planned.point)
+                self._set_frontier(seq, planned.point.key)
             return
         start, end = len(kv.keys) * page_size, len(kv.prefill_tokens)
         if start == end:
@@ -301,22 +440,32 @@ class PageAllocator:
         if kv.length == end:
             self.pool.remember_tail(page_key, kv.pages[start // page_size])
         else:
-            kv.frontier = page_key
-            other = self._frontiers.get(page_key)
-            if other is None or other.priority < seq.priority:  # of lower priority: nobody waits for it
-                self._frontiers[page_key] = seq
+            self._set_frontier(seq, page_key)
+
+    def _set_frontier(self, seq: Sequence, key: bytes) -> None:
+        seq.kv.frontier = key
+        other = self._frontiers.get(key)
+        if other is None or other.priority < seq.priority:  # of lower priority: nobody waits for it
+            self._frontiers[key] = seq
 
     def drop_frontier(self, seq: Sequence) -> None:
         """Nobody waits for this prefill any more: it has gone on, or it stops."""
         key, seq.kv.frontier = seq.kv.frontier, None
+        if key is not None and self.snapshots is not None:
+            planned = seq.kv.planned_snapshot
+            assert planned is not None and planned.point is not None
+            self.snapshots.expect_no_more(planned.point)
         if key is not None and self._frontiers.get(key) is seq:
             del self._frontiers[key]
 
     def _release_copy_source(self, seq: Sequence) -> None:
-        """The copy is enqueued, or not needed any more: later writes to the source come after it."""
+        """The copies are enqueued, or not needed any more: later writes to the sources come after them."""
         if seq.kv.copy_source is not None:
             self.pool.release(seq.kv.copy_source)
             seq.kv.copy_source = None
+        if seq.kv.load_from is not None and self.snapshots is not None:
+            self.snapshots.release(seq.kv.load_from)
+            seq.kv.load_from = None
 
     def _restored(self, seq: Sequence, offloaded: OffloadedKV, version: int) -> None:
         """The sequence goes on with its restored KV."""
@@ -369,12 +518,25 @@ class PageAllocator:
         if not current or seq.finish.reason == "error" or kv.offloaded is not None:  # offloaded: not in its pages yet
             known = 0
         self.remember(seq, known, version)
-        left = SessionKV(seq.history()[:known], kv.pages, version, kv.keys, kv.adapter_edition)
+        if self.snapshots is not None:
+            snapshots = self._turn_snapshots(seq, known, self.snapshots)
+            known = snapshots[0].tokens if snapshots else 0
+        else:
+            snapshots = ()
+        left = SessionKV(seq.history()[:known], kv.pages, version, kv.keys, kv.adapter_edition, snapshots)
         self.sessions.keep(seq.group.session, left, now_s)
+        if self.snapshots is not None:
+            for snapshot in snapshots:
+                self.snapshots.release(snapshot.place)
 
     def release(self, seq: Sequence) -> None:
         """Take the adapter's slot back, and all pages unless they are offloaded."""
         self._release_copy_source(seq)
+        if self.snapshots is not None:
+            for snapshot in (seq.kv.planned_snapshot, seq.kv.snapshot):
+                if snapshot is not None:
+                    self.snapshots.release(snapshot.place)
+            seq.kv.planned_snapshot = seq.kv.snapshot = None
         if seq.adapter_use.slot is not None:
             assert self.adapters is not None
             self.adapters.give(seq.adapter_use.slot)
@@ -391,6 +553,17 @@ class PageAllocator:
         books = self.offload_books
         return books is not None and seq.kv.offloaded is not None and books.cancel_restores(seq)
 
+    def copies_state(self, seq: Sequence) -> bool:
+        """True while the state of a sequence that leaves its row is being copied to the host; begins that copy."""
+        return self.snapshots is not None and self.offload_books is not None and self.offload_books.copies_state(seq)
+
+    def restore_state(self, seq: Sequence) -> None:
+        """A sequence has got a row: copy its state there, if that is on the host."""
+        if seq.kv.offloaded is not None and seq.kv.offloaded.host_place is not None:
+            assert self.offload_books is not None and self.snapshots is not None
+            self.snapshots.give_up_saves(seq.row)
+            self.offload_books.restore_state(seq)
+
     def drop_offloaded(self, seq: Sequence) -> None:
         """The KV that a preempted sequence has offloaded, or would offload now, is of no use."""
         seq.kv.wants_offload = False
@@ -401,12 +574,18 @@ class PageAllocator:
 
     def open_share(self, seq: Sequence, version: int) -> bool:
         """Retain the prompt pages of a prefilled leader for its group; False if its KV is not all of `version`."""
-        if seq.kv.version != version or seq.kv.uniform < seq.prompt_len:
+        kv, place = seq.kv, None
+        if kv.version != version or kv.uniform < seq.prompt_len:
             return False
+        if self.snapshots is not None and seq.prompt_len > 1:  # before its only token a prompt has no state
+            if kv.snapshot is None or kv.snapshot.tokens != seq.prompt_len - 1:
+                return False
+            place = kv.snapshot.place
+            self.snapshots.retain(place)
         pages = seq.kv.pages[: pages_for(seq.prompt_len, self.page_size)]
         for page in pages:
             self.pool.retain(page)
-        seq.group.share = PromptShare(pages, version, seq.kv.keys)
+        seq.group.share = PromptShare(pages, version, seq.kv.keys, place)
         self.sharing.append(seq.group)
         return True
 
@@ -415,6 +594,8 @@ class PageAllocator:
         if group.share is not None:
             for page in group.share.pages:
                 self.pool.release(page)
+            if group.share.place is not None and self.snapshots is not None:
+                self.snapshots.release(group.share.place)
             group.share = None
             self.sharing.remove(group)
 
@@ -425,6 +606,8 @@ class PageAllocator:
         for group in list(self.sharing):
             self.close_share(group)
         self.sessions.drop_all()
+        if self.snapshots is not None:
+            self.snapshots.forget_all()
 
     def forget_all(self) -> None:
         """Drop cache, shares and sessions: their KV is of no use any more."""
@@ -442,5 +625,9 @@ class PageAllocator:
         assert not self._restored_experts, "experts of restored pages wait for a commit"
         if self.offload_books is not None:
             self.offload_books.check()
-        used, kept = self.pool.used, self.sessions.pages
-        assert used == kept, f"{used} pages are in use, {kept} of them by sessions"
+        cached: set[int] = set()
+        if self.snapshots is not None:
+            self.snapshots.check(self.sessions.places)
+            cached = self.snapshots.pages
+        used, kept = self.pool.used, self.sessions.count_alone(cached)
+        assert used == kept, f"{used} pages are in use, {kept} of them by sessions and cached snapshots"

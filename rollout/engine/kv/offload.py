@@ -45,7 +45,7 @@ from rollout.engine.kv.pool import PagePool
 from rollout.engine.messages import OffloadStatus
 from rollout.engine.sequence.experts import ExpertPages
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.sequence.sequence_kv import OffloadedKV, OffloadedPage, Restore
+from rollout.engine.sequence.sequence_kv import HostState, OffloadedKV, OffloadedPage, Restore
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class OffloadBooks:
         page_bytes: int,
         counts: OffloadCounts | None = None,
         experts: ExpertPages | None = None,
+        host_places: int = 0,
     ) -> None:
         self.counts = counts or OffloadCounts()
         self.closed = False  # copies fail: nothing is offloaded any more
@@ -91,6 +92,10 @@ class OffloadBooks:
         self._shared: dict[int, OffloadedPage] = {}  # by pool page, in states shared and in both
         self._to_copy_out: deque[OffloadedPage] = deque()  # some may have been dropped since
         self.to_copy_in: deque[Restore] = deque()
+        self.host_places = host_places  # for states of linear attention
+        self.free_host_places = list(range(host_places - 1, -1, -1))
+        self._states_out: deque[Sequence] = deque()
+        self._states_in: deque[Sequence] = deque()
         self._waiting: dict[Restore, list[Sequence]] = {}  # the sequences that have its pool page and wait for it
         self._sequences = 0
 
@@ -102,8 +107,14 @@ class OffloadBooks:
         A sequence that was being restored has its offloaded pages already; one that has ended needs none.
         """
         wanted, seq.kv.wants_offload = seq.kv.wants_offload and not seq.finalized, False
+        state, seq.kv.host_state = seq.kv.host_state, None
         if seq.kv.offloaded is None:
-            return wanted and self._take(seq)
+            taken = wanted and self._take(seq)
+            if state is not None and not taken:
+                self.free_host_places.append(state.host_place)
+            elif state is not None and seq.kv.offloaded is not None:
+                seq.kv.offloaded.host_place = state.host_place
+            return taken
         if not wanted:
             self.drop(seq)
         return False
@@ -166,6 +177,9 @@ class OffloadBooks:
         """Copy nothing more for this sequence alone; True while copies under way write to pages that only it has."""
         kv = seq.kv.offloaded
         assert kv is not None
+        if kv.restores_state == "queued":
+            self._states_in.remove(seq)
+            kv.restores_state = "no"
         needed: list[Restore] = []
         others: list[Restore] = []
         for restore in kv.restores:
@@ -178,13 +192,15 @@ class OffloadBooks:
         if others:
             self.to_copy_in = deque(restore for restore in self.to_copy_in if restore in self._waiting)
             kv.restores = needed
-        return bool(needed)
+        return bool(needed) or kv.restores_state == "copying"
 
     def drop(self, seq: Sequence) -> None:
         """The sequence needs its offloaded pages no more."""
         kv, seq.kv.offloaded = seq.kv.offloaded, None
-        assert kv is not None and not kv.restores, "a copy may still read a host page"
+        assert kv is not None and not kv.restoring, "a copy may still read a host page"
         self._sequences -= 1
+        if kv.host_place is not None:
+            self.free_host_places.append(kv.host_place)
         for page in kv.pages:
             page.owners -= 1
             if page.owners == 0 and not page.copying:
@@ -240,12 +256,68 @@ class OffloadBooks:
             del self._in_pool[page.pool_page]
             self._shared.pop(page.pool_page, None)
 
+    # --- states of linear attention ----------------------------------------------------------------------------------
+
+    def copies_state(self, seq: Sequence) -> bool:
+        """True while the copy of a row's state to the host is queued or under way; queues that of a preempted one.
+
+        The sequence has no step in flight, and keeps its row and its pages until the copy is over: then it is settled.
+        """
+        kv = seq.kv
+        if kv.host_state is not None:
+            if kv.host_state.failed:
+                kv.wants_offload = False
+            return not kv.host_state.over
+        if not kv.wants_offload or seq.finalized or kv.offloaded is not None or self.closed:
+            return False
+        if not self.free_host_places:
+            self.counts.refused += 1
+            kv.wants_offload = False
+            return False
+        kv.host_state = HostState(self.free_host_places.pop())
+        self._states_out.append(seq)
+        return True
+
+    def next_states_out(self, most: int) -> list[Sequence]:
+        """Up to `most` sequences whose rows' states begin to be copied to the host now."""
+        return [self._states_out.popleft() for _ in range(min(most, len(self._states_out)))]
+
+    def states_copied_out(self, seqs: list[Sequence], failed: bool) -> list[Sequence]:
+        """The copies of these states are over; returns the sequences that can be settled."""
+        if failed:
+            seqs = [*seqs, *self.next_states_out(len(self._states_out))]  # these will not be copied
+        for seq in seqs:
+            assert seq.kv.host_state is not None
+            seq.kv.host_state.over, seq.kv.host_state.failed = True, failed
+        return seqs
+
+    def restore_state(self, seq: Sequence) -> None:
+        """Copy a state back to the row that its sequence was just given."""
+        assert seq.kv.offloaded is not None and seq.kv.offloaded.restores_state == "no"
+        seq.kv.offloaded.restores_state = "queued"
+        self._states_in.append(seq)
+
+    def next_states_in(self, most: int) -> list[Sequence]:
+        """Up to `most` sequences whose states begin to be copied to their rows now."""
+        taken = [self._states_in.popleft() for _ in range(min(most, len(self._states_in)))]
+        for seq in taken:
+            assert seq.kv.offloaded is not None
+            seq.kv.offloaded.restores_state = "copying"
+        return taken
+
+    def states_copied_in(self, seqs: list[Sequence]) -> list[Sequence]:
+        """The copies to these rows are over; returns the sequences that wait for no other copies."""
+        for seq in seqs:
+            assert seq.kv.offloaded is not None
+            seq.kv.offloaded.restores_state = "no"
+        return [seq for seq in seqs if seq.kv.offloaded is not None and not seq.kv.offloaded.restoring]
+
     # --- copies ------------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """True while copies are queued or under way."""
-        return self.outgoing > 0 or bool(self.to_copy_in)
+        return self.outgoing > 0 or bool(self.to_copy_in) or bool(self._states_out) or bool(self._states_in)
 
     def next_out(self, most: int) -> list[OffloadedPage]:
         """Up to `most` pages whose copies to the host begin now."""
@@ -298,7 +370,7 @@ class OffloadBooks:
                 offloaded = seq.kv.offloaded
                 assert offloaded is not None
                 offloaded.restores.remove(restore)
-                if not offloaded.restores:
+                if not offloaded.restoring:
                     ready.append(seq)
         if not failed:
             self.counts.pages_in += len(restores)
@@ -332,6 +404,7 @@ class OffloadBooks:
         assert not self.busy and not self._in_pool and not self._shared and not self._waiting, "a page is left"
         free = sorted(self.free_host_pages)
         assert self._sequences == 0 and free == list(range(self.host_pages)), "a host page is in use"
+        assert sorted(self.free_host_places) == list(range(self.host_places)), "a state on the host is left"
 
 
 # --- the copies ------------------------------------------------------------------------------------------------------
@@ -363,9 +436,12 @@ class Offload:
     advance:  account for complete copies --> pages are free, rows can be planned again;  then begin the next copies
     """
 
-    def __init__(self, roster: Waiters, books: OffloadBooks, mover: PageMover) -> None:
+    def __init__(
+        self, roster: Waiters, books: OffloadBooks, mover: PageMover, state_mover: PageMover | None = None
+    ) -> None:
         self.books = books
         self.mover = mover
+        self.state_mover = state_mover
         self.failure = ""  # why nothing is offloaded any more
         self.recent: deque[MoveRecord] = deque(maxlen=_RECENT_MOVES)
         self._roster = roster
@@ -373,7 +449,7 @@ class Offload:
     @property
     def moving(self) -> bool:
         """True while copies are queued or under way."""
-        return self.books.busy or self.mover.moving
+        return self.books.busy or self.mover.moving or (self.state_mover is not None and self.state_mover.moving)
 
     def advance(self) -> None:
         """Account for the copies that are complete, and begin others. Never waits."""
@@ -385,7 +461,10 @@ class Offload:
 
     def wait(self, most_s: float) -> None:
         """Block until a copy is complete, for `most_s` seconds at most: no step can be launched before."""
-        self.mover.wait(most_s)
+        mover = self.mover
+        if self.state_mover is not None and self.state_mover.moving:
+            mover = self.state_mover
+        mover.wait(most_s)
 
     def _take_finished(self) -> None:
         for piece in self.mover.out.finished():
@@ -396,6 +475,20 @@ class Offload:
             self._note("in", piece)
             restores: list[Restore] = piece.entries
             self._roster.restores_ended(self.books.copied_in(restores, bool(piece.failure)))
+        if self.state_mover is not None:
+            self._take_finished_states(self.state_mover)
+
+    def _take_finished_states(self, mover: PageMover) -> None:
+        for piece in mover.out.finished():
+            leaving: list[Sequence] = piece.entries
+            settled = self.books.states_copied_out(leaving, bool(piece.failure))
+            self._note("out", piece)
+            self._roster.restores_ended(settled)
+        for piece in mover.back.finished():
+            restored: list[Sequence] = piece.entries
+            ready = self.books.states_copied_in(restored)
+            self._note("in", piece)
+            self._roster.restores_ended(ready)
 
     def _note(self, direction: Literal["out", "in"], piece: Piece) -> None:
         if not piece.failure:
@@ -404,7 +497,9 @@ class Offload:
             self.failure = f"KV is no longer offloaded, and preempted completions are computed again: {piece.failure}"
             log.error("%s", self.failure)
             self.books.closed = True
+            stopped = self.books.states_copied_out([], failed=True)
             self._roster.forget_offloaded()
+            self._roster.restores_ended(stopped)
 
     def _begin(self) -> None:
         out, back = self.mover.out, self.mover.back
@@ -415,3 +510,16 @@ class Offload:
             # After the steps in flight: one of them may still copy from a page that has been free since.
             targets = [restore.pool_page for restore in restores]
             back.start(targets, [restore.page.host_page for restore in restores], restores, self.mover.compute)
+        if self.state_mover is not None:
+            self._begin_states(self.state_mover)
+
+    def _begin_states(self, mover: PageMover) -> None:
+        out, back = mover.out, mover.back
+        while out.capacity and (seqs := self.books.next_states_out(out.capacity)):
+            out.start([seq.row for seq in seqs], [s.kv.host_state.host_place for s in seqs if s.kv.host_state], seqs)
+        while back.capacity and (seqs := self.books.next_states_in(back.capacity)):
+            places = [
+                s.kv.offloaded.host_place for s in seqs if s.kv.offloaded and s.kv.offloaded.host_place is not None
+            ]
+            # After the steps in flight: one of them may still belong to the row's last sequence, or save its state.
+            back.start([seq.row for seq in seqs], places, seqs, mover.compute)

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from rollout.engine.device.streams import Device, DeviceError, Event, Stream
-from rollout.models.batch import KVCache
 
 _PIECES = 2
 #: The time between two looks at a piece in a wait with a limit.
@@ -129,12 +128,23 @@ class CopyQueue:
 
 
 class PageMover:
-    """Both directions. `kv` is the pool whose pages are copied, `compute` the stream that its steps run on."""
+    """Both directions. `compute` is the stream that steps run on.
 
-    def __init__(self, device: Device, kv: KVCache, host_memory: HostMemory, piece_bytes: int, compute: Stream) -> None:
+    `pool` are the tensors of the pool whose pages are copied, or of a pool of states: a place is copied as a page is.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        pool: list[torch.Tensor],
+        host_memory: HostMemory,
+        piece_bytes: int,
+        compute: Stream,
+        name: str = "kv",
+    ) -> None:
         self.host_memory = host_memory
         self.compute = compute
-        pools_PB = [tensor.flatten(1) for tensor in kv.tensors]
+        pools_PB = [tensor.flatten(1) for tensor in pool]
         sizes = [pool.shape[1] * pool.element_size() for pool in pools_PB]
         assert sum(sizes) == host_memory.page_bytes
         self._words = next(words for words in _WORDS if math.gcd(*sizes) % words.itemsize == 0)
@@ -143,8 +153,8 @@ class PageMover:
         width = host_memory.page_bytes // self._words.itemsize
         staging = [torch.zeros(most, width, dtype=self._words, device=device.torch_device) for _ in range(2)]
         device.synchronize()  # they were zeroed on a stream that the copies do not wait for
-        self.out = CopyQueue(device, "kv_out", staging[0], self._copy_out)
-        self.back = CopyQueue(device, "kv_in", staging[1], self._copy_in)
+        self.out = CopyQueue(device, f"{name}_out", staging[0], self._copy_out)
+        self.back = CopyQueue(device, f"{name}_in", staging[1], self._copy_in)
 
     @property
     def moving(self) -> bool:

@@ -20,12 +20,13 @@ Invariants:
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 
 from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.messages import Request, RequestKey, SessionKey, SessionStatus
 from rollout.engine.sequence.session import Session, SessionKV
 
@@ -48,9 +49,17 @@ class SessionCounts:
 class Sessions:
     """All sessions of one pool. Times are seconds of the scheduler's clock."""
 
-    def __init__(self, pool: PagePool, page_size: int, most_pages: int, counts: SessionCounts | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        most_pages: int,
+        counts: SessionCounts | None = None,
+        snapshots: Snapshots | None = None,
+    ) -> None:
         self.counts = counts or SessionCounts()
         self._pool = pool
+        self._snapshots = snapshots
         self._page_size = page_size
         self._most_pages = most_pages
         self._sessions: dict[SessionKey, Session] = {}
@@ -65,6 +74,16 @@ class Sessions:
     def pages(self) -> int:
         """Pages that sessions have; rows may use some of them, too."""
         return len(self._refs)
+
+    @property
+    def places(self) -> Counter[int]:
+        """References of sessions to places of snapshots."""
+        kept = [session.kv for session in self._with_kv.values() if session.kv is not None]
+        return Counter(snapshot.place for kv in kept for snapshot in kv.snapshots)
+
+    def count_alone(self, pages: set[int]) -> int:
+        """How many pages sessions have, or are among `pages`."""
+        return len(self._refs.keys() | pages)
 
     def count(self, pages: list[int]) -> int:
         """How many of these pages belong to sessions."""
@@ -192,7 +211,13 @@ class Sessions:
             self._refs[page] = self._refs.get(page, 0) + 1
         self._refs_sum += len(pages)
         # A copy: a view would keep the tokens of a whole prompt of which little was computed.
-        session.kv = SessionKV(left.tokens[:count].copy(), pages, left.version, left.keys, left.adapter_edition)
+        snapshots = tuple(snapshot for snapshot in left.snapshots if snapshot.tokens <= count)
+        for snapshot in snapshots:
+            assert self._snapshots is not None
+            self._snapshots.retain(snapshot.place)
+        session.kv = SessionKV(
+            left.tokens[:count].copy(), pages, left.version, left.keys, left.adapter_edition, snapshots
+        )
         self._with_kv[session.key] = session
         while self._too_many:
             self.evict_one()  # never this one: it is the newest, and by itself within the limits
@@ -222,6 +247,9 @@ class Sessions:
             if not self._refs[page]:
                 del self._refs[page]
         self._refs_sum -= len(session.kv.pages)
+        for snapshot in session.kv.snapshots:
+            assert self._snapshots is not None
+            self._snapshots.release(snapshot.place)
         session.kv = None
         del self._with_kv[session.key]
 

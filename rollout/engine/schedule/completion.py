@@ -25,6 +25,7 @@ class Counters:
     preemptions: int = 0
     prompt_tokens: int = 0  # of admitted sequences
     cached_tokens: int = 0  # prompt tokens whose KV was there
+    snapshot_loads: int = 0  # rows that went on from a snapshot
     prefilled_tokens: int = 0  # that prefills have computed, also again
 
 

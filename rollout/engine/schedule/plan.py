@@ -35,6 +35,8 @@ class PromptPart:
     tokens: np.ndarray  # int32 [tokens in]
     scored: int = 0  # the first tokens whose successor's log-prob is wanted: it is the prompt's
     copy: tuple[int, int] | None = None  # (source page, target page) to copy before anything is written
+    save: int | None = None  # place of a snapshot to which the row's state is saved first
+    load: int | None = None  # place of a snapshot from which the row's state is loaded first, after all saves
 
 
 class Span(NamedTuple):
@@ -58,6 +60,7 @@ class Plan:
     tokens: int  # that go in
     draws: int  # tokens that come out
     opens: list[tuple[int, int]]  # (place of the span, page) where a span begins at the first position of a page
+    saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) of rows that ended before this step
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:
@@ -92,8 +95,8 @@ class Plan:
         return bool(self.features & Feature.CONSTRAIN)
 
 
-def make_plan(spans: list[Span], version: int, page_size: int) -> Plan:
-    """The step of these spans under the weights of `version`."""
+def make_plan(spans: list[Span], version: int, page_size: int, saves: tuple[tuple[int, int], ...] = ()) -> Plan:
+    """The step of these spans under the weights of `version`; `saves` as in `Plan`."""
     opens: list[tuple[int, int]] = []
     features = tokens = draws = longest = 0
     for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
@@ -105,7 +108,7 @@ def make_plan(spans: list[Span], version: int, page_size: int) -> Plan:
             longest = start + tokens_in
         if not start % page_size:
             opens.append((place, seq.kv.pages[start // page_size]))
-    return Plan(spans, version, Feature(features), longest, tokens, draws, opens)
+    return Plan(spans, version, Feature(features), longest, tokens, draws, opens, saves)
 
 
 _new_tuple = tuple.__new__  # takes half the time of Span(...)
@@ -127,9 +130,11 @@ def prompt_spans(
     for seq in seqs:
         kv = seq.kv
         assert kv.prefill_tokens is not None
-        if kv.offloaded is not None and kv.offloaded.restores:
+        if kv.offloaded is not None and kv.offloaded.restoring:
             continue
         length = min(len(kv.prefill_tokens) - kv.length, tokens)
+        if kv.planned_snapshot is not None and kv.length < kv.planned_snapshot.tokens:
+            length = min(length, kv.planned_snapshot.tokens - kv.length)  # a state is saved between two steps
         needed = upload_words(seq, length)
         if length == 0 or (spans and needed > words):
             break
@@ -146,4 +151,6 @@ def prompt_span(seq: Sequence, length: int, page_size: int) -> Span:
     scored = max(0, min(length, seq.prompt_len - 1 - start)) if seq.scores_prompt else 0
     copy = None if kv.copy_source is None else (kv.copy_source, kv.pages[start // page_size])
     draws = int(end == len(kv.prefill_tokens))
-    return Span(seq, start, length, draws, PromptPart(kv.prefill_tokens[start:end], scored, copy))
+    planned = kv.planned_snapshot
+    save = planned.place if planned is not None and planned.tokens == start else None
+    return Span(seq, start, length, draws, PromptPart(kv.prefill_tokens[start:end], scored, copy, save, kv.load_from))

@@ -84,6 +84,8 @@ class Roster:
         self.feed.take(seq)
         seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, State.PREFILL
         self.waiting -= 1
+        self.allocator.restore_state(seq)
+        self.counters.snapshot_loads += seq.kv.load_from is not None
         seq.adapter_use.note_version(seq.launched)
         assert seq.kv.prefill_tokens is not None
         tokens = len(seq.kv.prefill_tokens) - seq.kv.length
@@ -192,13 +194,13 @@ class Roster:
     def settle(self, seq: Sequence) -> None:
         """Give row and pages back if nothing needs them; the only place that does."""
         assert 0 <= seq.inflight_refs <= 2
-        if seq.inflight_refs > 0 or self.allocator.cancel_restores(seq):
+        if seq.inflight_refs > 0 or self.allocator.cancel_restores(seq) or self.allocator.copies_state(seq):
             return
+        if seq.finalized and seq.group.session is not None:
+            self.allocator.keep_turn(seq, self.version, self.clock())
         if seq.row:
             self.free_rows.append(seq.row)
             seq.row = 0
-        if seq.finalized and seq.group.session is not None:
-            self.allocator.keep_turn(seq, self.version, self.clock())
         self.allocator.release(seq)
         if seq.state is State.LEAVING:
             self.leaving.remove(seq)

@@ -28,7 +28,7 @@ from rollout.engine.messages import Finish, Request
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
-from rollout.engine.schedule.plan import Plan, decode_spans, make_plan, prompt_spans
+from rollout.engine.schedule.plan import Plan, Span, decode_spans, make_plan, prompt_spans
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.sequence.sequence import Group, Sequence, State
 from rollout.engine.sequence.sequence_kv import Prefill
@@ -133,7 +133,7 @@ class Scheduler:
             return None
         most = limits.chunk_tokens, limits.upload_words
         spans = prompt_spans(roster.prefilling, *most, self._upload_words, self._page_size)
-        return make_plan(spans, roster.version, self._page_size) if spans else None
+        return self._make_plan(spans) if spans else None
 
     def _plan_decode(self) -> Plan | None:
         roster = self.roster
@@ -142,7 +142,12 @@ class Scheduler:
         if full:
             preemption.grow(roster, full)
             seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv.length < seq.kv.capacity]
-        return make_plan(decode_spans(seqs), roster.version, self._page_size) if seqs else None
+        return self._make_plan(decode_spans(seqs)) if seqs else None
+
+    def _make_plan(self, spans: list[Span]) -> Plan:
+        snapshots = self.roster.allocator.snapshots
+        saves = () if snapshots is None else snapshots.take_saves()
+        return make_plan(spans, self.roster.version, self._page_size, saves)
 
     # --- launch and commit -------------------------------------------------------------------------------------------
 

@@ -21,6 +21,11 @@ class PrefixKeys:
     def __getitem__(self, index: int) -> bytes:
         return self._keys[index]
 
+    @property
+    def last(self) -> bytes:
+        """The digest of all full pages so far."""
+        return self._last
+
     def fork(self, pages: int) -> PrefixKeys:
         """A copy with the keys of the first `pages` pages, to go on with another content."""
         keys = PrefixKeys(self.version, self._page_size, self._adapter_edition)

@@ -67,6 +67,7 @@ class PromptShare:
     pages: list[int]
     version: int
     keys: PrefixKeys | None
+    place: int | None = None  # of the snapshot before the last token; for models with states
 
 
 @dataclass(eq=False, slots=True)

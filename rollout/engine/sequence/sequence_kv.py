@@ -8,11 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from rollout.engine.sequence.prefix_keys import PrefixKeys
+
+
+class Point(NamedTuple):
+    """Where a prefix ends."""
+
+    digest: bytes  # of its full pages
+    after: int  # tokens after them
+    key: bytes  # of all its tokens
+
+
+class Snapshot(NamedTuple):
+    """A state after a prefix, in a place of the state pool."""
+
+    place: int
+    tokens: int  # of the prefix
+
+
+class PlannedSnapshot(NamedTuple):
+    """A snapshot that a prefill will save when it has computed this number of tokens."""
+
+    place: int
+    tokens: int
+    point: Point | None  # None without a prefix cache
 
 
 @dataclass(eq=False, slots=True)
@@ -45,7 +68,13 @@ class SequenceKV(KVContent):
     wants_offload: bool = False  # preempted, with KV that is worth keeping
     offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
     prefills: list[Prefill] = field(default_factory=list)
-    frontier: bytes | None = None  # key of the page that its prefill computes next, where others may wait for it
+    #: Key of the page, or of the snapshot, that its prefill computes next; others may wait for it.
+    frontier: bytes | None = None
+    # Of models with states. A sequence has a reference to each of these places.
+    load_from: int | None = None  # place of the snapshot that the first chunk loads; until that is launched
+    planned_snapshot: PlannedSnapshot | None = None  # that its prefill will save
+    snapshot: Snapshot | None = None  # that its prefill has saved
+    host_state: HostState | None = None  # the copy of its state to the host, from the end of its last step on
 
     def add_pages(self, pages: Iterable[int], page_size: int) -> None:
         """Append pages to the sequence's table."""
@@ -104,9 +133,25 @@ class Restore:
 
 
 @dataclass(eq=False, slots=True)
+class HostState:
+    """The copy of a row's state to the host. The sequence keeps the row until it is over."""
+
+    host_place: int
+    over: bool = False
+    failed: bool = False
+
+
+@dataclass(eq=False, slots=True)
 class OffloadedKV(KVContent):
     """The KV of one offloaded sequence. `offload` keeps the books of it and says what the states of a page are."""
 
     pages: list[OffloadedPage] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)  # not complete: the sequence waits for them
     restored: list[tuple[int, int]] = field(default_factory=list)  # (host page, pool page): all that came from the host
+    host_place: int | None = None  # of its state, for models with states
+    restores_state: Literal["no", "queued", "copying"] = "no"  # the copy of its state to its row
+
+    @property
+    def restoring(self) -> bool:
+        """True while the sequence waits for copies from the host."""
+        return bool(self.restores) or self.restores_state != "no"

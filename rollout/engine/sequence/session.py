@@ -8,6 +8,7 @@ import numpy as np
 
 from rollout.engine.messages import RequestKey, SessionKey
 from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.sequence_kv import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class SessionKV:
     version: int  # weights version of the KV
     keys: PrefixKeys | None  # of all full pages at least; None without a prefix cache
     adapter_edition: int = 0  # 0 without an adapter
+    snapshots: tuple[Snapshot, ...] = ()  # longest first; of models with states: KV is of use up to one of them
 
 
 @dataclass(eq=False, slots=True)

@@ -78,7 +78,11 @@ class DeviceStep:
         return DeviceStep(self.model, self.forward, kv, self.rows, self.adapters, self.exact_sums, self.shares_pages)
 
     def begin(self, step: StepInput) -> None:
-        """Set rows up, copy pages, put tokens that the host knows where a decode forward reads them."""
+        """Set rows up, copy states and pages, put tokens that the host knows where a decode forward reads them."""
+        for name in ("state_saves", "state_loads"):
+            if name in step:
+                assert self.kv.states is not None
+                self.kv.states.copy(step[name])
         self.rows.set_up(step)
         if "copies" in step:
             self._copy_pages(step["copies"].long())
@@ -137,6 +141,7 @@ class DeviceStep:
             max_context=max_context,
             experts=None if experts is None else experts.experts,
             adapters=self._step_adapters(rows_B) if adapted else None,
+            rows_B=rows_B,
             segments_SW=segments_SW,
         )
         return begun.token_ids_B, batch
@@ -160,6 +165,7 @@ class DeviceStep:
             query_starts_C1=step["query_starts"],
             experts=None if experts is None else experts.experts,
             adapters=self._step_adapters(rows_C, step["token_span"]) if adapted else None,
+            rows_B=rows_C,
         )
         if self.skips_unwanted and experts is None and not header.scored:
             wanted = self._wanted(step, batch, adapted)

@@ -59,7 +59,10 @@ class Streams:
 
 
 class Executor:
-    """Runs steps: `step` says what they do, `graphs` are the captured ones. `mover`, which copies KV, ends with it."""
+    """Runs steps: `step` says what they do, `graphs` are the captured ones.
+
+    The movers, which copy KV and states to the host and back, end with it.
+    """
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Executor:
         step: DeviceStep,
         graphs: DecodeGraphs | None = None,
         mover: PageMover | None = None,
+        state_mover: PageMover | None = None,
     ) -> None:
         self.device = device
         self.streams = streams
@@ -75,6 +79,7 @@ class Executor:
         self.step = step
         self.graphs = graphs
         self.mover = mover
+        self.state_mover = state_mover
 
     def execute(self, upload: Upload, slot: Slot) -> None:
         """Enqueue a step; returns without waiting for anything."""
@@ -169,5 +174,6 @@ class Executor:
         """Finish what is enqueued, end the streams and give up the memory of the captured steps."""
         self.streams.close()
         self.graphs = None
-        if self.mover is not None:
-            self.mover.close()
+        for mover in (self.mover, self.state_mover):
+            if mover is not None:
+                mover.close()

@@ -23,17 +23,17 @@ from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
 from rollout.engine.step.scores import SCORED_AT_ONCE
 from rollout.engine.step.shared_pages import SharedPages
-from rollout.engine.step.upload import Staging, Upload, put_decode, put_prefill, put_scored, put_tops
+from rollout.engine.step.upload import ALIGNMENT_WORDS, Staging, Upload, put_decode, put_prefill, put_scored, put_tops
 
-#: int32 words of an upload. A token: id, position, span. A span: rows, ends, lengths, samples, tops, copy, alignment.
+#: int32 words of an upload. A token: id, position, span. A span: rows, ends, lengths, samples, tops, copy, save, load,
+#: alignment.
 _TOKEN_WORDS = 6
 _SCORED_WORDS = 4  # of a token that is scored, more: its place and the next token's id
-_SPAN_WORDS = 22
+_SPAN_WORDS = 30
 _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, adapter
 #: Features whose rows have more to set up.
 _SETUP_FEATURES = Feature.MIN_TOKENS | Feature.BIAS | Feature.PENALIZE
-#: What padding of the scored tokens adds to an upload at most.
-PADDING_WORDS = _SCORED_WORDS * SCORED_AT_ONCE
+_SAVE_WORDS = 4  # of a row that ended and whose state is saved: row and place as int64
 
 _TOP = Feature.TOP.value  # flags of an enum are slow to test
 
@@ -67,6 +67,7 @@ class Packer:
             self._put_decode(plan, size or plan.rows, staging)
         else:
             layout = _put_prefill(plan.spans, staging)
+        _put_states(plan, staging)
         scored = 0
         if plan.kind == "prefill":
             if not layout:
@@ -107,6 +108,20 @@ class Packer:
                 targets.append(seq.group.request.prompt.token_ids[start + 1 : start + 1 + prompt.scored])
             begin += tokens_in
         return put_scored(staging, np.concatenate(at), np.concatenate(targets), self.scored_multiple) if at else 0
+
+
+def _put_states(plan: Plan, staging: Staging) -> None:
+    """Copies of states between rows and snapshots."""
+    saves, loads = list(plan.saves), []
+    if plan.kind == "prefill":
+        for seq, *_, prompt in plan.spans:
+            if prompt is not None and prompt.save is not None:
+                saves.append((seq.row, prompt.save))
+            if prompt is not None and prompt.load is not None:
+                loads.append((prompt.load, seq.row))
+    for name, pairs in (("state_saves", saves), ("state_loads", loads)):
+        if pairs:
+            staging.put(name, np.array(pairs, dtype=np.int64))
 
 
 def _put_known(spans: Seq[Span], staging: Staging) -> None:
@@ -202,6 +217,11 @@ def _count_updates(seq: Sequence) -> np.ndarray:
 # --- bounds ----------------------------------------------------------------------------------------------------------
 
 
+def spare_words(max_rows: int) -> int:
+    """What alignment, padding of the scored tokens and saves of states add to an upload at most."""
+    return ALIGNMENT_WORDS + _SCORED_WORDS * SCORED_AT_ONCE + _SAVE_WORDS * max_rows
+
+
 def upload_words(seq: Sequence, length: int) -> int:
     """Upper bound on the int32 words that the next `length` tokens of a prompt adds to an upload."""
     words = (_TOKEN_WORDS + _SCORED_WORDS * seq.scores_prompt) * length + _SPAN_WORDS
@@ -216,7 +236,7 @@ def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: in
     """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
     setup = _setup_words(max_pages, max_context, _SETUP_FEATURES)
     largest = (_TOKEN_WORDS + _SCORED_WORDS) * chunk_tokens + _SPAN_WORDS + setup
-    return max(16 * max_rows, largest) + 64 * max_rows + PADDING_WORDS + 1024
+    return max(16 * max_rows, largest) + 64 * max_rows + spare_words(max_rows) + 1024
 
 
 def _setup_words(pages: int, history: int, features: Feature) -> int:

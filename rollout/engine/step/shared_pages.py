@@ -18,7 +18,7 @@ from rollout_kernels.attention.segments import SHARED_TILE, make_segments, no_se
 from rollout.engine.sequence.sequence import Sequence
 from rollout.models.batch import KVCache
 from rollout.models.deterministic import CONFIG as DETERMINISTIC
-from rollout.models.spec import ModelSpec
+from rollout.models.spec import AttentionSpec, ModelSpec
 
 #: Bytes of KV that a layer need not read, from which on sharing is faster. On an H100, 117 MB saved made a layer slower
 #: by a fifth (8 rows of 4K + 2K, 32 of 1K + 1K), 230 MB (32 rows of 4K + 2K, 4 KV heads) left it as it was, and 460 MB
@@ -84,7 +84,7 @@ def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
 
     One where the query heads of a row fill a tile already, and where every layer has a window: then it is not worth it.
     """
-    mixers = [layer.mixer for layer in spec.layers]
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
     if all(mixer.window is not None for mixer in mixers):
         return 1
     tile = DETERMINISTIC.block_m if deterministic else SHARED_TILE[coded]

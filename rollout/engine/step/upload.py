@@ -19,6 +19,7 @@
 
     init_*, page_updates, banned*, bias*, counts*   rows that the step sets up (`row_state.py`)
     copies                 int32 [n, 2]: pages to copy, source and target
+    state_saves, _loads    int64 [n, 2]: states to copy, source and target place; first all saves, then all loads
     known                  int64 [n, 3]: row, token that goes in, its position; of rows of a decode forward whose token
                            comes from the host
     top_at                 int64 [n]: which of the drawing rows report their likeliest tokens

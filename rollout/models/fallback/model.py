@@ -56,6 +56,10 @@ class FallbackSpec:
         """Bytes of KV cache that one token takes in all layers."""
         return sum(shape.bytes_per_token(dtype) for shape in self.kv_shapes)
 
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one row's state in all layers: none, because layers with states are refused."""
+        return 0
+
 
 class TransformersModel:
     """Runs a module of transformers over the paged cache. The constructor probes its layers.

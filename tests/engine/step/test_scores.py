@@ -11,8 +11,7 @@ from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages import Cancel, Prior, StopAt
 from rollout.engine.step import scores as scores_module
-from rollout.engine.step.pack import PADDING_WORDS, upload_words
-from rollout.engine.step.upload import ALIGNMENT_WORDS
+from rollout.engine.step.pack import spare_words, upload_words
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.streams import random_delays
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
@@ -118,11 +117,11 @@ def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(mod
     packer.scored_multiple = scores_module.SCORED_AT_ONCE  # as on a GPU
 
     def measured(plan, staging):
-        assert limits.upload_words + PADDING_WORDS + ALIGNMENT_WORDS <= len(staging.words)
+        assert limits.upload_words + spare_words(limits.max_rows) <= len(staging.words)
         bound = sum(upload_words(span.seq, span.tokens_in) for span in plan.spans if span.prompt is not None)
         upload = pack(plan, staging)
         if bound:
-            used.append((len(upload.words), bound + PADDING_WORDS + ALIGNMENT_WORDS))
+            used.append((len(upload.words), bound + spare_words(limits.max_rows)))
         return upload
 
     packer.pack = measured

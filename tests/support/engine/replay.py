@@ -11,11 +11,12 @@ from tests.support.engine.harness import Completion
 def replayed(hf_models, prompt: list[int], completion: Completion) -> list[int]:
     """The greedy tokens, computed with the weights and the KV that the completion says it had at each of them."""
     history, marks, again = list(prompt), dict(completion.recomputed), []
-    cache, fed = DynamicCache(), 0
+    cache, fed = None, 0
     for i, (token, version) in enumerate(zip(completion.token_ids, completion.versions, strict=True)):
         if i in marks:
             assert marks[i] == version  # the newest token's own step computed it
-            cache, fed = DynamicCache(), 0
+            cache, fed = None, 0
+        cache = cache or DynamicCache(config=hf_models[version].config)
         with torch.inference_mode():
             ids = torch.tensor([history[fed:]])
             logits = hf_models[version](ids, past_key_values=cache, use_cache=True).logits[0, -1]

@@ -12,6 +12,7 @@ from rollout.models import AttentionBatch, Chunk, Decoder, KVCache, LoadedModel
 from rollout.models.batch import ExpertRecord, WantedTokens
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
+from rollout.models.state_pool import StatePool
 
 
 class PagedRunner:
@@ -32,10 +33,16 @@ class PagedRunner:
         self.width = -(-max_tokens // page_size)
         pages = list(range(1, rows * self.width + 1))
         random.Random(seed).shuffle(pages)
-        self.device = model.embed.device
-        self.kv = KVCache.allocate(model.spec, len(pages) + 1, page_size, kv_dtype or model.embed.dtype, self.device)
+        self.device, dtype = model.embed.device, model.embed.dtype
+        native = isinstance(model, Decoder)  # row 0 of the states is padding
+        self.states = StatePool.allocate(model.spec, rows + 1, dtype, self.device) if native else None
+        self.kv = KVCache.allocate(
+            model.spec, len(pages) + 1, page_size, kv_dtype or dtype, self.device, states=self.states
+        )
         for cache in self.kv.tensors:
             cache.fill_(50.0)
+        for state in () if self.states is None else self.states.tensors:
+            state.fill_(float("nan"))  # at position 0 no state is read
         self.tables = [pages[row * self.width : (row + 1) * self.width] for row in range(rows)]
         self.lengths = [0] * rows
         self.decode_position_shift = 0
@@ -108,6 +115,7 @@ class PagedRunner:
             query_starts_C1=None if chunks is None else ints([*(c.query_start for c in chunks), len(tokens)]),
             experts=self.experts,
             adapters=self._step_adapters(rows, chunks, padding),
+            rows_B=torch.tensor([row + 1 for row in rows] + [0] * padding, device=self.device),
         )
         if chunks is not None and last_of is not None:
             batch = replace(batch, wanted=self._wanted([rows.index(row) for row in last_of], batch, chunks))

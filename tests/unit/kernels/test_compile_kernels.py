@@ -37,6 +37,19 @@ CASES = {
     ),
 }
 MORE_CASES = {
+    "linear attention": Case(
+        ["moe, 8 rows: delta"],
+        8,
+        90,
+        {
+            "_conv_step_kernel",
+            "_conv_spans_kernel",
+            "_step_kernel",
+            "_prepare_kernel",
+            "_scan_kernel",
+            "_gated_norm_kernel",
+        },
+    ),
     "steps": Case(
         ["dense, 32 rows: sampling", "dense, 32 rows: decode attention, fp8 KV"],
         32,

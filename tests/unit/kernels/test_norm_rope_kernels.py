@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_kernels import rope_cos_sin
+from rollout_kernels import rms_norm, rope_cos_sin
 from rollout_kernels import silu_mul as silu_mul_twin
+from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.norm_rope import triton_elementwise
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, silu_mul
 
@@ -88,3 +89,20 @@ def test_finish_qkv_is_norm_rope_and_a_write_to_the_cache(norm, bias, dim, turne
     assert relative(k_cache.flatten(0, 1)[slots], qk[:, q_heads:]) < 1e-5
     assert relative(v_cache.flatten(0, 1)[slots], v) < 1e-6
     assert k_cache.flatten(0, 1).isnan().all(dim=(1, 2)).sum() == 16 - rows, "nothing else was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_whose_weights_are_stored_less_one(dtype):
+    residual, parts = torch.randn(3, 40).to(dtype), torch.randn(2, 3, 40)
+    weight, router = torch.randn(40).to(dtype), torch.randn(8, 40).to(dtype)
+    added = (residual.float() + parts.sum(0).to(dtype).float()).to(dtype)
+    expected = rms_norm(added, weight, 1e-3, unit_offset=True)
+    inputs = [tensor.to(DEVICE) for tensor in (parts, weight, router)]
+    on_device = residual.to(DEVICE)
+    scratch = router_scratch(8, on_device.device)
+    routed = norm_route(on_device, *inputs[:2], 1e-3, inputs[2], 2, True, scratch, None, True)
+    got = add_rms_norm(on_device, *inputs[:2], 1e-3, unit_offset=True)
+    allowed = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 8e-3}
+    for mine in (got, routed.x_TH):
+        torch.testing.assert_close(mine.cpu(), expected, **allowed)
+    assert torch.equal(on_device.cpu(), added) and torch.equal(routed.residual_TH.cpu(), added)

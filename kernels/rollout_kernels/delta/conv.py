@@ -1,0 +1,45 @@
+"""The short convolution before the recurrence: depthwise, causal, followed by SiLU.
+
+Legend: T tokens, B rows, C channels, W width, N places.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rollout_kernels.delta.spans import Spans
+
+
+def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Tensor, spans: Spans) -> torch.Tensor:
+    """`silu(conv(x))` of each row's tokens, [T, C] in the dtype of `x_TC`; sums in float32.
+
+    Args:
+        x_TC: the inputs, in the model's dtype.
+        weight_CW: weights of the convolution; the last one belongs to the token itself.
+        state_NCW: the last W - 1 inputs of each row, oldest first; changed in place.
+        spans: the rows of the step.
+    """
+    if x_TC.is_cuda:
+        from rollout_kernels.delta.triton_conv import short_conv as on_gpu
+
+        return on_gpu(x_TC, weight_CW, state_NCW, spans)
+    if spans.lengths is None:
+        fresh_B11 = (spans.positions_T == 0)[:, None, None]
+        past_BCW = state_NCW.index_select(0, spans.places_B).masked_fill(fresh_B11, 0.0)
+        window_BCW = torch.cat((past_BCW, x_TC[:, :, None]), dim=2)
+        state_NCW.index_copy_(0, spans.places_B, window_BCW[:, :, 1:].contiguous())
+        return F.silu((window_BCW.float() * weight_CW.float()).sum(2)).to(x_TC.dtype)
+    width, out = weight_CW.shape[1], []
+    fresh_T11 = (spans.positions_T == 0)[:, None, None]
+    weight_C1W = weight_CW.float()[:, None]
+    start = 0
+    for row, length in enumerate(spans.lengths):
+        place_1, end = spans.places_B[row : row + 1], start + length
+        past_1CW = state_NCW.index_select(0, place_1).masked_fill(fresh_T11[start : start + 1], 0.0)
+        window_1CT = torch.cat((past_1CW, x_TC[start:end].t()[None]), dim=2)
+        state_NCW.index_copy_(0, place_1, window_1CT[:, :, -(width - 1) :].contiguous())
+        y_1CT = F.conv1d(window_1CT.float(), weight_C1W, groups=len(weight_CW))
+        out.append(F.silu(y_1CT[0].t()).to(x_TC.dtype))
+        start = end
+    return torch.cat(out)

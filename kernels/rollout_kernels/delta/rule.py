@@ -1,0 +1,133 @@
+"""The gated delta rule: each token decays its head's state S [K, V] and corrects what the state says about its key.
+
+    S <- exp(g) S          g = -exp(a_log) softplus(a + dt_bias)        a decay below 1
+    u  = beta (v - k S)    beta = beta_scale sigmoid(b)                 what the state lacks
+    S <- S + k u           o = q S                                      keys and queries have unit length
+
+Source: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464. Many tokens of a row go through it
+in chunks of `CHUNK`: within a chunk the u of all tokens solve one triangular system (arXiv 2406.06484, section 3), with
+the decay d_i = g_1 + ... + g_i since the chunk began:
+
+    u_i + beta_i sum_{j<i} exp(d_i - d_j) (k_i k_j) u_j = beta_i (v_i - exp(d_i) k_i S)
+    o_i = exp(d_i) q_i S + sum_{j<=i} exp(d_i - d_j) (q_i k_j) u_j
+    S  <- exp(d_last) S + sum_j exp(d_last - d_j) k_j u_j
+
+Legend: T tokens, B rows, N places, H value heads, G key heads, K and V dimensions of a key and a value, C the width of
+queries, keys and values side by side, I tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, Spans
+
+
+def gated_delta(
+    mixed_TC: torch.Tensor,
+    b_TH: torch.Tensor,
+    a_TH: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    state_NHKV: torch.Tensor,
+    spans: Spans,
+    beta_scale: float = 1.0,
+) -> torch.Tensor:
+    """The outputs of all value heads, [T, H, V] in the dtype of `mixed_TC`; computed in float32.
+
+    Args:
+        mixed_TC: queries, keys and values of all heads side by side, after the convolution. A key head serves
+            H / G value heads that are neighbours.
+        b_TH: before the sigmoid of beta.
+        a_TH: before the softplus of the decay.
+        a_log_H: float32.
+        dt_bias_H: float32.
+        state_NHKV: float32 states; those of the step's rows are changed in place.
+        spans: the rows of the step.
+        beta_scale: factor of beta, 1 or 2.
+    """
+    if mixed_TC.is_cuda:
+        from rollout_kernels.delta.triton_rule import gated_delta as on_gpu
+
+        return on_gpu(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV, spans, beta_scale)
+    q_THK, k_THK, v_THV = _heads(mixed_TC, state_NHKV)
+    beta_TH = beta_scale * torch.sigmoid(b_TH.float())
+    g_TH = -a_log_H.float().exp() * F.softplus(a_TH.float() + dt_bias_H.float())
+    fresh_T = spans.positions_T == 0
+    if spans.lengths is None:
+        out_THV = _one_token(q_THK, k_THK, v_THV, beta_TH, g_TH, state_NHKV, spans.places_B, fresh_T)
+        return out_THV.to(mixed_TC.dtype)
+    out_THV = torch.empty_like(v_THV)
+    start = 0
+    for row, length in enumerate(spans.lengths):
+        place_1, end = spans.places_B[row : row + 1], start + length
+        fresh_111 = fresh_T[start : start + 1, None, None]
+        state_HKV = state_NHKV.index_select(0, place_1)[0].masked_fill(fresh_111, 0.0)
+        for begin in range(start, end, CHUNK):
+            at = slice(begin, min(begin + CHUNK, end))
+            out_THV[at], state_HKV = _one_chunk(q_THK[at], k_THK[at], v_THV[at], beta_TH[at], g_TH[at], state_HKV)
+        state_NHKV.index_copy_(0, place_1, state_HKV[None])
+        start = end
+    return out_THV.to(mixed_TC.dtype)
+
+
+def _heads(mixed_TC: torch.Tensor, state_NHKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys of unit length, the queries scaled, one for each value head; values. All in float32."""
+    _, heads, key_dim, value_dim = state_NHKV.shape
+    keys = (mixed_TC.shape[1] - heads * value_dim) // 2
+    q_TGK, k_TGK, v_THV = (
+        part.unflatten(1, (-1, dim)).float()
+        for part, dim in zip(
+            mixed_TC.split((keys, keys, heads * value_dim), 1), (key_dim, key_dim, value_dim), strict=True
+        )
+    )
+    each = heads // q_TGK.shape[1]
+    q_THK, k_THK = (_unit(x_TGK).repeat_interleave(each, dim=1) for x_TGK in (q_TGK, k_TGK))
+    return q_THK * key_dim**-0.5, k_THK, v_THV
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+
+
+def _one_token(
+    q_BHK: torch.Tensor,
+    k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    beta_BH: torch.Tensor,
+    g_BH: torch.Tensor,
+    state_NHKV: torch.Tensor,
+    places_B: torch.Tensor,
+    fresh_B: torch.Tensor,
+) -> torch.Tensor:
+    state_BHKV = state_NHKV.index_select(0, places_B).masked_fill(fresh_B[:, None, None, None], 0.0)
+    state_BHKV = state_BHKV * g_BH.exp()[..., None, None]
+    u_BHV = beta_BH[..., None] * (v_BHV - (k_BHK[..., None] * state_BHKV).sum(2))
+    state_BHKV = state_BHKV + k_BHK[..., None] * u_BHV[:, :, None]
+    state_NHKV.index_copy_(0, places_B, state_BHKV)
+    return (q_BHK[..., None] * state_BHKV).sum(2)
+
+
+def _one_chunk(
+    q_IHK: torch.Tensor,
+    k_IHK: torch.Tensor,
+    v_IHV: torch.Tensor,
+    beta_IH: torch.Tensor,
+    g_IH: torch.Tensor,
+    state_HKV: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of a chunk, [I, H, V], and the state after it."""
+    q_HIK, k_HIK, v_HIV = (x.transpose(0, 1) for x in (q_IHK, k_IHK, v_IHV))
+    beta_HI1, d_HI = beta_IH.t()[..., None], g_IH.t().cumsum(1)
+    size = d_HI.shape[1]
+    later_II = torch.ones(size, size, dtype=torch.bool, device=d_HI.device).triu(1)
+    decay_HII = (d_HI[:, :, None] - d_HI[:, None]).masked_fill(later_II, float("-inf")).exp()
+    since_HI1 = d_HI.exp()[..., None]
+    system_HII = beta_HI1 * (k_HIK @ k_HIK.mT) * decay_HII  # its diagonal is taken as 1
+    right_HIV = beta_HI1 * (v_HIV - since_HI1 * (k_HIK @ state_HKV))
+    u_HIV = torch.linalg.solve_triangular(system_HII, right_HIV, upper=False, unitriangular=True)
+    out_HIV = since_HI1 * (q_HIK @ state_HKV) + ((q_HIK @ k_HIK.mT) * decay_HII) @ u_HIV
+    left_HI1 = (d_HI[:, -1:] - d_HI).exp()[..., None]
+    state_HKV = since_HI1[:, -1:] * state_HKV + (left_HI1 * k_HIK).mT @ u_HIV
+    return out_HIV.transpose(0, 1), state_HKV

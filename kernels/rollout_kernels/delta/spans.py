@@ -1,0 +1,25 @@
+"""Which tokens of a step go through which state, and the numbers that twins and kernels share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+#: Tokens of a row that a prefill computes at once.
+CHUNK = 64
+#: Added to the squared length of queries and keys before these are divided by their length.
+UNIT_EPS = 1e-6
+
+
+class Spans(NamedTuple):
+    """The tokens of a step by row, B rows. A token at position 0 begins with an empty state.
+
+    Decode: `lengths` is None and token b belongs to row b. Otherwise the tokens of a row lie side by side. Places are
+    distinct, except for padding rows: these share place 0, whose content has no meaning.
+    """
+
+    places_B: torch.Tensor  # int64: where each row's state is
+    positions_T: torch.Tensor  # int32 or int64: of each token in its row
+    lengths: tuple[int, ...] | None = None  # tokens of each row, in host integers
+    starts_B1: torch.Tensor | None = None  # int32: first token of each row, and their total; for GPUs

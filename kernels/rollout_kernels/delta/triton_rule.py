@@ -1,0 +1,329 @@
+"""`gated_delta` on a GPU: one launch for a decode step, two for a prefill. States and sums are float32.
+
+    decode     step      a program for each row, value head and block of values: reads and writes its part of the state
+                         once
+    prefill    prepare   a program for each chunk of a row and value head: the scores of queries and keys, and the
+                         chunk's triangular system for two right sides, so that u = U - W S for any state S before it
+               scan      a program for each row, value head and block of values: goes through the row's chunks with its
+                         part of the state in registers, and writes the outputs
+
+The system I + A is inverted in blocks of `_BLOCK` tokens by forward substitution, all blocks of a chunk at once: the
+powers of A, of which a product would make the inverse faster, may be too large for float32. Then pairs of blocks are
+joined: for a block diagonal D and what lies below it in pairs, L, the inverse is D - D L D.
+
+The system and its inverse are sums of three tf32 products each, nearly as exact as float32: what is solved for depends
+strongly on them where keys are alike. The other products are tf32, eight times as exact as bf16 inputs, since three of
+them would need more registers than there are.
+
+Legend: T tokens, B rows, N places, H value heads, G key heads, K and V dimensions of a key and a value, C width of
+queries, keys and values side by side, I tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout_kernels.common.triton_math import narrow
+from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, Spans
+
+_STEP_VALUES = 32  # of a program
+_SCAN_VALUES = 32
+_BLOCK = 16
+
+
+@triton.jit
+def _tf32_dot(a, b):
+    return tl.dot(a, b, input_precision="tf32")
+
+
+@triton.jit
+def _dot(a, b):
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _decay(a, a_log, dt_bias):
+    """The logarithm of the decay: -exp(a_log) softplus(a + dt_bias)."""
+    x = a + dt_bias
+    return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _step_kernel(
+    mixed_ptr,
+    b_ptr,
+    a_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    state_ptr,
+    places_ptr,
+    positions_ptr,
+    out_ptr,
+    stride_b,
+    stride_a,
+    scale,
+    beta_scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k = tl.arange(0, BLOCK_K)
+    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    live_k, live_v = k < K, v < V
+    live = live_k[:, None] & live_v[None, :]
+    place = tl.load(places_ptr + row)
+    known_k = k < tl.where(tl.load(positions_ptr + row) > 0, K, 0)  # a token at position 0 reads no state
+    tile = state_ptr + (place * H + head) * (K * V) + k[:, None] * V + v[None, :]
+    state = tl.load(tile, mask=known_k[:, None] & live_v[None, :], other=0.0)
+    heads = mixed_ptr + row * (2 * G * K + H * V)
+    key_head = head // (H // G)
+    q = tl.load(heads + key_head * K + k, mask=live_k, other=0.0).to(tl.float32)
+    key = tl.load(heads + (G + key_head) * K + k, mask=live_k, other=0.0).to(tl.float32)
+    value = tl.load(heads + 2 * G * K + head * V + v, mask=live_v, other=0.0).to(tl.float32)
+    q *= scale / tl.sqrt(tl.sum(q * q, 0) + EPS)
+    key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + EPS)
+    b = tl.load(b_ptr + row * stride_b + head).to(tl.float32)
+    a = tl.load(a_ptr + row * stride_a + head).to(tl.float32)
+    g = _decay(a, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head))
+    state *= tl.exp(g)
+    u = beta_scale / (1.0 + tl.exp(-b)) * (value - tl.sum(state * key[:, None], 0))
+    state += key[:, None] * u[None, :]
+    tl.store(tile, state, mask=live)
+    out = tl.sum(state * q[:, None], 0)
+    tl.store(out_ptr + (row * H + head) * V + v, narrow(out, out_ptr.dtype.element_ty), mask=live_v)
+
+
+@triton.jit
+def _chunk_gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, token, live, head, stride_b, stride_a, beta_scale):
+    """Beta of a chunk's tokens, and the logarithm of the decay since the chunk began."""
+    b = tl.load(b_ptr + token * stride_b + head, mask=live, other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + token * stride_a + head, mask=live, other=0.0).to(tl.float32)
+    g = _decay(a, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head))
+    beta = tl.where(live, beta_scale / (1.0 + tl.exp(-b)), 0.0)
+    return beta, tl.cumsum(tl.where(live, g, 0.0), 0)
+
+
+@triton.jit
+def _unit_rows(ptr, token, width, column, live, EPS: tl.constexpr):
+    """Rows of unit length, float32 [I, K]."""
+    x = tl.load(ptr + token[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
+    return x / tl.sqrt(tl.sum(x * x, 1) + EPS)[:, None]
+
+
+@triton.jit
+def _decays_between(d, i, j):
+    """exp(d_i - d_j) for j up to i, else 0."""
+    earlier = i[:, None] >= j[None, :]
+    return tl.where(earlier, tl.exp(tl.where(earlier, d[:, None] - d[None, :], 0.0)), 0.0)
+
+
+@triton.jit
+def _prepare_kernel(
+    mixed_ptr,
+    b_ptr,
+    a_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    starts_ptr,
+    w_ptr,
+    u_ptr,
+    scores_ptr,
+    stride_b,
+    stride_a,
+    scale,
+    beta_scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    BLOCK: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(2)
+    first = tl.program_id(1) * I
+    start = tl.load(starts_ptr + row).to(tl.int64)
+    length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
+    if first < length:
+        i, k, v = tl.arange(0, I), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+        token = start + first + i
+        live = first + i < length
+        live_k, live_v = live[:, None] & (k < K)[None, :], live[:, None] & (v < V)[None, :]
+        beta, d = _chunk_gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, token, live, head, stride_b, stride_a, beta_scale)
+        width: tl.constexpr = 2 * G * K + H * V
+        key = _unit_rows(mixed_ptr, token, width, (G + head // (H // G)) * K + k, live_k, EPS)
+        decays = _decays_between(d, i, i)
+        at = token[:, None] * H + head
+        q = _unit_rows(mixed_ptr, token, width, head // (H // G) * K + k, live_k, EPS) * scale
+        tl.store(scores_ptr + at * I + i[None, :], _tf32_dot(q, tl.trans(key)) * decays, mask=live[:, None])
+        below = i[:, None] > i[None, :]
+        system = tl.where(below, beta[:, None] * _dot(key, tl.trans(key)) * decays, 0.0)
+        unit = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+        # The inverse of the blocks on the diagonal, row by row of all blocks at once.
+        near = tl.where(i[:, None] // BLOCK == i[None, :] // BLOCK, system, 0.0)
+        inverse = unit
+        for r in range(1, BLOCK):
+            of_row = (i % BLOCK == r)[:, None]
+            inverse = tl.where(of_row, unit - _dot(tl.where(of_row, near, 0.0), inverse), inverse)
+        size = BLOCK
+        while size < I:
+            of_pair = (i[:, None] // (2 * size) == i[None, :] // (2 * size)) & (
+                i[:, None] // size != i[None, :] // size
+            )
+            inverse -= _dot(_dot(inverse, tl.where(of_pair, system, 0.0)), inverse)
+            size *= 2
+        w = _tf32_dot(inverse, key * (beta * tl.exp(d))[:, None])
+        tl.store(w_ptr + at * K + k[None, :], w, mask=live_k)
+        columns = 2 * G * K + head * V + v
+        value = tl.load(mixed_ptr + token[:, None] * width + columns[None, :], mask=live_v, other=0.0).to(tl.float32)
+        u = _tf32_dot(inverse, value * beta[:, None])
+        tl.store(u_ptr + at * V + v[None, :], u, mask=live_v)
+
+
+@triton.jit
+def _scan_kernel(
+    mixed_ptr,
+    b_ptr,
+    a_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    w_ptr,
+    u_ptr,
+    scores_ptr,
+    state_ptr,
+    places_ptr,
+    positions_ptr,
+    starts_ptr,
+    out_ptr,
+    stride_b,
+    stride_a,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    EPS: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    i, k = tl.arange(0, I), tl.arange(0, BLOCK_K)
+    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    start = tl.load(starts_ptr + row).to(tl.int64)
+    length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
+    place = tl.load(places_ptr + row)
+    known_k = k < tl.where(tl.load(positions_ptr + start) > 0, K, 0)  # a token at position 0 reads no state
+    in_state = (k < K)[:, None] & (v < V)[None, :]
+    tile = state_ptr + (place * H + head) * (K * V) + k[:, None] * V + v[None, :]
+    state = tl.load(tile, mask=known_k[:, None] & (v < V)[None, :], other=0.0)
+    width: tl.constexpr = 2 * G * K + H * V
+    key_head = head // (H // G)
+    for first in range(0, length, I):
+        token = start + first + i
+        live = first + i < length
+        live_k, live_v = live[:, None] & (k < K)[None, :], live[:, None] & (v < V)[None, :]
+        _, d = _chunk_gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, token, live, head, stride_b, stride_a, 1.0)
+        last = tl.sum(tl.where(i == I - 1, d, 0.0), 0)
+        at = token[:, None] * H + head
+        w = tl.load(w_ptr + at * K + k[None, :], mask=live_k, other=0.0)
+        u = tl.load(u_ptr + at * V + v[None, :], mask=live_v, other=0.0) - _tf32_dot(w, state)
+        q = _unit_rows(mixed_ptr, token, width, key_head * K + k, live_k, EPS)
+        out = _tf32_dot(q * (scale * tl.exp(d))[:, None], state)
+        scores = tl.load(scores_ptr + at * I + i[None, :], mask=live[:, None], other=0.0)
+        out += _tf32_dot(scores, u)
+        tl.store(out_ptr + at * V + v[None, :], narrow(out, out_ptr.dtype.element_ty), mask=live_v)
+        key = _unit_rows(mixed_ptr, token, width, (G + key_head) * K + k, live_k, EPS)
+        state = state * tl.exp(last) + _tf32_dot(tl.trans(key * tl.exp(last - d)[:, None]), u)
+    tl.store(tile, state, mask=in_state)
+
+
+def gated_delta(
+    mixed_TC: torch.Tensor,
+    b_TH: torch.Tensor,
+    a_TH: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    state_NHKV: torch.Tensor,
+    spans: Spans,
+    beta_scale: float = 1.0,
+) -> torch.Tensor:
+    """As `rollout_kernels.delta.gated_delta`; a prefill needs `spans.starts_B1`."""
+    count, (_, heads, key_dim, value_dim) = len(mixed_TC), state_NHKV.shape
+    key_heads = (mixed_TC.shape[1] - heads * value_dim) // (2 * key_dim)
+    assert mixed_TC.is_contiguous() and state_NHKV.is_contiguous() and a_log_H.dtype == torch.float32
+    assert b_TH.stride(1) == a_TH.stride(1) == 1 and dt_bias_H.dtype == torch.float32
+    out_THV = torch.empty(count, heads, value_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
+    gates = (b_TH, a_TH, a_log_H, dt_bias_H)
+    strides = (b_TH.stride(0), a_TH.stride(0))
+    block_k, most_v = max(16, triton.next_power_of_2(key_dim)), max(16, triton.next_power_of_2(value_dim))
+    sizes = {"H": heads, "G": key_heads, "K": key_dim, "V": value_dim, "BLOCK_K": block_k, "EPS": UNIT_EPS}
+    scale = key_dim**-0.5
+    if spans.lengths is None:
+        block_v = min(most_v, _STEP_VALUES)
+        _step_kernel[(count, heads, triton.cdiv(value_dim, block_v))](
+            mixed_TC,
+            *gates,
+            state_NHKV,
+            spans.places_B,
+            spans.positions_T,
+            out_THV,
+            *strides,
+            scale,
+            beta_scale,
+            BLOCK_V=block_v,
+            num_warps=4,
+            **sizes,
+        )
+        return out_THV
+    w_THK = torch.empty(count, heads, key_dim, dtype=torch.float32, device=mixed_TC.device)
+    u_THV = torch.empty(count, heads, value_dim, dtype=torch.float32, device=mixed_TC.device)
+    scores_THI = torch.empty(count, heads, CHUNK, dtype=torch.float32, device=mixed_TC.device)
+    rows = len(spans.lengths)
+    _prepare_kernel[(rows, triton.cdiv(max(spans.lengths), CHUNK), heads)](
+        mixed_TC,
+        *gates,
+        spans.starts_B1,
+        w_THK,
+        u_THV,
+        scores_THI,
+        *strides,
+        scale,
+        beta_scale,
+        BLOCK_V=most_v,
+        I=CHUNK,
+        BLOCK=_BLOCK,
+        num_warps=8,
+        num_stages=1,
+        **sizes,
+    )
+    block_v = min(most_v, _SCAN_VALUES)
+    _scan_kernel[(rows, heads, triton.cdiv(value_dim, block_v))](
+        mixed_TC,
+        *gates,
+        w_THK,
+        u_THV,
+        scores_THI,
+        state_NHKV,
+        spans.places_B,
+        spans.positions_T,
+        spans.starts_B1,
+        out_THV,
+        *strides,
+        scale,
+        BLOCK_V=block_v,
+        I=CHUNK,
+        num_warps=8,
+        num_stages=1,
+        **sizes,
+    )
+    return out_THV

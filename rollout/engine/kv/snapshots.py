@@ -1,0 +1,167 @@
+"""Snapshots: copies of the states of linear attention after known prefixes, and the books of their places.
+
+A place is free, or it has references: of the sequence that saves or loads it, of a group's share, of sessions, and of
+the cache. The cache finds a snapshot by the content of its prefix. It keeps the page in which the prefix ends, because
+its sequence goes on writing there, so another sequence copies it; full pages are found in the page pool.
+
+    key of a snapshot     the chain of digests of its full pages, then a digest of the tokens after them (`tail_key`)
+    point                 a digest of full pages with a number of tokens after them, at which a snapshot is or will be
+
+A save copies a row's state to a place. It belongs to the step that continues the row, or to the next step whatever it
+does (`save_soon`): that step may begin another sequence in the row, so in a step saves come first, then loads.
+
+Invariants:
+- A place is written only by the save of the reference that was taken with it, and never again while it has references.
+- The cache has only snapshots of the present weights version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import NamedTuple
+
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.sequence.sequence_kv import Point
+
+
+class Cached(NamedTuple):
+    """A snapshot in the cache."""
+
+    place: int
+    page: int | None  # in which its prefix ends; None if that is a full page
+    point: Point
+
+
+class Snapshots:
+    """The places `first` to `first + count - 1` of a state pool."""
+
+    def __init__(self, first: int, count: int, pool: PagePool) -> None:
+        self.places = range(first, first + count)
+        self._pool = pool
+        self._free = list(reversed(self.places))
+        self._refs: Counter[int] = Counter()
+        self._cached: OrderedDict[bytes, Cached] = OrderedDict()  # by key, least recently used first
+        self._points: dict[bytes, Counter[int]] = {}  # tokens after the full pages, by the digest of these
+        self._soon: dict[int, int] = {}  # place to row: saves of the next step
+        self._void: set[int] = set()  # places whose save was given up
+
+    # --- places ------------------------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        """Places that hold a snapshot, or will."""
+        return len(self.places) - len(self._free)
+
+    def take(self) -> int | None:
+        """A place with one reference; evicts the snapshot that the cache used least recently. None if there is none."""
+        if not self._free:
+            only_cached = (key for key, cached in self._cached.items() if self._refs[cached.place] == 1)
+            if (key := next(only_cached, None)) is None:
+                return None
+            self._evict(key)
+        place = self._free.pop()
+        self._refs[place] = 1
+        return place
+
+    def retain(self, place: int) -> None:
+        """Add a reference to a place that has one."""
+        assert self._refs[place] > 0
+        self._refs[place] += 1
+
+    def release(self, place: int) -> None:
+        """Take a reference away; the last one frees the place."""
+        assert self._refs[place] > 0, f"place {place} released more often than it was retained"
+        self._refs[place] -= 1
+        if not self._refs[place]:
+            del self._refs[place]
+            self._soon.pop(place, None)
+            self._void.discard(place)
+            self._free.append(place)
+
+    def save_soon(self, row: int, place: int) -> None:
+        """Have the next step save a row that no later step belongs to."""
+        self._soon[place] = row
+
+    def give_up_saves(self, row: int) -> None:
+        """Something writes to this row before the next step: its state cannot be saved any more."""
+        void = [place for place, saved in self._soon.items() if saved == row]
+        self._void.update(void)
+        for place in void:
+            del self._soon[place]
+
+    def is_void(self, place: int) -> bool:
+        """True for a place whose save was given up: it holds no snapshot."""
+        return place in self._void
+
+    def take_saves(self) -> tuple[tuple[int, int], ...]:
+        """The saves that the next step begins with: (row, place)."""
+        saves, self._soon = tuple((row, place) for place, row in self._soon.items()), {}
+        return saves
+
+    # --- the cache ---------------------------------------------------------------------------------------------------
+
+    @property
+    def pages(self) -> set[int]:
+        """Pages that the cache keeps."""
+        return {cached.page for cached in self._cached.values() if cached.page is not None}
+
+    def tokens_after(self, digest: bytes) -> list[int]:
+        """At which numbers of tokens after these full pages snapshots are, or are expected."""
+        return list(self._points.get(digest, ()))
+
+    def expect(self, point: Point) -> None:
+        """A prefill goes to this point."""
+        self._points.setdefault(point.digest, Counter())[point.after] += 1
+
+    def expect_no_more(self, point: Point) -> None:
+        """The prefill is over, or its snapshot is in the cache."""
+        after = self._points[point.digest]
+        after[point.after] -= 1
+        if not after[point.after]:
+            del after[point.after]
+        if not after:
+            del self._points[point.digest]
+
+    def keep(self, point: Point, place: int, page: int | None) -> None:
+        """Put a snapshot into the cache, with the page in which its prefix ends; no-op if there is an equal one."""
+        if point.key in self._cached:
+            return
+        self.retain(place)
+        if page is not None:
+            self._pool.retain(page)
+        self.expect(point)
+        self._cached[point.key] = Cached(place, page, point)
+
+    def find(self, key: bytes) -> Cached | None:
+        """The snapshot with this key, or None. The caller has to retain place and page before the next `take`."""
+        if key in self._cached:
+            self._cached.move_to_end(key)
+        return self._cached.get(key)
+
+    def evict_page(self) -> bool:
+        """Give up the least recently used snapshot that keeps a page; False if there is none."""
+        key = next((key for key, cached in self._cached.items() if cached.page is not None), None)
+        if key is not None:
+            self._evict(key)
+        return key is not None
+
+    def forget_all(self) -> None:
+        """Empty the cache."""
+        for key in list(self._cached):
+            self._evict(key)
+
+    def _evict(self, key: bytes) -> None:
+        cached = self._cached.pop(key)
+        self.expect_no_more(cached.point)
+        if cached.page is not None:
+            self._pool.release(cached.page)
+        self.release(cached.place)
+
+    def check(self, kept: Counter[int]) -> None:
+        """Assert that the books agree: `kept` are the references of sessions, and there are no others."""
+        assert sorted([*self._free, *self._refs]) == list(self.places), "a place is lost"
+        expected = kept + Counter(cached.place for cached in self._cached.values())
+        assert expected == self._refs, "the references to a place are not counted right"
+        points = Counter((cached.point.digest, cached.point.after) for cached in self._cached.values())
+        left = {(digest, after): count for digest, some in self._points.items() for after, count in some.items()}
+        assert points == left, "a prefill is waited for"

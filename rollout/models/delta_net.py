@@ -1,0 +1,91 @@
+"""The gated DeltaNet block: a mixer that keeps one state a row instead of KV.
+
+    x --one product--> q k v | z | b a      q k v --short convolution, SiLU--> the delta rule with b, a --> o
+                                            o --norm of each head, gated by z--> output product
+
+Legend: T tokens, H hidden, N outputs of the input product, C channels of the convolution, W its width.
+"""
+
+from __future__ import annotations
+
+import torch
+from rollout_kernels.delta import Spans, gated_delta, gated_norm, short_conv
+
+from rollout.models.batch import AttentionBatch
+from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, empty_parameter
+from rollout.models.names import Region, one_name
+from rollout.models.spec import DeltaNetSpec
+
+
+class DeltaNet(Block):
+    """Linear attention over the state pool. `state_index` counts the layers that have states."""
+
+    def __init__(
+        self, spec: DeltaNetSpec, layer: int, state_index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec, self.layer, self.state_index = spec, layer, state_index
+        self.in_proj = Linear(spec.inputs, dtype, device)
+        self.conv_weight = empty_parameter(spec.mixed, spec.conv, dtype=dtype, device=device)
+        # The decay is an exponential of these; 16 bits would cost long contexts their precision.
+        self.a_log = empty_parameter(spec.value_heads, dtype=torch.float32, device=device)
+        self.dt_bias = empty_parameter(spec.value_heads, dtype=torch.float32, device=device)
+        self.norm = RMSNorm(spec.value_dim, spec.eps, dtype, device)
+        self.o_proj = Linear(spec.out, dtype, device)
+
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
+        """The block's output for the normalised `x_TH`; advances the states of the step's rows."""
+        spec, states = self.spec, context.kv.states
+        assert states is not None, "the engine allocates states for a model that has such layers"
+        state, spans = states.layers[self.state_index], step_spans(context.batch)
+        mixed_TC, z_TV, b_TH, a_TH = self._split(self.in_proj(x_TH))
+        mixed_TC = short_conv(mixed_TC, self.conv_weight, state.conv_NCW, spans)
+        out_THV = gated_delta(
+            mixed_TC, b_TH, a_TH, self.a_log, self.dt_bias, state.recurrent_NHKV, spans, spec.beta_scale
+        )
+        gated_TV = gated_norm(out_THV, z_TV.unflatten(1, (-1, spec.value_dim)), self.norm.weight, spec.eps)
+        return LastProduct(self.o_proj, gated_TV, None, self.layer, "o")
+
+    def _split(self, all_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values side by side; z; b; a."""
+        spec = self.spec
+        q, k, v, z, b, a = spec.input_widths
+        if not spec.interleaved:
+            mixed_TC, z_TV, b_TH, a_TH = all_TN.split((q + k + v, z, b, a), dim=1)
+            return mixed_TC, z_TV, b_TH, a_TH
+        groups = spec.key_heads
+        qkvz_TGX, ba_TGX = (part.unflatten(1, (groups, -1)) for part in all_TN.split((q + k + v + z, b + a), dim=1))
+        *qkv, z_TGV = qkvz_TGX.split([width // groups for width in (q, k, v, z)], dim=2)
+        b_TGH, a_TGH = ba_TGX.chunk(2, dim=2)
+        mixed_TC = torch.cat([part.flatten(1) for part in qkv], dim=1)
+        return mixed_TC, z_TGV.flatten(1), b_TGH.flatten(1), a_TGH.flatten(1)
+
+    def regions(self, prefix: str) -> list[Region]:
+        """Hugging Face tensors under the layer's `prefix`."""
+        names = self.spec.names
+        conv_C1W = self.conv_weight.data[:, None]
+        q, k, v, *_ = self.spec.input_widths
+        convs = {1: (conv_C1W,), 3: conv_C1W.split((q, k, v))}
+        alternatives = (
+            {f"{prefix}{name}.weight": view for name, view in zip(modules, convs[len(modules)], strict=True)}
+            for modules in names.conv
+        )
+        return [
+            *self.in_proj.regions(prefix),
+            Region(tuple(alternatives)),
+            one_name(f"{prefix}{names.a_log}", self.a_log),
+            one_name(f"{prefix}{names.dt_bias}", self.dt_bias),
+            one_name(f"{prefix}{names.norm}.weight", self.norm.weight),
+            *self.o_proj.regions(prefix),
+        ]
+
+
+def step_spans(batch: AttentionBatch) -> Spans:
+    """The rows of a step as the kernels take them; made once a step."""
+
+    def make() -> Spans:
+        assert batch.rows_B is not None, "a step of a model with states names the places of its rows"
+        lengths = None if batch.chunks is None else tuple(chunk.query_len for chunk in batch.chunks)
+        return Spans(batch.rows_B, batch.positions_T, lengths, batch.query_starts_C1)
+
+    return batch.shared("spans of states", make)

@@ -1,0 +1,462 @@
+"""Models with linear attention through the whole engine: tokens are transformers', whatever happens to their states."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.engine.build import rebuild_engine
+from rollout.engine.inspect import Inspector
+from rollout.engine.messages import Cancel, Prior, StopAt
+from tests.support.engine.conversation import Conversation
+from tests.support.engine.faults import fail_a_step
+from tests.support.engine.harness import Bench, load, watch_prefills
+from tests.support.engine.replay import replayed
+from tests.support.engine.sleeping import Sleeping
+from tests.support.engine.streams import LateDevice
+from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
+from tests.support.kernels.grids import nightly
+from tests.support.models.hybrids import make_hybrid
+
+VOCAB = 83
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folders and transformers' models by family and seed, made when first asked for."""
+    torch.set_num_threads(1)
+    known = {}
+
+    def make(stem: str = "Qwen3_5", seed: int = 0):
+        if (stem, seed) not in known:
+            folder = tmp_path_factory.mktemp(f"{stem}-{seed}")
+            known[stem, seed] = folder, make_hybrid(stem, folder, seed)
+        return known[stem, seed]
+
+    return make
+
+
+@pytest.fixture
+def model(made):
+    return load(made()[0])
+
+
+@pytest.fixture(scope="module")
+def hf_models(made):
+    return [made(seed=seed)[1] for seed in (0, 1)]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def agrees(hf_model, prompt: list[int], completion) -> bool:
+    """Tokens are transformers' greedy choice, and log-probs within 1e-4 of its logits'."""
+    tokens = completion.token_ids
+    with torch.inference_mode():
+        logits = hf_model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    close = torch.allclose(torch.tensor(completion.raw_logprobs), logprobs, atol=1e-4, rtol=0)
+    return close and logits.argmax(-1).tolist() == tokens
+
+
+# --- steps ---
+
+
+@pytest.mark.parametrize(
+    ("stem", "pages"),
+    [("Qwen3_5", 600), ("Qwen3_5", 75), ("Qwen3Next", 75), *nightly(("Qwen3_5Moe", 75), ("OlmoHybrid", 75))],
+)
+def test_greedy_tokens_equal_transformers(made, stem, pages):
+    folder, hf_model = made(stem)
+    bench = Bench(load(folder), max_rows=5, kv_pages=pages, prefill_chunk_tokens=23)
+    lengths = (3, 50, 17, 31, 1, 8)
+    for i, length in enumerate(lengths):
+        bench.submit(f"r{i}", prompt_of(length, i), 60 + 5 * i, n=2 if i == 1 else 1)
+        for _ in range(3):
+            bench.engine.tick()  # the batch changes as they come and go
+    bench.run()
+    assert (bench.engine.roster.counters.preemptions > 0) == (pages == 75)
+    for i, length in enumerate(lengths):
+        assert len(bench.tokens(f"r{i}")) == 60 + 5 * i
+        assert agrees(hf_model, prompt_of(length, i), bench.completions[f"r{i}", 0])
+    assert bench.tokens("r1", 1) == bench.tokens("r1", 0)
+    bench.close()
+
+
+def test_200_tokens_equal_transformers(model, hf_models):
+    bench = Bench(model, kv_pages=200)
+    bench.submit("r", prompt_of(140), 200)
+    bench.run()
+    assert agrees(hf_models[0], prompt_of(140), bench.completions["r", 0])
+    bench.close()
+
+
+@pytest.mark.parametrize("damage", ["recurrent", "conv"])
+def test_a_damaged_state_is_seen(model, hf_models, damage):
+    bench = Bench(model)
+    bench.submit("r", prompt_of(30), 60)
+    for _ in range(6):
+        bench.engine.tick()
+    seq, executor = bench.engine.roster.groups["c", "r"].sequences[0], bench.engine.executor
+    recurrent, conv = executor.step.kv.states.layers[0]
+    executor.compute.run(lambda: (recurrent if damage == "recurrent" else conv)[seq.row].mul_(-3.0))
+    bench.run()
+    assert not agrees(hf_models[0], prompt_of(30), bench.completions["r", 0])
+    bench.close()
+
+
+# --- groups and known prefixes ---
+
+
+@pytest.mark.parametrize("length", [1, 24, 25, *nightly(2, 21)])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_group_computes_its_prompt_once(model, hf_models, length, prefix_cache):
+    bench = Bench(model, prefix_cache=prefix_cache, prefill_chunk_tokens=16)
+    sizes = watch_prefills(bench)
+    bench.submit("g", prompt_of(length), 12, n=5)
+    bench.run()
+    assert sum(sizes) == length + 4  # each follower computes the last token
+    for i in range(5):
+        assert agrees(hf_models[0], prompt_of(length), bench.completions["g", i])
+    Inspector(bench.engine).set_gauges()
+    assert bench.engine.meter.report()["state/snapshot_loads"] == (4 if length > 1 else 0)
+    bench.close()
+
+
+def test_without_places_for_snapshots_every_member_computes_the_prompt(model, hf_models):
+    bench = Bench(model, state_snapshots=0, kv_pages=300)
+    sizes = watch_prefills(bench)
+    bench.submit("g", prompt_of(40), 9, n=3)
+    bench.run()
+    assert sum(sizes) == 3 * 40
+    assert all(agrees(hf_models[0], prompt_of(40), bench.completions["g", i]) for i in range(3))
+    bench.close()
+
+
+def test_a_prompt_that_begins_with_a_known_prompt_goes_on_from_its_snapshot(model, hf_models):
+    bench = Bench(model)
+    sizes = watch_prefills(bench)
+    base = prompt_of(30, 1)
+    for name, prompt, computed in (
+        ("first", base, 30),
+        ("equal", base, 1),
+        ("longer", base + prompt_of(11, 2), 12),  # the last token of the first prompt again
+        ("shorter", base[:20], 20),  # a state cannot be cut
+        ("other", base[:29] + prompt_of(4, 3), 4),
+        ("longest", base + prompt_of(11, 2) + prompt_of(3, 4), 4),
+    ):
+        sizes.clear()
+        bench.submit(name, prompt, 9)
+        bench.run()
+        assert sum(sizes) == computed, name
+        assert agrees(hf_models[0], prompt, bench.completions[name, 0]), name
+    bench.close()
+
+
+def test_equal_prompts_that_come_together_are_computed_once(model, hf_models):
+    bench = Bench(model, prefill_chunk_tokens=8)
+    sizes = watch_prefills(bench)
+    for i in range(4):
+        bench.submit(f"r{i}", prompt_of(50), 9)
+    bench.submit("longer", prompt_of(50) + prompt_of(7, 1), 9)
+    bench.run()
+    assert sum(sizes) == 50 + 3 + 8
+    for i in range(4):
+        assert agrees(hf_models[0], prompt_of(50), bench.completions[f"r{i}", 0])
+    assert agrees(hf_models[0], prompt_of(50) + prompt_of(7, 1), bench.completions["longer", 0])
+    bench.close()
+
+
+def test_the_cache_gives_up_snapshots_for_newer_ones_and_pages_for_rows(model, hf_models):
+    bench = Bench(model, state_snapshots=3, kv_pages=40)
+    sizes = watch_prefills(bench)
+    for i in (0, 1, 2, 3, 3, 0):
+        sizes.clear()
+        name = f"r{len(bench.done)}"
+        bench.submit(name, prompt_of(30, i), 9)
+        bench.run()
+        assert agrees(hf_models[0], prompt_of(30, i), bench.completions[name, 0])
+        assert sum(sizes) == (1 if name == "r4" else 30)
+    bench.submit("large", prompt_of(100, 9), 50)  # takes nearly all pages
+    bench.run()
+    assert agrees(hf_models[0], prompt_of(100, 9), bench.completions["large", 0])
+    bench.close()
+
+
+# --- updates ---
+
+
+@pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3Next")])
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_swap_in_the_middle_gives_the_tokens_of_both_versions(made, stem, mode):
+    folders, hf_models = zip(*(made(stem, seed) for seed in (0, 1)), strict=True)
+    model, mailbox = load(folders[0]), Mailbox()
+    bench = Bench(model, receiver=mailbox, kv_on_swap=mode, prefill_chunk_tokens=16)
+    sizes = watch_prefills(bench)
+    bench.submit("g", prompt_of(30), 40, n=3)
+    bench.submit("r", prompt_of(45, 1), 40)
+    swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), ticks=25)
+    before = boundary(bench, "g")
+    assert 5 < before < 40
+    for name, index, prompt in (("g", 0, prompt_of(30)), ("g", 2, prompt_of(30)), ("r", 0, prompt_of(45, 1))):
+        completion = bench.completions[name, index]
+        assert replayed(hf_models, prompt, completion) == completion.token_ids
+    assert replayed([hf_models[0]] * 2, prompt_of(30), bench.completions["g", 0]) != bench.tokens("g")
+    if mode == "recompute":  # the prompt of the group once, as before the swap
+        again = sum(len(bench.tokens("g", i)[: boundary(bench, "g", i)]) for i in range(3)) + boundary(bench, "r")
+        assert sum(sizes) == 2 * (30 + 45) + 4 + again
+    # No prompt goes on from a snapshot of the old weights.
+    bench.submit("after", prompt_of(30), 9)
+    bench.run()
+    assert agrees(hf_models[1], prompt_of(30), bench.completions["after", 0])
+    bench.close()
+
+
+# --- completions that go on, and that end early ---
+
+
+def test_a_completion_continues_from_its_tokens(model, hf_models):
+    bench = Bench(model)
+    bench.submit("whole", prompt_of(30), 40)
+    bench.run()
+    tokens = bench.tokens("whole")
+    bench.submit("rest", prompt_of(30), 40, prior=Prior(np.array(tokens[:15], np.int32)))
+    bench.run()
+    assert bench.tokens("rest") == tokens[15:]
+    bench.close()
+
+
+@pytest.mark.parametrize("ticks", [2, 3, 5, *nightly(1, 4, 6, 8)])
+def test_cancelled_completions_leave_nothing_behind(model, hf_models, ticks):
+    bench = Bench(model, prefill_chunk_tokens=16)
+    bench.submit("g", prompt_of(40), 30, n=3)
+    bench.submit("s", prompt_of(40), 30, session=("c", "s"), session_lease_s=1e6)
+    for _ in range(ticks):
+        bench.engine.tick()
+    bench.engine.inbox.put(Cancel(("c", "g")))
+    bench.engine.inbox.put(Cancel(("c", "s")))
+    bench.run()
+    bench.engine.check_integrity()
+    bench.submit("next", prompt_of(40), 30)
+    bench.run()
+    assert agrees(hf_models[0], prompt_of(40), bench.completions["next", 0])
+    bench.close()
+
+
+# --- sessions ---
+
+
+@pytest.mark.parametrize(("prefix_cache", "depth"), [(True, 2), (False, 1)])
+def test_a_turn_goes_on_from_the_end_of_the_one_before(model, hf_models, prefix_cache, depth):
+    bench = Bench(model, prefix_cache=prefix_cache, pipeline_depth=depth)
+    sizes, talk = watch_prefills(bench), Conversation(bench, "s", prompt_of)
+    for turn, new in enumerate((21, 6, 1, 17)):
+        sizes.clear()
+        tokens = talk.say(new)
+        assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
+        assert sum(sizes) == new + (turn > 0)  # a completion that ends by length leaves its last token
+        bench.submit(f"other{turn}", prompt_of(10, turn), 5)  # takes the row of the turn
+        bench.run()
+    assert bench.status().sessions.hits == 3
+    bench.close()
+
+
+def test_a_turn_that_ended_by_a_stop_string_goes_on_from_its_prompt(model, hf_models):
+    """The tokens in flight are not the completion's, and the row's state has seen them."""
+    bench = Bench(model)
+    talk = Conversation(bench, "s", prompt_of)
+    talk.submit(20, 60)
+    for _ in range(20):
+        bench.engine.tick()
+    bench.engine.inbox.put(StopAt(("c", talk.turn), 0, 10, "x"))
+    bench.run()
+    talk.ended()
+    tokens = talk.say(5)
+    assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
+    assert talk.reused >= 19
+    bench.close()
+
+
+def test_sessions_give_up_places_to_groups(model, hf_models):
+    bench = Bench(model, state_snapshots=4)
+    talks = [Conversation(bench, name, prompt_of) for name in ("a", "bb", "ccc")]
+    for talk in talks:
+        talk.say(20)
+    sizes = watch_prefills(bench)
+    for i in range(2):
+        bench.submit(f"g{i}", prompt_of(30, 50 + i), 9, n=3)
+        bench.run()
+    assert sum(sizes) == 2 * (30 + 2)
+    for talk in talks:
+        tokens = talk.say(4)
+        assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
+    bench.close()
+
+
+# --- sleeps and faults ---
+
+
+@pytest.mark.usefixtures("strict")
+def test_states_are_computed_again_after_a_sleep(model, hf_models):
+    """The memory of rows and snapshots is given back; what it holds afterwards is read by nobody."""
+    bench = Sleeping(model)
+    talk = Conversation(bench, "s", prompt_of)
+    talk.say(20)
+    bench.submit("g", prompt_of(30), 40, n=3)
+    bench.ticks(15)
+    assert bench.engine.roster.running == 3
+    bench.sleep()
+    assert not bench.pages.backed
+    bench.wake()
+    bench.run()
+    for i in range(3):
+        assert agrees(hf_models[0], prompt_of(30), bench.completions["g", i])
+    tokens = talk.say(5)
+    assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
+    bench.close()
+
+
+def test_an_engine_that_is_built_again_reads_no_state_from_before(model, hf_models):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(30), 40, n=2)
+    for _ in range(9):
+        bench.engine.tick()
+    fail_a_step(bench)
+    for state in bench.engine.executor.step.kv.states.tensors:
+        state.fill_(float("nan"))
+    rebuild_engine(bench.engine, bench.settings)
+    bench.submit("b", prompt_of(30), 40, n=3)
+    bench.run()
+    for i in range(3):
+        assert agrees(hf_models[0], prompt_of(30), bench.completions["b", i])
+    bench.close()
+
+
+# --- states on the host ---
+
+
+def hosting(model, rows: int = 8, bench: type[Bench] = Bench, **options) -> Bench:
+    """An engine with host memory for `rows` states, and as much for KV, which is enough."""
+    each = model.spec.state_bytes(torch.float32)
+    return bench(model, **{"host_kv_gib": 2 * rows * each / 2**30, "kv_pages": 40, "max_rows": 8, **options})
+
+
+def submit_six(bench: Bench) -> None:
+    for i in range(6):
+        bench.submit(f"r{i}", prompt_of(10, i), 60)
+
+
+def assert_six(bench: Bench, hf_model) -> None:
+    for i in range(6):
+        assert agrees(hf_model, prompt_of(10, i), bench.completions[f"r{i}", 0])
+
+
+@pytest.mark.parametrize(("rows", "depth"), [(1, 2), (8, 1), (8, 2)])
+def test_preempted_rows_go_on_with_their_states(model, hf_models, rows, depth):
+    bench = hosting(model, rows, pipeline_depth=depth)
+    submit_six(bench)
+    bench.run()
+    offload = bench.status().offload
+    assert offload.restored >= 1 and offload.sequences == 0 and (offload.refused > 0) == (rows == 1)
+    assert rows == 1 or bench.engine.roster.counters.prefilled_tokens == 6 * 10 + offload.restored
+    assert_six(bench, hf_models[0])
+    bench.close()
+
+
+@pytest.mark.parametrize("ticks", [50, 60, *nightly(45, 55, 65)])
+def test_rows_that_end_while_their_states_are_copied_leave_nothing_behind(model, hf_models, ticks):
+    bench = hosting(model, device=LateDevice({"state_out": lambda: 0.004, "state_in": lambda: 0.004}))
+    submit_six(bench)
+    for _ in range(ticks):
+        bench.engine.tick()
+    for i in (5, 4, 3):
+        bench.engine.inbox.put(Cancel(("c", f"r{i}")))
+    bench.run()
+    for i in range(3):
+        assert agrees(hf_models[0], prompt_of(10, i), bench.completions[f"r{i}", 0])
+    bench.close()
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_after_a_failed_copy_states_are_computed_again(model, hf_models, direction):
+    bench = hosting(model)
+    mover = bench.engine.executor.state_mover
+    queue = mover.out if direction == "out" else mover.back
+
+    def fail(queue, piece):
+        raise RuntimeError("no such bus")
+
+    queue._copy = fail
+    submit_six(bench)
+    bench.run()
+    assert "no such bus" in bench.engine.parts.offload.failure
+    assert_six(bench, hf_models[0])
+    bench.close()
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_swap_while_states_are_on_the_host(made, hf_models, mode):
+    folders = [made(seed=seed)[0] for seed in (0, 1)]
+    model, mailbox = load(folders[0]), Mailbox()
+    bench = hosting(model, receiver=mailbox, kv_on_swap=mode)
+    submit_six(bench)
+    for _ in range(500):
+        bench.engine.tick()
+        if bench.status().offload.sequences:
+            break
+    swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), ticks=1)
+    for i in range(6):
+        completion = bench.completions[f"r{i}", 0]
+        assert replayed(hf_models, prompt_of(10, i), completion) == completion.token_ids
+    bench.close()
+
+
+@pytest.mark.usefixtures("strict")
+def test_states_sleep_on_the_host(model, hf_models):
+    bench = hosting(model, bench=Sleeping, kv_pages=200)
+    submit_six(bench)
+    for _ in range(2):
+        bench.ticks(14)
+        assert bench.sleep().facts["parked"] == 6
+        assert not bench.pages.backed
+        bench.wake()
+    bench.run()
+    assert all(bench.completions[f"r{i}", 0].recomputed == () for i in range(6))
+    assert_six(bench, hf_models[0])
+    bench.close()
+
+
+def test_a_state_that_comes_back_to_the_row_of_a_turn_does_not_become_its_snapshot(model, hf_models):
+    bench = hosting(model, rows=1, max_rows=1)
+    talk = Conversation(bench, "s", prompt_of)
+    bench.submit("r", prompt_of(10), 30)
+    for _ in range(9):
+        bench.engine.tick()
+    bench.engine.roster.preempt(bench.engine.roster.decoding[0])
+    talk.submit(12, priority=1)  # takes the only row, and ends in it
+    bench.run()
+    assert agrees(hf_models[0], prompt_of(10), bench.completions["r", 0])
+    talk.ended()
+    tokens = talk.say(5)
+    assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
+    bench.close()
+
+
+# --- what is not possible ---
+
+
+def test_a_deterministic_worker_is_refused(model):
+    with pytest.raises(ValueError, match="deterministic"):
+        Bench(model, deterministic=True)
+
+
+def test_host_memory_that_holds_no_state_is_an_error_with_the_numbers(model):
+    with pytest.raises(ValueError, match="host_kv_gib.*states of linear attention"):
+        hosting(model, rows=0.4)
+
+
+def test_memory_that_does_not_hold_the_states_is_an_error_with_the_numbers(model):
+    with pytest.raises(ValueError, match=r"max_rows = 4000.*state_snapshots"):
+        Bench(model, max_rows=4000, state_snapshots=50_000_000)

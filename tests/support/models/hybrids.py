@@ -1,0 +1,60 @@
+"""Tiny random checkpoints of families that mix attention with linear attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.support.models.families import make_model
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 83,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 10,
+    "rms_norm_eps": 1e-2,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+_PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+_EXPERTS: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": _PARTIAL_ROPE,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 18,
+    "shared_expert_intermediate_size": 22,
+}
+#: By the stem of transformers' classes.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "Qwen3_5": {"head_dim": 16, "intermediate_size": 64, "rope_parameters": _PARTIAL_ROPE},
+    "Qwen3_5Moe": _EXPERTS,
+    "Qwen3Next": {**_EXPERTS, "intermediate_size": 40, "mlp_only_layers": [1], "linear_num_value_heads": 6},
+    "OlmoHybrid": {"intermediate_size": 64, "linear_num_key_heads": 4},
+}
+
+
+def make_hybrid(stem: str, folder: Path, seed: int = 0, **overrides: Any) -> Any:
+    """Save a random model to `folder`, under the names of its state_dict, and return it.
+
+    A norm of small values multiplies rounding errors; weights and eps are such that few values are small.
+    """
+    model = make_model(stem, seed, **{**_COMMON, **HYBRIDS[stem], **overrides})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight") and ".linear_attn." not in name and stem != "OlmoHybrid":
+                parameter.sub_(1.0)  # they are stored less 1
+            elif name.endswith(("q_proj.weight", "k_proj.weight", "o_proj.weight", "out_proj.weight")):
+                parameter.mul_(0.6)
+        model.lm_head.weight.mul_(0.3)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    return model

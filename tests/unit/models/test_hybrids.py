@@ -1,0 +1,155 @@
+"""Families with linear attention: their steps are those of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollout.config import ModelSettings
+from rollout.models import CheckpointError, load_model
+from rollout.models.lora_slots import AdapterSlots
+from rollout.models.peft_tensors import load_peft_folder
+from tests.support.models.hybrids import HYBRIDS, make_hybrid
+from tests.support.models.paged import PagedRunner, check
+from tests.support.peft_adapters import make_adapter, merged
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """The model as it is served, and transformers' own."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = make_hybrid(request.param, folder)
+    return load_model(ModelSettings(path=str(folder)), CPU).model, reference
+
+
+def tokens(count: int, vocab: int, seed: int) -> list[int]:
+    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_chunked_prefill_and_200_decode_steps_give_the_logits_of_transformers(pair: tuple[Any, Any]) -> None:
+    model, reference = pair
+    vocab = model.spec.vocab
+    ids = [tokens(150 + 200, vocab, 1), tokens(1 + 200, vocab, 2), tokens(9 + 200, vocab, 3)]
+    prompts = [150, 1, 9]
+    runner = PagedRunner(model, rows=3, max_tokens=360)
+    logits: list[list[torch.Tensor]] = [[], [], []]
+    # Pieces shorter than the convolution, longer than a chunk of the recurrence, and of several rows at once.
+    for pieces in ({0: (0, 2), 2: (0, 4)}, {0: (2, 3)}, {2: (4, 9), 1: (0, 1), 0: (3, 90)}, {0: (90, 150)}):
+        found = runner.prefill({row: ids[row][start:end] for row, (start, end) in pieces.items()})
+        for row, piece in found.items():
+            logits[row].append(piece)
+    for step in range(200):
+        found = runner.decode({row: ids[row][prompts[row] + step] for row in (2, 0, 1)}, padding=step % 3)
+        for row, piece in found.items():
+            logits[row].append(piece[None])
+    for row in range(3):
+        with torch.no_grad():
+            exact = reference(torch.tensor([ids[row]])).logits[0].float()
+        assert (torch.cat(logits[row]) - exact).abs().max() < 1e-4
+
+
+def test_names_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
+    model, reference = pair
+    views = model.hf_views()
+    for name, tensor in reference.state_dict().items():
+        assert views[name].shape == tensor.shape, name
+        assert torch.equal(views[name], tensor), name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.parametrize("stem", ["Qwen3_5", "Qwen3_5Moe"])
+def test_the_fused_kernels_run_what_is_between_linear_attention(stem: str, tmp_path: Path) -> None:
+    reference = make_hybrid(stem, tmp_path)
+    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
+    assert loaded.spec.plain_stream
+    check(loaded, reference)
+
+
+def test_an_adapter_of_attention_and_dense_blocks_is_what_peft_merges(tmp_path: Path) -> None:
+    reference = make_hybrid("Qwen3_5", tmp_path)
+    adapter = make_adapter(reference, tmp_path / "adapter", 0)
+    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
+    slots = AdapterSlots(loaded.spec, 1, 16, torch.float32, CPU)
+    slots.write(1, load_peft_folder(adapter, loaded.spec, 16, torch.float32))
+    check(loaded, merged(reference, adapter), slots, atol=1e-3)  # merged weights round otherwise
+    linear = make_adapter(reference, tmp_path / "linear", 0, ("in_proj_qkv",))
+    with pytest.raises(CheckpointError, match="in_proj_qkv"):
+        load_peft_folder(linear, loaded.spec, 16, torch.float32)
+
+
+def _logits(folder: Path) -> torch.Tensor:
+    model = load_model(ModelSettings(path=str(folder)), CPU).model
+    return PagedRunner(model, rows=1, max_tokens=20).prefill({0: tokens(20, model.spec.vocab, 1)})[0]
+
+
+def _rename(folder: Path, rename: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({rename(name): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def test_a_checkpoint_with_a_vision_tower_serves_its_language_model(tmp_path: Path) -> None:
+    make_hybrid("Qwen3_5Moe", tmp_path)
+    alone = _logits(tmp_path)
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())
+    whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
+    file.write_text(json.dumps(whole))
+    _rename(tmp_path, lambda name: name.replace("model.", "model.language_model.", 1))
+    tensors = load_file(tmp_path / "model.safetensors")
+    unused = {"model.visual.patch_embed.weight": torch.ones(2), "mtp.norm.weight": torch.ones(2)}
+    save_file(tensors | unused, tmp_path / "model.safetensors")
+    assert torch.equal(_logits(tmp_path), alone)
+    file.write_text(json.dumps(whole | {"text_config": text | {"linear_num_value_heads": -1}}))
+    with pytest.raises(CheckpointError, match="text_config: linear_num_value_heads"):
+        _logits(tmp_path)
+    file.write_text(json.dumps(whole | {"text_config": None}))
+    with pytest.raises(CheckpointError, match="text_config"):
+        _logits(tmp_path)
+
+
+def test_tensors_may_be_named_as_in_published_checkpoints(tmp_path: Path) -> None:
+    make_hybrid("OlmoHybrid", tmp_path)
+    alone = _logits(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if "conv1d" in name]:
+        parts = tensors.pop(name).split((40, 40, 48))
+        for kind, part in zip("qkv", parts, strict=True):
+            tensors[name.replace("conv1d", f"{kind}_conv1d")] = part.contiguous()
+        layer = name.partition("linear_attn")[0]
+        tensors[f"{layer}attention_layer_norm.weight"] = tensors.pop(f"{layer}input_layernorm.weight")
+        tensors[f"{layer}feedforward_layer_norm.weight"] = tensors.pop(f"{layer}post_attention_layernorm.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(_logits(tmp_path), alone)
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "full attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "sliding_attention"),
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused(wrong: dict[str, Any], says: str, tmp_path: Path) -> None:
+    make_hybrid("Qwen3_5", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    with pytest.raises(ValueError, match=says):
+        load_model(ModelSettings(path=str(tmp_path)), CPU)
+
+
+@pytest.mark.parametrize("stem", ["Qwen3_5", "OlmoHybrid"])
+def test_random_weights_give_finite_logits(stem: str, tmp_path: Path) -> None:
+    make_hybrid(stem, tmp_path)
+    model = load_model(ModelSettings(path=str(tmp_path), load_format="random"), CPU).model
+    logits = PagedRunner(model, rows=1, max_tokens=20).prefill({0: tokens(20, model.spec.vocab, 1)})[0]
+    assert 0.5 < logits.std() < 20
