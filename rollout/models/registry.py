@@ -75,9 +75,10 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 
 
 class Key(NamedTuple):
-    """The value of this key of config.json."""
+    """The value of this key of config.json; `default` where neither it nor transformers' config class has the key."""
 
     name: str
+    default: Any = None
 
 
 class Power(NamedTuple):
@@ -707,8 +708,8 @@ FAMILIES: dict[str, Family] = {
             intermediate=Key("intermediate_size"),
             renormalize=True,
             logit_bias=True,
-            clamp_alpha=Key("swiglu_alpha"),
-            clamp_limit=Key("swiglu_limit"),
+            clamp_alpha=Key("swiglu_alpha", 1.702),  # transformers 5.17 has both as constants
+            clamp_limit=Key("swiglu_limit", 7.0),
             names=MoENames(router=("mlp.router",)),
         ),
     ),
@@ -1003,7 +1004,9 @@ def _value(config: Any, declared: Any) -> Any:
         return _value(config, declared.value if getattr(config, declared.name) else declared.otherwise)
     if isinstance(declared, Power):
         return getattr(config, declared.name) ** declared.exponent
-    return getattr(config, declared.name) if isinstance(declared, Key) else declared
+    if not isinstance(declared, Key):
+        return declared
+    return getattr(config, declared.name, *([] if declared.default is None else [declared.default]))
 
 
 # --- rotary embedding ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from rollout.engine.messages import PutAdapter
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step import graphs
 from rollout.engine.step.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
+from rollout.models.decoder import Decoder
 from rollout.models.layers import SparseFeedForward
 from rollout.models.lora_slots import random_adapter
 from rollout.models.spec import DenseSpec, MoESpec, RouterSpec
@@ -202,14 +203,22 @@ def test_a_capture_that_fails_is_ended_and_says_why(replays):
     assert Recording.under_way is None
 
 
+class OneLayer(Decoder):
+    """As much of a decoder as `capturable` asks for."""
+
+    def __init__(self, embed, spec, layers):
+        torch.nn.Module.__init__(self)
+        self.embed, self.spec, self.layers = embed, spec, layers
+
+
 def model_of(feed_forward, on_gpu, dtype):
     """What `capturable` asks of a model of one layer."""
     moe = feed_forward if isinstance(feed_forward, MoESpec) else None
     block = SimpleNamespace(spec=feed_forward, reads_host=SparseFeedForward.reads_host and moe is not None)
     layer = SimpleNamespace(mixer=SimpleNamespace(spec=None, reads_host=False), feed_forward=block)
     layers = [SimpleNamespace(mixer=None, feed_forward=feed_forward)]
-    spec = SimpleNamespace(moe=moe, layers=layers, plain_stream=True, kv_shapes=())
-    return SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec=spec, layers=[layer])
+    spec = SimpleNamespace(moe=moe, layers=layers, plain_stream=True)
+    return OneLayer(SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec, [layer])
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
