@@ -13,6 +13,7 @@ _COMMON: dict[str, Any] = {
     "vocab_size": 83,
     "hidden_size": 48,
     "intermediate_size": 56,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "q_lora_rank": 22,
@@ -63,13 +64,17 @@ LATENT: dict[str, dict[str, Any]] = {
 }
 
 
-def make_latent(name: str, folder: Path, seed: int = 0, **overrides: Any) -> Any:
-    """Save a random model to `folder` and return it."""
-    stem = name.split()[0]
-    config = {**_COMMON, **LATENT[name], **overrides}
-    if stem == "Glm4MoeLite":
+def config_of(name: str) -> dict[str, Any]:
+    """The config of one of `LATENT`."""
+    config = {**_COMMON, **LATENT[name]}
+    if name == "Glm4MoeLite":
         del config["first_k_dense_replace"]  # its default is the same
-    model = make_model(stem, seed, **config)
+    return config
+
+
+def make_latent(name: str, folder: Path, seed: int = 0) -> Any:
+    """Save a random model to `folder` and return it."""
+    model = make_model(name.split()[0], seed, **config_of(name))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("_b_proj.weight", "_with_mqa.weight")):
