@@ -58,9 +58,7 @@ def test_greedy_tokens_equal_transformers(made, name):
     """Prompts in chunks that are expanded or absorbed, groups, preemptions, and other weights in the middle."""
     model, other = (load(made(name, seed)[0]) for seed in (0, 1))
     mailbox = Mailbox()
-    bench = Bench(
-        model, receiver=mailbox, max_rows=5, kv_pages=75, prefill_chunk_tokens=40, kv_on_swap="recompute"
-    )
+    bench = Bench(model, receiver=mailbox, max_rows=5, kv_pages=75, prefill_chunk_tokens=40, kv_on_swap="recompute")
     lengths = (3, 50, 17, 31, 1, 90)
     for i, length in enumerate(lengths):
         bench.submit(f"r{i}", prompt_of(length, i), 50 + 5 * i, n=2 if i == 1 else 1)
