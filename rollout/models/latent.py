@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from rollout_kernels import apply_rope
 from rollout_kernels.attention.latent import (
+    ABSORBED_AT_ONCE,
     MOST_ABSORBED,
     expanded_attention,
     latent_decode_attention,
@@ -30,15 +31,11 @@ from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepConte
 from rollout.models.names import Region, one_name
 from rollout.models.spec import LatentSpec
 
-#: Queries that are absorbed at once, which bounds the memory for the parts of their contexts.
-_ABSORBED_AT_ONCE = 256
-
 
 class AbsorbedRows(NamedTuple):
     """Tokens that attend as the rows of a decode step do, each with its own context."""
 
     number: int  # among those of the step
-    tokens: torch.Tensor | slice  # of the step; int64
     page_table_BP: torch.Tensor
     context_lens_B: torch.Tensor
     max_context: int
@@ -67,20 +64,30 @@ class LatentAttention(Block):
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""
-        batch = context.batch
-        cache_PS1L = context.kv.layer(self.kv_index).k_PSGD
+        batch, cache_PS1L = context.batch, context.kv.layer(self.kv_index).k_PSGD
         q_TQX, latent_TL = self._project(x_TH, context)
         write_latent(latent_TL, cache_PS1L, context.slots_T)
+        if batch.chunks is None:
+            rows = AbsorbedRows(0, batch.page_table_BP, batch.context_lens_B, batch.max_context)
+            out_TQV = self._absorb(q_TQX, rows, cache_PS1L, batch)
+        else:
+            out_TQV = self._prefill(q_TQX, batch.chunks, cache_PS1L, batch)
+        return LastProduct(self.o_proj, out_TQV.flatten(1), batch.adapters, self.layer, "o")
+
+    def _prefill(
+        self, q_TQX: torch.Tensor, chunks: tuple[Chunk, ...], cache_PS1L: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Attention of spans of prompts, short and long ones, [T, Q, V]."""
         out_TQV = q_TQX.new_empty(*q_TQX.shape[:2], self.spec.value_dim)
-        for rows in batch.shared("absorbed rows", lambda: absorbed_rows(batch)):
-            out_TQV[rows.tokens] = self._absorb(q_TQX[rows.tokens], rows, cache_PS1L, batch)
-        for pages_P, (start, length, context_len) in zip(batch.page_table_BP, batch.chunks or (), strict=False):
+        for tokens_T, rows in batch.shared("absorbed rows", lambda: absorbed_rows(batch, chunks)):
+            out_TQV[tokens_T] = self._absorb(q_TQX[tokens_T], rows, cache_PS1L, batch)
+        for pages_P, (start, length, context_len) in zip(batch.page_table_BP, chunks, strict=True):
             if length > MOST_ABSORBED:
                 span = slice(start, start + length)
                 out_TQV[span] = expanded_attention(
                     q_TQX[span], cache_PS1L, pages_P, context_len, self._kv_b(), scale=self.spec.scale
                 )
-        return LastProduct(self.o_proj, out_TQV.flatten(1), batch.adapters, self.layer, "o")
+        return out_TQV
 
     def _project(self, x_TH: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [T, Q, X], and what is kept of the tokens, [T, L]; both turned."""
@@ -133,27 +140,27 @@ class LatentAttention(Block):
         return regions + self.kv_b_proj.regions(prefix) + self.o_proj.regions(prefix)
 
 
-def absorbed_rows(batch: AttentionBatch) -> list[AbsorbedRows]:
-    """The tokens of a step whose queries absorb: all of a decode step, those of short spans of prompts."""
-    if batch.chunks is None:
-        return [AbsorbedRows(0, slice(None), batch.page_table_BP, batch.context_lens_B, batch.max_context)]
+def absorbed_rows(batch: AttentionBatch, chunks: tuple[Chunk, ...]) -> list[tuple[torch.Tensor, AbsorbedRows]]:
+    """The tokens of short spans, int64, and their rows."""
     blocks: list[list[int]] = []  # numbers of chunks
-    tokens = _ABSORBED_AT_ONCE
-    for index, chunk in enumerate(batch.chunks):
+    tokens = ABSORBED_AT_ONCE
+    for index, chunk in enumerate(chunks):
         if chunk.query_len > MOST_ABSORBED:
             continue
-        if tokens + chunk.query_len > _ABSORBED_AT_ONCE:
+        if tokens + chunk.query_len > ABSORBED_AT_ONCE:
             blocks.append([])
             tokens = 0
         blocks[-1].append(index)
         tokens += chunk.query_len
-    return [_rows_of(batch, batch.chunks, number, block) for number, block in enumerate(blocks)]
+    return [_rows_of(batch, chunks, number, block) for number, block in enumerate(blocks)]
 
 
-def _rows_of(batch: AttentionBatch, chunks: tuple[Chunk, ...], number: int, block: list[int]) -> AbsorbedRows:
+def _rows_of(
+    batch: AttentionBatch, chunks: tuple[Chunk, ...], number: int, block: list[int]
+) -> tuple[torch.Tensor, AbsorbedRows]:
     spans = [(index, chunks[index].query_start, chunks[index].query_len) for index in block]
     device = batch.page_table_BP.device
     tokens_T = torch.cat([torch.arange(start, start + length, device=device) for _, start, length in spans])
     table_TP = torch.cat([batch.page_table_BP[index].expand(length, -1) for index, _, length in spans])
     most = max(chunks[index].context_len for index in block)
-    return AbsorbedRows(number, tokens_T, table_TP, batch.positions_T[tokens_T] + 1, most)
+    return tokens_T, AbsorbedRows(number, table_TP, batch.positions_T[tokens_T] + 1, most)

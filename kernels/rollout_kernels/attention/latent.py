@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 #: Spans of so many tokens are absorbed. With R = 512, D = 64 and N = V = 128 both ways compute equally much at 170
 #: tokens; but the kernel for absorbed queries reads a context once for each of them.
 MOST_ABSORBED = 32
+#: Absorbed queries of prompts that attend at once, which bounds the memory for the parts of their contexts.
+ABSORBED_AT_ONCE = 256
 #: Keys and values that are expanded at once, bytes; one head of one context at least.
 _EXPANDED_BYTES = 256 << 20
 

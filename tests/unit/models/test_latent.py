@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rollout_kernels.attention.triton_latent_decode import plan_latent_work
 
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, load_model
@@ -82,8 +83,15 @@ def test_a_trainers_parameters_have_the_names_of_the_checkpoint(made: Any, name:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.parametrize("name", ["DeepseekV2", *nightly("DeepseekV3", "Glm4MoeLite")])
-def test_the_fused_kernels_run_what_is_between_latent_attention(made: Any, name: str) -> None:
+def test_the_kernels_run_latent_attention_and_what_is_between(
+    made: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded, reference, _ = made(name)
+
+    def plan(page_table: torch.Tensor, lens: torch.Tensor, cache: torch.Tensor, *, heads: int, max_context: int) -> Any:
+        return plan_latent_work(lens, heads, cache.dtype, multiprocessors=2)
+
+    monkeypatch.setattr("rollout.models.latent.plan_latent_decode", plan)
     assert not FusedDecoder(loaded.model).takes_wanted
     check(loaded, reference)
 
