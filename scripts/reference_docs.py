@@ -211,12 +211,17 @@ def _oracle(architecture: str, family: Family) -> str:
 
 
 #: Values of all checkpoints of an architecture that are not the defaults of transformers.
-_REAL: dict[str, dict[str, Any]] = {"GraniteForCausalLM": {"residual_multiplier": 0.22}}
+_REAL: dict[str, dict[str, Any]] = {
+    "GraniteForCausalLM": {"residual_multiplier": 0.22},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408, "head_dim": 64},
+    "DeepseekV3ForCausalLM": {"head_dim": 64},
+    "Glm4MoeLiteForCausalLM": {"head_dim": 64},
+}
 
 
 def _on_gpu(architecture: str) -> str:
     family = FAMILIES[architecture]
-    config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128, **_REAL.get(architecture, {}))
+    config = CONFIG_MAPPING[family.read_as or family.model_type](**{"head_dim": 128, **_REAL.get(architecture, {})})
     config = config.get_text_config()
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}

@@ -66,7 +66,8 @@ def plan_latent_decode(
         return plan_decode(page_table_BP, context_lens_B, cache_PS1L.shape[1], None, max_context, cache_PS1L.dtype)
     from rollout_kernels.attention.triton_latent_decode import plan_latent_work
 
-    return plan_latent_work(context_lens_B, heads, cache_PS1L.dtype)
+    # One kernel plans all short spans of prompts, whatever their tokens: nothing is compiled while serving.
+    return plan_latent_work(context_lens_B, heads, cache_PS1L.dtype, plan_rows=ABSORBED_AT_ONCE)
 
 
 def latent_decode_attention(

@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.attention.latent import ABSORBED_AT_ONCE
 from rollout_kernels.attention.triton_decode_combine import (
     HIDDEN,
     combine_kernel,
@@ -120,13 +119,12 @@ def plan_latent_work(
     heads: int,
     dtype: torch.dtype,
     *,
+    plan_rows: int = 32,
     config: DecodeConfig | None = None,
     multiprocessors: int | None = None,
 ) -> DecodeWork:
     """Split a decode step over the programs of the grid, in one launch; see `plan_decode_work`."""
-    # One plan's kernel for all short spans of prompts: nothing is compiled while serving.
-    default = DecodeConfig(block_n=32 if dtype.itemsize == 2 else 16, num_stages=2, plan_rows=ABSORBED_AT_ONCE)
-    config = config or default
+    config = config or DecodeConfig(block_n=32 if dtype.itemsize == 2 else 16, num_stages=2, plan_rows=plan_rows)
     group = heads_at_once(heads)
     return plan_decode_work(
         context_lens_B, heads // group, group=group, window=None, config=config, multiprocessors=multiprocessors
