@@ -55,6 +55,9 @@ through transformers' own code, or are refused: [fallback](fallback.md). Checkpo
 Experts of gpt-oss may be in MXFP4, and are decoded to 16 bits. Of the two sets of frequencies of LongRoPE (Phi-3,
 Phi-4-mini) the one for short sequences is used, and sequences end where it does.
 
+DeepSeek, Moonlight and GLM-4.7-Flash have latent attention (MLA): one latent a token in the KV cache. With them
+`kv_dtype = fp8_e4m3`, `deterministic` and adapters of `kv_b_proj` are errors, and `group_attention` changes nothing.
+
 How it runs on a GPU, for the default config of transformers (biases and other options of a config may change it):
 
 - **fused**: the fused kernels, in CUDA graphs.
@@ -128,8 +131,8 @@ be left out.
 **What it costs**: expect steps to take about twice as long, because the operations between the products are separate
 kernels. Attention with values of another dimension than keys has no kernels: on a GPU torch computes it from gathered
 pages, whose memory grows with `max_rows` times `max_context_tokens`. Latent attention (MLA) keeps the keys and values
-of all heads. Decode steps are captured as CUDA graphs if attention has kernels and no operation waits for the device;
-the worker runs one step to find out, and logs the reason if not.
+of all heads; native families keep one latent a token. Decode steps are captured as CUDA graphs if attention has kernels
+and no operation waits for the device; the worker runs one step to find out, and logs the reason if not.
 
 **What is an error at the start**, with the reason: `adapter_slots`, `routing`, `deterministic` and `expert_dtype`;
 layers with a state that is no KV (Mamba, linear attention, convolutions) and layers that share KV; attention that
@@ -213,15 +216,13 @@ def _oracle(architecture: str, family: Family) -> str:
 #: Values of all checkpoints of an architecture that are not the defaults of transformers.
 _REAL: dict[str, dict[str, Any]] = {
     "GraniteForCausalLM": {"residual_multiplier": 0.22},
-    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408, "head_dim": 64},
-    "DeepseekV3ForCausalLM": {"head_dim": 64},
-    "Glm4MoeLiteForCausalLM": {"head_dim": 64},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 }
 
 
 def _on_gpu(architecture: str) -> str:
     family = FAMILIES[architecture]
-    config = CONFIG_MAPPING[family.read_as or family.model_type](**{"head_dim": 128, **_REAL.get(architecture, {})})
+    config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128, **_REAL.get(architecture, {}))
     config = config.get_text_config()
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}

@@ -1022,8 +1022,6 @@ def _latent(config: Any, family: LatentFamily, rope: RopeSpec) -> LatentSpec:
     )
     if rope_dim % 2:
         raise ValueError(f"{family.rope_dim.name} ({rope_dim}) must be even, for rotary embeddings")
-    if getattr(config, "head_dim", rope_dim) not in (None, rope_dim):
-        raise ValueError(f"head_dim ({config.head_dim}) must be {family.rope_dim.name} ({rope_dim}), or absent")
     if config.num_key_value_heads not in (None, spec.heads):
         raise ValueError(
             f"num_key_value_heads ({config.num_key_value_heads}) must be num_attention_heads ({spec.heads}), or absent"
