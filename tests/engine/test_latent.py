@@ -8,6 +8,7 @@ import torch
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench, load, watch_prefills
 from tests.support.engine.offloading import counts, offloading
+from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
 from tests.support.models.latent import make_latent
@@ -113,6 +114,20 @@ def test_turns_and_equal_prompts_compute_only_new_tokens(made, model):
     bench.submit("b", prompt_of(41), 4)
     bench.run()
     assert sum(sizes) <= 1 and bench.tokens("a") == bench.tokens("b")
+    bench.close()
+
+
+@pytest.mark.usefixtures("strict")
+def test_rows_go_on_after_a_sleep(made, model):
+    bench = Sleeping(model)
+    bench.submit("r", prompt_of(40), 40)
+    bench.ticks(12)
+    assert bench.engine.roster.running == 1
+    bench.sleep()
+    assert not bench.pages.backed
+    bench.wake()
+    bench.run()
+    assert agrees([made()[1]], prompt_of(40), bench.completions["r", 0])
     bench.close()
 
 
