@@ -81,9 +81,9 @@ class LatentAttention(Block):
         out_TQV = q_TQX.new_empty(*q_TQX.shape[:2], self.spec.value_dim)
         for tokens_T, rows in batch.shared("absorbed rows", lambda: absorbed_rows(batch, chunks)):
             out_TQV[tokens_T] = self._absorb(q_TQX[tokens_T], rows, cache_PS1L, batch)
-        for pages_P, (start, length, context_len) in zip(batch.page_table_BP, chunks, strict=True):
+        for row, (start, length, context_len) in enumerate(chunks):
             if length > MOST_ABSORBED:
-                span = slice(start, start + length)
+                span, pages_P = slice(start, start + length), batch.page_table_BP[row]
                 out_TQV[span] = expanded_attention(
                     q_TQX[span], cache_PS1L, pages_P, context_len, self._kv_b(), scale=self.spec.scale
                 )
