@@ -89,7 +89,7 @@ def _blocks(common: Sequence[int], first: int, end: int, deep: int, most: int) -
 
 
 def _add(segments: np.ndarray, used: int, first: int, end: int, positions: int) -> int:
-    """Put a segment after what its rows have so far, and let their own parts begin behind it."""
+    """Add a segment after the segments that its rows have so far; their own segments now begin after it."""
     _, _, begin, _, before = segments[first]
     segments[used] = first, end - first, begin, positions, before
     segments[first:end, 2] = positions

@@ -174,7 +174,7 @@ def _attend(
     table = table_ptr + row.to(tl.int64) * stride_table
     peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if sinks_ptr is not None:  # a row's first part has the score that its heads have beside those of the context
+    if sinks_ptr is not None:  # only the first part of a row counts the sinks
         sink = tl.load(sinks_ptr + head + m % BLOCK_G, mask=m % BLOCK_G < GROUP, other=0.0).to(tl.float32)
         peak = tl.where(place == 0, sink * LOG2_E, peak)
         total += tl.where((place == 0) & (tl.arange(0, BLOCK_N) == 0)[None, :], 1.0, 0.0)

@@ -57,7 +57,7 @@ class DecodeConfig:
     fused: bool = True  # True: the last program of a row combines its parts; False: a second kernel does
     max_registers: int | None = None  # of a thread; with fewer, more programs fit on a multiprocessor
     chunk: int | None = None  # positions of an item, instead of equal shares
-    block_m: int = 16  # query heads of a tile: those of a KV head, of as many rows as fit
+    block_m: int = 16  # query heads of a tile: a KV head's, of as many rows as fit
     block_own: int | None = None  # of a row alone; None: the same, and then its bits depend on no other row
 
     def rows_at_once(self, group: int) -> int:
@@ -151,7 +151,7 @@ def _plan_kernel(
     first_share = left // share_tiles
     count = tl.where(tiles > 0, (left + tiles + share_tiles - 1) // share_tiles - first_share, 0)
     first_item = tl.cumsum(count, 0) - count
-    # Where the parts of a segment come among those of its rows.
+    # How many parts its rows have before a segment.
     place = tl.zeros([BLOCK_B], tl.int32)
     if SHARED:
         tl.store(counts_ptr + b, count, mask=is_segment)
