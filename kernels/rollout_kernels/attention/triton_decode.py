@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.attention.segments import SHARED_TILE
+from rollout_kernels.attention.segments import SHARED_TILES
 from rollout_kernels.attention.triton_decode_combine import (
     HIDDEN,
     LOG2_E,
@@ -229,7 +229,10 @@ def default_decode_config(
         config = DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=4)
     else:
         config = DecodeConfig(num_warps=2) if coded else DecodeConfig(num_stages=2)
-    return replace(config, block_m=SHARED_TILE[coded], block_own=config.block_m) if shared else config
+    if not shared:
+        return config
+    tile = SHARED_TILES[coded]
+    return replace(config, block_m=tile.heads, block_own=config.block_m, num_warps=tile.num_warps or config.num_warps)
 
 
 def decode_attention(

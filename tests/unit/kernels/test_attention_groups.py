@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
-from rollout_kernels.attention.segments import make_segments
-from rollout_kernels.attention.triton_decode import decode_attention
+from rollout_kernels.attention.segments import SHARED_TILES, SharedTile, make_segments
+from rollout_kernels.attention.triton_decode import decode_attention, default_decode_config
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, plan_decode_work
 from rollout_kernels.common.fp8 import quantize_heads
 
@@ -133,6 +133,18 @@ def test_shared_pages_give_what_they_give_alone(heads, block_m, shares, fused, w
     work = work_of(pool, segments, heads, window, config, shares)
     assert relative(attend(q, pool, work), exact_decode(q, pool, LENS, window)) < 1e-5
     assert not bool(work.arrivals_BG.any())
+
+
+def test_a_tile_of_64_heads_reads_the_prefix_of_eight_rows_once(monkeypatch):
+    lens, common = [100, 83, 81, 90, 87, 130, 101, 96], [80] * 7
+    monkeypatch.setitem(SHARED_TILES, False, SharedTile(64, num_warps=4))
+    config = default_decode_config(64, torch.float32, len(lens), shared=True)
+    assert config.num_warps == 4 and config.rows_at_once(8) == 8
+    pool, q = shared_pool(lens, common), queries(len(lens), 16, 64)
+    segments = make_segments(common, len(lens), config.rows_at_once(8), 16)
+    assert shared_of(segments, len(lens)) == [(0, 8, 0, 80, 0)]
+    work = work_of(pool, segments, 16, config=dataclasses.replace(config, block_n=16, min_tiles=1))
+    assert relative(attend(q, pool, work), exact_decode(q, pool, lens, None)) < 1e-5
 
 
 @pytest.mark.parametrize("shares", [1, 6])
