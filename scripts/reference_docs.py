@@ -116,9 +116,10 @@ Only in the report of the whole run: the summary of the run in W&B, the line wit
 _FALLBACK_INTRODUCTION = """\
 # Models without a native family
 
-A worker runs the native families with its own decoder. Any other causal LM of transformers runs through transformers'
-own code, over the same paged KV cache: `model_impl = auto` decides by the architecture in config.json, and a line of
-the log says so. `model_impl = transformers` runs a native family that way, too. Code of a checkpoint is never run.
+A worker runs the native families with its own decoder. It runs any other causal LM of transformers by transformers'
+own code, over the same paged KV cache. `model_impl = auto` chooses by the architecture in config.json, and the worker
+logs a warning if the model is not native. `model_impl = transformers` runs a native family this way, too. The worker
+never runs code of a checkpoint.
 
 **What works as with a native family**: chunked prompts, prefix cache, sessions, groups, preemption, offload, sleep,
 swaps, log-probs, constraints, `kv_dtype`. An update may have the names of the checkpoint, as `save_pretrained` writes
@@ -131,13 +132,18 @@ pages, whose memory grows with `max_rows` times `max_context_tokens`. Latent att
 of all heads. Decode steps are captured as CUDA graphs if attention has kernels and no operation waits for the device;
 the worker runs one step to find out, and logs the reason if not.
 
-**What is an error at the start**, with the reason: `adapter_slots`, `routing`, `deterministic` and `expert_dtype`;
-layers with a state that is no KV (Mamba, linear attention, convolutions) and layers that share KV; attention that
-sees later tokens, sees chunks, or chooses positions; attention outside of transformers' attention interface (ALiBi in
-Bloom and MPT); encoders; quantized checkpoints; parameters that transformers keeps in another order than the
-checkpoint. Windows are read off the masks of transformers themselves. At every start the worker compares logits over
-the paged cache with those of the model's own eager attention, and refuses a model that differs. LongRoPE is served up
-to its original context.
+**What the worker refuses when it starts**, with the reason:
+
+- the settings `adapter_slots`, `routing`, `deterministic` and `expert_dtype`;
+- layers that keep a state instead of KV (Mamba, linear attention, convolutions), and layers that share KV;
+- attention to later tokens, to chunks of the text, or to chosen positions;
+- attention that does not use transformers' attention interface, such as ALiBi in Bloom and MPT;
+- models with an encoder, and quantized checkpoints;
+- parameters that transformers stores in another order than the checkpoint.
+
+The worker finds the windows of a model by calling the mask functions of transformers. At every start it compares the
+logits over the paged cache with those of the model's own eager attention. It refuses a model whose logits differ.
+LongRoPE is served up to its original context.
 
 Tests hold the architectures below against transformers in float32 on a CPU, with tiny random weights: logits within
 1e-4 of eager attention after chunked prompts and 200 decode steps; greedy tokens and log-probs through the engine
