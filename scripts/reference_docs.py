@@ -28,7 +28,7 @@ from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fallback.held import HELD
 from rollout.models.fused import obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
-from rollout.models.registry import FAMILIES, Family, spec_from_config
+from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
 from rollout.service.errors import ErrorCode
 from rollout.settings_sources import SettingKey, setting_keys
 from trainer_bridge.wire.errors import RolloutError
@@ -206,13 +206,14 @@ def models_page() -> str:
     rows = [
         (family.models, f"`{name}`", _on_gpu(name), f"`{_oracle(name, family)}`") for name, family in FAMILIES.items()
     ]
+    for name, whole in MULTIMODAL.items():
+        ways = dict.fromkeys(_on_gpu(language_model) for language_model in whole.language_models)
+        rows.append((whole.models, f"`{name}`", " or ".join(ways), f"`{name}`"))
     heads = ("models", "architecture", "on a GPU", "held against")
     return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows))]) + "\n"
 
 
 def _oracle(architecture: str, family: Family) -> str:
-    if family.has_text_config:  # text alone is served
-        return architecture.replace("ForConditionalGeneration", "ForCausalLM")
     return architecture if family.read_as is None else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.read_as]
 
 
@@ -223,7 +224,6 @@ _REAL: dict[str, dict[str, Any]] = {"GraniteForCausalLM": {"residual_multiplier"
 def _on_gpu(architecture: str) -> str:
     family = FAMILIES[architecture]
     config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128, **_REAL.get(architecture, {}))
-    config = config.get_text_config()
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     spec = spec_from_config(config, architecture)

@@ -64,9 +64,7 @@ class LoadedModel:
     def trainer_views(self) -> dict[str, torch.Tensor]:
         """Views by the names that a trainer may send: the checkpoint's, and a tied output layer, as in a state_dict."""
         views = self.model.hf_views()
-        if (alias := self.spec.tied_name) is not None:
-            views[alias] = views[self.spec.tied_to]
-        return views
+        return views | {alias: views[name] for alias, name in self.spec.tied_names.items()}
 
     def kept_if_absent(self) -> frozenset[str]:
         """Names of tensors that an update may leave out: they keep their values."""
@@ -159,7 +157,7 @@ def _needed(tensors: dict[str, StoredTensor], spec: ModelSpec) -> dict[str, Stor
     unused = [name for name in tensors if name.startswith(spec.unused)]
     if unused:
         log.info("%d tensors of the checkpoint are not used: %s", len(unused), first_names(unused))
-    return {name: stored for name, stored in tensors.items() if is_needed(name, spec.tied_name, spec.unused)}
+    return {name: stored for name, stored in tensors.items() if is_needed(name, spec.tied_names, spec.unused)}
 
 
 def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
@@ -215,11 +213,7 @@ def _used_tensors(
     unused = {name for name in tensors if name not in known and any(pattern.search(name) for pattern in patterns)}
     if unused:
         log.info("%d tensors of the checkpoint are not used: %s", len(unused), first_names(sorted(unused)))
-    return {
-        name: stored
-        for name, stored in tensors.items()
-        if is_needed(name, None) and name not in aliases and name not in unused
-    }
+    return {name: stored for name, stored in tensors.items() if is_needed(name, aliases) and name not in unused}
 
 
 def _check_memory(tensors: Iterable[torch.Tensor], folder: Path, device: torch.device) -> None:
