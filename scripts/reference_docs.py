@@ -52,8 +52,8 @@ _MODELS_INTRODUCTION = """\
 
 The families that a worker runs natively, by the name in `architectures` of config.json. Other architectures run
 through transformers' own code, or are refused: [fallback](fallback.md). Checkpoints are safetensors in 16 or 32 bits.
-Experts of gpt-oss may be in MXFP4, and are decoded to 16 bits. Of the two sets of frequencies of LongRoPE (Phi-3,
-Phi-4-mini) the one for short sequences is used, and sequences end where it does.
+Experts of gpt-oss may be in MXFP4, and are decoded to 16 bits. Of a model of text and images the worker serves the
+language model: it does not load the other tensors, and accepts them in updates.
 
 How it runs on a GPU, for the default config of transformers (biases and other options of a config may change it):
 
@@ -65,6 +65,22 @@ How it runs on a GPU, for the default config of transformers (biases and other o
 "Held against" is transformers' own model: tiny random weights in float32, logits of prompts in chunks and of decode
 steps within 1e-4, and through the engine the same greedy tokens, with several rows and with preemptions or an update of
 the weights in the middle."""
+
+_LONGROPE = """\
+## LongRoPE
+
+Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers takes the long set for a forward in which
+a row is longer than the original context, and else the short set. So the same token gets another log-prob when its
+sequence grows past this border. The worker takes one set for all sequences, by the setting `longrope`:
+
+- `short`, the default: sequences end at the original context. Log-probs are those of a trainer that uses transformers.
+- `long`: sequences may have the whole context, and the long set holds from their first token on. vLLM does the same if
+  its `max_model_len` is past the original context.
+
+So no running sequence changes its frequencies, and its KV and its log-probs stay valid. With `long`, a trainer that
+uses transformers computes the same log-probs for sequences that end past the border. For shorter ones it must use the
+long set, too: put `long_factor` in the place of `short_factor` in its config.json. A worker that serves such a
+checkpoint uses the whole context without the setting."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
@@ -143,7 +159,7 @@ the worker runs one step to find out, and logs the reason if not.
 
 The worker finds the windows of a model by calling the mask functions of transformers. At every start it compares the
 logits over the paged cache with those of the model's own eager attention. It refuses a model whose logits differ.
-LongRoPE is served up to its original context.
+For LongRoPE see [models](models.md#longrope).
 
 Tests hold the architectures below against transformers in float32 on a CPU, with tiny random weights: logits within
 1e-4 of eager attention after chunked prompts and 200 decode steps; greedy tokens and log-probs through the engine
@@ -210,7 +226,7 @@ def models_page() -> str:
         ways = dict.fromkeys(_on_gpu(language_model) for language_model in whole.language_models)
         rows.append((whole.models, f"`{name}`", " or ".join(ways), f"`{name}`"))
     heads = ("models", "architecture", "on a GPU", "held against")
-    return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows))]) + "\n"
+    return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows)), "", _LONGROPE]) + "\n"
 
 
 def _oracle(architecture: str, family: Family) -> str:

@@ -38,6 +38,7 @@ from rollout.models.checkpoint_tensors import (
 from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel, LanguageModelSpec
+from rollout.models.longrope import choose_factors
 from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
 from rollout.models.registry import is_native, spec_from_config
@@ -99,6 +100,7 @@ def load_model(
     folder = fetch(settings) if folder is None else folder
     check_links(folder)
     config, architecture = read_config(folder, settings.model_impl)
+    choose_factors(config.get_text_config(), settings.longrope)
     tensors = {} if settings.load_format == "random" else list_tensors(folder)
     dtype = _pick_dtype(settings, getattr(config, "dtype", None) or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)

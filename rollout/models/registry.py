@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from rollout.config import ModelImpl
 from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
+from rollout.models.longrope import first_border
 from rollout.models.spec import (
     Activation,
     AttentionNames,
@@ -1134,7 +1135,6 @@ def _scaled_rope(config: Any, params: dict[str, Any]) -> RopeSpec:
             "longrope",
             theta,
             factor=factor,
-            original_max_positions=original,
             attention_factor=_longrope_attention_factor(params, factor, original),
             factors=tuple(_required(params.get("short_factor"), "short_factor", kind)),
         )
@@ -1167,13 +1167,9 @@ def _longrope_attention_factor(params: dict[str, Any], factor: float, original: 
 
 
 def _max_positions(config: Any, layers: tuple[LayerSpec, ...]) -> int:
-    """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one.
-
-    With LongRoPE all keys of a longer sequence turn by other frequencies, also the keys of its first tokens. So a
-    sequence ends where the frequencies for short ones do.
-    """
+    """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one."""
+    if border := first_border(config):
+        return border
     ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec)}
-    if any(rope.kind == "longrope" for rope in ropes):
-        return min(rope.original_max_positions for rope in ropes if rope.kind == "longrope")
     extended = (int(rope.factor * rope.original_max_positions) for rope in ropes if rope.kind == "yarn")
     return max(config.max_position_embeddings, *extended, 0)

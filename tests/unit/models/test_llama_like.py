@@ -234,12 +234,6 @@ def test_a_trainers_parameters_are_a_whole_update(stem: str, tmp_path: Path) -> 
             parameters.check(pack(1, [*rows, ("model.layers.5.eh_proj.weight", "float32", [3, 5])], 1 << 20))
 
 
-def test_a_sequence_ends_where_frequencies_of_short_ones_do(tmp_path: Path) -> None:
-    save("Phi3 long", tmp_path)
-    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
-    assert loaded.spec.max_positions == 128 < 512
-
-
 def test_experts_in_mxfp4_are_decoded_as_transformers_decodes_them(tmp_path: Path) -> None:
     sizes = SIZES | CONFIGS["GptOss"][0] | {"hidden_size": 64, "intermediate_size": 32}
     reference = make_checkpoint("GptOss", tmp_path, **sizes)
