@@ -38,8 +38,7 @@ class ModelSettings(_Section):
     longrope: LongRope = Field(
         "short",
         description="frequencies of a model with LongRoPE (Phi-3, Phi-4-mini), for all sequences. short: sequences end "
-        "at its original context. long: its whole context, and short sequences have these frequencies, too; see "
-        "[models](models.md#longrope)",
+        "at its original context. long: its whole context, and short sequences have these frequencies, too",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of the weights; auto: the checkpoint's type, float32 on a CPU"

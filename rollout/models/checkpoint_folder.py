@@ -211,6 +211,9 @@ def read_config(folder: Path, impl: ModelImpl = "native") -> tuple[Any, str]:
         family = family_of(names[0], content.get("model_type"))
         rules, read_as = config_rules(family), family.model_type if nested else family.read_as
     check_config(content, rules, where)
+    for name, part in content.items():
+        if name.endswith("_config") and isinstance(part, dict):  # of a language model, a vision tower
+            check_config(part, size_rules(), f"{file}: {name}")
     try:
         if read_as is None:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -236,13 +239,14 @@ def read_generation_defaults(folder: Path, config: Any) -> GenerationDefaults:
     """Values of generation_config.json, or of config.json for keys that it lacks."""
     file = folder / "generation_config.json"
     content = read_json(file) if file.exists() else {}
+    text = config.get_text_config()
 
     def value(key: str) -> Any:
-        given = content.get(key)
-        return getattr(config, key, None) if given is None else given
+        given = (content.get(key), getattr(config, key, None), getattr(text, key, None))
+        return next((found for found in given if found is not None), None)
 
     where = str(file if "eos_token_id" in content else folder / "config.json")
-    eos_ids = check_token_ids(value("eos_token_id"), config.vocab_size, where, "eos_token_id")
+    eos_ids = check_token_ids(value("eos_token_id"), text.vocab_size, where, "eos_token_id")
     return GenerationDefaults(eos_ids, value("bos_token_id"), value("pad_token_id"))
 
 

@@ -130,6 +130,7 @@ class _States(MoeModelOutputWithPast):
     """The result of a base model, with all that output layers ask it for."""
 
     cross_attentions = None
+    image_hidden_states = None
 
 
 class _GivenStates(nn.Module):

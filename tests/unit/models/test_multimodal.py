@@ -132,3 +132,18 @@ def test_a_checkpoint_without_the_config_of_its_language_model_is_refused(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": None}))
     with pytest.raises(CheckpointError, match="text_config"):
         load_model(ModelSettings(path=str(tmp_path)), CPU)
+
+
+def test_through_transformers_code_a_model_of_text_and_images_runs_or_is_refused(tmp_path: Path) -> None:
+    reference = make_multimodal("Gemma 3", tmp_path / "gemma")
+    check(load_model(ModelSettings(path=str(tmp_path / "gemma"), model_impl="transformers"), CPU), reference)
+    make_multimodal("Magistral", tmp_path / "magistral")
+    settings = ModelSettings(path=str(tmp_path / "magistral"), model_impl="transformers")
+    with pytest.raises(ValueError, match="Mistral3ForConditionalGeneration"):
+        load_model(settings, CPU)
+    file = tmp_path / "magistral" / "config.json"
+    config = json.loads(file.read_text())
+    config["vision_config"] |= {"num_hidden_layers": 1 << 60}
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="vision_config: num_hidden_layers"):
+        load_model(settings, CPU)
