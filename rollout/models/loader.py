@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ from rollout.models.longrope import choose_factors
 from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
 from rollout.models.registry import is_native, spec_from_config
-from rollout.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +140,7 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
             f"{source.folder}/config.json lacks a value that {architecture} needs: {error}"
         ) from error
     check_format(spec, experts)
-    tensors = _needed(join_mxfp4(source.tensors), spec)
+    tensors = _needed(join_mxfp4(source.tensors), spec.tied_names, lambda name: name.startswith(spec.unused))
     outline = Decoder(spec, source.dtype, torch.device("meta"), experts)  # shapes without memory
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
@@ -154,12 +153,14 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     return model.eval()
 
 
-def _needed(tensors: dict[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
-    """The tensors that are read; says which ones of the checkpoint text needs none of."""
-    unused = [name for name in tensors if name.startswith(spec.unused)]
+def _needed(
+    tensors: dict[str, StoredTensor], tied: Container[str], is_unused: Callable[[str], bool]
+) -> dict[str, StoredTensor]:
+    """The tensors that are read; says which ones of the checkpoint the model has no use for."""
+    unused = [name for name in tensors if is_unused(name)]
     if unused:
         log.info("%d tensors of the checkpoint are not used: %s", len(unused), first_names(unused))
-    return {name: stored for name, stored in tensors.items() if is_needed(name, spec.tied_names, spec.unused)}
+    return {name: stored for name, stored in tensors.items() if is_needed(name, tied) and not is_unused(name)}
 
 
 def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
@@ -186,7 +187,7 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     try:
         outline = make_module(cls, source.config, dtype, torch.device("meta"))
         regions, (own, aliases) = checkpoint_regions(outline), own_tensors(outline)
-        tensors = _used_tensors(source.tensors, cls, regions, aliases)
+        tensors = _needed(source.tensors, aliases, _declared_unused(cls, regions))
         if not source.random:
             check_tensors(source.folder, tensors, regions, architecture)
         _check_memory(own.values(), source.folder, device)
@@ -206,16 +207,11 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     return model
 
 
-def _used_tensors(
-    tensors: dict[str, StoredTensor], cls: Any, regions: list[Region], aliases: dict[str, str]
-) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint without those that a class of transformers declares that it leaves out."""
+def _declared_unused(cls: Any, regions: list[Region]) -> Callable[[str], bool]:
+    """Whether a tensor is one that a class of transformers declares that it leaves out of a checkpoint."""
     patterns = [re.compile(pattern) for pattern in cls._keys_to_ignore_on_load_unexpected or ()]
     known = all_views(regions)
-    unused = {name for name in tensors if name not in known and any(pattern.search(name) for pattern in patterns)}
-    if unused:
-        log.info("%d tensors of the checkpoint are not used: %s", len(unused), first_names(sorted(unused)))
-    return {name: stored for name, stored in tensors.items() if is_needed(name, aliases) and name not in unused}
+    return lambda name: name not in known and any(pattern.search(name) for pattern in patterns)
 
 
 def _check_memory(tensors: Iterable[torch.Tensor], folder: Path, device: torch.device) -> None:

@@ -56,12 +56,12 @@ def all_views(regions: Iterable[Region]) -> dict[str, torch.Tensor]:
     return {name: view for region in regions for views in region.alternatives for name, view in views.items()}
 
 
-def is_needed(name: str, tied: Container[str], unused: tuple[str, ...] = ()) -> bool:
-    """False for a tensor that follows from others or that text needs none of: checkpoints may have it; it is not read.
+def is_needed(name: str, tied: Container[str]) -> bool:
+    """False for a tensor that follows from others: checkpoints may have it; it is not read.
 
-    `tied` are other names of tied tensors; `unused` are beginnings of names.
+    `tied` are other names of tied tensors.
     """
-    return not (name.endswith(".rotary_emb.inv_freq") or name in tied or name.startswith(unused))
+    return not (name.endswith(".rotary_emb.inv_freq") or name in tied)
 
 
 def check_names(regions: Iterable[Region], names: Iterable[str]) -> NameCheck:

@@ -809,7 +809,7 @@ def family_of(architecture: str, model_type: Any) -> Family:
     if architecture in FAMILIES:
         return FAMILIES[architecture]
     whole = MULTIMODAL[architecture]
-    families = {family.model_type: family for family in map(FAMILIES.__getitem__, whole.language_models)}
+    families = {FAMILIES[name].model_type: FAMILIES[name] for name in whole.language_models}
     if model_type not in families:
         raise ValueError(
             f"text_config: model_type {model_type!r:.80} does not belong to {architecture}; it must be "

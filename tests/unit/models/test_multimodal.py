@@ -12,12 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, load_model
+from rollout.models.lora_slots import AdapterSlots
+from rollout.models.peft_tensors import load_peft_folder
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
 from tests.support.models.multimodal import MODELS, make_multimodal
 from tests.support.models.paged import check
+from tests.support.peft_adapters import ALL, make_adapter, merged
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import pack
 
@@ -85,6 +88,15 @@ def test_an_update_may_have_the_names_of_the_module_of_files_or_of_the_language_
         assert all(torch.equal(views[key], view) for key, view in fresh.trainer_views().items())
     with pytest.raises(WeightsRejected, match="missing"):
         parameters.check(pack(1, [(key, "float32", list(view.shape)) for key, view in list(text.items())[1:]], 1 << 20))
+
+
+def test_an_adapter_of_the_whole_model_changes_its_language_model(tmp_path: Path) -> None:
+    reference = make_multimodal("Gemma 3", tmp_path)
+    adapter = make_adapter(reference, tmp_path / "adapter", 0, ALL, exclude_modules=".*vision_tower.*")
+    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
+    slots = AdapterSlots(loaded.spec, 1, 16, torch.float32, CPU)
+    slots.write(1, load_peft_folder(adapter, loaded.spec, 16, torch.float32))
+    check(loaded, merged(reference, adapter), slots, atol=1e-3)  # merged weights round otherwise
 
 
 def test_files_may_have_the_names_of_the_module(tmp_path: Path) -> None:
