@@ -46,7 +46,7 @@ def choose_factors(config: Any, which: LongRope) -> None:
 def first_border(config: Any) -> int | None:
     """The length past which transformers takes other frequencies; None if they are the same for all lengths."""
     borders = [
-        parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+        int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
         for parameters in _maps(config)
         if parameters.get("short_factor") != parameters.get("long_factor")
     ]
