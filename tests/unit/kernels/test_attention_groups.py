@@ -178,6 +178,6 @@ def test_in_chunks_the_bits_of_a_row_do_not_depend_on_who_shares_with_it(window)
     config = DecodeConfig(block_n=16, num_warps=4, num_stages=2, chunk=32)
     pool, q = shared_pool(LENS, COMMON), queries(len(LENS), 4, 64)
     alone = attend(q, pool, work_of(pool, None, 4, window, config))
-    for common in ([80, 0, 80, 0, 0, 96], [16, 16, 16, 0, 16, 16]):
+    for common in (COMMON, [80, 0, 80, 0, 0, 96], [16, 16, 16, 0, 16, 16]):
         segments = make_segments(common, len(LENS), config.rows_at_once(2), 16)
         assert torch.equal(attend(q, pool, work_of(pool, segments, 4, window, config)), alone)
