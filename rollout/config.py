@@ -17,6 +17,8 @@ class _Section(BaseModel):
 
 #: What runs a model: a decoder of a native family, or transformers' own code.
 ModelImpl = Literal["auto", "native", "transformers"]
+#: The frequencies of a model with LongRoPE.
+LongRope = Literal["short", "long"]
 
 
 class ModelSettings(_Section):
@@ -32,6 +34,11 @@ class ModelSettings(_Section):
         description="what runs the model. native: the decoder of this project, for the families that it has. "
         "transformers: transformers' own code over the paged KV cache, about half as fast, without adapters, routing, "
         "deterministic and expert_dtype. auto: native where the family is native, else transformers",
+    )
+    longrope: LongRope = Field(
+        "short",
+        description="frequencies of a model with LongRoPE (Phi-3, Phi-4-mini), for all sequences. short: sequences end "
+        "at its original context. long: its whole context, and short sequences have these frequencies, too",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of the weights; auto: the checkpoint's type, float32 on a CPU"

@@ -28,7 +28,7 @@ from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fallback.held import HELD
 from rollout.models.fused import obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
-from rollout.models.registry import FAMILIES, Family, spec_from_config
+from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
 from rollout.service.errors import ErrorCode
 from rollout.settings_sources import SettingKey, setting_keys
 from trainer_bridge.wire.errors import RolloutError
@@ -52,8 +52,8 @@ _MODELS_INTRODUCTION = """\
 
 The families that a worker runs natively, by the name in `architectures` of config.json. Other architectures run
 through transformers' own code, or are refused: [fallback](fallback.md). Checkpoints are safetensors in 16 or 32 bits.
-Experts of gpt-oss may be in MXFP4, and are decoded to 16 bits. Of the two sets of frequencies of LongRoPE (Phi-3,
-Phi-4-mini) the one for short sequences is used, and sequences end where it does.
+Experts of gpt-oss may be in MXFP4, and are decoded to 16 bits. Of a model of text and images the worker serves the
+language model: it does not load the other tensors, and accepts them in updates.
 
 DeepSeek, Moonlight and GLM-4.7-Flash have latent attention (MLA): one latent a token in the KV cache. With them
 `kv_dtype = fp8_e4m3`, `deterministic` and adapters of `kv_b_proj` are errors, and `group_attention` changes nothing.
@@ -68,6 +68,22 @@ How it runs on a GPU, for the default config of transformers (biases and other o
 "Held against" is transformers' own model: tiny random weights in float32, logits of prompts in chunks and of decode
 steps within 1e-4, and through the engine the same greedy tokens, with several rows and with preemptions or an update of
 the weights in the middle."""
+
+_LONGROPE = """\
+## LongRoPE
+
+Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers takes the long set for a forward in which
+a row is longer than the original context, and else the short set. So the same token gets another log-prob when its
+sequence grows past this border. The worker takes one set for all sequences, by the setting `longrope`:
+
+- `short`, the default: sequences end at the original context. Log-probs are those of a trainer that uses transformers.
+- `long`: sequences may have the whole context, and the long set holds from their first token on. vLLM does the same if
+  its `max_model_len` is past the original context.
+
+So no running sequence changes its frequencies, and its KV and its log-probs stay valid. With `long`, a trainer that
+uses transformers computes the same log-probs for sequences that end past the border. For shorter ones it must use the
+long set, too: put `long_factor` in the place of `short_factor` in its config.json. A worker that serves such a
+checkpoint uses the whole context without the setting."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
@@ -119,9 +135,10 @@ Only in the report of the whole run: the summary of the run in W&B, the line wit
 _FALLBACK_INTRODUCTION = """\
 # Models without a native family
 
-A worker runs the native families with its own decoder. Any other causal LM of transformers runs through transformers'
-own code, over the same paged KV cache: `model_impl = auto` decides by the architecture in config.json, and a line of
-the log says so. `model_impl = transformers` runs a native family that way, too. Code of a checkpoint is never run.
+A worker runs the native families with its own decoder. It runs any other causal LM of transformers by transformers'
+own code, over the same paged KV cache. `model_impl = auto` chooses by the architecture in config.json, and the worker
+logs a warning if the model is not native. `model_impl = transformers` runs a native family this way, too. The worker
+never runs code of a checkpoint.
 
 **What works as with a native family**: chunked prompts, prefix cache, sessions, groups, preemption, offload, sleep,
 swaps, log-probs, constraints, `kv_dtype`. An update may have the names of the checkpoint, as `save_pretrained` writes
@@ -134,13 +151,18 @@ pages, whose memory grows with `max_rows` times `max_context_tokens`. Latent att
 of all heads; native families keep one latent a token. Decode steps are captured as CUDA graphs if attention has kernels
 and no operation waits for the device; the worker runs one step to find out, and logs the reason if not.
 
-**What is an error at the start**, with the reason: `adapter_slots`, `routing`, `deterministic` and `expert_dtype`;
-layers with a state that is no KV (Mamba, linear attention, convolutions) and layers that share KV; attention that
-sees later tokens, sees chunks, or chooses positions; attention outside of transformers' attention interface (ALiBi in
-Bloom and MPT); encoders; quantized checkpoints; parameters that transformers keeps in another order than the
-checkpoint. Windows are read off the masks of transformers themselves. At every start the worker compares logits over
-the paged cache with those of the model's own eager attention, and refuses a model that differs. LongRoPE is served up
-to its original context.
+**What the worker refuses when it starts**, with the reason:
+
+- the settings `adapter_slots`, `routing`, `deterministic` and `expert_dtype`;
+- layers that keep a state instead of KV (Mamba, linear attention, convolutions), and layers that share KV;
+- attention to later tokens, to chunks of the text, or to chosen positions;
+- attention that does not use transformers' attention interface, such as ALiBi in Bloom and MPT;
+- models with an encoder, and quantized checkpoints;
+- parameters that transformers stores in another order than the checkpoint.
+
+The worker finds the windows of a model by calling the mask functions of transformers. At every start it compares the
+logits over the paged cache with those of the model's own eager attention. It refuses a model whose logits differ.
+For LongRoPE see [models](models.md#longrope).
 
 Tests hold the architectures below against transformers in float32 on a CPU, with tiny random weights: logits within
 1e-4 of eager attention after chunked prompts and 200 decode steps; greedy tokens and log-probs through the engine
@@ -203,13 +225,14 @@ def models_page() -> str:
     rows = [
         (family.models, f"`{name}`", _on_gpu(name), f"`{_oracle(name, family)}`") for name, family in FAMILIES.items()
     ]
+    for name, whole in MULTIMODAL.items():
+        ways = dict.fromkeys(_on_gpu(language_model) for language_model in whole.language_models)
+        rows.append((whole.models, f"`{name}`", " or ".join(ways), f"`{name}`"))
     heads = ("models", "architecture", "on a GPU", "held against")
-    return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows))]) + "\n"
+    return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows)), "", _LONGROPE]) + "\n"
 
 
 def _oracle(architecture: str, family: Family) -> str:
-    if family.has_text_config:  # text alone is served
-        return architecture.replace("ForConditionalGeneration", "ForCausalLM")
     return architecture if family.read_as is None else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.read_as]
 
 
@@ -223,7 +246,6 @@ _REAL: dict[str, dict[str, Any]] = {
 def _on_gpu(architecture: str) -> str:
     family = FAMILIES[architecture]
     config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128, **_REAL.get(architecture, {}))
-    config = config.get_text_config()
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     spec = spec_from_config(config, architecture)

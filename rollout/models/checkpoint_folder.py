@@ -31,9 +31,9 @@ from rollout.models.registry import (
     check_model_type,
     check_supported,
     config_rules,
+    family_of,
     has_text_config,
     is_native,
-    read_as,
     size_rules,
 )
 
@@ -51,6 +51,8 @@ _ROPE_NUMBERS = (
     *("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     *("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor", "llama_4_scaling_beta"),
 )
+#: Keys of the language model that stand beside its map `text_config`.
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_LISTS = ("short_factor", "long_factor")
 
 
@@ -198,51 +200,53 @@ def read_config(folder: Path, impl: ModelImpl = "native") -> tuple[Any, str]:
     names = content.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(f"{file} must name one architecture in 'architectures', not {names!r:.200}")
-    rules, nested, other_type, where = size_rules(), False, None, str(file)
+    rules, read_as, where = size_rules(), None, str(file)
     if is_native(names[0], impl):
         check_supported(names[0])
         check_model_type(names[0], content.get("model_type"))
-        rules, nested, other_type = config_rules(names[0]), has_text_config(names[0]), read_as(names[0])
-    if nested:
-        where = f"{file}: text_config"
-        if not isinstance(content.get("text_config"), dict):
-            raise CheckpointError(f"{file} has no map 'text_config', which {names[0]} needs")
-    check_config(content["text_config"] if nested else content, rules, where)
+        nested = has_text_config(names[0])
+        if nested:
+            where = f"{file}: text_config"
+            content = _text_config(content, file)
+        family = family_of(names[0], content.get("model_type"))
+        rules, read_as = config_rules(family), family.model_type if nested else family.read_as
+    check_config(content, rules, where)
+    for name, part in content.items():
+        if name.endswith("_config") and isinstance(part, dict):  # of a language model, a vision tower
+            check_config(part, size_rules(), f"{file}: {name}")
     try:
-        if other_type is None:
+        if read_as is None:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         else:
-            config = CONFIG_MAPPING[other_type].from_dict(content | {"model_type": other_type})
+            config = CONFIG_MAPPING[read_as].from_dict(content | {"model_type": read_as})
     # It validates little and fails in many ways; any exception is about this file.
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
-    if nested:
-        config = _text_config(config, content)
     # Keys may have other names in the file than in the config, and transformers adds those that are missing.
     check_config({name: getattr(config, name, None) for name in rules}, rules, where)
     return config, names[0]
 
 
-def _text_config(config: Any, content: dict[str, Any]) -> Any:
+def _text_config(content: dict[str, Any], file: Path) -> dict[str, Any]:
     """The config of the language model, with what the whole checkpoint says about it."""
-    text = config.text_config
-    for name in ("tie_word_embeddings", "quantization_config"):
-        if name in content:
-            setattr(text, name, content[name])
-    return text
+    text = content.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{file} has no map 'text_config'")
+    return text | {name: content[name] for name in _OF_THE_WHOLE if content.get(name) is not None}
 
 
 def read_generation_defaults(folder: Path, config: Any) -> GenerationDefaults:
     """Values of generation_config.json, or of config.json for keys that it lacks."""
     file = folder / "generation_config.json"
     content = read_json(file) if file.exists() else {}
+    text = config.get_text_config()
 
     def value(key: str) -> Any:
-        given = content.get(key)
-        return getattr(config, key, None) if given is None else given
+        given = (content.get(key), getattr(config, key, None), getattr(text, key, None))
+        return next((found for found in given if found is not None), None)
 
     where = str(file if "eos_token_id" in content else folder / "config.json")
-    eos_ids = check_token_ids(value("eos_token_id"), config.vocab_size, where, "eos_token_id")
+    eos_ids = check_token_ids(value("eos_token_id"), text.vocab_size, where, "eos_token_id")
     return GenerationDefaults(eos_ids, value("bos_token_id"), value("pad_token_id"))
 
 

@@ -23,7 +23,7 @@ from rollout.models.layers import (
     empty_parameter,
     float32_product,
 )
-from rollout.models.names import Region, all_views, one_name, with_other_prefix
+from rollout.models.names import Region, all_views, one_name, with_spellings
 from rollout.models.rope import Rope
 from rollout.models.spec import DeltaNetSpec, LatentSpec, ModelSpec, MoESpec
 
@@ -144,11 +144,11 @@ class Decoder(Block):
         names = self.spec.names
         regions = [one_name(f"{names.embed}.weight", self.embed)]
         for index, layer in enumerate(self.layers):
-            regions += layer.regions(self.spec.layer_prefix(index))  # type: ignore[operator]
+            regions += layer.regions(names.layer.format(index))  # type: ignore[operator]
         regions.append(one_name(f"{names.norm}.weight", self.norm.weight))
-        if names.other_prefix is not None:
-            regions = [with_other_prefix(region, *names.other_prefix) for region in regions]
-        return regions if self.spec.tied else [*regions, one_name(f"{names.lm_head}.weight", self.lm_head)]
+        if not self.spec.tied:
+            regions.append(one_name(f"{names.lm_head}.weight", self.lm_head))
+        return [with_spellings(region, names.spellings) for region in regions]
 
     def hf_views(self) -> dict[str, torch.Tensor]:
         """Hugging Face names of all layouts, and for each name a view of its part of a fused parameter.

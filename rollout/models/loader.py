@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,10 @@ from rollout.models.checkpoint_tensors import (
 from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel, LanguageModelSpec
+from rollout.models.longrope import choose_factors
 from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
 from rollout.models.registry import is_native, spec_from_config
-from rollout.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,7 @@ class LoadedModel:
     def trainer_views(self) -> dict[str, torch.Tensor]:
         """Views by the names that a trainer may send: the checkpoint's, and a tied output layer, as in a state_dict."""
         views = self.model.hf_views()
-        if (alias := self.spec.tied_name) is not None:
-            views[alias] = views[self.spec.tied_to]
-        return views
+        return views | {alias: views[name] for alias, name in self.spec.tied_names.items()}
 
     def kept_if_absent(self) -> frozenset[str]:
         """Names of tensors that an update may leave out: they keep their values."""
@@ -101,6 +99,7 @@ def load_model(
     folder = fetch(settings) if folder is None else folder
     check_links(folder)
     config, architecture = read_config(folder, settings.model_impl)
+    choose_factors(config.get_text_config(), settings.longrope)
     tensors = {} if settings.load_format == "random" else list_tensors(folder)
     dtype = _pick_dtype(settings, getattr(config, "dtype", None) or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)
@@ -141,7 +140,7 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
             f"{source.folder}/config.json lacks a value that {architecture} needs: {error}"
         ) from error
     check_format(spec, experts)
-    tensors = _needed(join_mxfp4(source.tensors), spec)
+    tensors = _needed(join_mxfp4(source.tensors), spec.tied_names, lambda name: name.startswith(spec.unused))
     outline = Decoder(spec, source.dtype, torch.device("meta"), experts)  # shapes without memory
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
@@ -154,12 +153,14 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     return model.eval()
 
 
-def _needed(tensors: dict[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
-    """The tensors that are read; says which ones of the checkpoint text needs none of."""
-    unused = [name for name in tensors if name.startswith(spec.unused)]
+def _needed(
+    tensors: dict[str, StoredTensor], tied: Container[str], is_unused: Callable[[str], bool]
+) -> dict[str, StoredTensor]:
+    """The tensors that are read; says which ones of the checkpoint the model has no use for."""
+    unused = [name for name in tensors if is_unused(name)]
     if unused:
         log.info("%d tensors of the checkpoint are not used: %s", len(unused), first_names(unused))
-    return {name: stored for name, stored in tensors.items() if is_needed(name, spec.tied_name, spec.unused)}
+    return {name: stored for name, stored in tensors.items() if is_needed(name, tied) and not is_unused(name)}
 
 
 def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
@@ -186,7 +187,7 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     try:
         outline = make_module(cls, source.config, dtype, torch.device("meta"))
         regions, (own, aliases) = checkpoint_regions(outline), own_tensors(outline)
-        tensors = _used_tensors(source.tensors, cls, regions, aliases)
+        tensors = _needed(source.tensors, aliases, _declared_unused(cls, regions))
         if not source.random:
             check_tensors(source.folder, tensors, regions, architecture)
         _check_memory(own.values(), source.folder, device)
@@ -206,20 +207,11 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     return model
 
 
-def _used_tensors(
-    tensors: dict[str, StoredTensor], cls: Any, regions: list[Region], aliases: dict[str, str]
-) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint without those that a class of transformers declares that it leaves out."""
+def _declared_unused(cls: Any, regions: list[Region]) -> Callable[[str], bool]:
+    """Whether a tensor is one that a class of transformers declares that it leaves out of a checkpoint."""
     patterns = [re.compile(pattern) for pattern in cls._keys_to_ignore_on_load_unexpected or ()]
     known = all_views(regions)
-    unused = {name for name in tensors if name not in known and any(pattern.search(name) for pattern in patterns)}
-    if unused:
-        log.info("%d tensors of the checkpoint are not used: %s", len(unused), first_names(sorted(unused)))
-    return {
-        name: stored
-        for name, stored in tensors.items()
-        if is_needed(name, None) and name not in aliases and name not in unused
-    }
+    return lambda name: name not in known and any(pattern.search(name) for pattern in patterns)
 
 
 def _check_memory(tensors: Iterable[torch.Tensor], folder: Path, device: torch.device) -> None:

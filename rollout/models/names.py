@@ -7,8 +7,8 @@ whole alternative of every region, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,13 +41,14 @@ def one_name(name: str, view: torch.Tensor) -> Region:
     return Region(({name: view.detach()},))
 
 
-def with_other_prefix(region: Region, prefix: str, other: str) -> Region:
-    """The region with more alternatives: all names may begin with `other` where they begin with `prefix`."""
-    more = tuple(
-        {other + name.removeprefix(prefix): view for name, view in views.items()} for views in region.alternatives
+def with_spellings(region: Region, spellings: Callable[[str], tuple[str, ...]]) -> Region:
+    """The region with each of its alternatives in all spellings; its names must have equally many."""
+    alternatives = tuple(
+        dict(zip(names, views.values(), strict=True))
+        for views in region.alternatives
+        for names in zip(*map(spellings, views), strict=True)
     )
-    assert all(name.startswith(prefix) for views in region.alternatives for name in views)
-    return Region((*region.alternatives, *more))
+    return replace(region, alternatives=alternatives)
 
 
 def all_views(regions: Iterable[Region]) -> dict[str, torch.Tensor]:
@@ -55,12 +56,12 @@ def all_views(regions: Iterable[Region]) -> dict[str, torch.Tensor]:
     return {name: view for region in regions for views in region.alternatives for name, view in views.items()}
 
 
-def is_needed(name: str, alias: str | None, unused: tuple[str, ...] = ()) -> bool:
-    """False for a tensor that follows from others or that text needs none of: checkpoints may have it; it is not read.
+def is_needed(name: str, tied: Container[str]) -> bool:
+    """False for a tensor that follows from others: checkpoints may have it; it is not read.
 
-    `alias` is the name of a tied output layer; `unused` are beginnings of names.
+    `tied` are other names of tied tensors.
     """
-    return not (name.endswith(".rotary_emb.inv_freq") or name == alias or name.startswith(unused))
+    return not (name.endswith(".rotary_emb.inv_freq") or name in tied)
 
 
 def check_names(regions: Iterable[Region], names: Iterable[str]) -> NameCheck:

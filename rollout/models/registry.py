@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from rollout.config import ModelImpl
 from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
+from rollout.models.longrope import first_border
 from rollout.models.spec import (
     Activation,
     AttentionNames,
@@ -325,8 +326,6 @@ class Family:
     attention_softcap: Key | None = declared(NUMBER, None)
     linear: DeltaNetFamily | None = None
     latent: LatentFamily | None = None  # all layers have it
-    #: The config of the language model is the map `text_config` of config.json.
-    has_text_config: bool = False
     norms: NormPlace = "before"
     unit_offset: bool = False
     residual_scale: float | Key = declared(NUMBER, 1.0)
@@ -340,7 +339,10 @@ class Family:
     moe: MoEFamily | None = None
     mxfp4: bool = False  # checkpoints may have experts in this format; they are decoded when they are loaded
     #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images.
-    unused: tuple[str, ...] = ("mtp.", "visual.", "model.visual.")
+    unused: tuple[str, ...] = (
+        *("mtp.", "visual.", "vision_tower.", "multi_modal_projector."),
+        *("model.visual.", "model.vision_tower.", "model.multi_modal_projector."),
+    )
     #: How many layers follow the last one in checkpoints, for the prediction of several tokens at once.
     unused_layers: Key | None = declared(integer(0, MOST_LAYERS), None)
     names: ModelNames = ModelNames()
@@ -349,7 +351,29 @@ class Family:
     dense_names: DenseNames = DenseNames()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multimodal:
+    """A model of text and images whose language model is one of `FAMILIES`: it is served for text alone.
+
+    The config of the language model is the map `text_config` of config.json.
+    """
+
+    model_type: str  # in config.json
+    models: str  # names of its models, for the docs
+    #: The architectures that its language model may have; the `model_type` of `text_config` says which one.
+    language_models: tuple[str, ...]
+    #: See `ModelNames`.
+    beginnings: tuple[tuple[str, tuple[str, ...]], ...]
+
+
 _ATTENTION_BIAS = Key("attention_bias")
+#: How the names of a language model begin in a model of text and images, and in the language model alone.
+_INSIDE = (("model.", ("model.language_model.", "model.")),)
+#: The same, with what files on the hub have: transformers' module has the second spelling.
+_INSIDE_LLAVA = (
+    ("model.", ("language_model.model.", "model.language_model.", "model.")),
+    ("lm_head", ("language_model.lm_head", "lm_head")),
+)
 _QWEN3_5_MOE = MoEFamily(
     experts=Key("num_experts"),
     intermediate=Key("moe_intermediate_size"),
@@ -385,11 +409,10 @@ def _deepseek_moe(sparse: ByLayer[bool]) -> MoEFamily:
     )
 
 
-def _qwen3_5(model_type: str, models: str, moe: MoEFamily | None = None, has_text_config: bool = False) -> Family:
+def _qwen3_5(model_type: str, models: str, moe: MoEFamily | None = None) -> Family:
     return Family(
         model_type=model_type,
         models=models,
-        has_text_config=has_text_config,
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
@@ -398,12 +421,7 @@ def _qwen3_5(model_type: str, models: str, moe: MoEFamily | None = None, has_tex
         query_gate=True,
         linear=DeltaNetFamily(),
         moe=moe,
-        names=ModelNames(
-            embed="model.language_model.embed_tokens",
-            layer="model.language_model.layers.{}.",
-            norm="model.language_model.norm",
-            other_prefix=("model.language_model.", "model."),
-        ),
+        names=ModelNames(beginnings=_INSIDE),
     )
 
 
@@ -594,13 +612,7 @@ FAMILIES: dict[str, Family] = {
         norms="after",
         layer_names=_NORMS_AFTER,
     ),
-    "Qwen3_5ForConditionalGeneration": _qwen3_5(
-        "qwen3_5", "Qwen3.5, Qwen3.6 (their language model)", has_text_config=True
-    ),
     "Qwen3_5ForCausalLM": _qwen3_5("qwen3_5_text", "Qwen3.5, Qwen3.6"),
-    "Qwen3_5MoeForConditionalGeneration": _qwen3_5(
-        "qwen3_5_moe", "Qwen3.5-MoE, Qwen3.6-MoE (their language model)", _QWEN3_5_MOE, has_text_config=True
-    ),
     "Qwen3_5MoeForCausalLM": _qwen3_5("qwen3_5_moe_text", "Qwen3.5-MoE, Qwen3.6-MoE", _QWEN3_5_MOE),
     "Qwen3NextForCausalLM": Family(
         model_type="qwen3_next",
@@ -794,19 +806,48 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+#: By the name that stands in the `architectures` of a config.json.
+MULTIMODAL: dict[str, Multimodal] = {
+    "Gemma3ForConditionalGeneration": Multimodal(
+        model_type="gemma3",
+        models="Gemma 3 (its language model)",
+        language_models=("Gemma3ForCausalLM",),
+        beginnings=_INSIDE_LLAVA,
+    ),
+    "Mistral3ForConditionalGeneration": Multimodal(
+        model_type="mistral3",
+        models="Mistral Small 3, Magistral, Ministral 3 (their language model)",
+        language_models=("MistralForCausalLM", "Ministral3ForCausalLM"),
+        beginnings=_INSIDE_LLAVA,
+    ),
+    "Qwen3_5ForConditionalGeneration": Multimodal(
+        model_type="qwen3_5",
+        models="Qwen3.5, Qwen3.6 (their language model)",
+        language_models=("Qwen3_5ForCausalLM",),
+        beginnings=_INSIDE,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Multimodal(
+        model_type="qwen3_5_moe",
+        models="Qwen3.5-MoE, Qwen3.6-MoE (their language model)",
+        language_models=("Qwen3_5MoeForCausalLM",),
+        beginnings=_INSIDE,
+    ),
+}
+
+
 def supported_architectures() -> tuple[str, ...]:
     """Names as they stand in the `architectures` of a config.json."""
-    return tuple(FAMILIES)
+    return (*FAMILIES, *MULTIMODAL)
 
 
 def is_native(architecture: str, impl: ModelImpl) -> bool:
     """True if a model is a `Decoder`: not if it runs through transformers' own code."""
-    return impl == "native" or (impl == "auto" and architecture in FAMILIES)
+    return impl == "native" or (impl == "auto" and architecture in supported_architectures())
 
 
 def check_supported(architecture: str) -> None:
     """Raise ValueError for an architecture without a declaration; the message lists the declared ones."""
-    if architecture not in FAMILIES:
+    if architecture not in supported_architectures():
         raise ValueError(
             f"architecture {architecture!r:.80} is not native; native: {', '.join(supported_architectures())}. Use "
             "model_impl = auto to run others through transformers' own code"
@@ -815,24 +856,37 @@ def check_supported(architecture: str) -> None:
 
 def check_model_type(architecture: str, model_type: Any) -> None:
     """Raise ValueError if the `model_type` of a config.json is not that of its architecture."""
-    expected = FAMILIES[architecture].model_type
+    expected = (MULTIMODAL.get(architecture) or FAMILIES[architecture]).model_type
     if model_type != expected:
         raise ValueError(f"model_type {model_type!r:.80} does not belong to {architecture}; it must be {expected!r}")
 
 
-def read_as(architecture: str) -> str | None:
-    """The model type that transformers reads config.json as; None: the one that stands there."""
-    return FAMILIES[architecture].read_as
-
-
-def config_rules(architecture: str) -> dict[str, Rule]:
-    """What the keys of config.json that this architecture reads may hold, where they are not null."""
-    return _COMMON | _rules(FAMILIES[architecture])
-
-
 def has_text_config(architecture: str) -> bool:
     """True if the config of the language model is the map `text_config` of config.json."""
-    return FAMILIES[architecture].has_text_config
+    return architecture in MULTIMODAL
+
+
+def family_of(architecture: str, model_type: Any) -> Family:
+    """The declaration of a supported architecture; `model_type` is that of its language model's config.
+
+    Raises ValueError if the architecture has no such language model.
+    """
+    if architecture in FAMILIES:
+        return FAMILIES[architecture]
+    whole = MULTIMODAL[architecture]
+    families = {FAMILIES[name].model_type: FAMILIES[name] for name in whole.language_models}
+    if model_type not in families:
+        raise ValueError(
+            f"text_config: model_type {model_type!r:.80} does not belong to {architecture}; it must be "
+            f"{' or '.join(map(repr, families))}"
+        )
+    family = families[model_type]
+    return replace(family, names=family.names._replace(beginnings=whole.beginnings))
+
+
+def config_rules(family: Family) -> dict[str, Rule]:
+    """What the keys of config.json that this family reads may hold, where they are not null."""
+    return _COMMON | _rules(family)
 
 
 def size_rules() -> dict[str, Rule]:
@@ -868,7 +922,7 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
             for what.
     """
     check_supported(architecture)
-    family = FAMILIES[architecture]
+    family = family_of(architecture, config.model_type)
     if family.bidirectional is not None and _value(config, family.bidirectional):
         raise ValueError(f"{family.bidirectional.name} is set, and a model that generates must not see later tokens")
     for name in family.unsupported:
@@ -1202,7 +1256,6 @@ def _scaled_rope(config: Any, params: dict[str, Any]) -> RopeSpec:
             "longrope",
             theta,
             factor=factor,
-            original_max_positions=original,
             attention_factor=_longrope_attention_factor(params, factor, original),
             factors=tuple(_required(params.get("short_factor"), "short_factor", kind)),
         )
@@ -1245,13 +1298,9 @@ def _longrope_attention_factor(params: dict[str, Any], factor: float, original: 
 
 
 def _max_positions(config: Any, layers: tuple[LayerSpec, ...]) -> int:
-    """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one.
-
-    With LongRoPE all keys of a longer sequence turn by other frequencies, also the keys of its first tokens. So a
-    sequence ends where the frequencies for short ones do.
-    """
+    """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one."""
+    if border := first_border(config):
+        return border
     ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, KVMixerSpec)}
-    if any(rope.kind == "longrope" for rope in ropes):
-        return min(rope.original_max_positions for rope in ropes if rope.kind == "longrope")
     extended = (int(rope.factor * rope.original_max_positions) for rope in ropes if rope.kind == "yarn")
     return max(config.max_position_embeddings, *extended, 0)

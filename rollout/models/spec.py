@@ -454,8 +454,16 @@ class ModelNames(NamedTuple):
     layer: str = "model.layers.{}."
     norm: str = "model.norm"
     lm_head: str = "lm_head"
-    #: Prefixes that files and updates may have instead: (prefix of the names above, the other one).
-    other_prefix: tuple[str, str] | None = None
+    #: What files and updates have for the beginning of a name above: (beginning, its spellings). The first spelling is
+    #: what files usually have.
+    beginnings: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """All that files and updates may call a tensor or module of this name; files usually have the first."""
+        for beginning, others in self.beginnings:
+            if name.startswith(beginning):
+                return tuple(other + name.removeprefix(beginning) for other in others)
+        return (name,)
 
 
 @dataclass(frozen=True)
@@ -531,23 +539,16 @@ class ModelSpec:
         return tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, KVMixerSpec))
 
     @property
-    def tied_to(self) -> str:
-        """The name of the tensor that a tied output layer is."""
-        return f"{self.names.embed}.weight"
-
-    @property
-    def tied_name(self) -> str | None:
-        """The name of the output layer's tensor where that is the embedding; it may be sent and is not needed."""
-        return f"{self.names.lm_head}.weight" if self.tied else None
-
-    def layer_prefix(self, layer: int) -> str:
-        """What the names of a layer's tensors begin with."""
-        return self.names.layer.format(layer)
+    def tied_names(self) -> dict[str, str]:
+        """Names of the output layer where it is the embedding, with a name of that. They may be sent, and need not."""
+        if not self.tied:
+            return {}
+        embed = self.names.spellings(f"{self.names.embed}.weight")[0]
+        return dict.fromkeys(self.names.spellings(f"{self.names.lm_head}.weight"), embed)
 
     def layer_prefixes(self, layer: int) -> tuple[str, ...]:
         """All that the names of a layer's tensors may begin with; files usually have the first."""
-        prefix, other = self.layer_prefix(layer), self.names.other_prefix
-        return (prefix,) if other is None else (prefix, other[1] + prefix.removeprefix(other[0]))
+        return self.names.spellings(self.names.layer.format(layer))
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache that one token takes in all layers."""

@@ -199,6 +199,7 @@ class WeightReceiver:
         busy = False
         while not intake.closing:
             poller.poll(0 if busy else intake.poll_ms())
+            busy = True  # a round that fails may have taken messages from the socket that it did not answer
             try:
                 self._run_commands()
                 busy = intake.advance()

@@ -16,7 +16,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from scripts.bench.peers.job import ENGINES, EXPERIMENTS, Job
@@ -46,23 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    names = (
-        "experiments",
-        "device",
-        "rows",
-        "prompt",
-        "new",
-        "repeats",
-        "contexts",
-        "context_steps",
-        "post_rows",
-        "context_groups",
-    )
-    names += ("post_new", "short_requests", "short_prompt", "short_new", "job_rows", "job_prompts", "job_completions")
-    names += ("job_prompt", "job_scale", "group_rows", "group_prompts", "group_sizes", "group_new", "group_requests")
-    names += ("prefill_requests", "prefill_prompt")
-    names += ("arrivals_per_s", "arrivals_s", "arrivals_prompt", "arrivals_new")
-    return Job.of({name: getattr(args, name) for name in names})
+    given = vars(args)
+    return Job.of({field.name: given[field.name] for field in fields(Job) if field.name in given})
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

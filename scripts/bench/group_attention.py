@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_kernels.attention.segments import make_segments
+from rollout_kernels.attention.segments import make_segments, no_segments
 from rollout_kernels.attention.triton_decode import decode_attention, default_decode_config
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
 
+from rollout.engine.step.shared_pages import LEAST_POSITIONS
 from scripts.bench.attention import DIM, Problem, relative
 from scripts.bench.cuda_timing import graph_us, read_bandwidth
 from scripts.bench.output import write_results
@@ -32,7 +33,6 @@ SHAPES = (
     "32x1K+3Kn32", "32x6K+0n1", "8x18K+0n1", "256x512+512n1",
 )  # fmt: skip
 _ROTATED_BYTES = 240e6
-LEAST = 256
 
 
 def parse(shape: str) -> tuple[int, int, int, int]:
@@ -96,11 +96,8 @@ def measure(args: argparse.Namespace, heads_of: str, shape: str, bandwidth: floa
         at_once = config.rows_at_once(heads // kv_heads)
         if at_once < 2:
             continue
-        segments = make_segments(common, rows, at_once, LEAST)
-        if segments is None:
-            words = torch.zeros(2 * rows, 5, dtype=torch.int32, device="cuda")
-        else:
-            words = torch.from_numpy(segments).cuda()
+        segments = make_segments(common, rows, at_once, LEAST_POSITIONS)
+        words = torch.from_numpy(no_segments(rows) if segments is None else segments).cuda()
         us, plan_us = time_of(problem, config, words, q)
         times[f"m{block_m}"] = {"us": us, "plan_us": plan_us, "rows_at_once": at_once}
         worst = max(worst, relative(attend(problem, 0, plan(problem, config, words), q), expected))

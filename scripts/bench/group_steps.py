@@ -1,10 +1,18 @@
 """Measures decode steps of rows that share prompts, with and without group attention, on a CUDA machine.
 
     PYTHONPATH=.:kernels python -m scripts.bench.group_steps --out scripts/bench/results/group_steps.json
-        [--shape qwen3-8b] [--works 32x16384n8 64x4096n8 32x4096n1]
+        [--shape qwen3-8b] [--works 32x16384n8 64x4096n8 32x4096n1] [--tile 64 4]
 
 A work is rows, tokens of a prompt, completions of each prompt. All rows decode together for `--new` tokens; the time is
 that of a decode step with all rows, device and wall. Both engines run in turn in the same process.
+
+`--tile` replaces the tile of rows that share pages (`SHARED_TILES`) by another number of query heads and of warps. A
+tile of 32 holds 4 rows of Qwen3-30B-A3B, so groups of 8 rows read their shared KV twice; a tile of 64 holds all 8:
+
+    ... --shape qwen3-30b-a3b --works 32x16384n8 64x4096n8 32x4096n1 --out tile_32.json
+    ... --shape qwen3-30b-a3b --works 32x16384n8 64x4096n8 32x4096n1 --out tile_64.json --tile 64 4
+
+The wider tile pays if the steps of n8 become shorter, and the steps of n1, where rows share nothing, hardly longer.
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rollout_kernels.attention.segments import SHARED_TILES, SharedTile
 
 from scripts.bench.output import print_table, write_results
 from scripts.bench.peers.job import Job
@@ -62,14 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tile", nargs=2, type=int, metavar=("HEADS", "WARPS"), help="of rows that share pages")
     args = parser.parse_args(argv)
+    if args.tile is not None:
+        SHARED_TILES[args.kv_dtype != "auto"] = SharedTile(*args.tile)
     rows = []
     for group_attention in (False, True):
         rows += measure(args, group_attention)
         gc.collect()
         torch.cuda.empty_cache()
     print_table(f"decode steps of {args.shape}, ms", rows)
-    write_results(args.out, rows, device=torch.cuda.get_device_name(), shape=args.shape, kv_dtype=args.kv_dtype)
+    facts = {"shape": args.shape, "kv_dtype": args.kv_dtype, "tile": args.tile}
+    write_results(args.out, rows, device=torch.cuda.get_device_name(), **facts)
     return 0
 
 

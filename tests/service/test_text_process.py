@@ -21,6 +21,7 @@ from rollout.service.errors import ServiceError
 from rollout.service.text import process as text_process
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
+from tests.support.kernels.grids import nightly
 from tests.support.patience import PATIENCE_S
 from tests.support.service.harness import serving
 from tests.support.tokenizer_folder import TEMPLATE, make_tokenizer_folder
@@ -200,7 +201,7 @@ def worker_with_a_child(folder: Path, prompts: str) -> Iterator[subprocess.Popen
         yield parent
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("delay_s", [*nightly(0.0, 0.1), 0.5])
 def test_it_ends_with_its_worker_also_while_it_starts(folder, delay_s):
     """It learns of a worker that was gone before it looked from the connection."""
     with worker_with_a_child(folder, "print(process.pid, flush=True)\ntime.sleep(600)\n") as parent:

@@ -191,6 +191,7 @@ def test_a_hang_shows_in_the_status_and_one_that_lasts_ends_the_worker_with_all_
     assert worker.ended() == HUNG
 
 
+@pytest.mark.nightly
 def test_dead_threads_are_reported_and_without_the_service_the_worker_ends(
     start_faulty: Callable[[str], Faulty],
 ) -> None:

@@ -44,6 +44,7 @@ def test_completions_change_step_where_their_versions_say(in_place: WorkerProces
                 check("17:", completion, steps)
 
 
+@pytest.mark.nightly
 def test_a_stale_worker_says_why_keeps_its_rows_and_is_cured_by_a_whole_update(
     in_place: WorkerProcess, steps: dict[int, int]
 ) -> None:

@@ -83,6 +83,7 @@ def check_block(line: dict[str, Any], name: str, last_states: set[str]) -> None:
     assert steps[-1]["kept"] is None and steps[-1]["device_ms"] is None
 
 
+@pytest.mark.nightly
 def test_a_fault_that_is_recovered_from_and_one_that_is_not_print_the_last_steps(all_workers: dict) -> None:
     worker, folder = all_workers["faulty"]
     fail(worker, folder, "device", "first")

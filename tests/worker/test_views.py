@@ -158,7 +158,7 @@ def test_the_trace_of_a_worker_at_work_is_true(worker: WorkerProcess, client: Ro
         own = {event["name"]: event for event in slices if event["args"].get("step") == number}
         assert own.keys() == {"plan", "launch", "commit", "finalize", "h2d", "decode", "d2h"}
         begin, end = ({name: event["ts"] + part * event["dur"] for name, event in own.items()} for part in (0, 1))
-        assert end["launch"] - 2000 < begin["decode"] >= end["h2d"] - 1 and begin["plan"] < begin["h2d"]
+        assert begin["launch"] - 1 < begin["decode"] >= end["h2d"] - 1 and begin["plan"] < begin["h2d"]
         assert end["decode"] <= begin["d2h"] + 1 and end["d2h"] <= begin["commit"] + 1
         assert begin["finalize"] == pytest.approx(end["commit"], abs=0.01)
         facts_of = own["decode"]["args"]

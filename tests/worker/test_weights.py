@@ -224,6 +224,7 @@ def test_recomputed_kv_and_preempted_rows_count_right_across_a_swap(tight: Serve
     assert tight.version == report.version and tight.counts_in() == 2
 
 
+@pytest.mark.nightly
 def test_an_update_waits_for_recomputation_until_a_newer_one_takes_its_place_or_no_row_runs(tight: Served) -> None:
     """Computing KV again may take a thousandth of the time, so the second update waits as long as rows run."""
     with tight.client.generate("17:", n=400, max_tokens=250, stream="tokens", stream_every=4) as stream:

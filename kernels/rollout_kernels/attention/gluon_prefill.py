@@ -26,7 +26,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -34,9 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rollout_kernels.attention.triton_gather_kv import TILE
 from rollout_kernels.attention.triton_prefill_items import BLOCK, ITEM_WORDS
-
-# Renamed after Triton 3.6.
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+from rollout_kernels.common.gluon_copy import load_tile
 
 #: The head dimension that the kernel takes.
 HEAD_DIM = 128
@@ -90,8 +87,8 @@ def _produce(
         head, token, left, position, row, begin, end = _item(_turn(step, programs, program), items_ptr, blocks, H)
         mbarrier.wait(q_bars.index(1), (step & 1) ^ 1)
         mbarrier.expect(q_bars.index(0), LOADED)
-        _copy(q_desc, [token, head * D], q_bars.index(0), q_smem.index(0))
-        _copy(q_desc, [token + 64, head * D], q_bars.index(0), q_smem.index(1))
+        load_tile(q_desc, [token, head * D], q_bars.index(0), q_smem.index(0))
+        load_tile(q_desc, [token + 64, head * D], q_bars.index(0), q_smem.index(1))
         base = head // group * rows + row
         for back in range(begin, end):
             at = base + (end - 1 - (back - begin)) * 128
@@ -99,10 +96,10 @@ def _produce(
             phase = ((count // STAGES) & 1) ^ 1
             mbarrier.wait(k_bars.index(STAGES + stage), phase)
             mbarrier.expect(k_bars.index(stage), LOADED)
-            _copy(k_desc, [at, 0], k_bars.index(stage), k_smem.index(stage))
+            load_tile(k_desc, [at, 0], k_bars.index(stage), k_smem.index(stage))
             mbarrier.wait(v_bars.index(STAGES + stage), phase)
             mbarrier.expect(v_bars.index(stage), LOADED)
-            _copy(v_desc, [at, 0], v_bars.index(stage), v_smem.index(stage))
+            load_tile(v_desc, [at, 0], v_bars.index(stage), v_smem.index(stage))
             count += 1
 
 
@@ -302,7 +299,7 @@ def _attention_kernel(
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
-    # First the barriers of full stages, then those of empty ones.
+    # First the barriers of full stages, then the barriers of empty ones.
     q_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     v_bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())

@@ -130,7 +130,7 @@ def plan_paged_decode(
     """The plan that `paged_decode_attention` needs on this device; all layers with one window share it.
 
     `heads` is the number of query heads. `dtype` is the queries' dtype; by default the cache's. `segments_SW` says what
-    rows share (`segments.make_segments`, for tiles of `SHARED_TILE` query heads); the torch twin reads all rows on
+    rows share (`segments.make_segments`, for the tiles of `SHARED_TILES`); the torch twin reads all rows on
     their own. For the other arguments see `plan_decode`.
     """
     _, page_size, kv_heads, dim = k_cache_PSGD.shape

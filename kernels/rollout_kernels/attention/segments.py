@@ -12,6 +12,7 @@ one follow the segments, in two levels at most: what a run of rows shares, and w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,11 +21,23 @@ import numpy as np
 SEGMENT_WORDS = 5
 #: How many shared segments may follow each other in a row's context.
 LEVELS = 2
-#: Query heads of a tile where rows may share pages, by whether the cache has e4m3 codes. On an H100, 32 rows of 16K +
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTile:
+    """The tile of decode attention where rows may share pages."""
+
+    heads: int  # query heads of the rows that are computed together
+    num_warps: int | None = None  # of a program; None: as where rows share nothing
+
+
+#: The tile where rows may share pages, by whether the cache has e4m3 codes. On an H100, 32 rows of 16K +
 #: 2K positions in groups of 8, of 32 query heads over 8 KV heads, take 0.27 of their time alone in tiles of 32 and 0.38
 #: in tiles of 16; rows that share nothing lose 1 to 2%. With codes, tiles of 32 need more registers than there are:
 #: rows that share nothing lose 15%.
-SHARED_TILE = {False: 32, True: 16}
+#: Groups of 8 rows with 8 query heads to a KV head fit in `SharedTile(64, num_warps=4)`, which is not measured yet:
+#: `scripts/bench/group_steps.py --tile 64 4`.
+SHARED_TILES = {False: SharedTile(32), True: SharedTile(16)}
 
 
 def rows_at_once(group: int, tile: int) -> int:
@@ -89,7 +102,7 @@ def _blocks(common: Sequence[int], first: int, end: int, deep: int, most: int) -
 
 
 def _add(segments: np.ndarray, used: int, first: int, end: int, positions: int) -> int:
-    """Put a segment after what its rows have so far, and let their own parts begin behind it."""
+    """Add a segment after the segments that its rows have so far; their own segments now begin after it."""
     _, _, begin, _, before = segments[first]
     segments[used] = first, end - first, begin, positions, before
     segments[first:end, 2] = positions

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.attention.segments import SHARED_TILE
+from rollout_kernels.attention.segments import SHARED_TILES
 from rollout_kernels.attention.triton_decode_combine import (
     HIDDEN,
     LOG2_E,
@@ -174,7 +174,7 @@ def _attend(
     table = table_ptr + row.to(tl.int64) * stride_table
     peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if sinks_ptr is not None:  # a row's first part has the score that its heads have beside those of the context
+    if sinks_ptr is not None:  # only the first part of a row counts the sinks
         sink = tl.load(sinks_ptr + head + m % BLOCK_G, mask=m % BLOCK_G < GROUP, other=0.0).to(tl.float32)
         peak = tl.where(place == 0, sink * LOG2_E, peak)
         total += tl.where((place == 0) & (tl.arange(0, BLOCK_N) == 0)[None, :], 1.0, 0.0)
@@ -229,7 +229,10 @@ def default_decode_config(
         config = DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=4)
     else:
         config = DecodeConfig(num_warps=2) if coded else DecodeConfig(num_stages=2)
-    return replace(config, block_m=SHARED_TILE[coded], block_own=config.block_m) if shared else config
+    if not shared:
+        return config
+    tile = SHARED_TILES[coded]
+    return replace(config, block_m=tile.heads, block_own=config.block_m, num_warps=tile.num_warps or config.num_warps)
 
 
 def decode_attention(

@@ -18,7 +18,7 @@ import triton.language as tl
 from rollout_kernels.attention.triton_decode_plan import ITEM_WORDS
 from rollout_kernels.common.triton_math import follow, narrow
 
-#: Score of a hidden position. It is finite, so a row without visible positions stays finite.
+#: Score of a hidden position. It is finite, so what sees no position of a tile stays finite.
 HIDDEN = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(math.log2(math.e))
 _WORDS = tl.constexpr(ITEM_WORDS)

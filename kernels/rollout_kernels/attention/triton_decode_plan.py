@@ -43,6 +43,9 @@ from rollout_kernels.common.triton_math import follow, follow_options
 #: Words of an item: first row, first tile, end of tiles, first slot of the first row, parts of the first row, end of
 #: the visible positions, rows, place among the parts of each of its rows.
 ITEM_WORDS = 8
+_ITEM = tl.constexpr(ITEM_WORDS)
+_SEGMENT = tl.constexpr(SEGMENT_WORDS)
+_LEVELS = tl.constexpr(LEVELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class DecodeConfig:
     fused: bool = True  # True: the last program of a row combines its parts; False: a second kernel does
     max_registers: int | None = None  # of a thread; with fewer, more programs fit on a multiprocessor
     chunk: int | None = None  # positions of an item, instead of equal shares
-    block_m: int = 16  # query heads of a tile: those of a KV head, of as many rows as fit
+    block_m: int = 16  # query heads of a tile: a KV head's, of as many rows as fit
     block_own: int | None = None  # of a row alone; None: the same, and then its bits depend on no other row
     plan_rows: int = 32  # rows that the kernel of the plan has room for; more take another one, compiled when needed
 
@@ -113,7 +116,7 @@ def _plan_kernel(
     oldest = length  # shortest context of its rows
     begin = tl.zeros([BLOCK_B], tl.int32)
     if SHARED:
-        segment = segments_ptr + b * 5
+        segment = segments_ptr + b * _SEGMENT
         is_shared = (b >= rows) & (b < 2 * rows)
         is_segment = b < 2 * rows
         first_row = tl.where(is_row, b, tl.load(segment, mask=is_shared, other=0))
@@ -152,15 +155,15 @@ def _plan_kernel(
     first_share = left // share_tiles
     count = tl.where(tiles > 0, (left + tiles + share_tiles - 1) // share_tiles - first_share, 0)
     first_item = tl.cumsum(count, 0) - count
-    # Where the parts of a segment come among those of its rows.
+    # How many parts its rows have before a segment.
     place = tl.zeros([BLOCK_B], tl.int32)
     if SHARED:
         tl.store(counts_ptr + b, count, mask=is_segment)
         tl.debug_barrier()
-        for _ in tl.static_range(2):  # LEVELS
+        for _ in tl.static_range(_LEVELS):
             there = is_segment & (before >= 0)
             place += tl.load(counts_ptr + before, mask=there, other=0)
-            before = tl.load(segments_ptr + before * 5 + 4, mask=there, other=0) - 1
+            before = tl.load(segments_ptr + before * _SEGMENT + 4, mask=there, other=0) - 1
     parts = tl.where(is_row, place + count, 0)
     first_slot = tl.cumsum(parts, 0) - parts
     tl.store(slots_ptr + b, first_slot, mask=is_row)
@@ -173,7 +176,7 @@ def _plan_kernel(
         share_left = (row_share + i) * share_tiles
         item_left = tl.maximum(share_left, row_left)
         item_right = tl.minimum(share_left + share_tiles, row_left + row_tiles)
-        item = items_ptr + (row_first + i) * 8
+        item = items_ptr + (row_first + i) * _ITEM
         same = tl.zeros([BLOCK_B, BLOCK_I], tl.int32)
         tl.store(item, row + same, mask=is_item)
         tl.store(item + 1, row_begin + item_left - row_left, mask=is_item)

@@ -18,7 +18,7 @@ import triton.language as tl
 from rollout_kernels.common.triton_fp8 import operand
 from rollout_kernels.common.triton_math import narrow
 
-#: A context begins at a multiple of so many rows.
+#: A context begins at a multiple of this many rows.
 TILE = 128
 #: Chunks that a step may have: a program looks at the lengths of all.
 MOST_CHUNKS = 128

@@ -20,12 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.attention.triton_decode_combine import LOG2_E, score_factors, softcapped
+from rollout_kernels.attention.triton_decode_combine import HIDDEN, LOG2_E, score_factors, softcapped
 from rollout_kernels.common.triton_fp8 import operand
 from rollout_kernels.common.triton_math import dot, narrow
 
-# Score of a hidden position. It is finite, so a query that sees nothing of a tile stays finite.
-_HIDDEN = tl.constexpr(-1e30)
 #: Up to this many tokens of the longest chunk, small tiles are faster.
 SHORT_CHUNK = 1024
 
@@ -110,7 +108,7 @@ def _attend(
             visible = n[None, :] <= query_position[:, None]
             if HAS_WINDOW:
                 visible = visible & (n[None, :] > query_position[:, None] - window)
-            score = tl.where(visible, score, _HIDDEN)
+            score = tl.where(visible, score, HIDDEN)
         new_peak = tl.maximum(peak, tl.max(score, 1))
         keep = tl.exp2(peak - new_peak)
         weight = tl.exp2(score - new_peak[:, None])
@@ -174,7 +172,7 @@ def _prefill_kernel(
         v_scales: tl.constexpr = (H // GROUP) * PAGE_SIZE if FP8 else 0
         scale_base = scales_ptr + (head // GROUP) * PAGE_SIZE if FP8 else scales_ptr
         table = table_ptr + chunk.to(tl.int64) * stride_table
-        peak = tl.full([BLOCK_M], _HIDDEN, tl.float32)
+        peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if sinks_ptr is not None:  # as if a key without a value had been seen
             peak = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E

@@ -23,7 +23,7 @@ ITEM_WORDS = 8
 
 
 def block_count(queries: Sequence[int]) -> int:
-    """Blocks of chunks with so many queries."""
+    """The number of blocks, given the number of queries of each chunk."""
     return sum(-(-count // BLOCK) for count in queries)
 
 

@@ -15,7 +15,7 @@ UNIT_EPS = 1e-6
 class Spans(NamedTuple):
     """The tokens of a step by row, B rows. A token at position 0 begins with an empty state.
 
-    Decode: `lengths` is None and token b belongs to row b. Otherwise the tokens of a row lie side by side. Places are
+    Decode: `lengths` is None and token b belongs to row b. Otherwise the tokens of a row follow each other. Places are
     distinct, except for padding rows: these share place 0, whose content has no meaning.
     """
 

@@ -20,7 +20,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,10 +27,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rollout_kernels.common.device import is_hopper
+from rollout_kernels.common.gluon_copy import load_tile
 from rollout_kernels.common.triton_math import follow_options
-
-# Renamed after Triton 3.6.
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -50,9 +47,9 @@ def _ask(w_desc, full, w_smem, place, tile, k, here, BLOCK_N: gl.constexpr, BLOC
     for block in gl.static_range(BLOCKS):
         to = w_smem.index(place * BLOCKS + block)
         if SILU:
-            _copy(w_desc, [(tile * BLOCKS + block) * (BLOCK_N // 16), 0, 0, k], full.index(place), to, here)
+            load_tile(w_desc, [(tile * BLOCKS + block) * (BLOCK_N // 16), 0, 0, k], full.index(place), to, here)
         else:
-            _copy(w_desc, [(tile * BLOCKS + block) * BLOCK_N, k], full.index(place), to, here)
+            load_tile(w_desc, [(tile * BLOCKS + block) * BLOCK_N, k], full.index(place), to, here)
 
 
 @gluon.jit
@@ -132,7 +129,7 @@ def _stream_kernel(
         gdc_launch_dependents()
     for stage in gl.static_range(STAGES - 2):
         tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
-        _copy(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
+        load_tile(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
     for lap in range(steps // STEPS):
         zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
         sums = (zero,) if BLOCKS == 1 else (zero, zero, zero)
@@ -147,7 +144,7 @@ def _stream_kernel(
             tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
             mbarrier.expect(full.index(free), LOADED, ahead < steps)
             _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, BLOCKS, SILU)
-            _copy(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
+            load_tile(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
             sums = _wait(sums, BLOCKS)
         sums = _wait(sums, 0)
         item = program + lap * programs

@@ -246,7 +246,7 @@ def linear_parts(
 
 
 def gate_up_silu(x_MK: torch.Tensor, w_2IK: torch.Tensor, config: LinearConfig | GemvConfig) -> torch.Tensor:
-    """`silu(x @ g.T) * (x @ u.T)`, where `w_2IK` holds the rows of g, then those of u. Returns [M, I] in x's dtype."""
+    """`silu(x @ g.T) * (x @ u.T)`, where `w_2IK` holds all rows of g, then of u. Returns [M, I] in x's dtype."""
     assert config.split == 1
     outputs = w_2IK.shape[0] // 2
     out_MI = torch.empty(x_MK.shape[0], outputs, dtype=x_MK.dtype, device=x_MK.device)

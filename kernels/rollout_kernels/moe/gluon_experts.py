@@ -31,11 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rollout_kernels.common.device import is_hopper
+from rollout_kernels.common.gluon_copy import load_tile, store_tile
 from rollout_kernels.moe.triton_padded_groups import ALIGN, MOST_EXPERTS, TILE, PaddedGroups
-
-# Renamed after Triton 3.6.
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_copy_back = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 _BLOCK_N, _BLOCK_K = 256, 64
 
@@ -86,12 +83,12 @@ def _produce(
             mbarrier.expect(here, LOADED + HALF, both)
             mbarrier.expect(here, LOADED, rows <= 64)
             k = step * BLOCK_K
-            _copy(x_desc, [row, k], here, x_smem.index(2 * stage))
-            _copy(x_desc, [row + 64, k], here, x_smem.index(2 * stage + 1), both)
+            load_tile(x_desc, [row, k], here, x_smem.index(2 * stage))
+            load_tile(x_desc, [row + 64, k], here, x_smem.index(2 * stage + 1), both)
             if SILU:
-                _copy(w_desc, [expert, 0, column * 128, k], here, w_smem.index(stage))
+                load_tile(w_desc, [expert, 0, column * 128, k], here, w_smem.index(stage))
             else:
-                _copy(w_desc, [expert, column * 2, 0, k], here, w_smem.index(stage))
+                load_tile(w_desc, [expert, column * 2, 0, k], here, w_smem.index(stage))
             count += 1
         expert, row, rows, column = next_expert, next_row, next_rows, next_column
 
@@ -108,7 +105,7 @@ def _put(out_desc, out_smem, row, column, value):
     tma.store_wait(0)
     out_smem.store(value.to(out_smem.dtype))
     fence_async_shared()
-    _copy_back(out_desc, [row, column], out_smem)
+    store_tile(out_desc, [row, column], out_smem)
 
 
 @gluon.jit

@@ -96,7 +96,7 @@ def _group_kernel(
 
 
 def group_pairs(experts_TK: torch.Tensor, experts: int, tile_rows: int) -> Groups:
-    """Sort the pairs of `experts_TK` (int32, contiguous) and cut those of each expert into tiles of `tile_rows`."""
+    """Sort the pairs of `experts_TK` (int32, contiguous) and cut each expert's pairs into tiles of `tile_rows`."""
     assert experts_TK.dtype == torch.int32 and experts_TK.is_contiguous()
     pairs = experts_TK.numel()
     tiles = most_tiles(pairs, experts, tile_rows)

@@ -131,7 +131,7 @@ def _gate_up_kernel(
     if count == 0:
         return
     # Gate rows come before up rows. With a clamped GLU they alternate: a row of the matrix is then a gate row, and in
-    # the columns behind it its up row.
+    # the columns after it its up row.
     CLAMPED: tl.constexpr = bias_ptr is not None
     UP_ROWS: tl.constexpr = 0 if CLAMPED else INNER
     UP_COLUMNS: tl.constexpr = H if CLAMPED else 0

@@ -82,7 +82,7 @@ def add_tile(acc, w, x, scale, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOC
 def tile_scales(scale_ptr, row, k, INPUTS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr):
     """Scales of a tile that starts at column `k`, or 0 without scales. `scale_ptr` points to the expert (or half)."""
     if FORMAT == "mxfp8" and BLOCK_K == 128 and INPUTS % 128 == 0:
-        # Load the four scales of a row as one int32, [N]: with so few values, each thread loads those that it needs.
+        # Load the four scales of a row as one int32, [N]: with so few values, each thread loads the ones it needs.
         # A load of [N, K / 32] is spread over the threads, and passes through shared memory between two barriers.
         words = scale_ptr.to(tl.pointer_type(tl.int32)) + row * (INPUTS // 128)
         return tl.load(words + tl.minimum(k // 128, INPUTS // 128 - 1))

@@ -55,7 +55,7 @@ class Record:
 def _order(logits, e, E2: tl.constexpr, SHORT: tl.constexpr):
     """An integer for each expert, larger for experts that come earlier: by logit (NaN last), then by index.
 
-    It has 32 bits with SHORT, which is for logits of at most 11 significant bits, as those that were rounded to bf16 or
+    It has 32 bits with SHORT, which is for logits of at most 11 significant bits, such as logits rounded to bf16 or
     f16: then the 13 lower bits of a float32 say nothing. Otherwise it has 64.
     """
     number = tl.where(logits == logits, logits, float("-inf")) + 0.0  # makes -0.0 equal to 0.0

@@ -235,7 +235,7 @@ _MOST_LOADS = 24
 def _tile(weights: ExpertWeights) -> tuple[int, int]:
     """Width of a tile in stored elements, and the number of rows that a warp covers with one load.
 
-    A warp loads 512 bytes of one row, or a half or a quarter of that of 2 or 4 rows, so that tiles divide the row.
+    A warp loads 512 bytes of one row, 256 bytes of each of 2 rows or 128 of each of 4, so that tiles divide the row.
     """
     element_bytes = 4 if weights.format == "plain" else 1
     row_bytes = weights.values_ENK.shape[2] * weights.values_ENK.element_size()

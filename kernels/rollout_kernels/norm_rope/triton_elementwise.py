@@ -178,7 +178,7 @@ def _finish_qkv_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     heads: tl.constexpr = Q_HEADS + 2 * KV_HEADS
     live = (d < D // 2) & (head < heads)
-    # Two dimensions turn together: those of the first TURNED that are half of these apart. `low` and `high` are tiles
+    # Two of the first TURNED dimensions turn together if they are TURNED / 2 apart. `low` and `high` are tiles
     # of such pairs, and after them of the dimensions that stay.
     turns = d < TURNED // 2
     if TURNED == D:

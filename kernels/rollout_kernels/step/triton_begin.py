@@ -70,7 +70,7 @@ def begin_step(
     page_size: int,
     columns: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The fields of `DecodeInput`, in order; the arguments are those of `rollout_kernels.step.begin_step`.
+    """The fields of `DecodeInput`, in order; it takes the arguments of `rollout_kernels.step.begin_step`.
 
     The step's page table is a view of `table_BP`, which has at least B rows and `columns` columns, contiguous in P.
     """

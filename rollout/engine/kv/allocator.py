@@ -445,7 +445,7 @@ class PageAllocator:
     def _set_frontier(self, seq: Sequence, key: bytes) -> None:
         seq.kv.frontier = key
         other = self._frontiers.get(key)
-        if other is None or other.priority < seq.priority:  # of lower priority: nobody waits for it
+        if other is None or other.priority < seq.priority:  # a sequence does not wait for one of lower priority
             self._frontiers[key] = seq
 
     def drop_frontier(self, seq: Sequence) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import numpy as np
-from rollout_kernels.attention.segments import SHARED_TILE, make_segments, no_segments, rows_at_once
+from rollout_kernels.attention.segments import SHARED_TILES, make_segments, no_segments, rows_at_once
 
 from rollout.engine.sequence.sequence import Sequence
 from rollout.models.batch import KVCache
@@ -90,7 +90,7 @@ def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
     mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
     if all(mixer.window is not None for mixer in mixers):
         return 1
-    tile = DETERMINISTIC.block_m if deterministic else SHARED_TILE[coded]
+    tile = DETERMINISTIC.block_m if deterministic else SHARED_TILES[coded].heads
     return min(rows_at_once(mixer.heads // mixer.kv_heads, tile) for mixer in mixers)
 
 

@@ -16,6 +16,7 @@ from transformers.initialization import no_init_weights
 
 from rollout.models.fallback.attention import PAGED
 from rollout.models.fallback.experts import EXPERTS
+from rollout.models.longrope import first_border
 
 #: Kinds of layers, as configs name them, whose state is no KV.
 _STATE = re.compile("linear|mamba|recurrent|conv|ssm")
@@ -74,15 +75,7 @@ def max_positions(config: Any) -> int:
     most = getattr(text, "max_position_embeddings", None)
     if type(most) is not int or most < 2:
         raise ValueError("its config.json names no max_position_embeddings")
-    # transformers takes the other frequencies for all rows as soon as one row is longer than this.
-    longropes = [part for part in _rope_maps(text) if part.get("rope_type") == "longrope"]
-    originals = [part.get("original_max_position_embeddings") for part in longropes]
-    return min([most, *(original for original in originals if type(original) is int)])
-
-
-def _rope_maps(config: Any) -> list[dict[str, Any]]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    return min(most, first_border(text) or most)
 
 
 def _keep_in_float32(module: Any, dtype: torch.dtype) -> None:

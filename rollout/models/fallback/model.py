@@ -11,7 +11,7 @@ Legend: T tokens of a step, S selected tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,7 @@ class FallbackSpec:
     vocab: int
     max_positions: int  # the longest context that the model was made for
     layers: tuple[LayerFacts, ...]
-    tied_name: str | None  # the name of the output layer's tensor, if that is another one
-    tied_to: str  # the name of that one
+    tied_names: Mapping[str, str]  # other names of tied tensors, such as the output layer's, with their first names
     moe: MoESpec | None = None  # routers and experts of a module are not known here
     unused: tuple[str, ...] = ()  # beginnings of names that updates may have and that it has no use for
 
@@ -73,7 +72,6 @@ class TransformersModel:
         self.module = module.eval().requires_grad_(False)
         self._head = _head_of(module)
         embed, (_, aliases) = self.embed, own_tensors(module)
-        tied = next(((alias, name) for alias, name in aliases.items()), (None, ""))
         with torch.inference_mode():
             self._layers = probe_layers(module, len(embed))
         _check_all_layers(module, self._layers)
@@ -82,8 +80,7 @@ class TransformersModel:
             vocab=len(module.get_output_embeddings().weight),
             max_positions=max_positions,
             layers=tuple(self._layers.values()),
-            tied_name=tied[0],
-            tied_to=tied[1],
+            tied_names=aliases,
         )
 
     @property
@@ -133,6 +130,7 @@ class _States(MoeModelOutputWithPast):
     """The result of a base model, with all that output layers ask it for."""
 
     cross_attentions = None
+    image_hidden_states = None
 
 
 class _GivenStates(nn.Module):

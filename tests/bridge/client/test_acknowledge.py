@@ -11,6 +11,7 @@ from tests.support.bridge.client_script import Connect, Serve, in_reverse, only_
 from tests.support.bridge.model_script import Model, vanish
 from tests.support.bridge.scripted_worker import ScriptedWorker, counting
 from trainer_bridge.wire import errors
+from trainer_bridge.wire.connection import Connection
 
 
 def acknowledged(worker: ScriptedWorker, count: int) -> list[str]:
@@ -30,8 +31,20 @@ def test_a_client_without_a_name_acknowledges_what_it_was_given(connect: Connect
     assert client.ping() is None, "the answer to it reaches no other call"
 
 
-def test_results_that_come_together_are_acknowledged_together(connect: Connect, serve: Serve) -> None:
+def test_results_that_come_together_are_acknowledged_together(
+    connect: Connect, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain, held = Connection.drain, []
+
+    def drain_when_all_are_there(self: Connection, most: int) -> tuple[list[list[bytes]], bool]:
+        messages, lost = drain(self, most)
+        if worker.acks:
+            return messages, lost
+        held.extend(messages)
+        return (held, lost) if len(held) >= 50 else ([], lost)
+
     worker = serve(only_generate(in_reverse(50)))
+    monkeypatch.setattr(Connection, "drain", drain_when_all_are_there)
     connect(worker.endpoint).generate_many([[token] for token in range(50)], max_tokens=1)
     assert len(set(acknowledged(worker, 50))) == 50
     assert worker.acks < 25

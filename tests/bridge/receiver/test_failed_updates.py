@@ -10,9 +10,12 @@ import pytest
 
 from rollout.engine.gate import Gate
 from rollout.weights.destination import InPlaceDestination, StagedDestination
+from rollout.weights.update_intake import UpdateIntake
 from tests.support.alive import alive
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected, publish
+from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.wire.errors import WeightsRejected
 
 
 def raising(*_: Any) -> None:
@@ -32,6 +35,23 @@ def test_a_worker_that_cannot_let_go_of_an_update_still_says_why_it_failed(what:
             del owner.drop
         assert worker.receiver.alive and serves(worker.model, old)
         assert serves(worker.model, publish(worker, 3, 3))
+
+
+def test_a_message_that_came_in_a_round_that_failed_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance, failed = UpdateIntake.advance, []
+
+    def take_a_message_and_fail(self: UpdateIntake) -> bool:
+        busy = advance(self)
+        if busy and not failed:
+            failed.append(True)
+            raise WeightsRejected("another transport's group broke")
+        return busy
+
+    monkeypatch.setattr(UpdateIntake, "advance", take_a_message_and_fail)
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="zmq") as publisher:
+        tensors = new_tensors(worker.model, 1)
+        publisher.publish(tensors, 1).applied(20)
+        assert failed and serves(worker.model, tensors)
 
 
 def test_in_place_a_worker_that_cannot_let_go_of_half_an_update_is_stale_until_a_whole_one_came() -> None:

@@ -137,13 +137,18 @@ class PagedRunner:
 PROMPT = [7, 30, 11, 52, 9, 4, 77, 18, 23, 60, 2, 41, 5, 16]
 
 
-def check(loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = None, atol: float = 1e-4) -> None:
-    """Two rows: a prompt in two chunks and decode steps, by the generic path and the fused one, where there is one."""
+def check(
+    loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = None, atol: float = 1e-4, fused: bool = True
+) -> None:
+    """Two rows: a prompt in two chunks and decode steps, by the generic path and the fused one, where there is one.
+
+    `fused=False` leaves out the fused path: Triton's interpreter takes a second for it.
+    """
     with torch.no_grad():
         exact = reference(torch.tensor([PROMPT])).logits[0].float()
     native = isinstance(loaded.model, Decoder)
-    fused = [FusedDecoder(loaded.model)] if native and loaded.spec.plain_stream else []
-    for forward in (loaded.model, *fused):
+    kernels = [FusedDecoder(loaded.model)] if fused and native and loaded.spec.plain_stream else []
+    for forward in (loaded.model, *kernels):
         runner = PagedRunner(loaded.model, rows=2, max_tokens=len(PROMPT), forward=forward)
         if adapters is not None:
             runner.adapters, runner.adapter_of = adapters, [1, 1]

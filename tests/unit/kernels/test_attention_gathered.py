@@ -57,7 +57,7 @@ def test_codes_are_decoded_with_the_scales_of_their_token_and_head():
     "chunks", [[(1, 1)], [(777, 1500), (130, 130), (1, 900), (40, 170)], [(128, 128)] * 3, [(300, 428)]]
 )
 def test_attention_follows_float64_where_other_pages_are_nan(chunks, stages, turns, programs, window):
-    """The bound is that of weights and results in bf16."""
+    """The bound is the error of weights and results in bf16."""
     contexts = [context for _, context in chunks]
     pool = Pool(contexts, 16, 2, 128, torch.bfloat16)
     counts = [count for count, _ in chunks]

@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
-from rollout_kernels.attention.segments import make_segments
-from rollout_kernels.attention.triton_decode import decode_attention
+from rollout_kernels.attention.segments import SHARED_TILES, SharedTile, make_segments
+from rollout_kernels.attention.triton_decode import decode_attention, default_decode_config
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, plan_decode_work
 from rollout_kernels.common.fp8 import quantize_heads
 
@@ -58,7 +58,7 @@ def shared_of(segments, size):
     return [tuple(segment) for segment in segments[size:].tolist() if segment[1]]
 
 
-def test_a_group_is_cut_into_blocks_and_its_rows_begin_behind_it():
+def test_a_group_is_cut_into_blocks_and_its_rows_begin_after_it():
     segments = make_segments([96, 96, 96, 96, 0], 8, 4, 32)
     assert shared_of(segments, 8) == [(0, 4, 0, 96, 0)]  # a block of one row shares nothing
     assert segments[:8, 2].tolist() == [96, 96, 96, 96, 0, 0, 0, 0]
@@ -109,9 +109,22 @@ LENS = [100, 83, 81, 90, 17, 130, 101]
 COMMON = [80, 80, 80, 0, 16, 96]
 
 
-@pytest.mark.parametrize("window", [None, 30, 75])
-@pytest.mark.parametrize(("heads", "block_m"), [(4, 16), (8, 32), *nightly((6, 16), (2, 16))])
-@pytest.mark.parametrize(("shares", "fused"), [(1, True), (5, True), (40, False), *nightly((40, True), (3, False))])
+@pytest.mark.parametrize("window", [None, 30, *nightly(75)])
+@pytest.mark.parametrize(
+    ("heads", "block_m", "shares", "fused"),
+    [
+        (4, 16, 5, True),
+        (8, 32, 1, True),
+        (8, 32, 40, False),
+        *nightly(
+            *(
+                (*tile, *split)
+                for tile in ((4, 16), (8, 32), (6, 16), (2, 16))
+                for split in ((1, True), (5, True), (40, False), (40, True), (3, False))
+            )
+        ),
+    ],
+)
 def test_shared_pages_give_what_they_give_alone(heads, block_m, shares, fused, window):
     pool, q = shared_pool(LENS, COMMON), queries(len(LENS), heads, 64)
     config = dataclasses.replace(SMALL, block_m=block_m, block_own=16, fused=fused)
@@ -120,6 +133,18 @@ def test_shared_pages_give_what_they_give_alone(heads, block_m, shares, fused, w
     work = work_of(pool, segments, heads, window, config, shares)
     assert relative(attend(q, pool, work), exact_decode(q, pool, LENS, window)) < 1e-5
     assert not bool(work.arrivals_BG.any())
+
+
+def test_a_tile_of_64_heads_reads_the_prefix_of_eight_rows_once(monkeypatch):
+    lens, common = [100, 83, 81, 90, 87, 130, 101, 96], [80] * 7
+    monkeypatch.setitem(SHARED_TILES, False, SharedTile(64, num_warps=4))
+    config = default_decode_config(64, torch.float32, len(lens), shared=True)
+    assert config.num_warps == 4 and config.rows_at_once(8) == 8
+    pool, q = shared_pool(lens, common), queries(len(lens), 16, 64)
+    segments = make_segments(common, len(lens), config.rows_at_once(8), 16)
+    assert shared_of(segments, len(lens)) == [(0, 8, 0, 80, 0)]
+    work = work_of(pool, segments, 16, config=dataclasses.replace(config, block_n=16, min_tiles=1))
+    assert relative(attend(q, pool, work), exact_decode(q, pool, lens, None)) < 1e-5
 
 
 @pytest.mark.parametrize("shares", [1, 6])
@@ -135,7 +160,7 @@ def test_two_levels_and_padding(shares):
     assert bool((out[5:] == 0).all())
 
 
-@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("window", [60, *nightly(None)])
 def test_codes_are_shared_too(window):
     pool, q = shared_pool(LENS, COMMON, dim=64), queries(len(LENS), 8, 64)
     (k, k_scales), (v, v_scales) = quantize_heads(pool.k.nan_to_num(0.0)), quantize_heads(pool.v.nan_to_num(0.0))
@@ -148,7 +173,7 @@ def test_codes_are_shared_too(window):
     assert relative(results[1], results[0].double().cpu()) < 1e-5
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", [50, *nightly(None)])
 def test_in_chunks_the_bits_of_a_row_do_not_depend_on_who_shares_with_it(window):
     config = DecodeConfig(block_n=16, num_warps=4, num_stages=2, chunk=32)
     pool, q = shared_pool(LENS, COMMON), queries(len(LENS), 4, 64)

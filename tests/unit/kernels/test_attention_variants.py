@@ -26,6 +26,7 @@ from tests.support.kernels.attention_cases import (
     queries,
     relative,
 )
+from tests.support.kernels.grids import nightly
 
 HEADS, KV_HEADS = 6, 2
 SINKS = torch.tensor([0.5, -3.0, 4.0, 0.0, 2.0, -40.0])
@@ -50,7 +51,7 @@ def on_device(sinks, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), VARIANTS)
-@pytest.mark.parametrize(("shares", "fused", "window"), [(1, True, None), (30, True, None), (4, False, 33)])
+@pytest.mark.parametrize(("shares", "fused", "window"), [(30, True, None), (4, False, 33), *nightly((1, True, None))])
 def test_decode(softcap, sinks, shares, fused, window):
     pool, q = Pool(LENS, 16, KV_HEADS, 64), queries(len(LENS), HEADS, 64)
     work = plan(pool, KV_HEADS, window, dataclasses.replace(SMALL, fused=fused), shares=shares)
@@ -65,7 +66,7 @@ def test_decode(softcap, sinks, shares, fused, window):
     assert relative(twin, expected) < 1e-5
 
 
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("window", [70, *nightly(None)])
 def test_a_row_has_its_sink_once_also_where_rows_share_pages(window):
     lens, common, page = [100, 90, 120, 40], [64, 64, 0], 8
     pool, q = Pool(lens, page, KV_HEADS, 64), queries(len(lens), HEADS, 64)
@@ -94,7 +95,7 @@ def test_a_row_has_its_sink_once_also_where_rows_share_pages(window):
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), VARIANTS)
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [20, *nightly(None)])
 def test_prefill(softcap, sinks, window):
     pool, q = Pool(CONTEXTS, 16, KV_HEADS, 64), queries(sum(PIECES), HEADS, 64)
     starts = list(itertools.accumulate(PIECES, initial=0))

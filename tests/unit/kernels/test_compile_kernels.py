@@ -56,6 +56,7 @@ MORE_CASES = {
         90,
         {"_search_kernel", "_cut_kernel", "_pass_1", "_pass_2", "_allow_kernel", "decode_codes_kernel", "_plan_kernel"},
     ),
+    "group attention": Case(["dense, 32 rows: group attention"], 32, 90, {"_decode_kernel", "_plan_kernel"}),
     "norms before Hopper": Case(NORM, 8, 80, NORM_KERNELS),
     "adapters": Case(["dense, 32 rows: adapters, rank 16, qkv"], 32, 90, {"_shrink_kernel", "_expand_kernel"}),
     "product": Case(["dense, 32 rows: adapters, product"], 32, 90, {"_stream_kernel"}),
@@ -90,16 +91,36 @@ def test_kernels_of_a_step_compile_for_hopper_and_before(case: Case, tmp_path: P
     assert [(path.stem, found) for path in compiled for found in between_threads(path.read_text())] == []
 
 
+class Touch(NamedTuple):
+    """A load or a store of a tensor through an argument of the kernel."""
+
+    argument: str
+    is_load: bool
+    layout: str
+
+
 def between_threads(ttgir: str) -> list[str]:
     """Loads and stores through one argument that may race: other layouts (so other threads), and no barrier between.
 
-    It looks at tensors, in the order of the text. If a load and a store have the same layout, a thread stores only
-    elements that it has loaded itself.
+    It looks at tensors, in the order of the text: one pass of a loop, one branch of a condition. Where a loop or a
+    branch may be skipped, its barriers do not count for the rest. If a load and a store have the same layout, a thread
+    stores only elements that it has loaded itself.
     """
     argument_of: dict[str, str] = {}  # of pointers
-    since_barrier: list[tuple[str, bool, str]] = []
+    since_barrier: list[Touch] = []
+    regions: list[tuple[int, list[Touch], list[Touch]]] = []  # indent, touches before, touches if another way is taken
     found = []
     for line in ttgir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        before = otherwise = since_barrier.copy()
+        if regions and indent == regions[-1][0] and line.startswith("}", indent):
+            _, before, otherwise = regions.pop()
+            if "else {" in line:
+                otherwise, since_barrier = since_barrier, before.copy()
+            else:
+                since_barrier += [touch for touch in otherwise if touch not in since_barrier]
+        if line.endswith("{") and ("scf." in line or "else {" in line):
+            regions.append((indent, before, otherwise))
         if "tt.func" in line:
             argument_of = {name: name for name in re.findall(r"(%\w+): !tt\.ptr", line)}
         for inner, outer in re.findall(r"(%\w+) = (%\w+)", line):  # values that a loop carries
@@ -115,10 +136,11 @@ def between_threads(ttgir: str) -> list[str]:
         layout = re.search(r"!tt\.ptr<\w+>, (#[^>]*)", line)
         if operation not in LOADS | STORES or layout is None or not argument_of.get(operand):
             continue
-        touch = (argument_of[operand], operation in LOADS, layout[1])
+        touch = Touch(argument_of[operand], operation in LOADS, layout[1])
         for earlier in since_barrier:
-            if earlier[0] == touch[0] and earlier[1] != touch[1] and earlier[2] != touch[2]:
-                found.append(f"{touch[0]}: {line.strip()}")
+            one_stores, other_thread = earlier.is_load != touch.is_load, earlier.layout != touch.layout
+            if earlier.argument == touch.argument and one_stores and other_thread:
+                found.append(f"{touch.argument}: {line.strip()}")
         since_barrier.append(touch)
     return found
 
@@ -134,4 +156,35 @@ def test_a_store_over_what_another_thread_loads_is_found(barrier: str, layout: s
         %c = ttg.convert_layout %a : tensor<64x!tt.ptr<i64>, #a> -> tensor<64x!tt.ptr<i64>, {layout}>
         tt.store %c, %zero : tensor<64x!tt.ptr<i64>, {layout}>
     """
+    assert len(between_threads(ttgir)) == meet
+
+
+@pytest.mark.parametrize(
+    ("text", "meet"),
+    [
+        ("IF LOAD ELSE STORE END", 0),
+        ("IF LOAD END STORE", 1),
+        ("LOAD IF BARRIER ELSE BARRIER END STORE", 0),
+        ("LOAD IF BARRIER ELSE END STORE", 1),
+        ("LOAD IF BARRIER END STORE", 1),
+        ("LOAD LOOP BARRIER STORE END", 0),
+        ("LOAD LOOP BARRIER END STORE", 1),
+    ],
+)
+def test_a_barrier_counts_only_on_the_ways_that_meet_it(text: str, meet: int) -> None:
+    lines = {
+        "IF": "  scf.if %c {",
+        "ELSE": "  } else {",
+        "LOOP": "  scf.for %i = %0 to %1 step %2  : i32 {",
+        "END": "  }",
+        "BARRIER": "    ttg.barrier all",
+        "LOAD": "    %x = tt.load %a : tensor<64x!tt.ptr<i64>, #a>",
+        "STORE": "    tt.store %b, %zero : tensor<64x!tt.ptr<i64>, #b>",
+    }
+    head = [
+        'tt.func public @k(%p: !tt.ptr<i64> loc("p")) {',
+        "  %a = tt.splat %p : !tt.ptr<i64> -> tensor<64x!tt.ptr<i64>, #a>",
+        "  %b = tt.splat %p : !tt.ptr<i64> -> tensor<64x!tt.ptr<i64>, #b>",
+    ]
+    ttgir = "\n".join([*head, *(lines[word] for word in text.split()), "}"])
     assert len(between_threads(ttgir)) == meet

@@ -120,6 +120,7 @@ for block_m, silu, split, blocks in ((8, True, 1, 1), (32, False, 2, 3)):
 """
 
 
+@pytest.mark.nightly
 def test_the_kernel_compiles_for_hopper_and_asks_for_weights_before_it_waits(tmp_path: Path):
     root = Path(__file__).parents[3]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -7,6 +7,7 @@ import torch
 from rollout_kernels.moe.gluon_experts import all_rows, dense, padded_down, padded_gate_up
 from rollout_kernels.moe.triton_padded_groups import ALIGN, TILE, PaddedGroups, gather_sum, pad_groups, spread_rows
 
+from tests.support.kernels.grids import nightly
 from tests.support.kernels.moe_cases import DEVICE, Layer, assert_close, exact, layer, poison, relative
 
 CASES = [(1, "even"), (5, "even"), (130, "skewed"), (300, "even"), (300, "one")]
@@ -45,7 +46,7 @@ def by_tile(x_RH: torch.Tensor, groups: PaddedGroups, case: Layer) -> torch.Tens
     return out
 
 
-@pytest.mark.parametrize(("tokens", "routing"), CASES)
+@pytest.mark.parametrize(("tokens", "routing"), [*CASES[:3], *nightly(*CASES[3:])])
 def test_rows_go_to_their_expert_and_come_back_weighted(tokens, routing):
     case = layer(tokens, routing=routing)
     groups = pad_groups(case.experts_TK, 6)

@@ -110,6 +110,7 @@ def test_logits_do_not_depend_on_batch_chunks_or_recomputation(name, fp8, tmp_pa
     assert differing(model, range(2), kv_dtype) == 0
 
 
+@pytest.mark.nightly
 def test_a_router_that_the_kernels_do_not_have_adds_in_one_order_too(tmp_path, monkeypatch):
     sigmoid_router.declare(monkeypatch)
     sizes = {**SIZES, "moe_intermediate_size": 32, "num_hidden_layers": 2, "attention_bias": False}

@@ -1,0 +1,61 @@
+"""LongRoPE (arXiv 2402.13753): a model has two sets of factors of its rotary frequencies; a worker uses one of them.
+
+transformers takes the long set for a forward whose farthest position is past the original context, and else the short
+one. All keys of a row turn by the same set. So a row that crosses this border changes the keys of all its tokens, and
+with them the log-probs that its first tokens would have; transformers' `generate` computes its KV again there.
+
+Here no row crosses a border: one set serves all rows from their first token on, chosen when the worker starts. KV,
+prefixes, sessions and groups then need not know of frequencies.
+
+    short   sequences end at the original context; these are transformers' frequencies for all of them
+    long    sequences may have the whole context; these are transformers' frequencies for those that end past the border
+
+A config whose two sets are equal says that one set is for all lengths. So that is what `long` makes of a config, and
+what a trainer can do to have the same log-probs for short sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from rollout.config import LongRope
+
+log = logging.getLogger(__name__)
+
+
+def choose_factors(config: Any, which: LongRope) -> None:
+    """Let a config of transformers have one set of factors for all lengths, in place, if `which` is "long".
+
+    Raises ValueError if it has no LongRoPE, or no long factors.
+    """
+    maps = list(_maps(config))
+    if which == "short":
+        if border := first_border(config):
+            log.info("sequences end at %d tokens: longer ones need longrope = long", border)
+        return
+    if not maps:
+        raise ValueError("longrope = long is for models with LongRoPE, and this one has none: use longrope = short")
+    for parameters in maps:
+        if not parameters.get("long_factor"):
+            raise ValueError("config.json: rope scaling 'longrope' needs 'long_factor'")
+        parameters["short_factor"] = parameters["long_factor"]
+
+
+def first_border(config: Any) -> int | None:
+    """The length past which transformers takes other frequencies; None if they are the same for all lengths."""
+    borders = [
+        int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
+        for parameters in _maps(config)
+        if parameters.get("short_factor") != parameters.get("long_factor")
+    ]
+    return min(borders, default=None)
+
+
+def _maps(config: Any) -> Iterator[dict[str, Any]]:
+    """The rope parameters of all layers, or of the types of layers, that have LongRoPE."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for part in (parameters, *parameters.values()):
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            yield part

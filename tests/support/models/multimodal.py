@@ -1,0 +1,80 @@
+"""Tiny random checkpoints of models of text and images, by transformers' own classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
+_TEXT: dict[str, Any] = {
+    "vocab_size": 91, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 512, "eos_token_id": 2, "bos_token_id": 1,
+    "pad_token_id": None,
+}  # fmt: skip
+_PIXTRAL = {"model_type": "pixtral", "head_dim": 8}
+_QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+_QWEN: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10, "rms_norm_eps": 1e-2,
+    "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0],
+    },
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 18, "shared_expert_intermediate_size": 22,
+}  # fmt: skip
+#: Stem of the classes; text_config; vision_config; keys beside the two.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "Gemma 3": (
+        "Gemma3",
+        {
+            "sliding_window": 6, "query_pre_attn_scalar": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        _VISION | {"model_type": "siglip_vision_model"},
+        {"mm_tokens_per_image": 4},
+    ),
+    "Magistral": ("Mistral3", {"model_type": "mistral"}, _VISION | _PIXTRAL, {"tie_word_embeddings": False}),
+    "Ministral 3": (
+        "Mistral3",
+        {
+            "model_type": "ministral3",
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 5,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+            },
+        },
+        _VISION | _PIXTRAL,
+        {"tie_word_embeddings": True},
+    ),
+    "Qwen3.5": ("Qwen3_5", _QWEN, _QWEN_VISION, {"tie_word_embeddings": False}),
+    "Qwen3.5-MoE": ("Qwen3_5Moe", _QWEN | _EXPERTS, _QWEN_VISION, {"tie_word_embeddings": False}),
+}  # fmt: skip
+
+
+def make_multimodal(name: str, folder: Path, seed: int = 0) -> Any:
+    """A model with random float32 weights, saved to `folder` as transformers saves it."""
+    stem, text, vision, rest = MODELS[name]
+    model_class = getattr(transformers, f"{stem}ForConditionalGeneration")
+    config = model_class.config_class(text_config=_TEXT | text, vision_config=vision, **rest)
+    torch.manual_seed(seed)  # for what transformers initialises itself
+    model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    if model_class._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped product refuses some widths
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                gain = 3.0 if key.endswith(("embed_tokens.weight", "lm_head.weight")) else 1.5
+                parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
+            else:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    model.save_pretrained(folder)
+    return model
