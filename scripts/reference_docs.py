@@ -55,6 +55,9 @@ through transformers' own code, or are refused: [fallback](fallback.md). Checkpo
 Experts of gpt-oss may be in MXFP4, and are decoded to 16 bits. Of a model of text and images the worker serves the
 language model: it does not load the other tensors, and accepts them in updates.
 
+DeepSeek, Moonlight and GLM-4.7-Flash have latent attention (MLA): one latent a token in the KV cache. With them
+`kv_dtype = fp8_e4m3`, `deterministic` and adapters of `kv_b_proj` are errors, and `group_attention` changes nothing.
+
 How it runs on a GPU, for the default config of transformers (biases and other options of a config may change it):
 
 - **fused**: the fused kernels, in CUDA graphs.
@@ -145,8 +148,8 @@ be left out.
 **What it costs**: expect steps to take about twice as long, because the operations between the products are separate
 kernels. Attention with values of another dimension than keys has no kernels: on a GPU torch computes it from gathered
 pages, whose memory grows with `max_rows` times `max_context_tokens`. Latent attention (MLA) keeps the keys and values
-of all heads. Decode steps are captured as CUDA graphs if attention has kernels and no operation waits for the device;
-the worker runs one step to find out, and logs the reason if not.
+of all heads; native families keep one latent a token. Decode steps are captured as CUDA graphs if attention has kernels
+and no operation waits for the device; the worker runs one step to find out, and logs the reason if not.
 
 **What the worker refuses when it starts**, with the reason:
 
@@ -234,7 +237,10 @@ def _oracle(architecture: str, family: Family) -> str:
 
 
 #: Values of all checkpoints of an architecture that are not the defaults of transformers.
-_REAL: dict[str, dict[str, Any]] = {"GraniteForCausalLM": {"residual_multiplier": 0.22}}
+_REAL: dict[str, dict[str, Any]] = {
+    "GraniteForCausalLM": {"residual_multiplier": 0.22},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+}
 
 
 def _on_gpu(architecture: str) -> str:

@@ -141,6 +141,8 @@ def kv_dtype(settings: EngineSettings, model: LanguageModel) -> torch.dtype:
     if settings.kv_dtype == "auto":
         return model.embed.dtype
     device = model.embed.device
+    if any(shape.v_dim == 0 for shape in model.spec.kv_shapes):
+        raise ValueError("kv_dtype = fp8_e4m3 is not possible for latent attention: use auto")
     odd = next((dim for shape in model.spec.kv_shapes for dim in (shape.k_dim, shape.v_dim) if dim % 4), None)
     if device.type == "cuda" and odd is not None:
         raise ValueError(f"kv_dtype = fp8_e4m3 needs a head dimension that is a multiple of 4, not {odd}: use auto")

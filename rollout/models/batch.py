@@ -119,7 +119,7 @@ class LayerKV(NamedTuple):
 class KVCache:
     """The pool of KV pages: for each layer that has KV, keys and values [P, S, G, D] with the heads of that layer.
 
-    Keys and values of a layer may have different dimensions.
+    Keys and values of a layer may have different dimensions. Where values are in the keys, `v` has no dimension.
 
     Either in the model's dtype, or as e4m3 codes (uint8), and then with float32 scales [P, 2, G, S], keys' first.
     """
@@ -137,7 +137,7 @@ class KVCache:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the pool of pages; the first dimension of each is the page."""
-        return [*self.k, *self.v, *self.scales]
+        return [*self.k, *(v for v in self.v if v.shape[-1]), *self.scales]
 
     @property
     def pages(self) -> int:
@@ -165,7 +165,10 @@ class KVCache:
         make = zeros or functools.partial(_zeros, device)
         value_dtype = torch.uint8 if coded else dtype
         k = [make((pages, page_size, shape.heads, shape.k_dim), value_dtype) for shape in spec.kv_shapes]
-        v = [make((pages, page_size, shape.heads, shape.v_dim), value_dtype) for shape in spec.kv_shapes]
+        v = [
+            make((pages, page_size, shape.heads, shape.v_dim), value_dtype) if shape.v_dim else keys[..., :0]
+            for shape, keys in zip(spec.kv_shapes, k, strict=True)
+        ]
         scale_shapes = [(pages, 2, shape.heads, page_size) for shape in spec.kv_shapes] if coded else []
         scales = [make(shape, torch.float32) for shape in scale_shapes]
         return cls(k=k, v=v, page_size=page_size, scales=scales, states=states)

@@ -12,6 +12,7 @@ from torch import nn
 
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.delta_net import DeltaNet
+from rollout.models.latent import LatentAttention
 from rollout.models.layers import (
     Attention,
     Block,
@@ -24,7 +25,7 @@ from rollout.models.layers import (
 )
 from rollout.models.names import Region, all_views, one_name, with_spellings
 from rollout.models.rope import Rope
-from rollout.models.spec import DeltaNetSpec, ModelSpec, MoESpec
+from rollout.models.spec import DeltaNetSpec, LatentSpec, ModelSpec, MoESpec
 
 
 class DecoderLayer(Block):
@@ -44,12 +45,15 @@ class DecoderLayer(Block):
         around = layer.norms == "around"
         self.mixer_output_norm = norm() if around else None
         self.feed_forward_output_norm = norm() if around else None
-        self.mixer: Attention | DeltaNet
+        self.mixer: Attention | LatentAttention | DeltaNet
         if isinstance(mixer, DeltaNetSpec):
             self.mixer = DeltaNet(mixer, index, spec.state_layers.index(index), dtype, device)
         else:
-            rope = spec.ropes.index((mixer.rope, mixer.head_dim))
-            self.mixer = Attention(mixer, index, spec.attention_layers.index(index), rope, dtype, device)
+            kv_index, rope = spec.attention_layers.index(index), spec.ropes.index(mixer.turned)
+            if isinstance(mixer, LatentSpec):
+                self.mixer = LatentAttention(mixer, index, kv_index, rope, dtype, device)
+            else:
+                self.mixer = Attention(mixer, index, kv_index, rope, dtype, device)
         self.feed_forward: DenseFeedForward | SparseFeedForward
         if isinstance(layer.feed_forward, MoESpec):
             sparse_index = spec.sparse_layers.index(index)

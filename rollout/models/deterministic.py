@@ -65,7 +65,7 @@ def check_deterministic(spec: ModelSpec) -> None:
     for layer in dict.fromkeys(spec.layers):
         mixer, dense = layer.mixer, isinstance(layer.feed_forward, DenseSpec)
         if not isinstance(mixer, AttentionSpec):
-            reason = "it has linear attention"
+            reason = "it has linear or latent attention"
             break
         if mixer.o_bias or (dense and layer.feed_forward.bias):  # type: ignore[union-attr]
             reason = "its output or feed-forward products have biases"

@@ -299,7 +299,7 @@ class FusedDecoder:
 
 
 #: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.
-_MODULES: dict[Product, int] = {"qkv": 3, "gate_up": 2, "o": 1, "down": 1}
+_MODULES: dict[Product, int] = {"qkv": 3, "q_b": 1, "gate_up": 2, "o": 1, "down": 1}
 
 
 def _adds_later(adapters: StepAdapters, layer: int, name: Product) -> bool:

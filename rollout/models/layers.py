@@ -65,7 +65,7 @@ def _route_by_scores(
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if router.groups > 1:
         choice_TGE = choice_TE.unflatten(1, (router.groups, -1))
-        sums_TG = choice_TGE.topk(2, dim=-1).values.sum(-1)
+        sums_TG = choice_TGE.topk(router.group_best, dim=-1).values.sum(-1)
         taken_TG = torch.zeros_like(sums_TG).scatter_(1, sums_TG.topk(router.top_groups, dim=-1).indices, 1.0)
         choice_TE = choice_TGE.masked_fill(taken_TG[..., None] == 0, -math.inf).flatten(1)
     experts_TK = choice_TE.topk(router.top_k, dim=-1).indices

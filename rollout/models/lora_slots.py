@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 import torch
 from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank
 
-from rollout.models.spec import AttentionSpec, DenseSpec, LayerSpec, LinearSpec, ModelSpec
+from rollout.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec
 
-Product = Literal["qkv", "o", "gate_up", "down"]
+Product = Literal["qkv", "q_b", "o", "gate_up", "down"]
 #: A product of one layer.
 LayerProduct = tuple[int, Product]
 
@@ -28,6 +28,10 @@ def corrected_products(layer: LayerSpec) -> dict[Product, LinearSpec]:
     products: dict[Product, LinearSpec] = {}
     if isinstance(layer.mixer, AttentionSpec):
         products |= {"qkv": layer.mixer.qkv, "o": layer.mixer.o}
+    elif isinstance(layer.mixer, LatentSpec):  # its `kv_b` is absorbed by queries and outputs
+        products |= {"qkv": layer.mixer.inputs, "o": layer.mixer.o}
+        if (q_b := layer.mixer.q_b) is not None:
+            products["q_b"] = q_b
     if isinstance(layer.feed_forward, DenseSpec):
         products |= {"gate_up": layer.feed_forward.gate_up, "down": layer.feed_forward.down}
     return products

@@ -9,6 +9,7 @@ A family reads no key without a rule: a `Key` has the rule of its field, a funct
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -28,6 +29,9 @@ from rollout.models.spec import (
     DenseNames,
     DenseSpec,
     FeedForwardSpec,
+    KVMixerSpec,
+    LatentNames,
+    LatentSpec,
     LayerNames,
     LayerSpec,
     MixerSpec,
@@ -249,6 +253,8 @@ class MoEFamily:
     router_float32: bool = False
     groups: int | Key = declared(integer(1, 4096), 1)
     top_groups: int | Key = declared(integer(1, 4096), 1)
+    group_best: int = 2
+    grouped: Key | None = declared(TEXT, None)  # "greedy": there are no groups; "group_limited_greedy": there are
     scale: float | Key = declared(NUMBER, 1.0)
     shared_intermediate: Key | None = declared(_WIDTH, None)  # of the expert that every token takes
     shared_experts: Key | None = declared(integer(0, 4096), None)  # or: how many experts' width it has
@@ -280,6 +286,20 @@ class DeltaNetFamily:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentFamily:
+    """The latent attention of a family."""
+
+    q_rank: Key = declared(_WIDTH, Key("q_lora_rank"))
+    kv_rank: Key = declared(_WIDTH, Key("kv_lora_rank"))
+    nope_dim: Key = declared(integer(1, 8192), Key("qk_nope_head_dim"))
+    rope_dim: Key = declared(integer(2, 8192), Key("qk_rope_head_dim"))
+    value_dim: Key = declared(integer(1, 8192), Key("v_head_dim"))
+    bias: Key = declared(FLAG, Key("attention_bias"))
+    eps: float = 1e-6  # of the norms of latents; transformers' default, whatever `rms_norm_eps` is
+    names: LatentNames = LatentNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What differs from Llama without biases. For the fields see the specs that are built from them."""
 
@@ -296,7 +316,7 @@ class Family:
     #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
     ropes: ByLayer[Any] = same_rope
     partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
-    interleaved_rope: bool = False
+    interleaved_rope: bool | Key = declared(FLAG, False)
     optional_rope: bool = False  # without a `rope_theta` no layer has a rotary embedding
     attention_gate: bool = False
     query_gate: bool = False
@@ -305,6 +325,7 @@ class Family:
     attention_scale: Key | Power | None = declared(NUMBER, None)
     attention_softcap: Key | None = declared(NUMBER, None)
     linear: DeltaNetFamily | None = None
+    latent: LatentFamily | None = None  # all layers have it
     norms: NormPlace = "before"
     unit_offset: bool = False
     residual_scale: float | Key = declared(NUMBER, 1.0)
@@ -313,6 +334,8 @@ class Family:
     logit_divisor: float | Key = declared(NUMBER, 1.0)
     logit_softcap: Key | None = declared(NUMBER, None)
     bidirectional: Key | None = declared(FLAG, None)  # true: tokens see those after them, which is refused
+    #: Flags that must be false or absent, because neither transformers nor this code does what they ask for.
+    unsupported: tuple[str, ...] = ()
     moe: MoEFamily | None = None
     mxfp4: bool = False  # checkpoints may have experts in this format; they are decoded when they are loaded
     #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images.
@@ -366,6 +389,24 @@ _SHARED_EXPERTS = DenseNames(
 )
 _GATE_UP = DenseNames(gate_up=("mlp.gate_up_proj",))
 _NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def _deepseek_moe(sparse: ByLayer[bool]) -> MoEFamily:
+    """The experts of DeepSeek-V3 and of the models after it."""
+    return MoEFamily(
+        experts=Key("n_routed_experts"),
+        intermediate=Key("moe_intermediate_size"),
+        renormalize=Key("norm_topk_prob"),
+        scoring="sigmoid",
+        router_bias=True,
+        router_float32=True,
+        groups=Key("n_group"),
+        top_groups=Key("topk_group"),
+        scale=Key("routed_scaling_factor"),
+        sparse=sparse,
+        shared_experts=Key("n_shared_experts"),
+        names=MoENames(shared=_SHARED_EXPERTS),
+    )
 
 
 def _qwen3_5(model_type: str, models: str, moe: MoEFamily | None = None) -> Family:
@@ -646,15 +687,39 @@ FAMILIES: dict[str, Family] = {
         qk_norm=If("use_qk_norm", "head", "none"),
         partial_rope=True,
         unused_layers=Key("num_nextn_predict_layers"),
+        moe=_deepseek_moe(sparse_from("first_k_dense_replace")),
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        model_type="glm4_moe_lite",
+        models="GLM-4.7-Flash",
+        interleaved_rope=Key("rope_interleave"),
+        latent=LatentFamily(),
+        unused_layers=Key("num_nextn_predict_layers", 0),
+        moe=_deepseek_moe(sparse_by_type),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        model_type="deepseek_v3",
+        models="DeepSeek-V3, DeepSeek-R1, Moonlight",
+        interleaved_rope=Key("rope_interleave"),
+        latent=LatentFamily(),
+        unused_layers=Key("num_nextn_predict_layers", 0),
+        moe=_deepseek_moe(sparse_from("first_k_dense_replace")),
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        model_type="deepseek_v2",
+        models="DeepSeek-V2, DeepSeek-V2-Lite",
+        interleaved_rope=True,
+        latent=LatentFamily(),
+        unsupported=("norm_topk_prob", "mlp_bias"),
         moe=MoEFamily(
             experts=Key("n_routed_experts"),
             intermediate=Key("moe_intermediate_size"),
-            renormalize=Key("norm_topk_prob"),
-            scoring="sigmoid",
-            router_bias=True,
+            renormalize=False,
             router_float32=True,
             groups=Key("n_group"),
             top_groups=Key("topk_group"),
+            group_best=1,
+            grouped=Key("topk_method"),
             scale=Key("routed_scaling_factor"),
             sparse=sparse_from("first_k_dense_replace"),
             shared_experts=Key("n_shared_experts"),
@@ -829,8 +894,8 @@ def size_rules() -> dict[str, Rule]:
     return {name: _COMMON[name] for name in _SIZES} | dict.fromkeys(_EXPERT_COUNTS, integer(0, 1 << 14))
 
 
-def _rules(declaration: Family | MoEFamily | DeltaNetFamily) -> dict[str, Rule]:
-    rules: dict[str, Rule] = {}
+def _rules(declaration: Family | MoEFamily | DeltaNetFamily | LatentFamily) -> dict[str, Rule]:
+    rules: dict[str, Rule] = dict.fromkeys(getattr(declaration, "unsupported", ()), FLAG)
     for entry in fields(declaration):
         match getattr(declaration, entry.name):
             case Key(name) | Power(name, _):
@@ -841,7 +906,7 @@ def _rules(declaration: Family | MoEFamily | DeltaNetFamily) -> dict[str, Rule]:
                 rules[name] = FLAG
             case ByLayer() as values:
                 rules |= values.rules
-            case MoEFamily() | DeltaNetFamily() as part:
+            case MoEFamily() | DeltaNetFamily() | LatentFamily() as part:
                 rules |= _rules(part)
     return rules
 
@@ -860,6 +925,9 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
     family = family_of(architecture, config.model_type)
     if family.bidirectional is not None and _value(config, family.bidirectional):
         raise ValueError(f"{family.bidirectional.name} is set, and a model that generates must not see later tokens")
+    for name in family.unsupported:
+        if getattr(config, name, False):
+            raise ValueError(f"{name} is not supported for this architecture: it must be false")
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None and not (family.mxfp4 and _quantization(quantized) == "mxfp4"):
         raise ValueError("quantized checkpoints are not supported; use one with float32, bfloat16 or float16 weights")
@@ -896,7 +964,12 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     sparse = (False,) * count if family.moe is None else family.moe.sparse(config)
     mixers = list(zip(family.windows(config), family.ropes(config), strict=True))
     ropes = {kind: _rope(config, kind, family) for _, kind in mixers}
-    attention = {(window, kind): _attention(config, family, ropes[kind], window) for window, kind in set(mixers)}
+    attention: dict[Any, KVMixerSpec] = {}
+    for window, kind in set(mixers):
+        if family.latent is None:
+            attention[window, kind] = _attention(config, family, ropes[kind], window)
+        else:
+            attention[window, kind] = _latent(config, family.latent, ropes[kind])
     linear, delta_net = (False,) * count, None
     if family.linear is not None and any(linear := family.linear.linear(config)):
         delta_net = _delta_net(config, family.linear)
@@ -982,6 +1055,36 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
     return spec
 
 
+def _latent(config: Any, family: LatentFamily, rope: RopeSpec) -> LatentSpec:
+    for key in (family.kv_rank, family.nope_dim, family.rope_dim, family.value_dim):
+        if _value(config, key) is None:
+            raise ValueError(f"config.json gives no {key.name}")
+    nope_dim, rope_dim = _value(config, family.nope_dim), _value(config, family.rope_dim)
+    spec = LatentSpec(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        q_rank=_value(config, family.q_rank),
+        kv_rank=_value(config, family.kv_rank),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=_value(config, family.value_dim),
+        rope=rope,
+        scale=(nope_dim + rope_dim) ** -0.5 * _yarn_score_factor(config),
+        bias=bool(_value(config, family.bias)),
+        eps=family.eps,
+        names=family.names,
+    )
+    if rope_dim % 2:
+        raise ValueError(f"{family.rope_dim.name} ({rope_dim}) must be even, for rotary embeddings")
+    if config.num_key_value_heads not in (None, spec.heads):
+        raise ValueError(
+            f"num_key_value_heads ({config.num_key_value_heads}) must be num_attention_heads ({spec.heads}), or absent"
+        )
+    if spec.bias and spec.q_rank is None:
+        raise ValueError(f"{family.bias.name} needs {family.q_rank.name}: the product of queries alone has no bias")
+    return spec
+
+
 def _dense(config: Any, family: Family) -> DenseSpec:
     bias = _value(config, family.mlp_bias)
     activation = _activation(config, family)
@@ -997,18 +1100,20 @@ def _activation(config: Any, family: Family) -> Activation:
 
 
 def _moe(config: Any, family: MoEFamily) -> MoESpec:
+    grouped = _is_grouped(config, family)
     spec = MoESpec(
         hidden=config.hidden_size,
         experts=_value(config, family.experts),
         intermediate=_value(config, family.intermediate),
         router=RouterSpec(
             scoring=family.scoring,
-            top_k=_value(config, family.top_k),
+            top_k=_value(config, family.top_k) or 0,
             renormalize=_value(config, family.renormalize),
             bias=family.router_bias,
             float32=family.router_float32,
-            groups=_value(config, family.groups),
-            top_groups=_value(config, family.top_groups),
+            groups=_value(config, family.groups) if grouped else 1,
+            top_groups=_value(config, family.top_groups) if grouped else 1,
+            group_best=family.group_best,
             scale=_value(config, family.scale),
             logit_bias=family.logit_bias,
         ),
@@ -1025,6 +1130,22 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
         raise ValueError(f"{family.top_k.name} ({spec.router.top_k}) must be between 1 and {spec.experts}")
     _check_groups(spec)
     return spec
+
+
+def _is_grouped(config: Any, family: MoEFamily) -> bool:
+    """Whether a token's experts come from few groups."""
+    if family.grouped is not None:
+        method = _value(config, family.grouped)
+        if method not in ("greedy", "group_limited_greedy"):
+            raise ValueError(
+                f"{family.grouped.name} {method!r:.80} is not supported; supported: greedy, group_limited_greedy"
+            )
+        if method == "greedy":
+            return False
+    for key in (family.groups, family.top_groups):
+        if isinstance(key, Key) and _value(config, key) is None:
+            raise ValueError(f"config.json gives no {key.name}")
+    return True
 
 
 def _clamped(config: Any, family: MoEFamily) -> ClampedGLU | None:
@@ -1075,7 +1196,7 @@ def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
         raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
     if not 0 < share <= 1:
         raise ValueError(f"partial_rotary_factor ({share}) must be above 0 and at most 1")
-    return replace(_scaled_rope(config, params), share=share, interleaved=family.interleaved_rope)
+    return replace(_scaled_rope(config, params), share=share, interleaved=bool(_value(config, family.interleaved_rope)))
 
 
 def _rope_parameters(config: Any, part: str = "") -> dict[str, Any]:
@@ -1149,14 +1270,24 @@ def _required(value: Any, name: str, kind: str) -> Any:
 
 def _yarn_attention_factor(params: dict[str, Any], factor: float) -> float:
     """The temperature of the YaRN paper (arXiv 2309.00071, section 3.4), as checkpoints override it."""
-
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
+    magnitude = functools.partial(_yarn_magnitude, factor)
     if params.get("attention_factor") is not None:
         return params["attention_factor"]
     mscale, mscale_all = params.get("mscale"), params.get("mscale_all_dim")
     return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+
+
+def _yarn_magnitude(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _yarn_score_factor(config: Any) -> float:
+    """What latent attention multiplies its scores by where a rotary embedding is scaled and has `mscale_all_dim`."""
+    params = _rope_parameters(config)
+    mscale_all = params.get("mscale_all_dim")
+    if params.get("rope_type", "default") == "default" or not mscale_all:
+        return 1.0
+    return _yarn_magnitude(_required(params.get("factor"), "factor", params["rope_type"]), mscale_all) ** 2
 
 
 def _longrope_attention_factor(params: dict[str, Any], factor: float, original: int) -> float:
@@ -1170,6 +1301,6 @@ def _max_positions(config: Any, layers: tuple[LayerSpec, ...]) -> int:
     """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one."""
     if border := first_border(config):
         return border
-    ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec)}
+    ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, KVMixerSpec)}
     extended = (int(rope.factor * rope.original_max_positions) for rope in ropes if rope.kind == "yarn")
     return max(config.max_position_embeddings, *extended, 0)

@@ -6,6 +6,7 @@ built from its own spec alone, so layers may differ in everything but the width 
     ModelSpec
       layers: LayerSpec, one a layer
         mixer          AttentionSpec                         mixes tokens, keeps KV by page
+                       | LatentSpec                          mixes tokens, keeps a latent by page
                        | DeltaNetSpec                        mixes tokens, keeps one state a row
         feed_forward   DenseSpec | MoESpec with a RouterSpec  works on each token alone
 
@@ -54,7 +55,7 @@ class RopeSpec:
 
 
 class KVShape(NamedTuple):
-    """What one layer keeps of a token: a key and a value for each KV head."""
+    """What one layer keeps of a token: a key and a value for each KV head; a `v_dim` of 0 if values are in the keys."""
 
     heads: int
     k_dim: int
@@ -152,9 +153,91 @@ class AttentionSpec:
         return LinearSpec(self.q_dim, (self.names.o,), (self.hidden,), self.o_bias)
 
     @property
+    def turned(self) -> tuple[RopeSpec, int]:
+        """Its rotary embedding, and the dimension of the heads that it is for."""
+        return self.rope, self.head_dim
+
+    @property
     def kv_shape(self) -> KVShape:
         """What it keeps of a token."""
         return KVShape(self.kv_heads, self.head_dim, self.head_dim)
+
+
+class LatentNames(NamedTuple):
+    """Modules of a block of latent attention."""
+
+    q: str = "self_attn.q_proj"  # without a rank of the queries
+    q_a: str = "self_attn.q_a_proj"
+    q_norm: str = "self_attn.q_a_layernorm"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_norm: str = "self_attn.kv_a_layernorm"
+    kv_b: str = "self_attn.kv_b_proj"
+    o: str = "self_attn.o_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): all heads share one latent a token.
+
+    A head's key is a product of the latent beside a part that turns, which all heads share; its value is another one.
+    """
+
+    hidden: int
+    heads: int
+    q_rank: int | None  # width of the queries' own latent; None: they are a product of the token
+    kv_rank: int  # width of the latent
+    nope_dim: int  # of a head's queries and keys: what does not turn
+    rope_dim: int  # what does
+    value_dim: int  # of a head
+    rope: RopeSpec
+    scale: float  # factor of the scores
+    bias: bool  # of the products that make latents, and of the output product
+    eps: float  # of the norms of latents
+    names: LatentNames = LatentNames()
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head's queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """What is kept of a token: the latent, and the part of its keys that turns."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def inputs(self) -> LinearSpec:
+        """The product of a token: the latent of its queries, or these, then what is kept of it."""
+        query = (self.names.q, self.heads * self.head_dim) if self.q_rank is None else (self.names.q_a, self.q_rank)
+        return LinearSpec(self.hidden, (query[0], self.names.kv_a), (query[1], self.latent_dim), self.bias)
+
+    @property
+    def q_b(self) -> LinearSpec | None:
+        """The product that makes queries of their latent."""
+        if self.q_rank is None:
+            return None
+        return LinearSpec(self.q_rank, (self.names.q_b,), (self.heads * self.head_dim,), False)
+
+    @property
+    def kv_b(self) -> LinearSpec:
+        """The product that makes keys and values of the latent, by head; no step runs it for all heads as it is."""
+        return LinearSpec(self.kv_rank, (self.names.kv_b,), (self.heads * (self.nope_dim + self.value_dim),), False)
+
+    @property
+    def o(self) -> LinearSpec:
+        """The output product."""
+        return LinearSpec(self.heads * self.value_dim, (self.names.o,), (self.hidden,), self.bias)
+
+    @property
+    def turned(self) -> tuple[RopeSpec, int]:
+        """Its rotary embedding, and the dimension that it is for."""
+        return self.rope, self.rope_dim
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What it keeps of a token: one head, whose values are the first dimensions of its key."""
+        return KVShape(1, self.latent_dim, 0)
 
 
 class DeltaNetNames(NamedTuple):
@@ -229,7 +312,9 @@ class DeltaNetSpec:
         return recurrent + self.mixed * (self.conv - 1) * dtype.itemsize
 
 
-MixerSpec = AttentionSpec | DeltaNetSpec
+#: Mixers that keep KV by page.
+KVMixerSpec = AttentionSpec | LatentSpec
+MixerSpec = KVMixerSpec | DeltaNetSpec
 
 # --- feed-forward blocks ---------------------------------------------------------------------------------------------
 
@@ -273,7 +358,8 @@ class RouterSpec:
     bias: bool = False  # a tensor is added to the scores for the choice, and not to the weights: float32 [E]
     float32: bool = False  # logits are computed in float32 and not rounded to the model's dtype
     groups: int = 1  # number of groups of neighbouring experts
-    top_groups: int = 1  # number of groups that a token takes experts of: with the largest sums of two scores
+    top_groups: int = 1  # number of groups that a token takes experts of: with the largest sums of their best scores
+    group_best: int = 2  # how many scores these are sums of
     scale: float = 1.0  # factor of the weights
     logit_bias: bool = False  # the product that makes the logits has a bias
 
@@ -410,7 +496,7 @@ class ModelSpec:
     @functools.cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers with KV, ascending."""
-        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionSpec))
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, KVMixerSpec))
 
     @functools.cached_property
     def state_layers(self) -> tuple[int, ...]:
@@ -438,7 +524,7 @@ class ModelSpec:
     def ropes(self) -> tuple[tuple[RopeSpec, int], ...]:
         """Rotary embeddings of the layers with their head dimensions, each once, in the order of the layers."""
         mixers = (layer.mixer for layer in self.layers)
-        return tuple(dict.fromkeys((m.rope, m.head_dim) for m in mixers if isinstance(m, AttentionSpec)))
+        return tuple(dict.fromkeys(m.turned for m in mixers if isinstance(m, KVMixerSpec)))
 
     @property
     def plain_scores(self) -> bool:
@@ -450,7 +536,7 @@ class ModelSpec:
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """What each layer with KV keeps of a token, in the order of `attention_layers`."""
         mixers = (layer.mixer for layer in self.layers)
-        return tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, AttentionSpec))
+        return tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, KVMixerSpec))
 
     @property
     def tied_names(self) -> dict[str, str]:

@@ -30,6 +30,7 @@ from rollout_kernels.attention.gluon_prefill import gathered_attention
 from rollout_kernels.attention.segments import SEGMENT_WORDS
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 from rollout_kernels.attention.triton_gather_kv import gather_kv
+from rollout_kernels.attention.triton_latent_decode import decode_latents, plan_latent_work
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.attention.triton_prefill_items import prefill_items
 from rollout_kernels.common import triton_math
@@ -291,6 +292,18 @@ def linear_attention(rows: int) -> Iterator[Case]:
         yield f"delta, {name}: norm", lambda g=normed: triton_norm.gated_norm(*g)
 
 
+def latent_attention(rows: int) -> Iterator[Case]:
+    """Decode attention in the sizes of Moonlight (and, for each block of heads, DeepSeek-V3) and of GLM-4.7-Flash."""
+    cache, table, lens = empty(64, PAGE, 1, 576), ints(rows, 1024), ints(rows, dtype=torch.int64)
+    for heads in (16, 20):
+
+        def run(heads: int = heads) -> None:
+            work = plan_latent_work(lens, heads, torch.bfloat16, multiprocessors=MULTIPROCESSORS)
+            decode_latents(empty(rows, heads, 576), cache, table, lens, rank=512, scale=0.1, work=work)
+
+        yield f"latent attention, {heads} heads", run
+
+
 def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
     """Router and experts in each format, by the plan for a number of rows and by both paths."""
     x, router = empty(rows, shape.hidden), empty(shape.experts, shape.hidden)
@@ -384,7 +397,7 @@ def main() -> None:
             cases = [*products(shape, rows), *dense_step(shape, rows)]
             cases += [] if shape.experts else adapters(shape, rows)
             if shape.experts:
-                cases += [*sparse_step(shape, rows), *linear_attention(rows)]
+                cases += [*sparse_step(shape, rows), *linear_attention(rows), *latent_attention(rows)]
             for case, run in cases:
                 name = f"{label}, {rows} rows: {case}"
                 if any(only in name for only in args.only):

@@ -6,6 +6,7 @@ triton_decode_plan     how the contexts of a decode step are split over the prog
 segments               what rows of a decode step share, found from how many positions neighbours have in common
 triton_decode_combine  what a program does with its results, and how the results of one row are combined
 triton_prefill         prefill on a GPU: chunks of prompts
+latent                 the ops of multi-head latent attention; `triton_latent_decode` is decode on a GPU
 gathered               prefill on Hopper where blocks of queries see many keys: `triton_gather_kv` copies contexts from
                        pages, `triton_prefill_items` lists blocks, `gluon_prefill` attends
 """

@@ -62,6 +62,7 @@ class DecodeConfig:
     chunk: int | None = None  # positions of an item, instead of equal shares
     block_m: int = 16  # query heads of a tile: a KV head's, of as many rows as fit
     block_own: int | None = None  # of a row alone; None: the same, and then its bits depend on no other row
+    plan_rows: int = 32  # rows that the kernel of the plan has room for; more take another one, compiled when needed
 
     def rows_at_once(self, group: int) -> int:
         """Rows that an item may have, if a KV head has `group` query heads."""
@@ -246,7 +247,7 @@ def plan_decode_work(
     if segments_SW is not None:
         assert segments_SW.shape == (2 * rows, SEGMENT_WORDS) and segments_SW.is_contiguous()
         counts = torch.empty(2 * rows, dtype=torch.int32, device=device)
-    block_b = max(32, triton.next_power_of_2(rows * (1 + shared)))
+    block_b = max(config.plan_rows, triton.next_power_of_2(rows * (1 + shared)))
     _plan_kernel[(1,)](
         context_lens_B,
         first if segments_SW is None else segments_SW,

@@ -18,7 +18,7 @@ from rollout_kernels.attention.segments import SHARED_TILES, make_segments, no_s
 from rollout.engine.sequence.sequence import Sequence
 from rollout.models.batch import KVCache
 from rollout.models.deterministic import CONFIG as DETERMINISTIC
-from rollout.models.spec import AttentionSpec, ModelSpec
+from rollout.models.spec import AttentionSpec, LatentSpec, ModelSpec
 
 #: Bytes of KV that a layer need not read, from which on sharing is faster. On an H100, 117 MB saved made a layer slower
 #: by a fifth (8 rows of 4K + 2K, 32 of 1K + 1K), 230 MB (32 rows of 4K + 2K, 4 KV heads) left it as it was, and 460 MB
@@ -83,7 +83,10 @@ def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
     """Rows that attention may read together in every layer of a model; `coded` if its KV are e4m3 codes.
 
     One where the query heads of a row fill a tile already, and where every layer has a window: then it is not worth it.
+    One as well where a layer has latent attention, whose kernel reads each row on its own.
     """
+    if any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
+        return 1
     mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
     if all(mixer.window is not None for mixer in mixers):
         return 1
@@ -93,5 +96,5 @@ def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
 
 def make_shared_pages(spec: ModelSpec, kv: KVCache, deterministic: bool) -> SharedPages:
     """For the decode steps of a model over this KV."""
-    position_bytes = max(k[0, 0].numel() * k.element_size() for k in kv.k) * 2
+    position_bytes = max(k[0, 0].nbytes + v[0, 0].nbytes for k, v in zip(kv.k, kv.v, strict=True))
     return SharedPages(kv.page_size, most_shared_rows(spec, bool(kv.scales), deterministic), position_bytes)

@@ -81,6 +81,21 @@ CONFIGS = {
             "use_qk_norm": True,
         },
     ),
+    "latent": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 96,
+            "n_routed_experts": EXPERTS,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 128,
+            "intermediate_size": 640,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "olmoe": ("Olmoe", {"num_experts": EXPERTS, "intermediate_size": 128, "norm_topk_prob": False, "clip_qkv": 1.5}),
 }
 
@@ -91,7 +106,7 @@ def save(kind: str, folder, seed: int):
 
     stem, own = CONFIGS[kind]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{stem}Config")(**SIZES, **own)
+    config = getattr(transformers, f"{stem}Config")(**{**SIZES, **own})
     hf_model = transformers.AutoModelForCausalLM.from_config(config)
     hf_model.set_experts_implementation("eager")
     with torch.no_grad():

@@ -304,6 +304,8 @@ def test_a_family_reads_no_key_without_a_rule(architecture: str, monkeypatch: py
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     config.head_dim = 128  # some have it in checkpoints only
+    if getattr(config, "num_experts_per_tok", 1) is None:  # as DeepSeek-V2
+        config.num_experts_per_tok = 2
     noting = Noting(config)
     spec_from_config(noting, architecture)
     assert noting.read - CHECKED_ELSEWHERE <= set(config_rules(FAMILIES[architecture]))

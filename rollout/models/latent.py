@@ -1,0 +1,166 @@
+"""The block of multi-head latent attention: the paged cache holds one latent a token instead of keys and values.
+
+    x --one product--> queries, or their latent --norm, product--> queries | latent --norm--> c | what turns --> r
+                                                                            (c, r) --> cache
+    decode, short spans   queries absorb the keys' product, attend to (c, r), and sums of c meet the values' product
+    long spans            keys and values of the context are made of c first
+
+`kv_b` is used as it lies in the checkpoint, so an update is a copy and nothing follows from it.
+
+Legend: T tokens, H hidden, Q query heads, X dimensions of a head, R width of the latent, L what is kept of a token, Y
+keys and values that a head makes of a latent, V dimension of a head's values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from rollout_kernels import apply_rope
+from rollout_kernels.attention.latent import (
+    ABSORBED_AT_ONCE,
+    MOST_ABSORBED,
+    expanded_attention,
+    latent_decode_attention,
+    plan_latent_decode,
+    write_latent,
+)
+
+from rollout.models.batch import AttentionBatch, Chunk
+from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext
+from rollout.models.names import Region, one_name
+from rollout.models.spec import LatentSpec
+
+
+class AbsorbedRows(NamedTuple):
+    """Tokens that attend as the rows of a decode step do, each with its own context."""
+
+    number: int  # among those of the step
+    page_table_BP: torch.Tensor
+    context_lens_B: torch.Tensor
+    max_context: int
+
+
+class LatentAttention(Block):
+    """Latent attention over the paged cache; writes what is kept of this step's tokens first.
+
+    `rope` is the index of its rotary embedding among those of the model, `kv_index` counts the layers with KV.
+    """
+
+    def __init__(
+        self, spec: LatentSpec, layer: int, kv_index: int, rope: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec, self.layer, self.kv_index, self.rope = spec, layer, kv_index, rope
+        self.in_proj = Linear(spec.inputs, dtype, device)
+        self.q_norm: RMSNorm | None = None
+        self.q_b_proj: Linear | None = None
+        if spec.q_rank is not None and spec.q_b is not None:
+            self.q_norm = RMSNorm(spec.q_rank, spec.eps, dtype, device)
+            self.q_b_proj = Linear(spec.q_b, dtype, device)
+        self.kv_norm = RMSNorm(spec.kv_rank, spec.eps, dtype, device)
+        self.kv_b_proj = Linear(spec.kv_b, dtype, device)
+        self.o_proj = Linear(spec.o, dtype, device)
+
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
+        """Attention of the normalised `x_TH`."""
+        batch, cache_PS1L = context.batch, context.kv.layer(self.kv_index).k_PSGD
+        q_TQX, latent_TL = self._project(x_TH, context)
+        write_latent(latent_TL, cache_PS1L, context.slots_T)
+        if batch.chunks is None:
+            rows = AbsorbedRows(0, batch.page_table_BP, batch.context_lens_B, batch.max_context)
+            out_TQV = self._absorb(q_TQX, rows, cache_PS1L, batch)
+        else:
+            out_TQV = self._prefill(q_TQX, batch.chunks, cache_PS1L, batch)
+        return LastProduct(self.o_proj, out_TQV.flatten(1), batch.adapters, self.layer, "o")
+
+    def _prefill(
+        self, q_TQX: torch.Tensor, chunks: tuple[Chunk, ...], cache_PS1L: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Attention of spans of prompts, short and long ones, [T, Q, V]."""
+        out_TQV = q_TQX.new_empty(*q_TQX.shape[:2], self.spec.value_dim)
+        for tokens_T, rows in batch.shared("absorbed rows", lambda: absorbed_rows(batch, chunks)):
+            out_TQV[tokens_T] = self._absorb(q_TQX[tokens_T], rows, cache_PS1L, batch)
+        for row, (start, length, context_len) in enumerate(chunks):
+            if length > MOST_ABSORBED:
+                span, pages_P = slice(start, start + length), batch.page_table_BP[row]
+                out_TQV[span] = expanded_attention(
+                    q_TQX[span], cache_PS1L, pages_P, context_len, self._kv_b(), scale=self.spec.scale
+                )
+        return out_TQV
+
+    def _project(self, x_TH: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, Q, X], and what is kept of the tokens, [T, L]; both turned."""
+        spec, adapters = self.spec, context.batch.adapters
+        all_TN = self.in_proj(x_TH)
+        if adapters is not None:
+            adapters.add(self.layer, "qkv", all_TN, x_TH)
+        q_TN, latent_TR, turned_TD = all_TN.split((spec.inputs.widths[0], spec.kv_rank, spec.rope_dim), dim=1)
+        if self.q_norm is not None and self.q_b_proj is not None:
+            latent_q_TK = self.q_norm(q_TN)
+            q_TN = self.q_b_proj(latent_q_TK)
+            if adapters is not None:
+                adapters.add(self.layer, "q_b", q_TN, latent_q_TK)
+        q_TQX, cos_sin = q_TN.unflatten(1, (spec.heads, -1)), context.cos_sin[self.rope]
+        both = torch.cat((q_TQX[..., spec.nope_dim :], turned_TD[:, None]), dim=1)
+        q_TQD, turned_T1D = apply_rope(both, *cos_sin, spec.rope.interleaved).split((spec.heads, 1), dim=1)
+        q_TQX = torch.cat((q_TQX[..., : spec.nope_dim], q_TQD), dim=-1)
+        return q_TQX, torch.cat((self.kv_norm(latent_TR), turned_T1D[:, 0]), dim=-1)
+
+    def _kv_b(self) -> torch.Tensor:
+        """What each head makes of a latent, keys and then values: [Q, Y, R], a view."""
+        return self.kv_b_proj.weight.unflatten(0, (self.spec.heads, -1))
+
+    def _absorb(
+        self, q_TQX: torch.Tensor, rows: AbsorbedRows, cache_PS1L: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Attention of queries, each the last of its context, without expanded keys; [T, Q, V]."""
+        spec = self.spec
+        key_QNR, value_QVR = self._kv_b().split((spec.nope_dim, spec.value_dim), dim=1)
+        q_QTR = torch.bmm(q_TQX[..., : spec.nope_dim].transpose(0, 1), key_QNR)
+        q_TQL = torch.cat((q_QTR.transpose(0, 1), q_TQX[..., spec.nope_dim :]), dim=-1)
+        plan = batch.shared(
+            ("plan of absorbed rows", rows.number, spec.heads),
+            lambda: plan_latent_decode(
+                rows.page_table_BP, rows.context_lens_B, cache_PS1L, heads=spec.heads, max_context=rows.max_context
+            ),
+        )
+        sums_TQR = latent_decode_attention(
+            q_TQL, cache_PS1L, rows.page_table_BP, rows.context_lens_B, rank=spec.kv_rank, scale=spec.scale, plan=plan
+        )
+        return torch.bmm(sums_TQR.transpose(0, 1), value_QVR.transpose(1, 2)).transpose(0, 1)
+
+    def regions(self, prefix: str) -> list[Region]:
+        """Hugging Face tensors under the layer's `prefix`."""
+        names = self.spec.names
+        regions = self.in_proj.regions(prefix)
+        if self.q_norm is not None and self.q_b_proj is not None:
+            regions += [one_name(f"{prefix}{names.q_norm}.weight", self.q_norm.weight), *self.q_b_proj.regions(prefix)]
+        regions.append(one_name(f"{prefix}{names.kv_norm}.weight", self.kv_norm.weight))
+        return regions + self.kv_b_proj.regions(prefix) + self.o_proj.regions(prefix)
+
+
+def absorbed_rows(batch: AttentionBatch, chunks: tuple[Chunk, ...]) -> list[tuple[torch.Tensor, AbsorbedRows]]:
+    """The tokens of short spans, int64, and their rows."""
+    blocks: list[list[int]] = []  # numbers of chunks
+    tokens = ABSORBED_AT_ONCE
+    for index, chunk in enumerate(chunks):
+        if chunk.query_len > MOST_ABSORBED:
+            continue
+        if tokens + chunk.query_len > ABSORBED_AT_ONCE:
+            blocks.append([])
+            tokens = 0
+        blocks[-1].append(index)
+        tokens += chunk.query_len
+    return [_rows_of(batch, chunks, number, block) for number, block in enumerate(blocks)]
+
+
+def _rows_of(
+    batch: AttentionBatch, chunks: tuple[Chunk, ...], number: int, block: list[int]
+) -> tuple[torch.Tensor, AbsorbedRows]:
+    spans = [(index, chunks[index].query_start, chunks[index].query_len) for index in block]
+    device = batch.page_table_BP.device
+    tokens_T = torch.cat([torch.arange(start, start + length, device=device) for _, start, length in spans])
+    table_TP = torch.cat([batch.page_table_BP[index].expand(length, -1) for index, _, length in spans])
+    most = max(chunks[index].context_len for index in block)
+    return tokens_T, AbsorbedRows(number, table_TP, batch.positions_T[tokens_T] + 1, most)
