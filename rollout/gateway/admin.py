@@ -209,7 +209,9 @@ class Admin:
                 await self._groups.finish_engine(body.kwargs, "kwargs.")
             case "update_weights_ipc":
                 raise HttpError(
-                    501, "handles of CUDA IPC are pickled, and never read here; set SkyRL's colocate_all=false", "method"
+                    501,
+                    "handles of CUDA IPC are pickled, and never read here; set SkyRL's colocate_all=false",
+                    "method",
                 )
             case "skyrl_sleep_for_weight_sync" | "skyrl_wake_for_weight_sync":
                 raise HttpError(

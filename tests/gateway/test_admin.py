@@ -111,7 +111,7 @@ def test_folders_that_are_no_weights(client: httpx.Client, worker: WorkerProcess
     assert refused(client, path, {"model_path": str(root / "none")}) == "model_path"
     assert refused(client, path, {"weight_dir": None}) == "weight_dir"
     refused(client, "/init_broadcaster", {}, 501)
-    refused(client, "/collective_rpc", {"method": "skyrl_start_weight_update"}, 501)
+    refused(client, "/collective_rpc", {"method": "skyrl_sleep_for_weight_sync"}, 501)
     assert refused(client, "/collective_rpc", {"method": "rm"}) == "method"
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")
@@ -179,6 +179,8 @@ def test_a_gateway_tells_what_it_serves(client: httpx.Client) -> None:
     assert info["model_config"]["logprobs_mode"] and info["lora_config"] == {}
     assert client.get("/health_generate").status_code == client.get("/ping").status_code == 200
     assert post(client, "/reset_prefix_cache", {"reset_running_requests": False}) == {"success": True}
+    assert post(client, "/reset_prefix_cache") == {"success": True}
+    assert refused(client, "/reset_prefix_cache", {"other": 1}) == "other"
     assert client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0
     before = generated(client)
     counted(client)

@@ -21,9 +21,8 @@ from safetensors.torch import save_file
 
 from rollout.demo.counting import check_completion
 from tests.support.bridge.group_trainer import Trainer, trainer
-from tests.support.gateway.harness import gateway, post, refused
+from tests.support.gateway.harness import gateway, meet_by_gloo, post, refused
 from tests.support.worker.harness import ONES, TEXTS, TWOS, launch, tensors, until
-from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 
 FILES = {1: ONES / "model.safetensors", 2: TWOS / "model.safetensors"}
@@ -214,14 +213,7 @@ def test_vllms_calls_with_gloo_in_the_place_of_nccl(
     client: httpx.Client, direct: RolloutClient, sender: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the meeting is another one: it is changed on its way from the gateway to the worker."""
-    control = AsyncRolloutClient.control
-
-    async def by_gloo(pool: AsyncRolloutClient, op: str, **fields: Any) -> list[dict[str, Any]]:
-        if fields.get("action") == "join":
-            fields["meeting"] |= {"kind": "torch", "backend": "gloo"}
-        return await control(pool, op, **fields)
-
-    monkeypatch.setattr(AsyncRolloutClient, "control", by_gloo)
+    meet_by_gloo(monkeypatch)
     names, before = sorted(tensors(1)), direct.status()["weights_version"]
     group, port = "vllm weight transfer", free_port()
     sender.join(port, 2, group)
@@ -260,8 +252,26 @@ def test_vllms_calls_with_gloo_in_the_place_of_nccl(
     update(1, names)
     post(client, "/finish_weight_update", {})
     assert direct.status()["weights_version"] == before + 7 and counted(client) == TEXT[1]
+    rpc = "/collective_rpc"  # SkyRL's names for the same calls
+    assert post(client, rpc, {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}})
+    sender.broadcast(group, FILES[2], names, flat=True)
+    told_nccl = told(2, names, group)
+    info = {"names": names, "dtype_names": told_nccl["dtypes"], "shapes": told_nccl["shapes"], "packed": True}
+    post(client, rpc, {"method": "update_weights_nccl", "kwargs": {"update_info": info}})
+    assert sender.done() == {"ok": True}
+    assert direct.status()["weights_version"] == before + 7
+    post(client, rpc, {"method": "skyrl_finish_weight_update"})
+    assert direct.status()["weights_version"] == before + 8 and counted(client) == TEXT[2]
+    post(client, "/start_weight_update", {})
+    update(1, names)
+    post(client, "/finish_weight_update", {})
     post(client, "/shutdown_weight_transfer_engine")
     refused(client, "/start_weight_update", {}, 409)
+    for method in ("skyrl_start_weight_update", "skyrl_finish_weight_update"):
+        refused(client, rpc, {"method": method}, 409)
+    wrong = {"method": "update_weights_nccl", "kwargs": {"update_info": {"name": []}}}
+    assert refused(client, rpc, wrong) == "kwargs.update_info.name"
+    refused(client, rpc, {"method": "update_weights_ipc", "kwargs": {"update_info": {}}}, 501)
     sender.start("leave", name=group)
     assert sender.done() == {"ok": True}
 
