@@ -78,30 +78,30 @@ def told(step: int, names: list[str], group: str) -> dict[str, Any]:
     }
 
 
-def test_ten_updates_in_parts_while_requests_run(client: httpx.Client, direct: RolloutClient, sender: Trainer) -> None:
+def test_updates_in_parts_while_requests_run(client: httpx.Client, direct: RolloutClient, sender: Trainer) -> None:
     names = sorted(tensors(1))
     first = direct.status()["weights_version"]
     steps = {first: 1}
     answers, over = [], threading.Event()
 
     def generate() -> None:
-        body = {"prompt": "17:", "ignore_eos": True, "max_tokens": 300}
+        body = {"prompt": "17:", "ignore_eos": True, "max_tokens": 100}
         asked = {"return_token_ids": True, "return_weight_versions": True}
         while not over.is_set() or len(answers) < 2:
             answers.append(post(client, "/v1/completions", body | asked)["choices"][0])
 
-    join(client, sender, "ten")
+    join(client, sender, "parts")
     with ThreadPoolExecutor(1) as threads:
         generating = threads.submit(generate)
-        for number in range(1, 11):
+        for number in range(1, 7):
             steps[first + number] = step = 1 + number % 2
             parts = [names] if number < 4 else [names[::2], names[1::2]]
             for part, some in enumerate(parts):
                 more: dict[str, Any] = {"load_format": "flattened_bucket"} if number % 3 == 0 else {}
                 more |= {"weight_version": str(first + number)} if number % 4 == 0 else {}
-                sender.broadcast("ten", FILES[step], some, flat=number % 3 == 0)
+                sender.broadcast("parts", FILES[step], some, flat=number % 3 == 0)
                 assert direct.status()["weights_version"] == first + number - 1
-                body = told(step, some, "ten") | {"flush_cache": True, "abort_all_requests": True} | more
+                body = told(step, some, "parts") | {"flush_cache": True, "abort_all_requests": True} | more
                 assert post(client, UPDATE, body)["success"] and sender.done() == {"ok": True}
                 if part + 1 < len(parts):
                     refused(client, "/continue_generation", {}, 409)
@@ -110,7 +110,7 @@ def test_ten_updates_in_parts_while_requests_run(client: httpx.Client, direct: R
             assert counted(client) == TEXT[step]
         over.set()
         generating.result()
-    leave(client, sender, "ten")
+    leave(client, sender, "parts")
     assert {choice["finish_reason"] for choice in answers} == {"length"}  # no request was aborted
     seen = set()
     for choice in answers:
