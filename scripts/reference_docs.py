@@ -337,6 +337,7 @@ def _ignored_fields() -> list[tuple[str, ...]]:
         "/update_weights_from_distributed": groups.TensorsBody,
         "/init_weight_transfer_engine": groups.InitInfo,
         "/v1/load_lora_adapter": admin.AdapterBody,
+        "/reset_prefix_cache": admin.ResetBody,
         "/collective_rpc": admin.RpcBody,
         "/abort_request": sglang.AbortBody,
     }

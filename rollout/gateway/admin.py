@@ -74,6 +74,18 @@ class RpcBody(Body):
     kwargs: dict[str, Any] = {}
 
 
+class UpdateInfoBody(Body):
+    """The `kwargs` of SkyRL's `update_weights_nccl`."""
+
+    update_info: dict[str, Any]
+
+
+class ResetBody(Body):
+    """The body of `/reset_prefix_cache`."""
+
+    ignored: ClassVar = {"reset_running_requests": "the worker's `kv_on_swap` says what becomes of KV of older weights"}
+
+
 class Admin:
     """Answers admin requests."""
 
@@ -132,6 +144,7 @@ class Admin:
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """`/reset_prefix_cache`: nothing needs to be reset, since prefix keys hold the weights version."""
+        ResetBody.take(await self._gateway.optional_body(request))
         await self._gateway.workers.known(fresh=True)
         return json_answer({"success": True})
 
@@ -181,18 +194,32 @@ class Admin:
     async def collective_rpc(self, request: Request) -> Response:
         """`/collective_rpc`: methods of SkyRL's and prime-rl's worker extensions."""
         body = RpcBody.take(await self._gateway.body(request))
-        known = ("skyrl_start_weight_update", "update_weights_nccl", "update_weights_ipc", "skyrl_finish_weight_update")
-        if body.method in known:
-            raise no_group(body.method)
-        if body.method in ("skyrl_sleep_for_weight_sync", "skyrl_wake_for_weight_sync"):
-            raise HttpError(
-                501, f"{body.method}: updates are staged; call /sleep and /wake_up to give memory back", "method"
-            )
-        if body.method == "update_weights_from_path":
-            fields = {**body.kwargs, **({"weight_dir": body.args[0]} if len(body.args) == 1 else {})}
-            folder, field = UpdateBody.take(fields, "kwargs.").folder()
-            return json_answer({"results": [await self._control.update_from_folder(folder, None, field)]})
-        raise bad_request(f"the method {body.method!r:.200} is unknown to this gateway", "method")
+        result: Any = None
+        match body.method:
+            case "update_weights_from_path":
+                fields = {**body.kwargs, **({"weight_dir": body.args[0]} if len(body.args) == 1 else {})}
+                folder, field = UpdateBody.take(fields, "kwargs.").folder()
+                result = await self._control.update_from_folder(folder, None, field)
+            case "skyrl_start_weight_update":
+                await self._groups.start_engine(body.kwargs, "kwargs.")
+            case "update_weights_nccl":
+                info = UpdateInfoBody.take(body.kwargs, "kwargs.").update_info
+                await self._groups.update_engine(info, "kwargs.")
+            case "skyrl_finish_weight_update":
+                await self._groups.finish_engine(body.kwargs, "kwargs.")
+            case "update_weights_ipc":
+                raise HttpError(
+                    501,
+                    "handles of CUDA IPC are pickled, and never read here; set SkyRL's colocate_all=false",
+                    "method",
+                )
+            case "skyrl_sleep_for_weight_sync" | "skyrl_wake_for_weight_sync":
+                raise HttpError(
+                    501, f"{body.method}: updates are staged; call /sleep and /wake_up to give memory back", "method"
+                )
+            case method:
+                raise bad_request(f"the method {method!r:.200} is unknown to this gateway", "method")
+        return json_answer({"results": [result]})
 
     async def finish_session(self, request: Request) -> Response:
         """`/finish_session?session_id=`: frees the session's KV."""

@@ -197,22 +197,26 @@ class Groups:
 
     async def start(self, request: Request) -> Response:
         """`/start_weight_update`."""
-        StartBody.take(await self._gateway.optional_body(request))
+        return await self.start_engine(await self._gateway.optional_body(request))
+
+    async def start_engine(self, fields: Any, place: str = "") -> Response:
+        """Begin an update; `fields` are the body of `/start_weight_update`, and stand in the request at `place`."""
+        StartBody.take(fields, place)
         if self._engine is None:
             raise HttpError(409, "no weight transfer was initialized; call /init_weight_transfer_engine first")
         await self._updates.start()
         self._started = True
         return json_answer({"message": "Weight update started"})
 
-    async def update_engine(self, update_info: dict[str, Any]) -> Response:
+    async def update_engine(self, update_info: Any, place: str = "") -> Response:
         """`/update_weights {update_info}`: a part, or the whole of an update."""
-        info = UpdateInfo.take(update_info, "update_info.")
+        info = UpdateInfo.take(update_info, f"{place}update_info.")
         if self._engine is None or not self._started:
             raise HttpError(409, "no update was started; call /start_weight_update first")
         packed = self._engine.packed if info.packed is None else info.packed
         packed_bytes = info.packed_buffer_size_bytes or self._engine.packed_buffer_size_bytes
         if info.names:
-            self._tensors = _rows(info.names, info.dtype_names, info.shapes, "update_info.dtype_names")
+            self._tensors = _rows(info.names, info.dtype_names, info.shapes, f"{place}update_info.dtype_names")
         if not self._tensors:
             raise bad_request("name the tensors; there is no earlier call whose names could be used", "names")
         await self._updates.gather(_VLLM_GROUP, self._tensors, packed_bytes if packed else None)
@@ -220,7 +224,11 @@ class Groups:
 
     async def finish(self, request: Request) -> Response:
         """`/finish_weight_update {weight_version}`: the update is in use when the answer comes."""
-        body = FinishBody.take(await self._gateway.optional_body(request))
+        return await self.finish_engine(await self._gateway.optional_body(request))
+
+    async def finish_engine(self, fields: Any, place: str = "") -> Response:
+        """Put the update in use; `fields` and `place` as for `start_engine`."""
+        body = FinishBody.take(fields, place)
         if not self._started:
             raise HttpError(409, "no update was started; call /start_weight_update first")
         self._started = False

@@ -12,6 +12,7 @@ from rollout.gateway.errors import bad_request
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOP = 20  # likeliest tokens at each position
+_LARGEST_VOCABULARY = 1 << 24  # AReaL sends a top_k of 1e8, which means all tokens
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Int32 = Annotated[int, Field(ge=-MAX_TOKEN_ID, le=MAX_TOKEN_ID)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -147,7 +148,7 @@ class SamplingBody(Body):
         fields: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": 0 if self.top_k > _LARGEST_VOCABULARY else self.top_k,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,

@@ -117,7 +117,8 @@ class GroupOrders:
         manifest = _manifest([[entry.name, entry.dtype, entry.shape] for entry in once.values()])
         self._parameters.check_tensors(manifest)
         if len(once) < len(tensors):
-            again = next(entry.name for place, entry in enumerate(tensors) if entry in tensors[:place])
+            names = [entry.name for entry in tensors]
+            again = next(name for place, name in enumerate(names) if name in names[:place])
             lacked = ", ".join(self._parameters.missing(manifest)) or "nothing"
             raise WeightsRejected(f"{again} came again before the update was in use; the update lacked {lacked}")
         return manifest

@@ -104,6 +104,29 @@ def test_weights_from_a_folder_while_a_request_runs(client: httpx.Client, direct
     refused(client, "/update_weights_from_disk", disk, 409)  # it is not newer
 
 
+def test_an_update_as_prime_rls_orchestrator_orders_it(client: httpx.Client, direct: RolloutClient) -> None:
+    """It pauses with `keep`, names a folder and resumes, in this order, while rollouts run."""
+    before = client.get("/weight_info").json()["weight_version"]
+    assert client.get("/health").status_code == 200
+    assert "ones" in [card["id"] for card in client.get("/v1/models").json()["data"]]
+    params = {"max_tokens": 300, "logprobs": 1, "stop_token_ids": [1], "skip_special_tokens": False, "ignore_eos": True}
+    body = {"model": "ones", "token_ids": token_ids("17:"), "sampling_params": params, "cache_salt": str(before)}
+    headers = {"X-Session-ID": "rollout-1"}
+    with ThreadPoolExecutor() as threads:
+        asked = {**body, "return_weight_versions": True, "priority": 1}
+        ended = threads.submit(post, client, "/inference/v1/generate", asked, headers=headers)
+        until(lambda: running(direct) or ended.done(), "a row")
+        post(client, "/pause", params={"mode": "keep", "clear_cache": "false"})
+        post(client, "/update_weights", {"weight_dir": str(TWOS)})
+        post(client, "/resume")
+        (choice,) = ended.result()["choices"]
+    assert choice["finish_reason"] == "length" and len(choice["logprobs"]["content"]) == 300
+    assert {run["version"] for run in choice["weight_versions"]} <= {before, before + 1}
+    assert counted(client) == " 19 21"
+    post(client, "/update_weights", {"weight_dir": str(ONES)})
+    assert post(client, "/finish_session?session_id=rollout-1")["finished"] is True
+
+
 def test_folders_that_are_no_weights(client: httpx.Client, worker: WorkerProcess, tmp_path: Path) -> None:
     path, root = "/update_weights", ONES.parent
     assert refused(client, path, {"weight_dir": str(tmp_path)}, 403) == "weight_dir"
@@ -111,7 +134,7 @@ def test_folders_that_are_no_weights(client: httpx.Client, worker: WorkerProcess
     assert refused(client, path, {"model_path": str(root / "none")}) == "model_path"
     assert refused(client, path, {"weight_dir": None}) == "weight_dir"
     refused(client, "/init_broadcaster", {}, 501)
-    refused(client, "/collective_rpc", {"method": "skyrl_start_weight_update"}, 501)
+    refused(client, "/collective_rpc", {"method": "skyrl_sleep_for_weight_sync"}, 501)
     assert refused(client, "/collective_rpc", {"method": "rm"}) == "method"
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")
@@ -179,6 +202,8 @@ def test_a_gateway_tells_what_it_serves(client: httpx.Client) -> None:
     assert info["model_config"]["logprobs_mode"] and info["lora_config"] == {}
     assert client.get("/health_generate").status_code == client.get("/ping").status_code == 200
     assert post(client, "/reset_prefix_cache", {"reset_running_requests": False}) == {"success": True}
+    assert post(client, "/reset_prefix_cache") == {"success": True}
+    assert refused(client, "/reset_prefix_cache", {"other": 1}) == "other"
     assert client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0
     before = generated(client)
     counted(client)

@@ -18,6 +18,7 @@ DRAWN: dict[str, Any] = {"temperature": 2.5, "seed": 4}
 def test_tokens_of_vllm(client: httpx.Client, direct: RolloutClient) -> None:
     (truth,) = direct.generate(PROMPT, logprobs=1, max_tokens=15, **DRAWN).completions
     params = {**DRAWN, "max_tokens": 15, "logprobs": 1, "skip_special_tokens": False, "output_kind": 2}
+    params["top_k"] = 100_000_000  # AReaL's default, which means all tokens
     body = {"model": "ones", "token_ids": PROMPT, "sampling_params": params, "cache_salt": "7", "priority": 3}
     answer = post(client, "/inference/v1/generate", body)
     (choice,) = answer["choices"]

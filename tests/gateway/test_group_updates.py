@@ -21,9 +21,8 @@ from safetensors.torch import save_file
 
 from rollout.demo.counting import check_completion
 from tests.support.bridge.group_trainer import Trainer, trainer
-from tests.support.gateway.harness import gateway, post, refused
+from tests.support.gateway.harness import gateway, meet_by_gloo, post, refused
 from tests.support.worker.harness import ONES, TEXTS, TWOS, launch, tensors, until
-from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 
 FILES = {1: ONES / "model.safetensors", 2: TWOS / "model.safetensors"}
@@ -79,30 +78,30 @@ def told(step: int, names: list[str], group: str) -> dict[str, Any]:
     }
 
 
-def test_ten_updates_in_parts_while_requests_run(client: httpx.Client, direct: RolloutClient, sender: Trainer) -> None:
+def test_updates_in_parts_while_requests_run(client: httpx.Client, direct: RolloutClient, sender: Trainer) -> None:
     names = sorted(tensors(1))
     first = direct.status()["weights_version"]
     steps = {first: 1}
     answers, over = [], threading.Event()
 
     def generate() -> None:
-        body = {"prompt": "17:", "ignore_eos": True, "max_tokens": 300}
+        body = {"prompt": "17:", "ignore_eos": True, "max_tokens": 100}
         asked = {"return_token_ids": True, "return_weight_versions": True}
         while not over.is_set() or len(answers) < 2:
             answers.append(post(client, "/v1/completions", body | asked)["choices"][0])
 
-    join(client, sender, "ten")
+    join(client, sender, "parts")
     with ThreadPoolExecutor(1) as threads:
         generating = threads.submit(generate)
-        for number in range(1, 11):
+        for number in range(1, 7):
             steps[first + number] = step = 1 + number % 2
             parts = [names] if number < 4 else [names[::2], names[1::2]]
             for part, some in enumerate(parts):
                 more: dict[str, Any] = {"load_format": "flattened_bucket"} if number % 3 == 0 else {}
                 more |= {"weight_version": str(first + number)} if number % 4 == 0 else {}
-                sender.broadcast("ten", FILES[step], some, flat=number % 3 == 0)
+                sender.broadcast("parts", FILES[step], some, flat=number % 3 == 0)
                 assert direct.status()["weights_version"] == first + number - 1
-                body = told(step, some, "ten") | {"flush_cache": True, "abort_all_requests": True} | more
+                body = told(step, some, "parts") | {"flush_cache": True, "abort_all_requests": True} | more
                 assert post(client, UPDATE, body)["success"] and sender.done() == {"ok": True}
                 if part + 1 < len(parts):
                     refused(client, "/continue_generation", {}, 409)
@@ -111,7 +110,7 @@ def test_ten_updates_in_parts_while_requests_run(client: httpx.Client, direct: R
             assert counted(client) == TEXT[step]
         over.set()
         generating.result()
-    leave(client, sender, "ten")
+    leave(client, sender, "parts")
     assert {choice["finish_reason"] for choice in answers} == {"length"}  # no request was aborted
     seen = set()
     for choice in answers:
@@ -214,14 +213,7 @@ def test_vllms_calls_with_gloo_in_the_place_of_nccl(
     client: httpx.Client, direct: RolloutClient, sender: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the meeting is another one: it is changed on its way from the gateway to the worker."""
-    control = AsyncRolloutClient.control
-
-    async def by_gloo(pool: AsyncRolloutClient, op: str, **fields: Any) -> list[dict[str, Any]]:
-        if fields.get("action") == "join":
-            fields["meeting"] |= {"kind": "torch", "backend": "gloo"}
-        return await control(pool, op, **fields)
-
-    monkeypatch.setattr(AsyncRolloutClient, "control", by_gloo)
+    meet_by_gloo(monkeypatch)
     names, before = sorted(tensors(1)), direct.status()["weights_version"]
     group, port = "vllm weight transfer", free_port()
     sender.join(port, 2, group)
@@ -260,8 +252,26 @@ def test_vllms_calls_with_gloo_in_the_place_of_nccl(
     update(1, names)
     post(client, "/finish_weight_update", {})
     assert direct.status()["weights_version"] == before + 7 and counted(client) == TEXT[1]
+    rpc = "/collective_rpc"  # SkyRL's names for the same calls
+    assert post(client, rpc, {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}})
+    sender.broadcast(group, FILES[2], names, flat=True)
+    told_nccl = told(2, names, group)
+    info = {"names": names, "dtype_names": told_nccl["dtypes"], "shapes": told_nccl["shapes"], "packed": True}
+    post(client, rpc, {"method": "update_weights_nccl", "kwargs": {"update_info": info}})
+    assert sender.done() == {"ok": True}
+    assert direct.status()["weights_version"] == before + 7
+    post(client, rpc, {"method": "skyrl_finish_weight_update"})
+    assert direct.status()["weights_version"] == before + 8 and counted(client) == TEXT[2]
+    post(client, "/start_weight_update", {})
+    update(1, names)
+    post(client, "/finish_weight_update", {})
     post(client, "/shutdown_weight_transfer_engine")
     refused(client, "/start_weight_update", {}, 409)
+    for method in ("skyrl_start_weight_update", "skyrl_finish_weight_update"):
+        refused(client, rpc, {"method": method}, 409)
+    wrong = {"method": "update_weights_nccl", "kwargs": {"update_info": {"name": []}}}
+    assert refused(client, rpc, wrong) == "kwargs.update_info.name"
+    refused(client, rpc, {"method": "update_weights_ipc", "kwargs": {"update_info": {}}}, 501)
     sender.start("leave", name=group)
     assert sender.done() == {"ok": True}
 

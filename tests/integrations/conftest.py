@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 _PACKAGES = (
+    "areal",
     *("torch", "transformers", "trl", "verl", "ray", "openai", "verifiers", "renderers", "skyrl"),
     *("vllm-router", "sglang-router"),
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,8 +16,9 @@ pytest.importorskip("sglang_router", reason="make test-integrations installs sgl
 httpx = pytest.importorskip("httpx", reason="the extra http brings it")
 
 from tests.support.integrations.integration_worker import start  # noqa: E402
+from tests.support.integrations.routers import answers, free_port, process, router  # noqa: E402
 from tests.support.patience import PATIENCE_S  # noqa: E402
-from tests.support.worker.harness import ONES, subprocess_environment, text_of, token_ids, until  # noqa: E402
+from tests.support.worker.harness import ONES, text_of, token_ids, until  # noqa: E402
 from trainer_bridge.client.blocking import RolloutClient  # noqa: E402
 from trainer_bridge.client.launch import WorkerProcess  # noqa: E402
 
@@ -39,21 +38,6 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
 
 
 @contextmanager
-def process(*command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process for the time of the block."""
-    with (
-        log.open("wb") as file,
-        subprocess.Popen(
-            [sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, env=subprocess_environment()
-        ) as running,
-    ):
-        try:
-            yield running
-        finally:
-            running.kill()
-
-
-@contextmanager
 def gateway(worker: WorkerProcess, folder: Path, name: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The gateway of one worker, and its URL."""
     port = free_port()
@@ -62,18 +46,6 @@ def gateway(worker: WorkerProcess, folder: Path, name: str) -> Iterator[tuple[su
         url = f"http://127.0.0.1:{port}"
         until(lambda: answers(url + "/health"), f"{name}: {(folder / f'{name}.log').read_text()[-2000:]}", PATIENCE_S)
         yield running, url
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
-def answers(url: str) -> bool:
-    try:
-        return bool(httpx.get(url, timeout=5.0).status_code == 200)
-    except httpx.TransportError:
-        return False
 
 
 class VllmDialect:
@@ -117,42 +89,36 @@ def test_requests_go_on_when_a_gateway_is_killed(dialect: Any, workers: Two, tmp
         gateway(workers[0], tmp_path, "first") as (doomed, first_url),
         gateway(workers[1], tmp_path, "second") as (_, second_url),
     ):
-        port = free_port()
-        arguments = ("--host", "127.0.0.1", "--port", str(port), "--policy", dialect.policy)
-        watch = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
-        metrics = ("--prometheus-port", str(free_port()))
-        urls = ("--worker-urls", first_url, second_url)
-        module = f"{dialect.package}.launch_router"
-        with process("-m", module, *arguments, *watch, *metrics, *urls, log=tmp_path / "router.log"):
-            base = f"http://127.0.0.1:{port}"
-            until(lambda: answers(base + "/health"), "the router", PATIENCE_S)
-            with httpx.Client(base_url=base, timeout=PATIENCE_S) as client:
+        with (
+            router(dialect.package, dialect.policy, (first_url, second_url), tmp_path) as base,
+            httpx.Client(base_url=base, timeout=PATIENCE_S) as client,
+        ):
 
-                def ask(start: int, tokens: int = 8) -> Any:
-                    return client.post(dialect.path, json=dialect.body(f"{start}:", tokens))
+            def ask(start: int, tokens: int = 8) -> Any:
+                return client.post(dialect.path, json=dialect.body(f"{start}:", tokens))
 
-                def whole(start: int, answer: Any, tokens: int = 8) -> bool:
-                    """True for a right answer, false for an error; anything else fails."""
-                    if answer.status_code != 200:
-                        return False
-                    ids = dialect.tokens(answer.json())
-                    counted = "".join(f" {number}" for number in range(start + 1, start + tokens))
-                    assert text_of(ids) == counted[:tokens], "a wrong or cut answer that looks like a success"
-                    return True
+            def whole(start: int, answer: Any, tokens: int = 8) -> bool:
+                """True for a right answer, false for an error; anything else fails."""
+                if answer.status_code != 200:
+                    return False
+                ids = dialect.tokens(answer.json())
+                counted = "".join(f" {number}" for number in range(start + 1, start + tokens))
+                assert text_of(ids) == counted[:tokens], "a wrong or cut answer that looks like a success"
+                return True
 
-                until(lambda: all(whole(20, ask(20)) for _ in range(4)), "both gateways", PATIENCE_S)
-                assert all(generated(worker) > count for worker, count in zip(workers, before, strict=True))
+            until(lambda: all(whole(20, ask(20)) for _ in range(4)), "both gateways", PATIENCE_S)
+            assert all(generated(worker) > count for worker, count in zip(workers, before, strict=True))
 
-                with ThreadPoolExecutor(8) as pool:
-                    running = [pool.submit(ask, start, TOKENS) for start in range(20, 28)]
-                    until(lambda: all(busy(worker) for worker in workers), "rows at both workers", PATIENCE_S)
-                    doomed.kill()
-                    ended = [
-                        whole(start, each.result(), TOKENS) for start, each in zip(range(20, 28), running, strict=True)
-                    ]
-                assert any(ended), "the other gateway's requests must not notice"
-                until(lambda: not busy(workers[0]), "the end of the killed gateway's rows", PATIENCE_S)
-                until(lambda: all(whole(30, ask(30)) for _ in range(4)), "the router to leave it out", PATIENCE_S)
+            with ThreadPoolExecutor(8) as pool:
+                running = [pool.submit(ask, start, TOKENS) for start in range(20, 28)]
+                until(lambda: all(busy(worker) for worker in workers), "rows at both workers", PATIENCE_S)
+                doomed.kill()
+                ended = [
+                    whole(start, each.result(), TOKENS) for start, each in zip(range(20, 28), running, strict=True)
+                ]
+            assert any(ended), "the other gateway's requests must not notice"
+            until(lambda: not busy(workers[0]), "the end of the killed gateway's rows", PATIENCE_S)
+            until(lambda: all(whole(30, ask(30)) for _ in range(4)), "the router to leave it out", PATIENCE_S)
 
 
 def status(worker: WorkerProcess) -> dict[str, Any]:

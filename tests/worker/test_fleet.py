@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.patience import PATIENCE_S
-from tests.support.worker.harness import check, launch, tensors, token_ids
+from tests.support.worker.harness import check, launch, tensors, token_ids, until
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
@@ -40,6 +40,30 @@ def test_a_prompt_goes_to_the_worker_that_has_its_kv(
                 assert result.cached_tokens > len(prompt) // 2, "it computed the prompt again"
 
 
+def test_a_worker_with_older_weights_is_not_used_and_one_that_leaves_ends_its_requests(
+    worker: WorkerProcess, weights_worker: WorkerProcess, ledger: dict[int, int]
+) -> None:
+    old, new = worker.endpoint, weights_worker.endpoint
+    version = max(ledger) + 1
+    with WeightPublisher(new) as publisher:
+        publisher.publish(tensors(2), version).applied(60)
+    ledger[version] = 2
+    with RolloutClient(new, timeout_s=60.0) as client:
+        client.add(old)
+        assert client.status(old)["weights_version"] < version
+        assert {client.generate("17:", max_tokens=2).endpoint for _ in range(8)} == {new}
+    with RolloutClient(old, timeout_s=60.0) as client:
+        client.add(new)
+        until(lambda: client.generate("17:", max_tokens=2).endpoint == new, "the newcomer's first request")
+        last = client.generate("30:", endpoint=new, **{**LONG, "max_tokens": 200})
+        client.remove(new)
+        assert {client.generate("17:", max_tokens=2).endpoint for _ in range(4)} == {old}
+        (completion,) = last.wait().completions
+        assert check("30:", completion, ledger).tokens == 200 and last.endpoint == new
+        assert client.endpoints == (old,)
+
+
+@pytest.mark.nightly
 def test_requests_survive_a_kill_and_the_worker_is_used_again_with_current_weights(
     weights_worker: WorkerProcess, mortal: WorkerProcess, ledger: dict[int, int], tmp_path: Path
 ) -> None:

@@ -126,8 +126,10 @@ def test_tensors_that_do_not_fit_are_received_and_refused(worker: Worker) -> Non
         before = model.snapshot()
         assert trainer.send(0, tensors | {"other": torch.ones(3)})["code"] == "weights_rejected"
         assert "norm.weight" in trainer.send(0, tensors | {"norm.weight": torch.ones(5)})["message"]
-        trainer.send(0, {"q.weight": tensors["q.weight"]})
-        assert "q.weight" in trainer.send(1, {"q.weight": tensors["q.weight"]})["message"]
+        for first in ({"q.weight"}, {"norm.weight", "q.weight"}, set(tensors)):  # at one place in both parts, or not
+            trainer.send(0, {name: tensor for name, tensor in tensors.items() if name in first})
+            again = trainer.send(1, {"q.weight": tensors["q.weight"]})
+            assert again["code"] == "weights_rejected" and "q.weight" in again["message"]
         part = dict(list(tensors.items())[1:])
         assert trainer.send(0, part)["missing"] == ["embed.weight"]
         assert publish(worker, 1, rows_of(part))["code"] == "weights_rejected"

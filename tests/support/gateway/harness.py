@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 
 from rollout.gateway.app import make_app
@@ -42,6 +43,18 @@ def gateway(endpoints: Sequence[str], keys: tuple[bytes, ...] = (), **settings: 
     finally:
         server.should_exit = True
         thread.join()
+
+
+def meet_by_gloo(patch: pytest.MonkeyPatch) -> None:
+    """Have gloo in the place of NCCL: only the meeting is changed, on its way from a gateway here to its workers."""
+    control = AsyncRolloutClient.control
+
+    async def by_gloo(pool: AsyncRolloutClient, op: str, **fields: Any) -> list[dict[str, Any]]:
+        if fields.get("action") == "join":
+            fields["meeting"] |= {"kind": "torch", "backend": "gloo"}
+        return await control(pool, op, **fields)
+
+    patch.setattr(AsyncRolloutClient, "control", by_gloo)
 
 
 def post(client: httpx.Client, path: str, body: Any = None, **options: Any) -> Any:
