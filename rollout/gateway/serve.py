@@ -42,6 +42,7 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
         server_header=False,
+        proxy_headers=False,
         lifespan="on",
         ws="none",
         backlog=_BACKLOG,
