@@ -113,13 +113,14 @@ def test_connections_that_wait_for_their_client_are_cut_off() -> None:
             await Response(b"x" * (16 << 20))(scope, receive, send)
 
     settings = GatewaySettings(("tcp://127.0.0.1:1",), body_s=0.3, send_s=0.3)
-    with served(uvicorn_config(settings, Starlette(routes=[Mount("/", answer)]), grace_s=1)) as address:
+    with served(uvicorn_config(settings, Starlette(routes=[Mount("/", answer)]), grace_s=1)) as (server, address):
         for data in (b"GET /hea", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"):
             with socket.socket() as waiting:
                 waiting.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 waiting.connect(address)
                 waiting.sendall(data)
-                until(lambda: waiting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), "the end of the connection")
+                until(lambda: server.server_state.connections, "the connection")
+                until(lambda: not server.server_state.connections, "its end")
         with socket.create_connection(address) as endless, pytest.raises(OSError):
             endless.settimeout(PATIENCE_S)
             while True:

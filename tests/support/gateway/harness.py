@@ -29,15 +29,15 @@ def gateway(endpoints: Sequence[str], keys: tuple[bytes, ...] = (), **settings: 
         return AsyncRolloutClient(endpoints, resume=given.resumes, resume_timeout_s=given.resume_s)
 
     with (
-        served(uvicorn_config(given, make_app(given, keys, pool), grace_s=1)) as (host, port),
+        served(uvicorn_config(given, make_app(given, keys, pool), grace_s=1)) as (_, (host, port)),
         httpx.Client(base_url=f"http://{host}:{port}", timeout=PATIENCE_S) as client,
     ):
         yield client
 
 
 @contextmanager
-def served(config: uvicorn.Config) -> Iterator[tuple[str, int]]:
-    """The address of a server in a thread."""
+def served(config: uvicorn.Config) -> Iterator[tuple[uvicorn.Server, tuple[str, int]]]:
+    """A server in a thread, and its address."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -45,7 +45,7 @@ def served(config: uvicorn.Config) -> Iterator[tuple[str, int]]:
     try:
         until(lambda: server.started or not thread.is_alive(), "the gateway")
         assert thread.is_alive(), "the gateway did not start"
-        yield listening.getsockname()
+        yield server, listening.getsockname()
     finally:
         server.should_exit = True
         thread.join()
