@@ -11,12 +11,12 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rollout.gateway.errors import HttpError, http_error
+from rollout.gateway.json_text import json_text
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class ClientGone(HttpError):  # noqa: N818 -- no error of ours
 
 def json_answer(value: Any, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON answer."""
-    return Response(to_json(value, inf_nan_mode="null"), headers=headers, media_type="application/json")
+    return Response(json_text(value), headers=headers, media_type="application/json")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
@@ -91,12 +91,12 @@ class EventStream(Response):
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             while event is not None:
-                await self._send(send, _body(b"data: " + to_json(event, inf_nan_mode="null") + b"\n\n"))
+                await self._send(send, _body(f"data: {json_text(event)}\n\n".encode()))
                 event = await anext(self._events, None)
             await self._send(send, _body(_DONE))
         # The status is sent; the reader finds every later error in the stream.
         except Exception as error:
-            await self._send(send, _body(b"data: " + to_json(http_error(error).body()) + b"\n\n"))
+            await self._send(send, _body(f"data: {json_text(http_error(error).body())}\n\n".encode()))
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:

@@ -146,7 +146,7 @@ class Chat:
         if body.stream and body.prompt_logprobs is not None:
             raise bad_request("a stream has no log-probs of the prompt; remove 'stream'", "stream")
         fields = await gateway.openai_fields(body) | place
-        fields |= {"return_text": body.skip_special_tokens, "logprobs": body.top_logprobs}
+        fields |= {"return_text": gateway.text.from_worker(body), "logprobs": body.top_logprobs}
         if body.max_completion_tokens is not None:
             fields["max_tokens"] = body.max_completion_tokens
         demanded = body.tool_constraint()
@@ -178,7 +178,7 @@ class _Message:
     """One completion on its way to a message: its text is cut into reasoning, content and tool calls."""
 
     def __init__(self, gateway: Gateway, body: ChatBody, prompt: str) -> None:
-        self._pieces = gateway.text.pieces(not body.skip_special_tokens, body.stop, body.include_stop_str_in_output)
+        self._pieces = gateway.text.pieces(body, body.include_stop_str_in_output)
         demanded = body.tool_constraint() is not None
         self._reasoning: ReasoningStream | None = None
         if gateway.reasoning is not None and not demanded:
@@ -280,17 +280,18 @@ class _Call:
         messages = [_Message(self._gateway, self._body, self._chat.text) for _ in range(n)]
         begun = [False] * n
         async with self._gateway.workers.stream(self._id, self._request, every, self._session) as stream:
-            async for chunk in stream:
-                message = messages[chunk.index]
-                delta = self._delta(message, chunk.part)
-                event: dict[str, Any] = head | {"choices": [{"index": chunk.index, "delta": delta}]}
-                if not begun[chunk.index]:
-                    begun[chunk.index] = True
-                    delta["role"] = "assistant"
-                    if self._body.return_token_ids and chunk.index == 0:
-                        event["prompt_token_ids"] = self._request.prompt
-                event["choices"][0] |= self._facts(chunk.part, message, chunk.offset)
-                yield event
+            while chunks := await stream.arrived():
+                for chunk in chunks:
+                    message = messages[chunk.index]
+                    delta = self._delta(message, chunk.part)
+                    event: dict[str, Any] = head | {"choices": [{"index": chunk.index, "delta": delta}]}
+                    if not begun[chunk.index]:
+                        begun[chunk.index] = True
+                        delta["role"] = "assistant"
+                        if self._body.return_token_ids and chunk.index == 0:
+                            event["prompt_token_ids"] = self._request.prompt
+                    event["choices"][0] |= self._facts(chunk.part, message, chunk.offset)
+                    yield event
             assert stream.result is not None
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield head | {"choices": [], "usage": usage([stream.result])}

@@ -61,7 +61,7 @@ class Completions:
             raise bad_request("a stream has no log-probs of the prompt; remove 'stream'", "stream")
         fields["logprobs"] = body.logprobs or 0
         fields["prompt_logprobs"] = scored or body.prompt_logprobs is not None
-        fields["return_text"] = gateway.text.there and body.skip_special_tokens
+        fields["return_text"] = gateway.text.from_worker(body)
         prompts = [
             await gateway.text.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
             for prompt in body.prompts
@@ -140,18 +140,19 @@ class _Call:
         echoed = self._echoed[number]
         begun, characters = [False] * request.n, [len(echoed)] * request.n
         async with workers.stream(self._id, request, every, self._session) as stream:
-            async for chunk in stream:
-                index = chunk.index
-                choice = self._choice(
-                    chunk.part, pieces[index], number * request.n + index, chunk.offset, characters[index]
-                )
-                characters[index] += len(choice["text"])
-                if not begun[index]:
-                    begun[index] = True
-                    choice["text"] = echoed + choice["text"]
-                    if self._body.return_token_ids:
-                        choice["prompt_token_ids"] = request.prompt
-                yield choice
+            while chunks := await stream.arrived():
+                for chunk in chunks:
+                    index = chunk.index
+                    choice = self._choice(
+                        chunk.part, pieces[index], number * request.n + index, chunk.offset, characters[index]
+                    )
+                    characters[index] += len(choice["text"])
+                    if not begun[index]:
+                        begun[index] = True
+                        choice["text"] = echoed + choice["text"]
+                        if self._body.return_token_ids:
+                            choice["prompt_token_ids"] = request.prompt
+                    yield choice
             assert stream.result is not None
             results.append(stream.result)
 
@@ -172,6 +173,4 @@ class _Call:
         return choice
 
     def _pieces(self) -> TextPieces:
-        body = self._body
-        special = self._gateway.text.there and not body.skip_special_tokens
-        return self._gateway.text.pieces(special, body.stop, body.include_stop_str_in_output)
+        return self._gateway.text.pieces(self._body, self._body.include_stop_str_in_output)

@@ -46,6 +46,7 @@ class FolderUpdates:
             )
         try:
             path = Path(folder).expanduser().resolve()
+            path.exists()  # raises for a name that is too long, which `resolve` lets pass
         except (OSError, ValueError, RuntimeError) as error:
             raise bad_request(f"{folder!r:.200} is no path: {error}", field) from error
         if not path.is_relative_to(self._root):

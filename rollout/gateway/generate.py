@@ -17,7 +17,7 @@ from rollout.gateway.answers import EventStream, json_answer, unless_gone
 from rollout.gateway.bodies import Body
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway, finish_reason, new_id, usage, version_runs
-from rollout.gateway.logprobs import prompt_entries
+from rollout.gateway.logprobs import LogprobFormat, prompt_entries
 from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, Int32, SamplingBody, StreamOptions, TokenId
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.results import Completion
@@ -101,9 +101,10 @@ class Generate:
             events = self._events(request_id, call, body, params, session)
             return EventStream(events, gateway.settings.send_s)
         result = await gateway.workers.generate(request_id, call, session)
+        logprobs = self._logprobs(params)
         answer: dict[str, Any] = {
             "request_id": request_id,
-            "choices": [self._choice(completion, body, params, 0) for completion in result.completions],
+            "choices": [self._choice(completion, body, params, logprobs, 0) for completion in result.completions],
             "prompt_logprobs": None,
             "usage": usage([result]),
         }
@@ -117,31 +118,36 @@ class Generate:
         self, request_id: str, call: TokenRequest, body: GenerateBody, params: GenerateParams, session: str | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         workers, every = self._gateway.workers, self._gateway.settings.stream_every
+        logprobs = self._logprobs(params)
         first = body.return_token_ids
         async with workers.stream(request_id, call, every, session) as stream:
-            async for chunk in stream:
-                event: dict[str, Any] = {
-                    "request_id": request_id,
-                    "choices": [self._choice(chunk.part, body, params, chunk.offset)],
-                }
-                if first:
-                    event["prompt_token_ids"], first = body.token_ids, False
-                yield event
+            while chunks := await stream.arrived():
+                for chunk in chunks:
+                    event: dict[str, Any] = {
+                        "request_id": request_id,
+                        "choices": [self._choice(chunk.part, body, params, logprobs, chunk.offset)],
+                    }
+                    if first:
+                        event["prompt_token_ids"], first = body.token_ids, False
+                    yield event
             assert stream.result is not None
         if body.stream_options is not None and body.stream_options.include_usage:
             yield {"request_id": request_id, "choices": [], "usage": usage([stream.result])}
 
-    def _choice(self, part: Completion, body: GenerateBody, params: GenerateParams, start: int) -> dict[str, Any]:
+    def _logprobs(self, params: GenerateParams) -> LogprobFormat | None:
+        return None if params.logprobs is None else self._gateway.logprob_format(params.logprobs, by_id=True)
+
+    def _choice(
+        self, part: Completion, body: GenerateBody, params: GenerateParams, logprobs: LogprobFormat | None, start: int
+    ) -> dict[str, Any]:
         """A choice, or the new tokens of one."""
         choice: dict[str, Any] = {
             "index": part.index,
             "token_ids": part.token_ids.tolist(),
-            "logprobs": None,
+            "logprobs": None if logprobs is None else logprobs.content(part),
             "finish_reason": finish_reason(part),
             "stop_reason": part.stop,
         }
-        if params.logprobs is not None:
-            choice["logprobs"] = self._gateway.logprob_format(params.logprobs, by_id=True).content(part)
         if self._show is not None:
             choice["routed_experts"] = self._show(part, params.routed_experts_prompt_start)
         if body.return_weight_versions:

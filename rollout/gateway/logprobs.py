@@ -12,13 +12,16 @@ number that is unknown ends the request with an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from rollout.gateway.errors import HttpError
+from rollout.gateway.json_text import Json, json_text
 from rollout.gateway.settings import LogprobMode
 from trainer_bridge.client.results import Completion
 
@@ -41,19 +44,22 @@ class LogprobFormat:
                 values = part.logprobs if part.drawn_logprobs is None else part.drawn_logprobs
             case "policy":
                 values = part.logprobs
-        if not np.isfinite(values).all():
+        found: list[float] = values.tolist()
+        if not all(map(math.isfinite, found)):
             raise HttpError(500, "the worker has no log-prob for a token of this completion; send the request again")
-        return [float(value) for value in values]
+        return found
 
     def content(self, part: Completion) -> dict[str, Any]:
         """Log-probs as chat and generate answers have them: an entry for each token."""
-        tokens, values, tops = part.token_ids.tolist(), self.sampled(part), self._tops(part)
-        entries = []
-        for token, value, top in zip(tokens, values, tops, strict=True):
-            entry = self._entry(token, value)
-            entry["top_logprobs"] = [self._entry(other, logprob) for other, logprob in top.items()]
-            entries.append(entry)
-        return {"content": entries}
+        rows = zip(part.token_ids.tolist(), self.sampled(part), self._tops(part), strict=True)
+        entries = [
+            f'{{{self._entry(token, value)},"top_logprobs":[{",".join(self._likeliest(top))}]}}'
+            for token, value, top in rows
+        ]
+        return {"content": Json(f"[{','.join(entries)}]")}
+
+    def _likeliest(self, top: dict[int, float]) -> list[str]:
+        return [f"{{{self._entry(token, value)}}}" for token, value in top.items()]
 
     def columns(self, part: Completion, offset: int = 0) -> dict[str, Any]:
         """Log-probs as answers of `/v1/completions` have them. `offset`: characters of text before this part."""
@@ -81,14 +87,11 @@ class LogprobFormat:
         """A token's name in the answer."""
         return f"token_id:{token}" if self.by_id else self.name(token)
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        shown = self.shown(token)
-        return {
-            "token": shown,
-            "token_id": token,
-            "logprob": logprob,
-            "bytes": None if self.by_id else list(shown.encode()),
-        }
+    def _entry(self, token: int, logprob: float) -> str:
+        """The fields of a token in JSON."""
+        if self.by_id:
+            return f'"token":"token_id:{token}","token_id":{token},"bytes":null,"logprob":{logprob}'
+        return f'{_named(self.name(token))},"token_id":{token},"logprob":{logprob}'
 
     def _tops(self, part: Completion) -> list[dict[int, float]]:
         """For each position the likeliest tokens and the sampled one, likeliest first; empty without `top`."""
@@ -103,6 +106,11 @@ class LogprobFormat:
             top.setdefault(token, float(own))
             found.append(top)
         return found
+
+
+@lru_cache(4096)
+def _named(text: str) -> str:
+    return f'"token":{json_text(text)},"bytes":{list(text.encode())}'
 
 
 def prompt_entries(token_ids: list[int], logprobs: np.ndarray, name: Callable[[int], str]) -> list[Any]:

@@ -10,9 +10,11 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.applications import Starlette
 
 from rollout.gateway.access import read_keys
 from rollout.gateway.app import make_app
+from rollout.gateway.connection import connection_class
 from rollout.gateway.settings import GatewaySettings
 from rollout.process.announce import say, withdraw, write_whole
 from rollout.process.logs import set_up
@@ -36,16 +38,7 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
             settings.endpoints, curve=curve, resume=settings.resumes, resume_timeout_s=settings.resume_s
         )
 
-    config = uvicorn.Config(
-        make_app(settings, keys, pool, curve),
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=_GRACE_S,
-        server_header=False,
-        lifespan="on",
-        ws="none",
-        backlog=_BACKLOG,
-    )
+    config = uvicorn_config(settings, make_app(settings, keys, pool, curve), _GRACE_S)
     server = _Server(config, url, settings.ready_file)
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has ended
         signal.signal(number, signal.SIG_IGN)
@@ -55,6 +48,22 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
         if settings.ready_file is not None:
             withdraw(Path(settings.ready_file))
     return 0 if server.started else 1
+
+
+def uvicorn_config(settings: GatewaySettings, app: Starlette, grace_s: int) -> uvicorn.Config:
+    """How uvicorn serves a gateway. At the end, requests that run have `grace_s` seconds."""
+    return uvicorn.Config(
+        app,
+        http=connection_class(max(settings.body_s, settings.send_s)),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=grace_s,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="on",
+        ws="none",
+        backlog=_BACKLOG,
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:

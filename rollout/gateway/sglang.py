@@ -159,7 +159,7 @@ class SglangGenerate:
         requests = []
         for prompt, each in zip(prompts, params, strict=True):
             ids = await gateway.text.encode(prompt) if isinstance(prompt, str) else prompt
-            shown = {"return_text": gateway.text.there and each.skip_special_tokens}
+            shown = {"return_text": gateway.text.from_worker(each)}
             requests.append(TokenRequest(ids, each.worker_fields("sampling_params.") | common | shown, each.n))
         rid = body.rid if isinstance(body.rid, str) else None
         call = _Call(gateway, body, params, requests, new_id("", request, rid), found or session)
@@ -207,14 +207,15 @@ class _Call:
         every = max(_STREAM_EVERY, self._gateway.settings.stream_every)
         texts, pieces = [""] * request.n, [self._pieces(place) for _ in range(request.n)]
         async with workers.stream(self._id, request, every, self._session) as stream:
-            async for chunk in stream:
-                index = chunk.index
-                texts[index] += pieces[index].take(chunk.part)
-                whole = next(part for part in stream.partials() if part.index == index)
-                event = self._shown(place, whole, texts[index], None)
-                if self._body.several or request.n > 1:
-                    event["index"] = sum(each.n for each in self._requests[:place]) + index
-                yield event
+            while chunks := await stream.arrived():
+                for chunk in chunks:
+                    index = chunk.index
+                    texts[index] += pieces[index].take(chunk.part)
+                    whole = next(part for part in stream.partials() if part.index == index)
+                    event = self._shown(place, whole, texts[index], None)
+                    if self._body.several or request.n > 1:
+                        event["index"] = sum(each.n for each in self._requests[:place]) + index
+                    yield event
 
     def _shown(self, place: int, completion: Completion, text: str, result: GenerateResult | None) -> dict[str, Any]:
         """The answer for one completion."""
@@ -258,8 +259,7 @@ class _Call:
 
     def _pieces(self, place: int) -> TextPieces:
         params = self._params[place]
-        special = self._gateway.text.there and not params.skip_special_tokens
-        return self._gateway.text.pieces(special, params.stop, params.no_stop_trim or params.include_stop_str_in_output)
+        return self._gateway.text.pieces(params, params.no_stop_trim or params.include_stop_str_in_output)
 
 
 def _finish(completion: Completion) -> dict[str, Any] | None:

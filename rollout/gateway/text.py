@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout.gateway.errors import HttpError, bad_request
+from rollout.gateway.sampling import SamplingBody
 from rollout.service.errors import ServiceError
 from rollout.service.text.codec import TextCodec, check_chars, load_text_codec
 from rollout.service.text.detokenizer import Detokenizer
@@ -108,11 +109,14 @@ class Text:
             self._tokens[token_id] = text
         return text
 
-    def pieces(self, special: bool, stop: list[str], keep_stop: bool) -> TextPieces:
-        """The text of one completion in pieces: made here if special tokens are to be seen, else the worker's."""
-        if special:
-            self._need("skip_special_tokens")
-            return SpecialPieces(self._decode, stop, keep_stop)
+    def from_worker(self, body: SamplingBody) -> bool:
+        """True if the worker writes the text of completions: always, except where special tokens are to be seen."""
+        return self.there and body.skip_special_tokens
+
+    def pieces(self, body: SamplingBody, keep_stop: bool) -> TextPieces:
+        """The text of one completion in pieces: the worker's, or made here; empty without a tokenizer."""
+        if self.there and not self.from_worker(body):
+            return SpecialPieces(self._decode, body.stop, keep_stop)
         return TextPieces(keep_stop)
 
     def close(self) -> None:

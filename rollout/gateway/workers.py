@@ -37,8 +37,8 @@ class ChunkStream(Protocol):
     def partials(self) -> list[Completion]:
         """The completions so far."""
 
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        """The chunks, as they come."""
+    async def arrived(self) -> list[Chunk]:
+        """All tokens that have come and were not taken, a chunk for each completion; empty at the end."""
 
     def close(self) -> None:
         """Stop reading, and cancel the request."""

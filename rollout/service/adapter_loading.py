@@ -37,6 +37,7 @@ class AdapterFolders:
         root = self.root.resolve()
         try:
             folder = (root / path).resolve()
+            folder.exists()  # raises for a name that is too long, which `resolve` lets pass
         except (OSError, RuntimeError):  # links in a circle, names that are too long
             raise bad_request("the path cannot be resolved; check its links and length", "path") from None
         if not folder.is_relative_to(root):

@@ -11,17 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.gateway.harness import gateway, post, refused
+from tests.support.gateway.harness import bystand, gateway, refused
 from tests.support.gateway.hostile import RAW, mutations
 from tests.support.worker.harness import until
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
-
-
-def bystand(client: httpx.Client) -> None:
-    """A request whose tokens are known."""
-    body = {"prompt": "995:", "max_tokens": 12, "return_token_ids": True}
-    assert post(client, "/v1/completions", body)["choices"][0]["text"] == " 996 997 998"
 
 
 def send(client: httpx.Client, path: str, data: bytes) -> None:

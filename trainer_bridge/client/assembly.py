@@ -6,13 +6,15 @@ begin where the last one ended, or that comes after the end, is a `ProtocolError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.wire.errors import ProtocolError
+
+_LOOSE_PARTS = 256  # parts of a completion that are kept one by one; more are joined, since each costs 1.5 kB
 
 
 class Assembler:
@@ -24,6 +26,7 @@ class Assembler:
 
     def __init__(self, n: int, prior: Completion | None = None, *, whole: bool = False) -> None:
         self._parts: list[list[Completion]] = [[] if prior is None else [prior] for _ in range(n)]
+        self._joined = [len(parts) for parts in self._parts]  # the first parts, which stay as they are
         self._prior = prior
         self._ends = [0 if prior is None else len(prior)] * n
         self._whole = whole
@@ -38,7 +41,7 @@ class Assembler:
             raise ProtocolError(f"a chunk of completion {chunk.index} came after its end")
         if self._whole and chunk.offset == 0:
             parts.clear()
-            self._ends[chunk.index] = 0
+            self._ends[chunk.index] = self._joined[chunk.index] = 0
         if chunk.offset != self._ends[chunk.index]:
             raise ProtocolError(
                 f"the stream of completion {chunk.index} has a gap: a chunk begins at token {chunk.offset} "
@@ -51,13 +54,17 @@ class Assembler:
             self.prompt_logprobs = chunk.prompt_logprobs
         parts.append(chunk.part)
         self._ends[chunk.index] += len(chunk.token_ids)
+        loose = self._joined[chunk.index]
+        if len(parts) - loose >= _LOOSE_PARTS:
+            parts[loose:] = [_join(parts[loose:], chunk.index, None)]
+            self._joined[chunk.index] = loose + 1
 
     def begin_with(self, partials: Iterable[Completion]) -> None:
         """Begin with an earlier stream's partial completions of this request. Raises ValueError if they do not fit."""
         for part in partials:
             if not 0 <= part.index < len(self._parts):
                 raise ValueError(f"a partial is of completion {part.index}, but there are {len(self._parts)}; set n")
-            self._parts[part.index] = [part]
+            self._parts[part.index], self._joined[part.index] = [part], 1
             self._ends[part.index] = len(part)
 
     def partials(self) -> list[Completion]:
@@ -67,6 +74,11 @@ class Assembler:
     def joined(self, index: int) -> Completion:
         """A completion that has begun, with its tokens so far."""
         return _join(self._parts[index], index, self._prior)
+
+    @property
+    def n(self) -> int:
+        """How many completions there are."""
+        return len(self._parts)
 
     def has(self, index: int) -> bool:
         """True if any chunk of a completion has come."""
@@ -107,6 +119,22 @@ class Assembler:
         if whole.text is not None and (self._prior is None or self._prior.text is not None):
             text = whole.text[sum(len(part.text or "") for part in parts) :]
         return Chunk(have, replace(tail(whole, have), text=text))
+
+
+def join_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Chunks of one stream as one chunk for each completion, with the tokens of all."""
+    by_index: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        by_index.setdefault(chunk.index, []).append(chunk)
+    return [_joined(each) for each in by_index.values()]
+
+
+def _joined(chunks: list[Chunk]) -> Chunk:
+    first = chunks[0]
+    if len(chunks) == 1:
+        return first
+    scores = next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None)
+    return Chunk(first.offset, _join([chunk.part for chunk in chunks], first.index, None), scores)
 
 
 def tail(completion: Completion, start: int) -> Completion:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, overload
 
 import zmq
 
+from trainer_bridge.client.assembly import join_chunks
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
 from trainer_bridge.client.core import ClientCall, StreamView, next_chunk, until_cancelled, until_done, until_ended
 from trainer_bridge.client.generate_request import (
@@ -389,11 +390,12 @@ class Answer(Coroutine[Any, Any, _Value]):
 
 
 async def _changed(event: asyncio.Event, wait_s: float | None) -> None:
-    try:
-        async with asyncio.timeout(wait_s):
-            await event.wait()
-    except TimeoutError:
-        pass
+    if wait_s is None:
+        await event.wait()
+    else:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await event.wait()
     event.clear()
 
 
@@ -412,6 +414,15 @@ class AsyncStream(StreamView, Generic[_Item]):
         if chunk is None:
             raise StopAsyncIteration
         return self._item(chunk)
+
+    async def arrived(self) -> list[Chunk]:
+        """All new tokens that have come, one chunk for each completion; waits for the first. Empty at the end."""
+        chunk = await self._client._wait(next_chunk(self._core, self._call), [self._call], keep=True)
+        if chunk is None or not self._call.chunks:
+            return [] if chunk is None else [chunk]
+        chunks = [chunk, *self._call.chunks]
+        self._call.chunks.clear()
+        return join_chunks(chunks)
 
     async def wait(self) -> GenerateResult:
         """The result of the whole request; chunks that were not taken can still be."""

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import zmq
 
-from trainer_bridge.client.assembly import Assembler
+from trainer_bridge.client.assembly import Assembler, join_chunks
 from trainer_bridge.client.generate_request import AttachFields, RequestPlan, StreamKind, attach_fields
 from trainer_bridge.client.placement import Fleet
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result
@@ -42,6 +42,7 @@ from trainer_bridge.wire.keys import ClientCurve
 _CONNECT_S = 30.0
 _LINGER_S = 1.0
 _MESSAGES_A_LOOK = 64
+_MOST_UNREAD = 256  # chunks of a stream, and two more for each completion
 _MOST_ACKS = 1024  # in one message
 _ASK_AGAIN_S = 1.0  # whether newcomers have current weights
 _ENVELOPE_FIELDS = ("v", "id", "op")
@@ -84,6 +85,13 @@ class ClientCall:
     def done(self) -> bool:
         """True once there is an outcome."""
         return self.result is not None or self.reply is not None or self.error is not None
+
+    def keep(self, chunk: Chunk) -> None:
+        """Keep a chunk of a stream until it is taken. If its reader is late, chunks are joined to longer ones."""
+        assert self.assembler is not None, "not a stream"
+        self.chunks.append(chunk)
+        if len(self.chunks) > _MOST_UNREAD + 2 * self.assembler.n:
+            self.chunks = deque(join_chunks(self.chunks))
 
     def joined(self, index: int) -> Completion:
         """A completion of a stream, with the tokens received so far."""
@@ -482,13 +490,13 @@ class ClientCore:
         elif op == "chunk" and call.assembler is not None:
             chunk = read_chunk(reply)
             call.assembler.add(chunk)
-            call.chunks.append(chunk)
+            call.keep(chunk)
         elif op == "result" and call.op in ("generate", "attach"):
             result = read_result(reply, call.endpoint)
             if call.assembler is not None:
                 for chunk in call.assembler.missing(result):
                     call.assembler.add(chunk)
-                    call.chunks.append(chunk)
+                    call.keep(chunk)
             call.result = result if call.target is None else replace(result, id=call.target)
             if self.acknowledges and call.acknowledged_with_result:
                 self.acknowledge(call)

@@ -263,6 +263,8 @@ def _routing(fields: Mapping[str, Any], tokens: int) -> np.ndarray | None:
 
 def _array(fields: Mapping[str, Any], name: str, dtype: type, dims: int = 1) -> np.ndarray:
     value = fields.get(name)
+    if type(value) is np.ndarray and value.dtype == dtype and value.ndim == dims:
+        return value.copy()  # the reply's own memory is read-only
     if not isinstance(value, (np.ndarray, list)):
         raise ProtocolError(f"the field {name!r} of a reply is not an array")
     try:
@@ -272,7 +274,7 @@ def _array(fields: Mapping[str, Any], name: str, dtype: type, dims: int = 1) -> 
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
     if array.ndim != dims or (array.size and array.dtype.kind not in kinds):
         raise ProtocolError(f"the field {name!r} of a reply is {array.dtype} of shape {array.shape}")
-    return array.astype(dtype)  # a copy: the reply's own memory is read-only
+    return array.astype(dtype)
 
 
 def _marks(fields: Mapping[str, Any], name: str) -> list[tuple[int, int]]:

@@ -152,7 +152,7 @@ class ResumedCall(ClientCall):
             if part in self.waiting:
                 self.waiting.remove(part)
         if part.done and self.plan.stream is not None or self.plan.stream == "tokens" and len(chunk.token_ids):
-            self.chunks.append(chunk)
+            self.keep(chunk)
         return chunk
 
     def missing(self, part: ResumedCompletion, whole: Completion, result: GenerateResult) -> Chunk | None:

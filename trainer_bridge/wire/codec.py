@@ -39,6 +39,7 @@ _PLAIN = {type(None), bool, int, float, str, bytes}
 _READABLE = _PLAIN | {dict, list}
 _TYPE_NAMES = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
 _TYPES = {name: np.dtype(name) for name in _TYPE_NAMES}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _TYPES |= {alias: np.dtype(alias) for alias in ("bool", "i1", "u1", "<i1", "<u1")}
 
 
@@ -122,13 +123,13 @@ def _plain_map(value: dict[Any, Any], blobs: list[bytes], where: str, depth: int
 
 
 def _reference(array: np.ndarray, blobs: list[bytes], where: str) -> dict[str, Any]:
-    little = array.dtype.newbyteorder("<")
-    if little.str not in _TYPES:
+    name = _NAMES.get(array.dtype) or array.dtype.newbyteorder("<").str
+    if name not in _TYPES:
         raise ValueError(f"{where} is an array of {array.dtype}; a blob holds one of {', '.join(_TYPE_NAMES)}")
     if array.ndim > _MAX_DIMS:
         raise ValueError(f"{where} has {array.ndim} dimensions; a blob has at most {_MAX_DIMS}")
-    blobs.append(array.astype(little, copy=False).tobytes())
-    return {"blob": len(blobs) - 1, "dtype": little.str, "shape": list(array.shape)}
+    blobs.append(array.astype(_TYPES[name], copy=False).tobytes())
+    return {"blob": len(blobs) - 1, "dtype": name, "shape": list(array.shape)}
 
 
 def _scalar(value: np.generic, where: str) -> Any:
@@ -161,7 +162,7 @@ def _check_sizes(views: list[memoryview], limits: WireLimits) -> None:
         raise WireError("the message has no frames; send a header")
     if len(views) - 1 > limits.max_blobs:
         raise WireError(f"the message has more than {limits.max_blobs} blobs; send fewer")
-    total = sum(view.nbytes for view in views)
+    total = sum([view.nbytes for view in views])
     if total > limits.max_message_bytes:
         raise WireError(f"the message has {total} bytes; send at most {limits.max_message_bytes}")
     if views[0].nbytes > limits.max_header_bytes:
@@ -255,9 +256,9 @@ class _Reader:
         children = []
         items = container.items() if isinstance(container, dict) else enumerate(container)
         for key, value in list(items):
-            if isinstance(value, dict) and value.keys() == _REFERENCE_KEYS:
+            if type(value) is dict and len(value) == 3 and value.keys() == _REFERENCE_KEYS:
                 container[key] = self._array(value)
-            elif isinstance(value, (dict, list)):
+            elif type(value) is dict or type(value) is list:
                 children.append(value)
         return children
 
@@ -278,9 +279,9 @@ class _Reader:
         return _read_blob(index, blob, dtype, shape)
 
     def _check_shape(self, index: int, shape: Any) -> None:
-        if type(shape) is not list or len(shape) > _MAX_DIMS or any(type(size) is not int for size in shape):
+        if type(shape) is not list or len(shape) > _MAX_DIMS or any([type(size) is not int for size in shape]):
             raise WireError(f"the shape of blob {index} must be a list of at most {_MAX_DIMS} integers")
-        if any(not 0 <= size <= self.limits.max_message_bytes for size in shape):
+        if any([not 0 <= size <= self.limits.max_message_bytes for size in shape]):
             raise WireError(f"the shape {shape} of blob {index} has a size that is negative or absurdly large")
 
 
@@ -293,7 +294,8 @@ def _read_blob(index: int, blob: memoryview, dtype: np.dtype, shape: list[int]) 
         return array
     if dtype == np.bool_ and np.frombuffer(blob, np.uint8).max() > 1:
         raise WireError(f"blob {index} is of booleans but has bytes other than 0 and 1")
-    return np.frombuffer(blob, dtype).reshape(shape)
+    flat = np.frombuffer(blob, dtype)
+    return flat if len(shape) == 1 else flat.reshape(shape)
 
 
 # --- envelopes -------------------------------------------------------------------------------------------------------

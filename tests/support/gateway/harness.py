@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 
 from rollout.gateway.app import make_app
+from rollout.gateway.serve import uvicorn_config
 from rollout.gateway.settings import GatewaySettings
 from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import until
@@ -24,22 +25,28 @@ from trainer_bridge.client.asynchronous import AsyncRolloutClient
 def gateway(endpoints: Sequence[str], keys: tuple[bytes, ...] = (), **settings: Any) -> Iterator[httpx.Client]:
     """A client of a gateway that serves these workers for the time of the block."""
     given = GatewaySettings(tuple(endpoints), **settings)
-    listening = socket.create_server(("127.0.0.1", 0))
 
     def pool() -> AsyncRolloutClient:
         return AsyncRolloutClient(endpoints, resume=given.resumes, resume_timeout_s=given.resume_s)
 
-    server = uvicorn.Server(
-        uvicorn.Config(make_app(given, keys, pool), log_config=None, lifespan="on", timeout_graceful_shutdown=1)
-    )
+    with (
+        served(uvicorn_config(given, make_app(given, keys, pool), grace_s=1)) as (_, (host, port)),
+        httpx.Client(base_url=f"http://{host}:{port}", timeout=PATIENCE_S) as client,
+    ):
+        yield client
+
+
+@contextmanager
+def served(config: uvicorn.Config) -> Iterator[tuple[uvicorn.Server, tuple[str, int]]]:
+    """A server in a thread, and its address."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
         until(lambda: server.started or not thread.is_alive(), "the gateway")
         assert thread.is_alive(), "the gateway did not start"
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
-            yield client
+        yield server, listening.getsockname()
     finally:
         server.should_exit = True
         thread.join()
@@ -62,6 +69,12 @@ def post(client: httpx.Client, path: str, body: Any = None, **options: Any) -> A
     answer = client.post(path, json=body, **options)
     assert answer.status_code == 200, answer.text
     return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
+
+
+def bystand(client: httpx.Client) -> None:
+    """A request whose tokens are known."""
+    body = {"prompt": "995:", "max_tokens": 12}
+    assert post(client, "/v1/completions", body)["choices"][0]["text"] == " 996 997 998"
 
 
 def refused(client: httpx.Client, path: str, body: Any, status: int = 400, **options: Any) -> str | None:

@@ -1,0 +1,38 @@
+"""JSON text of answers: `Json` in a value is text that is ready, and goes into the answer as it is.
+
+An event of a stream is small, and there are thousands a second: most of it is such text.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from pydantic_core import to_json
+
+
+class Json(str):
+    """JSON text."""
+
+    __slots__ = ()
+
+
+def json_text(value: Any) -> str:
+    """The JSON text of dicts, lists, plain values and `Json`. NaN and infinities are null."""
+    if value is None:
+        return "null"
+    kind = type(value)
+    if kind is Json:
+        return str(value)
+    if kind is int:
+        return str(value)
+    if kind is dict:
+        return "{" + ",".join([f"{_name(name)}:{json_text(item)}" for name, item in value.items()]) + "}"
+    if kind is list and value and type(value[0]) in (dict, Json):
+        return "[" + ",".join(map(json_text, value)) + "]"
+    return to_json(value, inf_nan_mode="null").decode()
+
+
+@lru_cache(4096)
+def _name(text: str) -> str:
+    return to_json(text).decode()
