@@ -48,20 +48,18 @@ class SuffixDrafter:
 
     def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int) -> list[int]:
         """As `Drafter.path`."""
-        match = self.match(key, prompt, tokens)
-        if match is None:
-            return []
-        texts, text = self._running[key]
-        return texts.index.after(text, match, want)
+        return self.guess(key, prompt, tokens, want)[1]
 
-    def match(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int]) -> Match | None:
-        """Where the last tokens of a completion occurred before; takes the tokens that are new."""
+    def guess(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int) -> tuple[Match | None, list[int]]:
+        """A path, and the match that it follows. Takes the tokens that are new."""
         texts, text = self._running.get(key) or self._open(key, prompt)
-        known = texts.index.length(text)
+        index = texts.index
+        known = index.length(text)
         if len(tokens) > known:
-            texts.index.add(text, tokens[known:])
+            index.add(text, tokens[known:])
             self.tokens += len(tokens) - known
-        return texts.index.match(text)
+        match = index.match(text)
+        return match, [] if match is None else index.after(text, match, want)
 
     def own_text(self, key: Hashable) -> int:
         """The text of a running completion, as `Match.text` names it."""
