@@ -16,10 +16,10 @@ Input, one or more of:
 A prompt is a list of token ids. A completion is such a list, a list of such lists, or a list of maps with `token_ids`;
 one record with several completions is a group, and so are neighbouring records of one completion with the same prompt.
 
-Output, for each k (drafts a step): drafted and accepted tokens, acceptance by place in the draft, tokens a step, and the
-part of the accepted tokens that came from each source. --groups adds each group's tokens a step, --json writes all of it.
---late 1 (default) is a drafter on the host of a pipeline of two steps: it does not see the tokens of the step in flight.
---late 0 is a drafter on the device.
+Output, for each k (drafts a step): drafted and accepted tokens, acceptance by place in the draft, tokens a step, and
+the part of the accepted tokens that came from each source. --groups adds each group's tokens a step, --json writes all
+of it. --late 1 (default) is a drafter on the host of a pipeline of two steps: it does not see the tokens of the step in
+flight, so its drafts also skip the place of a token that it guessed wrong. --late 0 is a drafter on the device.
 
 With a cost table (--cost ROWS:K:MS, or --costs FILE with a list of {"rows", "k", "ms"}) the output says how much faster
 decoding would be on that GPU: tokens a step, times the cost of a plain step over that of a verify step of as many rows.
