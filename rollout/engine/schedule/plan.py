@@ -54,11 +54,11 @@ class Span(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The drafts of one decode row: `count` tokens of `path`, from the position that the row then has."""
+    """The drafts of one decode row: `length` tokens of `path`, from the position that the row then has."""
 
     seq: Sequence
     place: int  # of the row's own draw among those of the step; those of its drafts follow
-    count: int
+    length: int
     path: list[int]  # tokens expected from position `begin` on
     begin: int
 
@@ -134,7 +134,7 @@ def make_verify_plan(
     seqs: list[Sequence], drafts: list[Drafts], version: int, page_size: int, saves: tuple[tuple[int, int], ...] = ()
 ) -> Plan:
     """A step of these decode rows, with `drafts` of some of them, in the order of `seqs`."""
-    counts = {draft.seq: draft.count for draft in drafts}
+    counts = {draft.seq: draft.length for draft in drafts}
     spans, pages = [], []
     features = tokens = longest = 0
     for seq in seqs:

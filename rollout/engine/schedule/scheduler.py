@@ -176,8 +176,8 @@ class Scheduler:
             if prompt is not None:
                 self._prompt_launched(seq, start, end, draws, version)
         for draft in plan.drafts:
-            draft.seq.drafted += draft.count
-            self.roster.counters.drafted += draft.count
+            draft.seq.drafted += draft.length
+            self.roster.counters.drafted += draft.length
 
     def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
         roster = self.roster
@@ -296,7 +296,7 @@ def _refused_places(plan: Plan, accepted: list[int] | None) -> set[int]:
     refused: set[int] = set()
     for draft in plan.drafts:
         assert accepted is not None
-        refused.update(range(draft.place + accepted[draft.place] + 1, draft.place + draft.count + 1))
+        refused.update(range(draft.place + accepted[draft.place] + 1, draft.place + draft.length + 1))
     return refused
 
 

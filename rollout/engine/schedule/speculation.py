@@ -41,9 +41,9 @@ class Speculation:
         each = max(1, min(self._most, self._most_rows // len(paths)))
         left, place, drafts = self._most_rows, 0, []
         for seq in seqs:
-            path = paths.get(seq)
-            count = 0 if path is None else self._count(seq, len(path), min(each, left), roster)
-            if path is not None and count > 0:
+            path = paths.get(seq, [])
+            count = self._count(seq, len(path), min(each, left), roster) if path else 0
+            if count > 0:
                 drafts.append(Drafts(seq, place, count, path, seq.prompt_len + len(seq.tokens)))
                 left -= count
             place += 1 + count

@@ -93,7 +93,7 @@ class Packer:
             layout=layout,
             tops=tops,
             scored=scored,
-            drafts=max((draft.count for draft in plan.drafts), default=0),
+            drafts=max((draft.length for draft in plan.drafts), default=0),
         )
 
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:

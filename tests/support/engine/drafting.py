@@ -12,6 +12,9 @@ import torch
 
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.speculation.drafter import DRAFTERS
+from rollout.engine.step.device_step import DeviceStep
+from rollout.engine.step.row_state import LENGTH
+from rollout.engine.step.sampler import Sampler
 from tests.support.engine.harness import VOCAB, Bench
 
 Recorded = Mapping[tuple[str, int], Seq[int]]
@@ -51,12 +54,24 @@ def drafting(
 
 
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have products computed one token at a time: torch's own depend on the number of tokens, in the last bits."""
-    linear = torch.nn.functional.linear
+    """Have decode steps run a row after the other, forward and draw; for rows without a constraint.
 
-    def each(x, weight, bias=None):
-        rows = x.reshape(-1, x.shape[-1])
-        out = torch.stack([linear(row[None], weight, bias)[0] for row in rows])
-        return out.reshape(*x.shape[:-1], weight.shape[0])
+    torch's results on a CPU depend in their last bits on the other rows: products on the number of rows, attention on
+    the longest context, the exponential on a value's place in the tensor.
+    """
+    draw = Sampler.__call__
 
-    monkeypatch.setattr(torch.nn.functional, "linear", each)
+    def decode(self, step, experts):
+        logits = []
+        for i, row in enumerate(step["rows"]):
+            context = int(self.rows.ints[row, LENGTH]) + 1
+            batch = self.begin_decode(row[None], step["new_pages"][i : i + 1], context)
+            logits.append(self.forward.compute_logits(self.forward(*batch, self.kv)))
+        return torch.cat(logits), step["rows"]
+
+    def draw_each(self, logits_SV, rows_S, features, output_4R, masks=None):
+        for i in range(len(rows_S)):
+            draw(self, logits_SV[i : i + 1], rows_S[i : i + 1], features, output_4R[:, i : i + 1])
+
+    monkeypatch.setattr(DeviceStep, "decode", decode)
+    monkeypatch.setattr(Sampler, "__call__", draw_each)
