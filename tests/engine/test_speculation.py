@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel, StopAt
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.constraints import SIZE, Cycle, X, Y
@@ -112,6 +113,10 @@ def test_right_drafts_make_as_few_steps_as_they_can(model, monkeypatch, depth):
     bench.submit("a", prompt_of(9), 101, sampling=SAMPLED)
     bench.run()
     assert bench.tokens("a") == plain.tokens("a")
+    Inspector(bench.engine).set_gauges()
+    report = bench.engine.meter.report()
+    assert report["speculation/drafted"] == report["speculation/accepted"] == 80
+    assert report["speculation/tokens_a_step"] == 5
     assert bench.engine.roster.counters.decode_rows == 20 and plain.engine.roster.counters.decode_rows == 100
     bench.submit("b", prompt_of(3), 2)
     bench.run()
