@@ -92,7 +92,12 @@ class Acceptance:
         row["by_place_pct"] = " ".join(
             f"{_percent(a, d):.0f}" for a, d in zip(self.accepted, self.drafted, strict=True)
         )
-        return row | {f"from_{source}_pct": _percent(self.sources[source], accepted) for source in SOURCES}
+        return row
+
+    def source_row(self) -> dict[str, Any]:
+        """For a table: the share of the accepted tokens from each source, percent."""
+        accepted = sum(self.accepted)
+        return {"k": self.k} | {source: _percent(self.sources[source], accepted) for source in SOURCES}
 
 
 #: Where a draft may come from.
@@ -353,6 +358,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     print_table(f"{len(groups)} groups, drafter {args.late} step late", [total.row() for total in totals])
+    sources = [total.source_row() for total in totals]
+    print_table("sources of the accepted tokens, %", sources)
     each = [
         {"group": i, "completions": len(group.completions)} | {f"k={k}": by_group[k][i].tokens_a_step for k in args.k}
         for i, group in enumerate(groups)
@@ -362,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if gains:
         print_table("what it would be worth", gains)
     if args.json is not None:
-        write_results(args.json, [total.row() for total in totals], groups=each, speed_ups=gains)
+        write_results(args.json, [total.row() for total in totals], groups=each, sources=sources, speed_ups=gains)
     return 0
 
 
