@@ -203,6 +203,24 @@ class EngineSettings(_Section):
     mask_threads: int | None = Field(
         None, ge=1, le=64, description="threads that compute masks of constrained rows; none: half the cores"
     )
+    speculation: Literal["off", "suffix"] = Field(
+        "off",
+        description="draft tokens and verify several in one decode step; completions stay the same. suffix: what "
+        "followed the last tokens before, in the row, in other completions of its prompt, and in earlier ones",
+    )
+    speculation_tokens: int = Field(3, ge=1, le=16, description="most drafts of a row in a step")
+    speculation_rows: int = Field(
+        64,
+        ge=1,
+        le=4096,
+        description="most drafts of all rows in a step; each takes device memory for the state of a row",
+    )
+    speculation_kept_tokens: int = Field(
+        1_000_000,
+        ge=0,
+        description="tokens of prompts and completions that are kept to draft from, beside those of running "
+        "completions; one takes about 300 bytes of host memory",
+    )
     stop_check_every: int = Field(4, ge=1, description="tokens between two searches for stop strings")
     max_faults: int = Field(
         3, ge=0, description="engine faults in an hour that are repaired by a rebuild; one more ends the worker"
@@ -222,6 +240,16 @@ class EngineSettings(_Section):
     def expert_format(self) -> Literal["plain", "mxfp8", "fp8_row", "fp8_block"]:
         """`expert_dtype` as the kernels name it."""
         return "plain" if self.expert_dtype == "auto" else self.expert_dtype
+
+    @property
+    def draft_rows(self) -> int:
+        """`speculation_rows`, or 0 without speculation."""
+        return 0 if self.speculation == "off" else self.speculation_rows
+
+    @property
+    def step_rows(self) -> int:
+        """The most rows of a decode step, drafts included."""
+        return self.max_rows + self.draft_rows
 
     @property
     def snapshot_places(self) -> int:

@@ -29,6 +29,7 @@ from rollout.engine.schedule.admission import SchedulerLimits
 from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.schedule.speculation import Speculation
 from rollout.engine.sequence.experts import ExpertPages
 from rollout.engine.sizing import (
     DeviceMemory,
@@ -45,11 +46,12 @@ from rollout.engine.sizing import (
     staging_bytes,
     weight_bytes,
 )
+from rollout.engine.speculation.drafter import DRAFTERS
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Streams
 from rollout.engine.step.expert_trace import routing_shape
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
-from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words
+from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words, verify_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
 from rollout.engine.step.row_state import RowState
@@ -202,10 +204,12 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     check_row_state(engine, most_pages, model, device.free_bytes())
     adapters = _adapter_slots(site) if lasting is None else lasting.adapters
     states = _states(site) if lasting is None else lasting.kv.states
-    rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device, adapters is not None)
+    rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, adapters is not None)
     chunk = chunk_tokens(engine, device.torch_device)
-    words = slot_words(engine.max_rows, most_pages, context, chunk)
-    slots = [Slot(device, words, engine.max_rows, vocab, chunk, routing) for _ in range(_SLOTS)]
+    prompt_words = slot_words(engine.max_rows, most_pages, context, chunk)
+    words = prompt_words + verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
+    speculates = engine.draft_rows > 0
+    slots = [Slot(device, words, engine.step_rows, vocab, chunk, routing, speculates) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
     executor = _build_executor(site, rows, adapters, states, slots, lasting, progress)
     limits = SchedulerLimits(
@@ -213,7 +217,7 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
         max_queue=settings.service.max_queue,
         max_context=context,
         chunk_tokens=chunk,
-        upload_words=words - spare_words(engine.max_rows),
+        upload_words=prompt_words - spare_words(engine.max_rows),
         fair_queue=engine.fair_queue,
     )
     allocator = _build_allocator(site, executor, routing, lasting)
@@ -225,9 +229,16 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     step, shared = executor.step, None
     if step.shares_pages:
         shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
-    packer = Packer(multiple, adapters is not None, sizes, shared)
-    scheduler = Scheduler(limits, roster, upload_words)
+    packer = Packer(multiple, adapters is not None, sizes, shared, range(engine.max_rows + 1, engine.step_rows + 1))
+    scheduler = Scheduler(limits, roster, upload_words, _speculation(engine))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
+
+
+def _speculation(engine: EngineSettings) -> Speculation | None:
+    if engine.speculation == "off":
+        return None
+    drafter = DRAFTERS[engine.speculation](engine.speculation_kept_tokens)
+    return Speculation(drafter, engine.speculation_tokens, engine.speculation_rows)
 
 
 def _build_allocator(
@@ -276,7 +287,7 @@ def _build_executor(
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
     step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site))
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
-    graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
+    graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else None
     streams = Streams.make(device, adapters is not None)
     mover, state_mover, graphs = None, None, None
     try:
@@ -346,6 +357,11 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
     if isinstance(model, Decoder):
         _check_experts(engine, model)
         _check_deterministic(engine, model)
+        if engine.speculation != "off" and model.spec.state_bytes(model.embed.dtype):
+            raise ValueError(
+                f"speculation is {engine.speculation}, and {model.spec.architecture} has linear attention, whose "
+                "states cannot go back to a token: set speculation = off"
+            )
     else:
         _check_fallback(engine, model.spec.architecture)
 
@@ -356,12 +372,13 @@ def _check_fallback(engine: EngineSettings, architecture: str) -> None:
         "adapter_slots = 0": engine.adapter_slots > 0,
         "routing = false": engine.routing,
         "deterministic = false": engine.deterministic,
+        "speculation = off": engine.speculation != "off",
         "expert_dtype = auto": engine.expert_dtype != "auto",
     }
     if wrong := [setting for setting, is_asked in asked.items() if is_asked]:
         raise ValueError(
-            f"{architecture} runs through transformers' own code, which has no adapters, routing, deterministic mode "
-            f"or coded experts: set {' and '.join(wrong)}"
+            f"{architecture} runs through transformers' own code, which has no adapters, routing, deterministic mode, "
+            f"speculation or coded experts: set {' and '.join(wrong)}"
         )
 
 
@@ -416,7 +433,7 @@ def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: 
     try:
         if device.torch_device.type == "cuda":
             chunk = chunk_tokens(engine, device.torch_device)
-            needs = measure_steps(executor, slots, engine.max_rows, chunk, context, graph_rows)
+            needs = measure_steps(executor, slots, engine.step_rows, chunk, context, graph_rows)
     except torch.OutOfMemoryError as error:
         raise no_room_for_steps(engine, model, free_bytes) from error
     there = DeviceMemory(weight_bytes(model), free_bytes, needs)

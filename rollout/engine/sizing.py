@@ -97,7 +97,7 @@ def weight_bytes(model: LanguageModel) -> int:
 
 def check_row_state(settings: EngineSettings, most_pages: int, model: LanguageModel, free_bytes: int) -> None:
     """Raise ValueError with the numbers if the rows' state alone does not fit."""
-    needed = RowState.nbytes(settings.max_rows, most_pages, model.spec.vocab)
+    needed = RowState.nbytes(settings.step_rows, most_pages, model.spec.vocab)
     if needed > free_bytes:
         raise ValueError(
             f"the state of max_rows = {settings.max_rows} rows takes {_gib(needed)}, and beside "

@@ -29,4 +29,5 @@ class StepOutput:
     raw_logprobs: list[float]
     drawn_logprobs: list[float]
     scores: Scores | None = None  # where the step has any
+    accepted: list[int] | None = None  # of a step with drafts: at the place of a row's own draw, how many of its drafts
     experts: np.ndarray | None = None  # int32 [tokens, words], of every token that went in; see `step/expert_trace`

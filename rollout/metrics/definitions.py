@@ -109,6 +109,7 @@ _ROWS = Panel("Rollout", "Rows and queue")
 _DECODE_STEP = Panel("Steps and memory", "Decode step")
 _KV = Panel("Steps and memory", "KV")
 _PREFILL = Panel("Steps and memory", "Prompt tokens")
+_SPECULATION = Panel("Speculation", "Drafts")
 _COMPLETION_LENGTH = Panel("Completions", "Length of those that finished")
 _PREEMPTED = Panel("Completions", "Taken away")
 _COPIED = Panel("KV on the host", "Copied")
@@ -237,6 +238,18 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "prefill/tokens_shared", "counter", "tokens",
         "prompt tokens of admitted sequences whose KV was already there, cached or shared, since start",
         _PREFILL, top="shared",
+    ),
+    Metric(
+        "speculation/drafted", "counter", "tokens", "drafts that decode steps verified, since start", _SPECULATION,
+    ),
+    Metric(
+        "speculation/accepted", "counter", "tokens",
+        "drafts that equalled the token drawn at their position, since start", _SPECULATION,
+    ),
+    Metric(
+        "speculation/tokens_a_step", "gauge", "tokens",
+        "tokens that a decode step draws for a row, mean since start: 1 and the accepted drafts",
+        Panel("Speculation", "Tokens a step"), top="tokens a step",
     ),
     Metric(
         "completion/length_mean", "gauge", "tokens", "length of the completions that finished, mean",

@@ -51,6 +51,7 @@ class Saved:
     """What the journal has of a request. `texts` are of whole completions, with `result` only."""
 
     mark: str  # tells whether a request is the same
+    fields: dict[str, Any]  # of the request, as it was asked for
     seed: int
     started_unix_s: float
     chunks: list[Chunk]
@@ -163,6 +164,7 @@ class Journal:
             first = records[0][1]
             saved = Saved(
                 first["mark"],
+                first["fields"],
                 first["seed"],
                 first["started_unix_s"],
                 chunks=[read_chunk(header) for kind, header in records if kind == "chunk"],

@@ -4,12 +4,16 @@ A plan is a list of spans, one for each row of the step:
 
     row's positions    0 ................. start .......... start + tokens_in
     decode row         [ KV is there      ][ last token ]                        1 in, 1 drawn
+    with k drafts      [ KV is there      ][ last token ][ k drafts ]            1 + k in and drawn, 1 or more kept
     prompt chunk       [ KV is there      ][ the next L tokens of the prompt ]   L in; 1 drawn after the last, else 0
 
 Both differ in two facts only. The token that goes into a decode row was drawn on the device and is there; those of a
 prompt come from the host (`Span.prompt`). And a step whose spans are all of one token takes the decode forward,
 whatever its tokens are. A prompt of which only the last token has no KV is planned as a decode row; the upload sets it
 up.
+
+A plan is a verify step if a row has drafts, or if a step in flight has drafts of a row: then the position of that row
+is not known. `start` is the highest that it can be, and the plan tells the pages of all positions that it can have.
 
 A step of hundreds of rows loops over its spans four times at every token, so these loops are kept short.
 """
@@ -49,6 +53,16 @@ class Span(NamedTuple):
     prompt: PromptPart | None = None  # None: a decode row, whose token the device drew last
 
 
+class Drafts(NamedTuple):
+    """The drafts of one decode row: `length` tokens of `path`, from the position that the row then has."""
+
+    seq: Sequence
+    place: int  # of the row's own draw among those of the step; those of its drafts follow
+    length: int
+    path: list[int]  # tokens expected from position `begin` on
+    begin: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One step. All its spans are decode rows, or all are of prompts."""
@@ -61,6 +75,9 @@ class Plan:
     draws: int  # tokens that come out
     opens: list[tuple[int, int]]  # (place of the span, page) where a span begins at the first position of a page
     saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) of rows that ended before this step
+    drafts: tuple[Drafts, ...] = ()
+    #: (row, column of its page table, page) of a verify step; `opens` is empty then.
+    pages: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:
@@ -74,7 +91,9 @@ class Plan:
 
     @property
     def sampled(self) -> list[Sequence]:
-        """The sequences that get a token, in the order of the output."""
+        """The sequence of each token drawn, in the order of the output."""
+        if self.drafts:
+            return [span.seq for span in self.spans for _ in range(span.draws)]
         return [span.seq for span in self.spans if span.draws]
 
     @property
@@ -85,9 +104,9 @@ class Plan:
         return [(span.seq, span.prompt.copy) for span in self.spans if span.prompt is not None]
 
     @property
-    def one_token_each(self) -> bool:
-        """True if every row takes one token and draws one: the step takes the decode forward."""
-        return self.tokens == self.draws == len(self.spans)
+    def decodes(self) -> bool:
+        """True if a token is drawn after every token that goes in: the step takes the decode forward."""
+        return self.tokens == self.draws and (self.draws == len(self.spans) or bool(self.drafts))
 
     @property
     def draws_later(self) -> bool:
@@ -109,6 +128,24 @@ def make_plan(spans: list[Span], version: int, page_size: int, saves: tuple[tupl
         if not start % page_size:
             opens.append((place, seq.kv.pages[start // page_size]))
     return Plan(spans, version, Feature(features), longest, tokens, draws, opens, saves)
+
+
+def make_verify_plan(
+    seqs: list[Sequence], drafts: list[Drafts], version: int, page_size: int, saves: tuple[tuple[int, int], ...] = ()
+) -> Plan:
+    """A step of these decode rows, with `drafts` of some of them, in the order of `seqs`."""
+    counts = {draft.seq: draft.length for draft in drafts}
+    spans, pages = [], []
+    features = tokens = longest = 0
+    for seq in seqs:
+        kv, count = seq.kv, 1 + counts.get(seq, 0)
+        first, end = kv.length - seq.drafted, kv.length + count
+        spans.append(Span(seq, kv.length, count, count))
+        pages += [(seq.row, i, kv.pages[i]) for i in range(first // page_size, (end - 1) // page_size + 1)]
+        features |= seq.feature_bits
+        tokens += count
+        longest = max(longest, end)
+    return Plan(spans, version, Feature(features), longest, tokens, tokens, [], saves, tuple(drafts), tuple(pages))
 
 
 _new_tuple = tuple.__new__  # takes half the time of Span(...)

@@ -28,8 +28,9 @@ from rollout.engine.messages import Finish, Request
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
-from rollout.engine.schedule.plan import Plan, Span, decode_spans, make_plan, prompt_spans
+from rollout.engine.schedule.plan import Plan, Span, decode_spans, make_plan, make_verify_plan, prompt_spans
 from rollout.engine.schedule.roster import Roster
+from rollout.engine.schedule.speculation import Speculation
 from rollout.engine.sequence.sequence import Group, Sequence, State
 from rollout.engine.sequence.sequence_kv import Prefill
 from rollout.engine.step_output import Scores, StepOutput
@@ -43,6 +44,7 @@ class Scheduler:
         limits: SchedulerLimits,
         roster: Roster,
         upload_words: Callable[[Sequence, int], int] = lambda seq, length: 0,
+        speculation: Speculation | None = None,
     ) -> None:
         self.limits = limits
         self.roster = roster
@@ -52,6 +54,7 @@ class Scheduler:
         self._last_kind = "decode"
         self.admission_over = True  # sequences that still wait after the last plan wait for rows, pages or adapters
         self._upload_words = upload_words
+        self._speculation = speculation
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -142,12 +145,20 @@ class Scheduler:
         if full:
             preemption.grow(roster, full)
             seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv.length < seq.kv.capacity]
-        return self._make_plan(decode_spans(seqs)) if seqs else None
+        if not seqs:
+            return None
+        if self._speculation is not None:
+            drafts = self._speculation.drafts(seqs, roster)
+            if drafts or any(seq.drafted for seq in seqs):
+                return make_verify_plan(seqs, drafts, roster.version, self._page_size, self._saves())
+        return self._make_plan(decode_spans(seqs))
 
     def _make_plan(self, spans: list[Span]) -> Plan:
+        return make_plan(spans, self.roster.version, self._page_size, self._saves())
+
+    def _saves(self) -> tuple[tuple[int, int], ...]:
         snapshots = self.roster.allocator.snapshots
-        saves = () if snapshots is None else snapshots.take_saves()
-        return make_plan(spans, self.roster.version, self._page_size, saves)
+        return () if snapshots is None else snapshots.take_saves()
 
     # --- launch and commit -------------------------------------------------------------------------------------------
 
@@ -164,6 +175,9 @@ class Scheduler:
             kv.length = end
             if prompt is not None:
                 self._prompt_launched(seq, start, end, draws, version)
+        for draft in plan.drafts:
+            draft.seq.drafted += draft.length
+            self.roster.counters.drafted += draft.length
 
     def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
         roster = self.roster
@@ -188,52 +202,66 @@ class Scheduler:
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Take a step's tokens; steps are committed in the order of their launch."""
         if output.scores is not None:
-            note_scores(plan, output.scores)
+            note_scores(plan, output.scores, output.accepted)
         roster = self.roster
         if output.experts is not None:
             roster.allocator.note_experts(plan.prompt_copies, output.experts)
-        tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
         version, counters, leaving = plan.version, roster.counters, State.LEAVING
-        at = -1  # place of a row's token in the output
+        at = 0  # place of a row's first token in the output
         for seq, _, _, draws, _ in plan.spans:
-            at += draws
             seq.inflight_refs -= 1
+            if draws > 1:
+                accepted = self._settle_drafts(seq, draws - 1, output, at)
             if seq.finalized:
-                counters.zombie_rows += draws
+                counters.zombie_rows += draws > 0
                 roster.settle(seq)
-                continue
-            if not draws:
-                pass
-            elif (logprob := logprobs[at]) != logprob:
-                roster.fail(seq, NOT_FINITE)
-            else:
-                token, drawn = tokens[at], seq.drawn
-                so_far, runs = drawn.tokens, drawn.versions
-                run = runs[-1] if runs else None
-                if run is None or run[0] != version:  # the token begins a run
-                    if drawn.too_old_for(version):
-                        roster.finish(seq, Finish("stale"))
-                        continue
-                    run = None
-                so_far.append(token)
-                drawn.logprobs.append(logprob)
-                drawn.raw_logprobs.append(raw_logprobs[at])
-                if drawn.drawn_logprobs is not None:
-                    drawn.drawn_logprobs.append(output.drawn_logprobs[at])
-                if run is not None:  # last: `rescue` tells by the runs whether a token is whole
-                    run[1] += 1
-                else:
-                    runs.append([version, 1])
-                    drawn.note_version(version)
-                counters.tokens += 1
-                if token in seq.stop_ids or len(so_far) >= seq.check_at:
-                    self._examine(seq, token)
-            if seq.state is leaving:
+            elif draws == 1:
+                self._take(seq, at, version, output)
+            elif draws:
+                for place in range(at, at + accepted + 1):
+                    if not seq.finalized:
+                        self._take(seq, place, version, output)
+            at += draws
+            if seq.state is leaving and not seq.finalized:
                 roster.settle(seq)
         if plan.kind == "decode":
             counters.decode_rows += plan.rows
         else:
             self._note_first_tokens(plan)
+
+    def _settle_drafts(self, seq: Sequence, count: int, output: StepOutput, at: int) -> int:
+        assert output.accepted is not None, "a step with drafts says how many were accepted"
+        accepted = output.accepted[at]
+        seq.settle_drafts(count, accepted)
+        self.roster.counters.accepted += accepted
+        return accepted
+
+    def _take(self, seq: Sequence, at: int, version: int, output: StepOutput) -> None:
+        """Add the token at place `at` of the output to its sequence."""
+        token, logprob, drawn = output.tokens[at], output.logprobs[at], seq.drawn
+        if logprob != logprob:
+            self.roster.fail(seq, NOT_FINITE)
+            return
+        so_far, runs = drawn.tokens, drawn.versions
+        run = runs[-1] if runs else None
+        if run is None or run[0] != version:  # the token begins a run
+            if drawn.too_old_for(version):
+                self.roster.finish(seq, Finish("stale"))
+                return
+            run = None
+        so_far.append(token)
+        drawn.logprobs.append(logprob)
+        drawn.raw_logprobs.append(output.raw_logprobs[at])
+        if drawn.drawn_logprobs is not None:
+            drawn.drawn_logprobs.append(output.drawn_logprobs[at])
+        if run is not None:  # last: `rescue` tells by the runs whether a token is whole
+            run[1] += 1
+        else:
+            runs.append([version, 1])
+            drawn.note_version(version)
+        self.roster.counters.tokens += 1
+        if token in seq.stop_ids or len(so_far) >= seq.check_at:
+            self._examine(seq, token)
 
     def _examine(self, seq: Sequence, token: int) -> None:
         """A token that may end its sequence, or after which something is due."""
@@ -263,14 +291,24 @@ def _pages_of(seq: Sequence) -> list[int]:
     return seq.kv.pages
 
 
-def note_scores(plan: Plan, scores: Scores) -> None:
+def _refused_places(plan: Plan, accepted: list[int] | None) -> set[int]:
+    """Places of the output with tokens that were drawn after a refused draft."""
+    refused: set[int] = set()
+    for draft in plan.drafts:
+        assert accepted is not None
+        refused.update(range(draft.place + accepted[draft.place] + 1, draft.place + draft.length + 1))
+    return refused
+
+
+def note_scores(plan: Plan, scores: Scores, accepted: list[int] | None = None) -> None:
     """Give a step's scores to completions and groups; before its tokens are taken."""
     sampled = plan.sampled if scores.places else []
+    refused = _refused_places(plan, accepted) if scores.places else ()
     for place, ids_K, logprobs_K in zip(scores.places, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
         seq = sampled[place]
-        if not seq.finalized:
+        if not seq.finalized and place not in refused:
             tops = seq.drawn.tops
-            assert tops is not None and len(tops) == len(seq.tokens), "a position has one entry"
+            assert tops is not None and (plan.drafts or len(tops) == len(seq.tokens)), "a position has one entry"
             tops.add(ids_K, logprobs_K)
     taken = 0
     for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():

@@ -16,6 +16,9 @@ Three counters, all in tokens:
     launched      committed plus in flight
     kv.length     positions whose KV is written once everything launched has run = prompt + launched - 1 while decoding
 
+`drafted` of the last two are drafts in flight: they count as accepted until their step is committed, which takes back
+those that were refused.
+
 What a sequence has is in a few objects of plain data:
 
     drawn         its tokens and their log-probs and versions           `drawn_tokens`
@@ -113,6 +116,7 @@ class Sequence:
         "arrival",
         "check_at",
         "computed",
+        "drafted",
         "drawn",
         "feature_bits",
         "features",
@@ -163,6 +167,7 @@ class Sequence:
         self.finish: Finish | None = None
         self.inflight_refs = 0
         self.launched = self.drawn.known
+        self.drafted = 0
         self.check_at = 0  # tokens at which something is due again, if none of them stops it
         self.row = 0
         self.row_ready = False  # a launched step has set up the row's device state
@@ -199,6 +204,12 @@ class Sequence:
     def consumed(self) -> int:
         """Positions whose KV the tokens generated here depend on; 0 before the first such token."""
         return self.prompt_len + len(self.tokens) - 1 if self.drawn.versions else 0
+
+    def settle_drafts(self, count: int, accepted: int) -> None:
+        """A step with `count` drafts is being committed, its tokens are not taken yet: take back what was refused."""
+        self.drafted -= count
+        self.launched -= count - accepted
+        self.kv.take_back(count - accepted, self.prompt_len + len(self.tokens) + accepted)
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""

@@ -100,6 +100,11 @@ class SequenceKV(KVContent):
         if start == 0:
             self.version, self.uniform = prefill.version, end
 
+    def take_back(self, refused: int, known: int) -> None:
+        """The last `refused` positions hold no tokens of the sequence; `known` is its length before later steps."""
+        self.uniform = self.uniform - refused if self.uniform == self.length else min(self.uniform, known)
+        self.length -= refused
+
     @property
     def recomputed(self) -> tuple[tuple[int, int], ...]:
         """(tokens, version) of each prefill of more than the prompt, and of the prompt if it had several."""

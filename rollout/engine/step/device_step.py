@@ -1,6 +1,6 @@
 """What a step does on the device: sets rows up, runs the forward, draws. Everything here runs on the compute stream.
 
-    begin      rows that the step sets up, pages that are copied, tokens of a decode forward that the host knows
+    begin      rows that the step sets up, pages that are copied, tokens of a decode forward that the host knows, drafts
     decode     one token for each row, the last one of the row state; logits of the next
     prefill    the tokens of spans of any length; logits after those that draw
     sample     from logits to the tokens, in the row state and in the output
@@ -18,6 +18,7 @@ import torch
 from rollout_kernels.step import begin_step
 
 from rollout.engine.sequence.features import Feature
+from rollout.engine.step import verify
 from rollout.engine.step.expert_trace import StepExperts
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
@@ -88,6 +89,10 @@ class DeviceStep:
             self._copy_pages(step["copies"].long())
         if "known" in step:
             self.rows.take_known(step["known"])
+        if "pages" in step:
+            verify.tell_pages(self.rows, step["pages"])
+        if "drafts" in step:
+            verify.set_up(self.rows, step)
 
     def decode(self, step: StepInput, experts: StepExperts | None) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each row: its last token goes in at position `length`. Logits of the next one, and rows."""

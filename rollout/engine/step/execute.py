@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from rollout.engine.device.streams import Device, Event, Stream
 from rollout.engine.kv.page_mover import PageMover
 from rollout.engine.sequence.features import PLAIN, Feature
+from rollout.engine.step import verify
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.slot import Slot
@@ -135,6 +136,7 @@ class Executor:
             assert self.graphs is not None, "a step that was packed for a graph"
             if not header.features & _NOT_PLAIN:
                 self.graphs.run(slot, header.size)
+                self._accept(header, slot)
                 return
             forwarded = self.graphs.forward(step, slot.experts)
         if forwarded is not None and header.tops:
@@ -148,6 +150,11 @@ class Executor:
         forwarded, slot.forwarded = slot.forwarded, None
         if forwarded is not None:
             self.step.sample(*forwarded, Feature(header.features), slot.output, slot.masks)
+            self._accept(header, slot)
+
+    def _accept(self, header: Header, slot: Slot) -> None:
+        if header.drafts:
+            verify.accept(self.step.rows, StepInput(header, slot.input), slot.output, slot.accepted)
 
     # --- between the steps --------------------------------------------------------------------------------------------
 

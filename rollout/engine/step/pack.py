@@ -1,6 +1,7 @@
 """Packs plans: from the host's state of sequences to the upload of a step (`upload.py` lists its sections).
 
-    Plan of spans of one token that all draw     --> a decode: rows and the pages that they open
+    Plan of decode rows, and of spans of one     --> a decode: rows and the pages that they open; with drafts a row each
+      token that all draw
     any other                                    --> a prefill: tokens, positions, and what each span does
 
 Both also set up the rows whose sequence runs its first step.
@@ -14,6 +15,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 from rollout_kernels import PROMPT_BIT
+from rollout_kernels.attention.segments import no_segments
 
 from rollout.engine.messages import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from rollout.engine.schedule.plan import Plan, Span
@@ -33,6 +35,8 @@ _SPAN_WORDS = 30
 _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, adapter
 #: Features whose rows have more to set up.
 _SETUP_FEATURES = Feature.MIN_TOKENS | Feature.BIAS | Feature.PENALIZE
+_DRAFT_WORDS = 8
+_PAGE_WORDS = 3  # of a page that a verify step tells
 _SAVE_WORDS = 4  # of a row that ended and whose state is saved: row and place as int64
 
 _TOP = Feature.TOP.value  # flags of an enum are slow to test
@@ -42,7 +46,7 @@ class Packer:
     """Packs the plans of one engine.
 
     `captured` are the sizes of its captured decode steps, None without any. `shared` says what rows share, where
-    attention reads shared pages once.
+    attention reads shared pages once. `draft_rows` are the rows of the row state for drafts.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class Packer:
         adapters: bool = False,
         captured: CapturedSizes | None = None,
         shared: SharedPages | None = None,
+        draft_rows: range = range(0),
     ) -> None:
         self.scored_multiple = scored_multiple
+        self._draft_rows = draft_rows
         self.captured = captured
         self._adapters = adapters
         self._shared = shared
@@ -62,9 +68,9 @@ class Packer:
         staging.begin()
         size = 0
         layout: tuple[tuple[int, int, int, int], ...] = ()
-        if plan.one_token_each:
-            size = 0 if self.captured is None else self.captured.size_for(plan.rows, plan.features) or 0
-            self._put_decode(plan, size or plan.rows, staging)
+        if plan.decodes:
+            size = 0 if self.captured is None else self.captured.size_for(plan.draws, plan.features) or 0
+            self._put_decode(plan, size or plan.draws, staging)
         else:
             layout = _put_prefill(plan.spans, staging)
         _put_states(plan, staging)
@@ -78,7 +84,7 @@ class Packer:
         if plan.features.value & _TOP:
             tops = put_tops(staging, [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops is not None])
         return staging.upload(
-            plan.rows,
+            plan.draws if plan.drafts else plan.rows,
             plan.tokens,
             plan.draws,
             plan.features.value,
@@ -87,12 +93,40 @@ class Packer:
             layout=layout,
             tops=tops,
             scored=scored,
+            drafts=max((draft.length for draft in plan.drafts), default=0),
         )
 
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
         seqs = [span.seq for span in plan.spans]
+        if plan.pages:
+            segments_SW = None if self._shared is None else no_segments(size)
+            put_decode(staging, self._rows_with_drafts(plan), [], size, segments_SW)
+            self._put_verify(plan, staging)
+            return
         segments_SW = None if self._shared is None else self._shared.segments(seqs, size)
         put_decode(staging, [seq.row for seq in seqs], plan.opens, size, segments_SW)
+
+    def _rows_with_drafts(self, plan: Plan) -> list[int]:
+        """The rows of a verify step: after each row those of its drafts."""
+        draft_rows, rows = iter(self._draft_rows), []
+        for seq, _, _, draws, _ in plan.spans:
+            rows.append(seq.row)
+            rows += [next(draft_rows) for _ in range(draws - 1)]
+        return rows
+
+    def _put_verify(self, plan: Plan, staging: Staging) -> None:
+        staging.put("pages", np.array(plan.pages, dtype=np.int32))
+        if not plan.drafts:
+            return
+        paths_MW = np.zeros((len(plan.drafts), max(len(draft.path) for draft in plan.drafts)), dtype=np.int64)
+        verified, drafts, draft_rows = [], [], iter(self._draft_rows)
+        for which, (seq, place, count, path, begin) in enumerate(plan.drafts):
+            verified.append((seq.row, place, count, begin))
+            drafts += [(next(draft_rows), seq.row, ahead, which) for ahead in range(1, count + 1)]
+            paths_MW[which, : len(path)] = path
+        staging.put("verified", np.array(verified, dtype=np.int64))
+        staging.put("paths", paths_MW)
+        staging.put("drafts", np.array(drafts, dtype=np.int64))
 
     def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:
         """Rows that no step has set up yet, and the pages that are copied for them."""
@@ -230,6 +264,14 @@ def upload_words(seq: Sequence, length: int) -> int:
         assert kv.prefill_tokens is not None
         words += _setup_words(len(kv.pages), len(kv.prefill_tokens), seq.features) + 2
     return words
+
+
+def verify_words(max_rows: int, draft_rows: int, most: int) -> int:
+    """Upper bound on the int32 words that `draft_rows` drafts, `most` of a row, add to an upload; 0 without drafts."""
+    if not draft_rows:
+        return 0
+    positions = 2 * (most + 1)  # that a row may have in such a step, and tokens of its path
+    return draft_rows * 2 * (_DRAFT_WORDS + positions) + max_rows * _PAGE_WORDS * (positions + 1)
 
 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int) -> int:

@@ -11,10 +11,12 @@
     bias_*  [rows, K]            logit bias, padded with id 0 and bias 0
     banned  [rows, K]            stop ids, padded by repeating the first; banned until min_tokens
     adapters [rows]    int32     slot of the row's adapter, 0 for none; where adapters are served
+    drafts  [rows]     int64     of a draft row: its draft
 
-Row 0 is padding. The first step of a sequence sets its row up, from the `init_*` and list sections of that step's
-upload (`pack.py` writes them); after that the device keeps the row current by itself. Everything here runs on the
-compute stream.
+Row 0 is padding. The last rows are draft rows: for one step a draft row is a copy of a row that has drafts, some tokens
+ahead, with a draft as its last token (`verify.py`). The first step of a sequence sets its row up, from the `init_*` and
+list sections of that step's upload (`pack.py` writes them); after that the device keeps the row current by itself.
+Everything here runs on the compute stream.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class RowState:
     """Device tensors indexed by row."""
 
     def __init__(self, max_rows: int, max_pages: int, vocab: int, device: torch.device, adapters: bool = False) -> None:
+        """State of `max_rows` rows, draft rows included, beside the padding."""
         rows = max_rows + 1
         self.vocab = vocab
         self.ints = torch.zeros(rows, INTS, dtype=torch.int64, device=device)
@@ -51,13 +54,14 @@ class RowState:
         self.bias = torch.zeros(rows, MAX_LOGIT_BIAS, device=device)
         self.banned = torch.zeros(rows, MAX_STOP_IDS, dtype=torch.int64, device=device)
         self.adapters = torch.zeros(rows, dtype=torch.int32, device=device) if adapters else None
+        self.drafts = torch.zeros(rows, dtype=torch.int64, device=device)
         on_gpu = device.type == "cuda"
         self.step_pages = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device) if on_gpu else None
 
     @staticmethod
     def nbytes(max_rows: int, max_pages: int, vocab: int) -> int:
         """Device memory of the state, bytes."""
-        a_row = INTS * 8 + FLOATS * 4 + 2 * 4 * max_pages + 4 * vocab + (8 + 4) * MAX_LOGIT_BIAS + 8 * MAX_STOP_IDS
+        a_row = INTS * 8 + 8 + FLOATS * 4 + 2 * 4 * max_pages + 4 * vocab + (8 + 4) * MAX_LOGIT_BIAS + 8 * MAX_STOP_IDS
         return (max_rows + 1) * a_row
 
     def clear_padding(self) -> None:

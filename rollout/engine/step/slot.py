@@ -3,7 +3,8 @@
                  host                     device
     input   [words] int32, pinned  -H2D->  [words] int32      one packed upload
     output  [4, rows] int32        <-D2H-  [4, rows] int32    token ids, and three log-probs as float bits
-    experts [tokens, words] int32  <-D2H-  the same           of its tokens, after the output; where they are kept
+    accepted [rows] int32   <-D2H-  the same                  of verify steps, after the output; with speculation
+    experts [tokens, words] int32  <-D2H-  the same           of its tokens, after these; where they are kept
 
     h2d_done   the upload has arrived          start  compute begins (recorded after the wait on the upload)
     d2h_done   the outputs are on the host     end    compute is over; the D2H copy waits for it
@@ -42,15 +43,20 @@ class Slot:
         vocab: int,
         chunk_tokens: int,
         routing: RoutingShape | None = None,
+        speculates: bool = False,
     ) -> None:
+        """Buffers for steps of up to `max_rows` rows, drafts included; `speculates` if there may be any."""
         self.staging = Staging(device.host_buffer((upload_words,), torch.int32))
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
-        words = self._output_words = OUTPUT_FIELDS * max_rows
+        output_words = OUTPUT_FIELDS * max_rows
+        words = self._output_words = output_words + (max_rows if speculates else 0)
         more = record_words(routing, max(max_rows, chunk_tokens))
         self._result = torch.zeros(words + more, dtype=torch.int32, device=device.torch_device)
         self._result_host = device.host_buffer((words + more,), torch.int32)
-        self.output = self._result[:words].view(OUTPUT_FIELDS, max_rows)
-        self._output_host = self._result_host[:words].view(OUTPUT_FIELDS, max_rows)
+        self.output = self._result[:output_words].view(OUTPUT_FIELDS, max_rows)
+        self._output_host = self._result_host[:output_words].view(OUTPUT_FIELDS, max_rows)
+        self.accepted = self._result[output_words:words]
+        self._accepted_host = self._result_host[output_words:words]
         self.experts = None if routing is None else StepExperts(routing, self._result[words:])
         self._token_words = record_words(routing, 1)
         self.h2d_start, self.h2d_done = device.event(), device.event()
@@ -85,6 +91,7 @@ class Slot:
             logprobs[1].tolist(),
             logprobs[2].tolist(),
             scores,
+            self._accepted_host[: header.draws].tolist() if header.drafts else None,
             self._experts_host(header.tokens),
         )
 

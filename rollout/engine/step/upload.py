@@ -22,6 +22,11 @@
     state_saves, _loads    int64 [n, 2]: states to copy, source and target place; first all saves, then all loads
     known                  int64 [n, 3]: row, token that goes in, its position; of rows of a decode forward whose token
                            comes from the host
+    verified               int64 [M, 4] of rows with drafts: row, place of its own draw, number of drafts (their places
+                           follow), first position of its path
+    paths                  int64 [M, W]: the tokens that are expected from there on; padded
+    drafts                 int64 [N, 4] of drafts: draft row, row, how far ahead (from 1), which of the `verified`
+    pages                  int32 [n, 3]: row, column of its page table, page; of all rows of a verify step
     top_at                 int64 [n]: which of the drawing rows report their likeliest tokens
     scored_at, _targets    int64 [n]: tokens of the step, and the token whose log-prob each gives; padded
 
@@ -70,6 +75,7 @@ class Header(NamedTuple):
     layout: tuple[tuple[int, int, int, int], ...] = ()
     tops: tuple[int, ...] = ()  # which of the drawing rows report their likeliest tokens
     scored: int = 0  # positions of prompts that are scored
+    drafts: int = 0  # most drafts of a row; 0 in a step without drafts
 
     def to_fields(self) -> dict[str, Any]:
         """A map of integers, strings and lists, for a wire."""

@@ -93,11 +93,11 @@ def test_the_kind_and_the_totals_of_a_plan_follow_from_its_spans(model, prompt_o
     assert (chunks.kind, chunks.tokens, chunks.draws, chunks.max_context) == ("prefill", 10, 1, 9)
     assert chunks.opens == [(0, seqs[0].kv.pages[1]), (1, seqs[1].kv.pages[0])], "spans that begin with a page"
     assert chunks.features == seqs[0].features, "a row that draws nothing needs nothing of the draw"
-    assert chunks.sampled == seqs[:1] and not chunks.one_token_each
+    assert chunks.sampled == seqs[:1] and not chunks.decodes
     single = make_plan([Span(seqs[0], 8, 1, 1, PromptPart(part.tokens[:1]))], 3, 4)
-    assert single.kind == "prefill" and single.one_token_each
+    assert single.kind == "prefill" and single.decodes
     decode = make_plan([Span(seq, 9, 1, 1) for seq in seqs], 3, 4)
-    assert (decode.kind, decode.rows, decode.max_context) == ("decode", 2, 10) and decode.one_token_each
+    assert (decode.kind, decode.rows, decode.max_context) == ("decode", 2, 10) and decode.decodes
     assert decode.features == seqs[0].features | seqs[1].features
     bench.run()
     bench.close()

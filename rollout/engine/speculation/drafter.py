@@ -1,0 +1,33 @@
+"""The joint for drafters: what the scheduler asks them, and how each is made from the settings.
+
+A drafter is asked for a path: the tokens that it expects after the committed tokens of a completion. A verify step
+takes its drafts from the path, at the position where the row is when the step runs. A wrong path costs time and changes
+no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import numpy as np
+
+from rollout.engine.speculation.suffix_drafter import SuffixDrafter
+
+
+class Drafter(Protocol):
+    """Guesses tokens. `key` is one completion; only the loop calls it."""
+
+    def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int) -> list[int]:
+        """At most `want` token ids expected after prompt (int32) and committed tokens; they may be any of the model's.
+
+        From call to call with one key, `tokens` only grow.
+        """
+
+    def ended(self, key: Hashable) -> None:
+        """Nothing is added to this completion any more; its key may be unknown."""
+
+
+#: By the value of `engine.speculation`: makes a drafter that keeps at most this number of tokens of completions.
+DRAFTERS: dict[str, Callable[[int], Drafter]] = {"suffix": SuffixDrafter}

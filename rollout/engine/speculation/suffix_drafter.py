@@ -1,0 +1,95 @@
+"""Drafts by suffix matching: what followed the last tokens before, in the same prompt's texts.
+
+A completion is compared with its prompt, with itself, with the other completions of that prompt as they grow (its
+group), and with earlier ones: a trainer comes back to the same prompts at every epoch. Earlier ones are kept by prompt,
+within a number of tokens; the prompt that was used longest ago goes first. A token takes about 300 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout.engine.speculation.suffix_index import Match, SuffixIndex
+
+
+@dataclass(eq=False, slots=True)
+class _Texts:
+    """The texts of one prompt."""
+
+    digest: bytes
+    index: SuffixIndex
+    running: int = 0  # completions that have not ended
+
+
+class _Running(NamedTuple):
+    """A completion that has not ended."""
+
+    texts: _Texts
+    text: int
+
+
+class SuffixDrafter:
+    """Guesses by suffix matching; keeps at most `kept_tokens` tokens beside those of prompts with running completions.
+
+    Prompt and completions count towards `kept_tokens`.
+    """
+
+    def __init__(self, kept_tokens: int) -> None:
+        self._kept_tokens = kept_tokens
+        self._by_prompt: dict[bytes, _Texts] = {}  # least recently used first
+        self._running: dict[Hashable, _Running] = {}
+        self.tokens = 0  # of all texts
+
+    def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int) -> list[int]:
+        """As `Drafter.path`."""
+        return self.guess(key, prompt, tokens, want)[1]
+
+    def guess(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int) -> tuple[Match | None, list[int]]:
+        """A path, and the match that it follows. Takes the tokens that are new."""
+        texts, text = self._running.get(key) or self._open(key, prompt)
+        index = texts.index
+        known = index.length(text)
+        if len(tokens) > known:
+            index.add(text, tokens[known:])
+            self.tokens += len(tokens) - known
+        match = index.match(text)
+        return match, [] if match is None else index.after(text, match, want)
+
+    def own_text(self, key: Hashable) -> int:
+        """The text of a running completion, as `Match.text` names it."""
+        return self._running[key].text
+
+    def ended(self, key: Hashable) -> None:
+        """As `Drafter.ended`. Its tokens serve later completions of the same prompt."""
+        running = self._running.pop(key, None)
+        if running is not None:
+            running.texts.running -= 1
+            self._forget()
+
+    def _open(self, key: Hashable, prompt: np.ndarray) -> _Running:
+        digest = blake2b(np.ascontiguousarray(prompt, dtype="<i4").tobytes(), digest_size=16).digest()
+        texts = self._by_prompt.pop(digest, None)
+        if texts is None:
+            texts = _Texts(digest, SuffixIndex(prompt.tolist()))
+            self.tokens += len(texts.index)
+        self._by_prompt[digest] = texts  # the most recently used one
+        texts.running += 1
+        before = len(texts.index)
+        running = self._running[key] = _Running(texts, texts.index.open())
+        self.tokens += len(texts.index) - before
+        return running
+
+    def _forget(self) -> None:
+        """Drop prompts until the rest is within the limit."""
+        for texts in list(self._by_prompt.values()):
+            if self.tokens <= self._kept_tokens:
+                return
+            if texts.running == 0:
+                del self._by_prompt[texts.digest]
+                self.tokens -= len(texts.index)

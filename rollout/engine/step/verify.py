@@ -1,0 +1,81 @@
+"""Verify steps on the device: a draft is a row. Everything here runs on the compute stream.
+
+    row r                     last token at position p                      drawn: x0
+    its draft row s1          a copy of r, draft d1 at p + 1                drawn: x1
+    its draft row s2          a copy of r, draft d2 at p + 2                drawn: x2
+
+    set_up      before the forward: the draft rows, from the rows and their paths
+    accept      after the draw: of r's drafts, those before the first that differs: d1 = x0, d2 = x1
+
+The decode step in between knows nothing of drafts: each draft row writes the KV of its draft before any row attends,
+and draws with the numbers of its own position, with the token counts that it would have. So x0, and the token after
+each accepted draft, are the tokens that steps of one token would draw. Then r goes on after the last of them. What
+refused drafts have written lies beyond its length; the next step writes there again.
+
+Legend: M rows with drafts, K most drafts of one, N drafts of all, W tokens of a path, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.engine.sequence.features import Feature
+from rollout.engine.step.row_state import LAST, LENGTH, RowState
+from rollout.engine.step.upload import StepInput
+
+
+def tell_pages(rows: RowState, pages_N3: torch.Tensor) -> None:
+    """Put pages into the page tables of rows: row, column, page."""
+    row_N, column_N, page_N = pages_N3.long().unbind(1)
+    rows.pages.index_put_((row_N, column_N), page_N.int())
+
+
+def set_up(rows: RowState, step: StepInput) -> None:
+    """Set the draft rows of a step up."""
+    draft_N, owner_N, ahead_N, which_N = step["drafts"].unbind(1)
+    paths_MW, begin_M = step["paths"], step["verified"][:, 3]
+    ints_NI = rows.ints.index_select(0, owner_N)
+    position_N = ints_NI[:, LENGTH] + ahead_N
+    at_N = (position_N - begin_M[which_N]).clamp_(0, paths_MW.shape[1] - 1)
+    token_N = paths_MW[which_N, at_N]
+    ints_NI[:, LENGTH], ints_NI[:, LAST] = position_N, token_N
+    rows.ints.index_copy_(0, draft_N, ints_NI)
+    rows.drafts.index_copy_(0, draft_N, token_N)
+    features = step.header.features
+    for state, needs in (
+        (rows.floats, True),
+        (rows.pages, True),
+        (rows.banned, features & Feature.MIN_TOKENS),
+        (rows.bias_ids, features & Feature.BIAS),
+        (rows.bias, features & Feature.BIAS),
+    ):
+        if needs:
+            state.index_copy_(0, draft_N, state.index_select(0, owner_N))
+    if rows.adapters is not None and features & Feature.ADAPTER:
+        rows.adapters.index_copy_(0, draft_N, rows.adapters.index_select(0, owner_N))
+    if features & Feature.PENALIZE:
+        before_NN = (which_N[:, None] == which_N) & (ahead_N[:, None] >= ahead_N)  # its own draft, too
+        counts_NV = rows.counts.index_select(0, owner_N)
+        place_NN = torch.arange(len(draft_N), device=draft_N.device)[:, None].expand_as(before_NN)
+        counts_NV.index_put_((place_NN, token_N.expand_as(before_NN)), before_NN.int(), accumulate=True)
+        rows.counts.index_copy_(0, draft_N, counts_NV)
+
+
+def accept(rows: RowState, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor) -> None:
+    """Compare the drafts with the tokens drawn; the rows go on after the last accepted one.
+
+    `accepted_R` (int32) gets the number of accepted drafts at the place of each row with drafts.
+    """
+    row_M, place_M, count_M, _ = step["verified"].unbind(1)
+    drawn_R, step_rows = output_4R[0].long(), step["rows"]
+    ahead_K = torch.arange(step.header.drafts, device=row_M.device)
+    place_MK = (place_M[:, None] + 1 + ahead_K).clamp_(max=len(step_rows) - 1)  # of the drafts
+    equal_MK = drawn_R[place_MK - 1] == rows.drafts[step_rows[place_MK]]
+    taken_MK = (equal_MK & (ahead_K < count_M[:, None])).int().cumprod(1)
+    accepted_M = taken_MK.sum(1)
+    rows.ints[row_M, LAST] = drawn_R[place_M + accepted_M]
+    rows.ints[row_M, LENGTH] += accepted_M
+    accepted_R[place_M] = accepted_M.int()
+    if step.header.features & Feature.PENALIZE:  # the draw has counted the first token
+        row_MK = row_M[:, None].expand_as(taken_MK)
+        rows.counts.index_put_((row_MK, drawn_R[place_MK]), taken_MK.int(), accumulate=True)

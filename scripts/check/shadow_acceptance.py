@@ -1,0 +1,384 @@
+"""What speculation would have had accepted, counted on finished completions; needs no model and no GPU.
+
+    python -m scripts.check.shadow_acceptance rollouts.jsonl --k 1 3 7 --cost 8:0:4.1 --cost 8:3:4.3
+
+Drafts are accepted only where they equal the token that was drawn, so finished completions say what any drafter would
+have had accepted. The script plays them again: all completions of a group begin together, each step gives every
+unfinished one its accepted drafts and one token more, and the drafter is the engine's own. It sees the prompt, the row
+itself, the other completions of the group as they grow, and earlier completions of the same prompt in the order of the
+input.
+
+Input, one or more of:
+    a journal     of a client (`RolloutClient(journal=...)`), while no client has it open
+    *.jsonl       a map a line, with --prompt-field and --completion-field
+    a folder      a Hugging Face dataset that `save_to_disk` wrote, with the same fields; needs the package `datasets`
+
+A prompt is a list of token ids. A completion is such a list, a list of such lists, or a list of maps with `token_ids`;
+one record with several completions is a group, and so are neighbouring records of one completion with the same prompt.
+
+Output, for each k (drafts a step): drafted and accepted tokens, acceptance by place in the draft, tokens a step, and
+the part of the accepted tokens that came from each source. --groups adds each group's tokens a step, --json writes all
+of it. --late 1 (default) is a drafter on the host of a pipeline of two steps: it does not see the tokens of the step in
+flight, so its drafts also skip the place of a token that it guessed wrong. --late 0 is a drafter on the device.
+
+With a cost table (--cost ROWS:K:MS, or --costs FILE with a list of {"rows", "k", "ms"}) the output says how much faster
+decoding would be on that GPU: tokens a step, times the cost of a plain step over that of a verify step of as many rows.
+It takes all rows to draft k tokens in all steps, so it is a lower bound where some draft less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollout.engine.speculation.suffix_drafter import SuffixDrafter
+from rollout.engine.speculation.suffix_index import Match
+from scripts.bench.output import print_table, write_results
+from trainer_bridge.client.journal import Journal
+from trainer_bridge.wire.errors import JournalFailed
+
+
+class InputError(ValueError):
+    """The input cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Completions of one prompt that ran together."""
+
+    prompt: np.ndarray  # int32
+    completions: list[list[int]]
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """What drafts of up to `k` tokens came to, for one group or for several."""
+
+    k: int
+    steps: int = 0
+    tokens: int = 0  # drawn by these steps
+    drafted: list[int] = field(default_factory=list)  # by place in the draft
+    accepted: list[int] = field(default_factory=list)
+    sources: Counter[str] = field(default_factory=Counter)  # of accepted tokens
+
+    def __post_init__(self) -> None:
+        self.drafted, self.accepted = self.drafted or [0] * self.k, self.accepted or [0] * self.k
+
+    def __iadd__(self, other: Acceptance) -> Acceptance:
+        self.steps, self.tokens = self.steps + other.steps, self.tokens + other.tokens
+        self.drafted = [a + b for a, b in zip(self.drafted, other.drafted, strict=True)]
+        self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
+        self.sources += other.sources
+        return self
+
+    @property
+    def tokens_a_step(self) -> float:
+        """Mean accepted length, the token that every step gives included."""
+        return self.tokens / self.steps if self.steps else 1.0
+
+    def row(self) -> dict[str, Any]:
+        """For a table."""
+        drafted, accepted = sum(self.drafted), sum(self.accepted)
+        row: dict[str, Any] = {"k": self.k, "tokens": self.tokens, "steps": self.steps, "drafted": drafted}
+        row |= {"accepted": accepted, "accepted_pct": _percent(accepted, drafted), "tokens_a_step": self.tokens_a_step}
+        row["by_place_pct"] = " ".join(
+            f"{_percent(a, d):.0f}" for a, d in zip(self.accepted, self.drafted, strict=True)
+        )
+        return row
+
+    def source_row(self) -> dict[str, Any]:
+        """For a table: the share of the accepted tokens from each source, percent."""
+        accepted = sum(self.accepted)
+        return {"k": self.k} | {source: _percent(self.sources[source], accepted) for source in SOURCES}
+
+
+#: Where a draft may come from.
+SOURCES = ("prompt", "own", "group", "earlier")
+
+
+class Cost(NamedTuple):
+    """What a step of `rows` rows with `k` drafts each takes; `k` 0 is a plain step."""
+
+    rows: int
+    k: int
+    ms: float
+
+
+# --- playing completions again --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Row:
+    """A completion that is played again."""
+
+    key: tuple[int, int]
+    tokens: list[int]
+    done: int = 1  # tokens drawn so far; the prefill drew the first one
+    seen: int = 0  # of them, those that the drafter sees
+
+
+def play(groups: Iterable[Group], k: int, late: int, kept_tokens: int) -> list[Acceptance]:
+    """The acceptance of each group, in order, with drafts of up to `k` tokens by one drafter."""
+    drafter = SuffixDrafter(kept_tokens)
+    return [_play_group(drafter, number, group, k, late) for number, group in enumerate(groups)]
+
+
+def _play_group(drafter: SuffixDrafter, number: int, group: Group, k: int, late: int) -> Acceptance:
+    found = Acceptance(k)
+    rows = [_Row((number, i), tokens) for i, tokens in enumerate(group.completions)]
+    siblings: set[int] = set()
+    for row in rows:
+        drafter.guess(row.key, group.prompt, [], 0)
+        siblings.add(drafter.own_text(row.key))
+    running = [row for row in rows if len(row.tokens) > 1]
+    while running:
+        for row in running:
+            if not late:
+                row.seen = row.done
+            drawn = _step(drafter, row, group.prompt, siblings, found)
+            row.seen = row.done  # when the step after the next one is planned
+            row.done += drawn
+        running = [row for row in running if row.done < len(row.tokens)]
+    for row in rows:
+        drafter.guess(row.key, group.prompt, row.tokens, 0)
+        drafter.ended(row.key)
+    return found
+
+
+def _step(drafter: SuffixDrafter, row: _Row, prompt: np.ndarray, siblings: set[int], found: Acceptance) -> int:
+    """One verify step of a row; returns the tokens that it draws."""
+    unseen = row.done - row.seen
+    match, path = drafter.guess(row.key, prompt, row.tokens[: row.seen], unseen + found.k)
+    drafts = path[unseen : min(len(path), unseen + len(row.tokens) - row.done - 1)]
+    accepted = 0
+    while accepted < len(drafts) and drafts[accepted] == row.tokens[row.done + accepted]:
+        accepted += 1
+    for place in range(len(drafts)):
+        found.drafted[place] += 1
+        found.accepted[place] += place < accepted
+    if accepted and match is not None:
+        found.sources[_source(match, drafter.own_text(row.key), siblings)] += accepted
+    found.steps += 1
+    found.tokens += accepted + 1
+    return accepted + 1
+
+
+def _source(match: Match, own: int, siblings: set[int]) -> str:
+    if match.text == 0:
+        return "prompt"
+    if match.text == own:
+        return "own"
+    return "group" if match.text in siblings else "earlier"
+
+
+def _percent(part: int, whole: int) -> float:
+    return 100 * part / whole if whole else 0.0
+
+
+# --- what it is worth -------------------------------------------------------------------------------------------------
+
+
+def speedups(found: Sequence[Acceptance], costs: Sequence[Cost]) -> list[dict[str, Any]]:
+    """How much faster decoding would be, for each cost of a verify step whose k was played."""
+    plain = {cost.rows: cost.ms for cost in costs if cost.k == 0}
+    by_k = {acceptance.k: acceptance for acceptance in found}
+    rows = []
+    for cost in costs:
+        if cost.k in by_k and cost.k:
+            if cost.rows not in plain:
+                raise InputError(f"the cost of a plain step (k 0) of {cost.rows} rows is missing")
+            gain = by_k[cost.k].tokens_a_step * plain[cost.rows] / cost.ms
+            rows.append({"rows": cost.rows, "k": cost.k, "ms": cost.ms, "plain_ms": plain[cost.rows], "speed_up": gain})
+    return rows
+
+
+def read_cost(text: str) -> Cost:
+    """ROWS:K:MS. Raises InputError."""
+    parts = text.split(":")
+    try:
+        rows, k, ms = int(parts[0]), int(parts[1]), float(parts[2])
+    except (ValueError, IndexError):
+        raise InputError(f"a cost is ROWS:K:MS, such as 8:3:4.3, and not {text!r}") from None
+    return _checked(Cost(rows, k, ms), text)
+
+
+def read_costs(path: Path) -> list[Cost]:
+    """A JSON list of maps with rows, k and ms. Raises InputError."""
+    entries = _json(path.read_text(), str(path))
+    if not isinstance(entries, list):
+        raise InputError(f"{path} is no list of costs")
+    costs = []
+    for entry in entries:
+        if not isinstance(entry, dict) or set(entry) != {"rows", "k", "ms"}:
+            raise InputError(f"{path}: a cost has the fields rows, k and ms, and not {entry!r}")
+        if not all(type(entry[name]) is int for name in ("rows", "k")) or type(entry["ms"]) not in (int, float):
+            raise InputError(f"{path}: rows and k are integers and ms is a number, and not {entry!r}")
+        costs.append(_checked(Cost(entry["rows"], entry["k"], float(entry["ms"])), str(path)))
+    return costs
+
+
+def _checked(cost: Cost, where: str) -> Cost:
+    if cost.rows < 1 or cost.k < 0 or not cost.ms > 0:
+        raise InputError(f"{where}: a cost has at least one row, no negative k and a positive time, and not {cost}")
+    return cost
+
+
+# --- input ------------------------------------------------------------------------------------------------------------
+
+
+def read_groups(path: Path, prompt_field: str, completion_field: str) -> Iterator[Group]:
+    """The groups of a file or folder, in their order. Raises InputError."""
+    if path.is_dir():
+        records = _dataset(path)
+    elif path.suffix == ".jsonl":
+        records = _json_lines(path)
+    else:
+        yield from _journal(path)
+        return
+    waiting: Group | None = None  # neighbours of one completion each
+    for number, record in enumerate(records, 1):
+        where = f"record {number} of {path}"
+        for name in (prompt_field, completion_field):
+            if name not in record:
+                raise InputError(f"{where} has no field {name!r}; its fields are {sorted(record)}")
+        prompt = np.array(_token_ids(record[prompt_field], where, prompt_field), dtype=np.int32)
+        completions, single = _completions(record[completion_field], where, completion_field)
+        if single and waiting is not None and np.array_equal(waiting.prompt, prompt):
+            waiting.completions.extend(completions)
+            continue
+        if waiting is not None:
+            yield waiting
+        waiting = Group(prompt, completions) if single else None
+        if not single:
+            yield Group(prompt, completions)
+    if waiting is not None:
+        yield waiting
+
+
+def _completions(value: Any, where: str, name: str) -> tuple[list[list[int]], bool]:
+    """The completions of a record, and whether it is one that may belong to a group of neighbours."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [_token_ids(each.get("token_ids"), where, f"{name}.token_ids") for each in value], False
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return [_token_ids(each, where, name) for each in value], False
+    return [_token_ids(value, where, name)], True
+
+
+def _token_ids(value: Any, where: str, name: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**24 for token in value):
+        raise InputError(f"{where}: {name} is no list of token ids")
+    return value
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            record = _json(line, f"line {number} of {path}")
+            if not isinstance(record, dict):
+                raise InputError(f"line {number} of {path} is no map")
+            yield record
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where} is no JSON: {error}") from error
+
+
+def _dataset(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        from datasets import Dataset, load_from_disk
+    except ImportError as error:
+        raise InputError("a folder is read as a Hugging Face dataset: install the package datasets") from error
+    try:
+        dataset = load_from_disk(str(path))
+    except FileNotFoundError as error:
+        raise InputError(f"{path} holds no dataset that save_to_disk wrote") from error
+    for part in [dataset] if isinstance(dataset, Dataset) else dataset.values():
+        yield from part
+
+
+def _journal(path: Path) -> Iterator[Group]:
+    if not path.is_file():
+        raise InputError(f"{path} does not exist")
+    journal = Journal(path)
+    try:
+        for request_id, finished in journal.ids().items():
+            saved = journal.read(request_id) if finished else None
+            if saved is None:
+                continue
+            prompt = saved.fields.get("prompt")
+            if not isinstance(prompt, np.ndarray):
+                raise InputError(f"request {request_id!r} of {path} has no token ids as its prompt")
+            tokens: dict[int, list[int]] = {}
+            for chunk in saved.chunks:
+                tokens.setdefault(chunk.index, []).extend(chunk.token_ids.tolist())
+            yield Group(prompt.astype(np.int32), [tokens[index] for index in sorted(tokens)])
+    finally:
+        journal.close()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("input", nargs="+", type=Path, help="journal, .jsonl file or folder of a dataset")
+    parser.add_argument("--prompt-field", default="prompt_token_ids")
+    parser.add_argument("--completion-field", default="completions")
+    parser.add_argument("--k", nargs="+", type=int, default=[1, 3, 7], help="drafts a step")
+    parser.add_argument("--late", type=int, choices=(0, 1), default=1, help="steps whose tokens the drafter misses")
+    parser.add_argument("--kept-tokens", type=int, default=1_000_000, help="tokens of earlier prompts that are kept")
+    parser.add_argument("--groups", action="store_true", help="print tokens a step of each group, too")
+    parser.add_argument("--cost", action="append", default=[], help="ROWS:K:MS of a step; K 0 is a plain one")
+    parser.add_argument("--costs", type=Path, help="JSON file with a list of costs")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    args = parser.parse_args(argv)
+    try:
+        if min(args.k) < 1:
+            raise InputError("--k is at least 1")
+        costs = [read_cost(text) for text in args.cost] + ([] if args.costs is None else read_costs(args.costs))
+        groups = [group for path in args.input for group in read_groups(path, args.prompt_field, args.completion_field)]
+        if not groups:
+            raise InputError("the input has no finished completion")
+        by_group = {k: play(groups, k, args.late, args.kept_tokens) for k in args.k}
+        totals = [_total(k, by_group[k]) for k in args.k]
+        gains = speedups(totals, costs)
+    except (InputError, JournalFailed) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print_table(f"{len(groups)} groups, drafter {args.late} step late", [total.row() for total in totals])
+    sources = [total.source_row() for total in totals]
+    print_table("sources of the accepted tokens, %", sources)
+    each = [
+        {"group": i, "completions": len(group.completions)} | {f"k={k}": by_group[k][i].tokens_a_step for k in args.k}
+        for i, group in enumerate(groups)
+    ]
+    if args.groups:
+        print_table("tokens a step by group", each)
+    if gains:
+        print_table("what it would be worth", gains)
+    if args.json is not None:
+        write_results(args.json, [total.row() for total in totals], groups=each, sources=sources, speed_ups=gains)
+    return 0
+
+
+def _total(k: int, found: Iterable[Acceptance]) -> Acceptance:
+    total = Acceptance(k)
+    for acceptance in found:
+        total += acceptance
+    return total
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""Completions with drafts are the completions without, whatever was drafted and however much of it was accepted."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from rollout.engine.inspect import Inspector
+from rollout.engine.messages import Cancel, StopAt
+from tests.engine.test_invariants import run_watched
+from tests.support.engine.constraints import SIZE, Cycle, X, Y
+from tests.support.engine.conversation import Conversation
+from tests.support.engine.drafting import drafting, row_by_row
+from tests.support.engine.harness import Bench, Completion, load, prompt_of
+from tests.support.engine.offloading import PAGE
+from tests.support.engine.replay import replayed
+from tests.support.engine.routing import assert_routed, routing_of
+from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
+from tests.support.models.families import make_checkpoint
+from tests.support.models.hybrids import make_hybrid
+
+SAMPLED = {"temperature": 1.0, "seed": 7}
+RULES = [
+    SAMPLED,
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1.0, "seed": 4, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "seed": 5, "logit_bias": ((5, 3.0), (9, -4.0))},
+]
+
+
+def submit_free(bench: Bench, stop: int = 31) -> None:
+    """Groups, all kinds of sampling, stops and tops."""
+    for i, sampling in enumerate(RULES):
+        bench.submit(f"rules{i}", prompt_of(5 + 3 * i, i), 18 + i, sampling=sampling, n=1 + i % 2)
+    bench.submit("stops", prompt_of(9, 20), 60, sampling=SAMPLED, stop={"token_ids": (stop, 32), "min_tokens": 6}, n=3)
+    bench.submit("tops", prompt_of(6, 21), 15, sampling=SAMPLED, top_logprobs=3, stream_every=2)
+    bench.submit("one", prompt_of(6, 22), 1, sampling=SAMPLED)
+    bench.submit("two", prompt_of(6, 22), 2, sampling=SAMPLED)
+
+
+def submit_all(bench: Bench) -> None:
+    """The same, and a constraint."""
+    submit_free(bench)
+    bench.submit("cycle", prompt_of(8, 23), 12, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
+
+
+def recorded(completions: dict[tuple[str, int], Completion]) -> dict[tuple[str, int], list[int]]:
+    return {key: completion.token_ids for key, completion in completions.items()}
+
+
+def assert_same(mine: Bench, theirs: Bench, exact: bool = False) -> None:
+    assert mine.completions.keys() == theirs.completions.keys()
+    for key, one in mine.completions.items():
+        other = theirs.completions[key]
+        assert one.token_ids == other.token_ids, key
+        assert (one.finish.reason, one.finish.stop) == (other.finish.reason, other.finish.stop), key
+        assert one.versions == other.versions
+        for name in ("logprobs", "raw_logprobs", "drawn_logprobs", "top_logprobs"):
+            ours, expected = np.array(getattr(one, name)), np.array(getattr(other, name))
+            np.testing.assert_allclose(ours, expected, rtol=0, atol=0 if exact else 1e-4, err_msg=f"{key} {name}")
+        assert one.top_ids == other.top_ids
+
+
+@pytest.fixture(scope="module")
+def plain(folders) -> Bench:
+    bench = Bench(load(folders[0]))
+    submit_all(bench)
+    bench.run()
+    bench.close()
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ragged", "depth"),
+    [(0.0, False, 2), (1.0, False, 2), (0.3, True, 1), (0.1, True, 2)],
+)
+def test_any_drafts_give_the_same_completions(model, monkeypatch, plain, wrong, ragged, depth):
+    fields = {"speculation_tokens": 3 if ragged else 5, "pipeline_depth": depth}
+    bench, drafter = drafting(monkeypatch, model, recorded(plain.completions), wrong, depth, ragged, **fields)
+    submit_all(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, plain)
+    counters = bench.engine.roster.counters
+    assert counters.drafted > 50
+    assert counters.accepted == 0 if wrong == 1.0 else counters.accepted > 20
+
+
+def test_with_rows_computed_one_by_one_all_bits_are_equal(model, monkeypatch):
+    row_by_row(monkeypatch)
+    plain = Bench(model, max_rows=32)
+    submit_free(plain)
+    plain.run()
+    plain.close()
+    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.2, ragged=True, max_rows=32)
+    submit_free(bench)
+    bench.run()
+    bench.close()
+    assert bench.engine.roster.counters.accepted > 20
+    assert_same(bench, plain, exact=True)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_right_drafts_make_as_few_steps_as_they_can(model, monkeypatch, depth):
+    plain = Bench(model)
+    plain.submit("a", prompt_of(9), 101, sampling=SAMPLED)
+    plain.run()
+    fields = {"speculation_tokens": 4, "pipeline_depth": depth}
+    bench, drafter = drafting(monkeypatch, model, recorded(plain.completions), 0.0, **fields)
+    bench.submit("a", prompt_of(9), 101, sampling=SAMPLED)
+    bench.run()
+    assert bench.tokens("a") == plain.tokens("a")
+    Inspector(bench.engine).set_gauges()
+    report = bench.engine.meter.report()
+    assert report["speculation/drafted"] == report["speculation/accepted"] == 80
+    assert report["speculation/tokens_a_step"] == 5
+    assert bench.engine.roster.counters.decode_rows == 20 and plain.engine.roster.counters.decode_rows == 100
+    bench.submit("b", prompt_of(3), 2)
+    bench.run()
+    assert drafter.ends == [("a", 0)], "told with the next plan"
+    bench.close()
+
+
+def test_two_slots_stay_full_with_drafts(model, monkeypatch):
+    plain = Bench(model)
+    plain.submit("a", prompt_of(9), 60, sampling=SAMPLED)
+    plain.run()
+    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.2)
+    bench.submit("a", prompt_of(9), 60, sampling=SAMPLED)
+    assert run_watched(bench).most == 2
+    assert bench.tokens("a") == plain.tokens("a")
+
+
+def test_a_step_without_drafts_is_a_plain_step(model, monkeypatch, plain):
+    """A drafter without guesses leaves nothing in plans and uploads."""
+    bench, _ = drafting(monkeypatch, model, {}, 0.0, speculation_rows=8)
+    monkeypatch.setattr("tests.support.engine.drafting.ReplayDrafter.path", lambda *_: [])
+    uploads, execute = [], bench.engine.executor.execute
+    bench.engine.executor.execute = lambda upload, slot: (uploads.append(upload.header), execute(upload, slot))
+    submit_all(bench)
+    bench.run()
+    assert_same(bench, plain, exact=True)
+    assert not any({"drafts", "pages", "verified", "paths"} & header.sections.keys() for header in uploads)
+
+
+def test_refused_drafts_leave_no_kv_that_others_find(model, monkeypatch, plain):
+    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.5)
+    again = Bench(model, prefix_cache=False)
+    for each in (bench, again):
+        submit_all(each)
+        each.run()
+        for name in ("stops", "tops", "rules0"):
+            each.submit(f"{name} on", prompt_of(9, 20) + plain.tokens(name, 0), 12, sampling=SAMPLED)
+        each.run()
+        each.close()
+    assert bench.done["stops on"].cached_tokens > 8
+    assert_same(bench, again)
+
+
+def test_turns_of_a_session_go_on_after_drafts(model, monkeypatch):
+    plain = Conversation(Bench(model, prefix_cache=False), "s", prompt_of, session=False)
+    said = [plain.say(new, 14) for new in (11, 5, 3)]
+    answers = {(f"s{turn}", 0): tokens for turn, tokens in enumerate(said, 1)}
+    for wrong in (0.0, 0.5, 1.0):
+        bench, _ = drafting(monkeypatch, model, answers, wrong)
+        talk = Conversation(bench, "s", prompt_of)
+        assert [talk.say(new, 14) for new in (11, 5, 3)] == said
+        assert talk.reused >= len(talk.said) - 14 - 4
+        bench.close()
+
+
+# --- pages run short, weights change, requests end ---
+
+
+def submit_six(bench: Bench) -> None:
+    for i in range(6):
+        bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
+
+
+@pytest.fixture(scope="module")
+def six(folders) -> Bench:
+    bench = Bench(load(folders[0]), kv_pages=600)
+    submit_six(bench)
+    bench.run()
+    bench.close()
+    return bench
+
+
+@pytest.mark.parametrize(("host_pages", "wrong"), [(0, 0.0), (512, 0.4)])
+def test_preempted_rows_come_back_as_they_were(model, monkeypatch, six, host_pages, wrong):
+    page_bytes = model.spec.kv_bytes_per_token(model.embed.dtype) * PAGE
+    fields = {"kv_pages": 40, "page_size": PAGE, "host_kv_gib": host_pages * page_bytes / 2**30}
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), wrong, ragged=wrong == 0.4, **fields)
+    submit_six(bench)
+    run_watched(bench)
+    bench.close()
+    assert bench.engine.roster.counters.preemptions > 0
+    assert_same(bench, six)
+
+
+@pytest.mark.parametrize(("kv_on_swap", "seed"), [("keep", 0), ("recompute", 1)])
+def test_a_swap_between_verify_steps(model, folders, hf_models, monkeypatch, kv_on_swap, seed):
+    """Each token is the one that its version of the weights draws, over the KV that the completion says it has."""
+    old = Bench(model)
+    for i in range(3):
+        old.submit(f"r{i}", prompt_of(8 + i, i), 50)
+    old.run()
+    mailbox = Mailbox()
+    fields = {"receiver": mailbox, "kv_on_swap": kv_on_swap, "recompute_fraction": 1.0}
+    bench, _ = drafting(monkeypatch, model, recorded(old.completions), 0.3, seed, **fields)
+    for i in range(3):
+        bench.submit(f"r{i}", prompt_of(8 + i, i), 50)
+    swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 6 + seed)
+    bench.close()
+    assert bench.engine.roster.counters.accepted > 5
+    for i in range(3):
+        done = bench.completions[f"r{i}", 0]
+        assert set(done.versions) == {0, 1} and done.versions == sorted(done.versions)
+        assert done.token_ids == replayed(hf_models, prompt_of(8 + i, i), done)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(model, monkeypatch, six, seed):
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.2, seed, kv_pages=60)
+    rng = random.Random(seed)
+    submit_six(bench)
+    for i in range(6):
+        for _ in range(rng.randint(1, 6)):
+            bench.engine.tick()
+        key = ("c", f"r{i}")
+        bench.engine.inbox.put(Cancel(key) if i % 2 else StopAt(key, 0, 3, "end"))
+    run_watched(bench)
+    bench.close()
+    for (name, index), completion in bench.completions.items():
+        assert completion.token_ids == six.tokens(name, index)[: len(completion.token_ids)]
+
+
+def test_a_completion_that_may_span_no_version_ends_whole(model, folders, monkeypatch, six):
+    mailbox = Mailbox()
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.0, receiver=mailbox)
+    bench.submit("r0", prompt_of(10, 0), 60, sampling={"temperature": 1.0, "seed": 0}, max_version_span=0)
+    swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 5)
+    bench.close()
+    done = bench.completions["r0", 0]
+    assert done.finish.reason == "stale" and set(done.versions) == {0}
+    assert done.token_ids == six.tokens("r0")[: len(done.token_ids)]
+
+
+# --- experts ---
+
+
+def test_the_experts_of_accepted_tokens_are_told(monkeypatch, tmp_path):
+    hf_model = make_checkpoint("qwen3_moe", tmp_path, 0)
+    model, prompt = load(tmp_path), prompt_of(11)
+    plain = Bench(model, routing=True)
+    plain.submit("a", prompt, 40, sampling=SAMPLED, routing_from=0, stream_every=3)
+    plain.run()
+    for wrong in (0.0, 0.5):
+        bench, _ = drafting(monkeypatch, model, recorded(plain.completions), wrong, routing=True)
+        bench.submit("a", prompt, 40, sampling=SAMPLED, routing_from=0, stream_every=3)
+        bench.run()
+        bench.close()
+        assert bench.tokens("a") == plain.tokens("a")
+        assert bench.completions["a", 0].deltas == plain.completions["a", 0].deltas
+        assert bench.engine.roster.counters.accepted > 5
+        assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
+
+
+# --- the drafter of the product ---
+
+
+def test_the_suffix_drafter_speeds_a_second_epoch_up(model, six):
+    bench = Bench(model, kv_pages=600, speculation="suffix")
+    steps = []
+    for epoch in range(2):
+        submit_six(bench)
+        bench.run()
+        counters = bench.engine.roster.counters
+        steps.append(counters.decode_rows - sum(steps))
+        for i in range(6):
+            assert bench.completions.pop((f"r{i}", 0)).token_ids == six.tokens(f"r{i}"), epoch
+    assert steps[1] < steps[0] / 2
+    bench.close()
+
+
+def test_models_with_states_refuse_speculation(tmp_path):
+    make_hybrid("Qwen3Next", tmp_path)
+    with pytest.raises(ValueError, match="speculation"):
+        Bench(load(tmp_path), speculation="suffix")

@@ -1,0 +1,77 @@
+"""Engines that draft from recorded completions, with some of the drafts wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.speculation.drafter import DRAFTERS
+from rollout.engine.step.device_step import DeviceStep
+from rollout.engine.step.row_state import LENGTH
+from rollout.engine.step.sampler import Sampler
+from tests.support.engine.harness import VOCAB, Bench
+
+Recorded = Mapping[tuple[str, int], Seq[int]]
+
+
+class ReplayDrafter:
+    """The recorded tokens, each wrong with probability `wrong`; some paths are short or missing."""
+
+    def __init__(self, recorded: Recorded, wrong: float, seed: int = 0, ragged: bool = False) -> None:
+        self.recorded, self.wrong, self.ragged = recorded, wrong, ragged
+        self.rng = random.Random(seed)
+        self.ends: list[tuple[str, int]] = []
+
+    def path(self, key: Sequence, prompt: np.ndarray, tokens: Seq[int], want: int) -> list[int]:
+        path = list(self.recorded.get((key.group.key[1], key.index), ()))[len(tokens) :][:want]
+        path = [token if self.rng.random() >= self.wrong else (token + 1) % VOCAB for token in path]
+        path += [self.rng.randrange(VOCAB) for _ in range(want - len(path))]  # after the end, too
+        return path[: self.rng.randint(0, want)] if self.ragged else path
+
+    def ended(self, key: Sequence) -> None:
+        self.ends.append((key.group.key[1], key.index))
+
+
+def drafting(
+    monkeypatch: pytest.MonkeyPatch,
+    model,
+    recorded: Recorded,
+    wrong: float,
+    seed: int = 0,
+    ragged: bool = False,
+    **fields,
+) -> tuple[Bench, ReplayDrafter]:
+    """An engine that drafts by a `ReplayDrafter`; `fields` as for `Bench`."""
+    drafter = ReplayDrafter(recorded, wrong, seed, ragged)
+    monkeypatch.setitem(DRAFTERS, "suffix", lambda kept_tokens: drafter)
+    return Bench(model, speculation="suffix", **fields), drafter
+
+
+def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have decode steps run a row after the other, forward and draw; for rows without a constraint.
+
+    torch's results on a CPU depend in their last bits on the other rows: products on the number of rows, attention on
+    the longest context, the exponential on a value's place in the tensor.
+    """
+    draw = Sampler.__call__
+
+    def decode(self, step, experts):
+        logits = []
+        for i, row in enumerate(step["rows"]):
+            context = int(self.rows.ints[row, LENGTH]) + 1
+            batch = self.begin_decode(row[None], step["new_pages"][i : i + 1], context)
+            logits.append(self.forward.compute_logits(self.forward(*batch, self.kv)))
+        return torch.cat(logits), step["rows"]
+
+    def draw_each(self, logits_SV, rows_S, features, output_4R, masks=None):
+        for i in range(len(rows_S)):
+            draw(self, logits_SV[i : i + 1], rows_S[i : i + 1], features, output_4R[:, i : i + 1])
+
+    monkeypatch.setattr(DeviceStep, "decode", decode)
+    monkeypatch.setattr(Sampler, "__call__", draw_each)

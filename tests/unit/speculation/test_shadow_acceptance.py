@@ -1,0 +1,143 @@
+"""The shadow meter counts what equality would have accepted."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from scripts.check.shadow_acceptance import Acceptance, Group, main, play, read_groups
+from trainer_bridge.client.journal import Journal
+from trainer_bridge.client.results import Chunk, GenerateResult, Timing, read_completion
+
+PROMPT = list(range(100, 110))
+
+
+def group(*completions: list[int]) -> Group:
+    return Group(np.array(PROMPT, dtype=np.int32), list(completions))
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).sample(range(100_000), length)
+
+
+def test_text_without_repetition_yields_one_token_a_step():
+    found = play([group(text(200))], k=3, late=1, kept_tokens=10_000)[0]
+    assert (found.steps, found.tokens, found.tokens_a_step) == (199, 199, 1.0)
+
+
+def test_an_epoch_later_every_draft_is_accepted():
+    same = text(201)
+    for late in (0, 1):
+        first, second = play([group(same), group(same)], k=3, late=late, kept_tokens=10_000)
+        assert first.tokens_a_step == 1.0
+        assert second.steps == 50 and second.drafted == second.accepted and second.sources == {"earlier": 150}
+
+
+def test_a_late_drafter_begins_one_step_later():
+    first = text(43)
+    again = [*first, *first[:23]]  # three tokens are drawn before a match is seen
+    early, late = (play([group(again)], 3, late, 10_000)[0] for late in (0, 1))
+    assert early.steps == 42 + 3 + 20 // 4 and early.sources == {"own": 15}
+    assert late.steps == early.steps + 1
+    assert early.tokens == late.tokens == len(again) - 1
+
+
+def test_siblings_and_the_prompt_are_sources():
+    same = text(60)
+    found = play([group(same, [same[0], *same])], k=2, late=0, kept_tokens=10_000)[0]
+    assert found.sources["group"] > 0
+    copied = play([group([PROMPT[0], PROMPT[1], PROMPT[2], *PROMPT[3:]])], k=2, late=0, kept_tokens=10_000)[0]
+    assert set(copied.sources) == {"prompt"}
+
+
+def test_totals_add_up():
+    groups = [group(text(40, 1) * 2, text(40, 1)), group(text(50, 2)), group(text(40, 1))]
+    parts, total = play(groups, 3, 1, 10_000), Acceptance(3)
+    for part in parts:
+        total += part
+        assert part.tokens == part.steps + sum(part.accepted)
+    assert total.tokens == sum(len(completion) - 1 for each in groups for completion in each.completions)
+    assert all(a >= b for a, b in zip(total.accepted, total.accepted[1:], strict=False))
+    assert sum(total.sources.values()) == sum(total.accepted)
+
+
+# --- input and command ------------------------------------------------------------------------------------------------
+
+
+def write_journal(path, completions: list[list[int]]) -> None:
+    journal = Journal(path)
+    journal.begin("r", "mark", 1, 0.0, {"prompt": np.array(PROMPT, dtype=np.int32), "n": len(completions)})
+    for index, tokens in enumerate(completions):
+        for start, end in ((0, 3), (3, len(tokens))):
+            count = end - start
+            fields = {
+                "index": index,
+                "token_ids": np.array(tokens[start:end], dtype=np.int32),
+                "versions": [[0, count]],
+            }
+            zeros = {name: np.zeros(count, dtype=np.float32) for name in ("logprobs", "raw_logprobs")}
+            journal.add("r", Chunk(start, read_completion({**fields, **zeros})))
+    journal.finish("r", GenerateResult("r", [], len(PROMPT), 0, Timing(), 0))
+    journal.begin("unfinished", "mark", 1, 0.0, {"prompt": np.array(PROMPT, dtype=np.int32)})
+    journal.close()
+
+
+def test_all_kinds_of_input_give_the_same_groups(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    completions = [text(9, 1), text(12, 2)]
+    write_journal(tmp_path / "journal", completions)
+    whole = {"prompt_token_ids": PROMPT, "completions": completions}
+    as_maps = {**whole, "completions": [{"token_ids": tokens} for tokens in completions]}
+    singles = [{**whole, "completions": tokens} for tokens in completions]
+    for name, records in (("whole", [whole]), ("maps", [as_maps]), ("singles", singles)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    datasets.Dataset.from_list(singles).save_to_disk(tmp_path / "dataset")
+    for name in ("journal", "whole.jsonl", "maps.jsonl", "singles.jsonl", "dataset"):
+        (found,) = read_groups(tmp_path / name, "prompt_token_ids", "completions")
+        assert found.prompt.tolist() == PROMPT and found.completions == completions, name
+
+
+def test_the_command_prices_what_was_accepted(tmp_path):
+    record = json.dumps({"prompt_token_ids": PROMPT, "completions": [text(101)]})
+    (tmp_path / "a.jsonl").write_text(
+        f"{record}\n{json.dumps({'prompt_token_ids': [1], 'completions': [2, 3]})}\n{record}"
+    )
+    costs = [{"rows": 8, "k": 0, "ms": 4.0}, {"rows": 8, "k": 3, "ms": 5.0}, {"rows": 8, "k": 5, "ms": 9.0}]
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    out = tmp_path / "out.json"
+    assert (
+        main([str(tmp_path / "a.jsonl"), "--k", "3", "--costs", str(tmp_path / "costs.json"), "--json", str(out)]) == 0
+    )
+    written = json.loads(out.read_text())
+    assert written["rows"][0]["tokens_a_step"] == pytest.approx(201 / 126)
+    (gain,) = written["speed_ups"]
+    assert gain["speed_up"] == pytest.approx(201 / 126 * 4 / 5)
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "names"),
+    [
+        ('{"completions": [1]}', [], "prompt_token_ids"),
+        ('{"prompt_token_ids": "hello", "completions": [1]}', [], "prompt_token_ids"),
+        ('{"prompt_token_ids": [1], "completions": [[1, -2]]}', [], "completions"),
+        ("[1]", [], "line 1"),
+        ("{", [], "JSON"),
+        ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--cost", "8:3"], "8:3"),
+        ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--cost", "8:3:5.0"], "plain"),
+        ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--k", "0"], "--k"),
+        ("", [], "no finished completion"),
+    ],
+)
+def test_unusable_input_is_an_error_that_names_it(tmp_path, capsys, line, options, names):
+    (tmp_path / "a.jsonl").write_text(line)
+    assert main([str(tmp_path / "a.jsonl"), *options]) == 1
+    assert names in capsys.readouterr().err
+
+
+def test_a_file_that_is_missing_is_an_error(tmp_path, capsys):
+    assert main([str(tmp_path / "nothing")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "nothing").exists()
