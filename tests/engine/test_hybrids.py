@@ -447,11 +447,6 @@ def test_a_state_that_comes_back_to_the_row_of_a_turn_does_not_become_its_snapsh
 # --- what is not possible ---
 
 
-def test_a_deterministic_worker_is_refused(model):
-    with pytest.raises(ValueError, match="deterministic"):
-        Bench(model, deterministic=True)
-
-
 def test_host_memory_that_holds_no_state_is_an_error_with_the_numbers(model):
     with pytest.raises(ValueError, match="host_kv_gib.*states of linear attention"):
         hosting(model, rows=0.4)

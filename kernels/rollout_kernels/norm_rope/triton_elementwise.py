@@ -193,12 +193,10 @@ def _finish_qkv_kernel(
         at_high = d + tl.where(turns, TURNED // 2, D // 2)
     is_q = head < Q_HEADS
     is_v = head >= Q_HEADS + KV_HEADS
+    places: tl.constexpr = heads + GATED * Q_HEADS
+    place = head
     if GATED:  # in the product a gate follows each query head
-        place = head + tl.minimum(head, Q_HEADS)
-        places: tl.constexpr = heads + Q_HEADS
-    else:
-        place = head
-        places: tl.constexpr = heads
+        place += tl.minimum(head, Q_HEADS)
     if R > 0:
         adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
         b = b_ptr + (adapter - 1).to(tl.int64) * (heads * D) * R
@@ -361,7 +359,7 @@ def finish_qkv(
         BIAS=bias_W is not None,
         NORM=norm_2D is not None,
         UNIT_OFFSET=unit_offset,
-        GATED=gates_MHD is not None,
+        GATED=int(gates_MHD is not None),
         PAGE_SIZE=k_cache_PSGD.shape[1],
         FP8=scales_P2GS is not None,
         num_warps=8,
