@@ -35,8 +35,10 @@ class DeltaNet(Block):
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """The block's output for the normalised `x_TH`; advances the states of the step's rows."""
-        gated_TV = self.mix(self.in_proj(x_TH), context)
-        return LastProduct(self.o_proj, gated_TV, None, self.layer, "o")
+        inputs_TN, adapters = self.in_proj(x_TH), context.batch.adapters
+        if adapters is not None:
+            adapters.add(self.layer, "in", inputs_TN, x_TH)
+        return LastProduct(self.o_proj, self.mix(inputs_TN, context), adapters, self.layer, "o")
 
     def mix(self, inputs_TN: torch.Tensor, context: StepContext, one_by_one: bool = False) -> torch.Tensor:
         """The input of the output product, [T, H V]; advances the states. For `one_by_one` see `Spans`."""
