@@ -17,7 +17,7 @@ from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from tests.support.kernels.grids import nightly
 from tests.support.models.adapted_rows import exact_logits, logits_of
-from tests.support.models.hybrids import HYBRIDS, make_hybrid
+from tests.support.models.hybrids import make_hybrid
 from tests.support.models.paged import PagedRunner, check
 from tests.support.models.side_by_side import error
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
@@ -25,7 +25,7 @@ from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=["Qwen3_5", "Qwen3Next", "OlmoHybrid", *nightly("Qwen3_5Moe")])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """The model as it is served, and transformers' own."""
     torch.set_num_threads(1)
