@@ -79,7 +79,7 @@ def obstacle(model: Decoder, experts: bool) -> str | None:
 def takes_mixer(spec: MixerSpec, deterministic: bool = False) -> bool:
     """True if the kernels run this mixer: attention with a rope by halves and without a gate of its own product.
 
-    The products of linear attention are cuBLAS's, but for `deterministic`.
+    They run the products of linear attention with `deterministic` only; otherwise cuBLAS does.
     """
     if not isinstance(spec, AttentionSpec):
         return deterministic
@@ -108,7 +108,7 @@ class Queries(NamedTuple):
     gate_TK: torch.Tensor | None
 
     def select(self, at_S: torch.Tensor) -> Queries:
-        """Those of some tokens."""
+        """Queries and gates of some tokens."""
         gate_TK = self.gate_TK
         return Queries(self.q_TQD.index_select(0, at_S), None if gate_TK is None else gate_TK.index_select(0, at_S))
 
