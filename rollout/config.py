@@ -108,7 +108,7 @@ class EngineSettings(_Section):
     deterministic: bool = Field(
         False,
         description="make every completion the same bit for bit, whatever else runs and however its KV was computed; "
-        "slower; needs a GPU and the fused kernels, and excludes adapters",
+        "slower, linear attention in prompts most of all; needs a GPU and the fused kernels, and excludes adapters",
     )
     routing: bool = Field(
         False,

@@ -35,16 +35,22 @@ class DeltaNet(Block):
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """The block's output for the normalised `x_TH`; advances the states of the step's rows."""
+        inputs_TN, adapters = self.in_proj(x_TH), context.batch.adapters
+        if adapters is not None:
+            adapters.add(self.layer, "in", inputs_TN, x_TH)
+        return LastProduct(self.o_proj, self.mix(inputs_TN, context), adapters, self.layer, "o")
+
+    def mix(self, inputs_TN: torch.Tensor, context: StepContext, one_by_one: bool = False) -> torch.Tensor:
+        """The input of the output product, [T, H V]; advances the states. For `one_by_one` see `Spans`."""
         spec, states = self.spec, context.kv.states
         assert states is not None, "the engine allocates states for a model that has such layers"
-        state, spans = states.layers[self.state_index], step_spans(context.batch)
-        mixed_TC, z_TV, b_TH, a_TH = self._split(self.in_proj(x_TH))
+        state, spans = states.layers[self.state_index], step_spans(context.batch, one_by_one)
+        mixed_TC, z_TV, b_TH, a_TH = self._split(inputs_TN)
         mixed_TC = short_conv(mixed_TC, self.conv_weight, state.conv_NCW, spans)
         out_THV = gated_delta(
             mixed_TC, b_TH, a_TH, self.a_log, self.dt_bias, state.recurrent_NHKV, spans, spec.beta_scale
         )
-        gated_TV = gated_norm(out_THV, z_TV.unflatten(1, (-1, spec.value_dim)), self.norm.weight, spec.eps)
-        return LastProduct(self.o_proj, gated_TV, None, self.layer, "o")
+        return gated_norm(out_THV, z_TV.unflatten(1, (-1, spec.value_dim)), self.norm.weight, spec.eps)
 
     def _split(self, all_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values side by side; z; b; a."""
@@ -80,12 +86,18 @@ class DeltaNet(Block):
         ]
 
 
-def step_spans(batch: AttentionBatch) -> Spans:
+def step_spans(batch: AttentionBatch, one_by_one: bool = False) -> Spans:
     """The rows of a step as the kernels take them; made once a step."""
 
     def make() -> Spans:
-        assert batch.rows_B is not None, "a step of a model with states names the places of its rows"
-        lengths = None if batch.chunks is None else tuple(chunk.query_len for chunk in batch.chunks)
-        return Spans(batch.rows_B, batch.positions_T, lengths, batch.query_starts_C1)
+        places_B = batch.rows_B
+        assert places_B is not None, "a step of a model with states names the places of its rows"
+        lengths, starts_B1 = None, batch.query_starts_C1
+        if batch.chunks is not None:
+            lengths = tuple(chunk.query_len for chunk in batch.chunks)
+        elif one_by_one:
+            lengths = (1,) * len(places_B)
+            starts_B1 = torch.arange(len(places_B) + 1, dtype=torch.int32, device=places_B.device)
+        return Spans(places_B, batch.positions_T, lengths, starts_B1, one_by_one)
 
-    return batch.shared("spans of states", make)
+    return batch.shared(("spans of states", one_by_one), make)

@@ -1,14 +1,18 @@
 """A token's results are the same bit for bit, whatever its steps contain and however its KV was computed.
 
     products      one order of addition for any number of tokens: the deterministic column of `linear.table`
-    experts       one plan for any number of tokens: the deterministic plan of `moe.dispatch`; the router is such a
-                  product, too
+    experts       one plan for any number of tokens: the deterministic plan of `moe.dispatch`; the router and the
+                  products of a shared expert are such products, too
     attention     a row's context is cut every `CHUNK` positions, whatever the other rows are. A prompt's tokens are
                   rows of the same kernel as those of a decode step, each with its own context. So a token that is
                   computed again after a preemption, in another chunk or beside a cached prefix, gets the same bits
+    states        the recurrence of linear attention takes the tokens of a row one by one, in decode steps and in
+                  prefills by one kernel. Chunks aligned to positions would not do: a drawn token that is computed
+                  again is a prompt's token then, and a chunk has other roundings than steps
     the rest      works on one token at a time anyway
 
-Prompts pay the price: they are multiplied 128 tokens at a time, and each token of a chunk reads its context alone.
+Prompts pay the price: they are multiplied 128 tokens at a time, each token of a chunk reads its context alone, and
+tokens wait for the state after the one before.
 
 Legend: T tokens, Q query heads, D head dimension.
 """
@@ -24,7 +28,7 @@ from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWor
 from rollout_kernels.linear.table import Kind, linear_config
 
 from rollout.models.batch import AttentionBatch, LayerKV
-from rollout.models.spec import AttentionSpec, DenseSpec, LayerSpec, LinearSpec, ModelSpec
+from rollout.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec
 
 #: Positions of a context whose values are summed first, before the sums are added.
 CHUNK = 1024
@@ -46,12 +50,25 @@ def layer_products(layer: LayerSpec) -> dict[str, KernelProduct]:
     found: dict[str, KernelProduct] = {}
     if isinstance(layer.mixer, AttentionSpec):
         found = {"qkv": kernel_product(layer.mixer.qkv, "parts"), "o": kernel_product(layer.mixer.o, "parts")}
+    else:
+        found = {"in": kernel_product(layer.mixer.inputs, "whole"), "o": kernel_product(layer.mixer.out, "parts")}
     if isinstance(layer.feed_forward, DenseSpec):
         found["gate_up"] = kernel_product(layer.feed_forward.gate_up, "silu")
         found["down"] = kernel_product(layer.feed_forward.down, "parts")
-    else:
-        found["router"] = (layer.feed_forward.experts, layer.feed_forward.hidden, "parts")
+        return found
+    found["router"] = (layer.feed_forward.experts, layer.feed_forward.hidden, "parts")
+    if layer.feed_forward.shared is not None:
+        found |= shared_products(layer.feed_forward.shared)
     return found
+
+
+def shared_products(shared: DenseSpec) -> dict[str, KernelProduct]:
+    """The products of a shared expert by name; its gate has one output."""
+    return {
+        "shared gate_up": kernel_product(shared.gate_up, "silu"),
+        "shared down": kernel_product(shared.down, "whole"),
+        "shared gate": (1, shared.hidden, "whole"),
+    }
 
 
 def head_product(spec: ModelSpec) -> KernelProduct:
@@ -63,18 +80,22 @@ def check_deterministic(spec: ModelSpec) -> None:
     """Raise ValueError with the reason if the kernels cannot make the steps of a model deterministic."""
     reason = None
     for layer in dict.fromkeys(spec.layers):
-        mixer, dense = layer.mixer, isinstance(layer.feed_forward, DenseSpec)
-        if not isinstance(mixer, AttentionSpec):
-            reason = "it has linear or latent attention"
+        mixer, block = layer.mixer, layer.feed_forward
+        dense = block if isinstance(block, DenseSpec) else block.shared
+        if dense is not None and dense.bias:
+            reason = "its feed-forward products have biases"
+        if dense is not None and dense.activation != "silu":
+            reason = "its feed-forward blocks have another activation than SiLU"
+        if isinstance(mixer, LatentSpec):
+            reason = "it has latent attention"
             break
-        if mixer.o_bias or (dense and layer.feed_forward.bias):  # type: ignore[union-attr]
-            reason = "its output or feed-forward products have biases"
-        if not dense and layer.feed_forward.shared is not None:  # type: ignore[union-attr]
-            reason = "it has a shared expert"
-        if mixer.softcap is not None or mixer.sinks:
-            reason = "its attention has a softcap or sinks"
-        if mixer.qk_norm == "full" or mixer.clip_qkv is not None:
-            reason = "its queries and keys are normalised all heads together, or clipped"
+        if isinstance(mixer, AttentionSpec):
+            if mixer.o_bias:
+                reason = "its output products have biases"
+            if mixer.softcap is not None or mixer.sinks:
+                reason = "its attention has a softcap or sinks"
+            if mixer.qk_norm == "full" or mixer.clip_qkv is not None:
+                reason = "its queries and keys are normalised all heads together, or clipped"
         for name, product in (("head", head_product(spec)), *layer_products(layer).items()):
             if linear_config(*product, 1, deterministic=True) is None:
                 reason = f"the {product[1]} inputs of its product {name!r} are no multiple of 32"

@@ -33,10 +33,19 @@ from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rop
 from rollout.models import deterministic as one_order
 from rollout.models.batch import AttentionBatch, KVCache, WantedTokens
 from rollout.models.decoder import Decoder, DecoderLayer
+from rollout.models.delta_net import DeltaNet
 from rollout.models.deterministic import KernelProduct, head_product, kernel_product
 from rollout.models.fused_experts import FusedExperts
 from rollout.models.fused_experts import kernels_take as experts_take
-from rollout.models.layers import Attention, Block, DenseFeedForward, Linear, SparseFeedForward, StepContext
+from rollout.models.layers import (
+    Attention,
+    Block,
+    DenseFeedForward,
+    Linear,
+    SparseFeedForward,
+    StepContext,
+    gate_output,
+)
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.rope import Rope
 from rollout.models.spec import AttentionSpec, FeedForwardSpec, MixerSpec, MoESpec
@@ -67,11 +76,14 @@ def obstacle(model: Decoder, experts: bool) -> str | None:
     return "its attention and its feed-forward blocks are variants that no kernel has"
 
 
-def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention without a gate, with a rope by halves and plain norms."""
-    if not isinstance(spec, AttentionSpec) or spec.gate or spec.query_gate:
-        return False
-    return not (spec.rope.interleaved or spec.unit_offset)
+def takes_mixer(spec: MixerSpec, deterministic: bool = False) -> bool:
+    """True if the kernels run this mixer: attention with a rope by halves and without a gate of its own product.
+
+    They run the products of linear attention with `deterministic` only; otherwise cuBLAS does.
+    """
+    if not isinstance(spec, AttentionSpec):
+        return deterministic
+    return not (spec.gate or spec.rope.interleaved)
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
@@ -89,6 +101,18 @@ class Unsummed(NamedTuple):
     correction: Correction | None  # of adapters, not yet added
 
 
+class Queries(NamedTuple):
+    """Queries of an attention block, and the gates of its output before their sigmoid, if there are any."""
+
+    q_TQD: torch.Tensor
+    gate_TK: torch.Tensor | None
+
+    def select(self, at_S: torch.Tensor) -> Queries:
+        """Queries and gates of some tokens."""
+        gate_TK = self.gate_TK
+        return Queries(self.q_TQD.index_select(0, at_S), None if gate_TK is None else gate_TK.index_select(0, at_S))
+
+
 class FusedDecoder:
     """Runs steps of a `Decoder` with the fused kernels; shares its parameters and stands in for it.
 
@@ -104,9 +128,7 @@ class FusedDecoder:
         self._deterministic = deterministic
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
         dtype, layers = model.embed.dtype, [cast(DecoderLayer, layer) for layer in model.layers]
-        mixers = {
-            layer.mixer for layer in layers if isinstance(layer.mixer, Attention) and takes_mixer(layer.mixer.spec)
-        }
+        mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec, deterministic)}
         feed_forwards = {layer.feed_forward for layer in layers if takes_feed_forward(layer.feed_forward.spec, dtype)}
         self._fused: set[Block] = {*mixers, *feed_forwards}
         self._generic_blocks = len(self._fused) < 2 * len(layers)
@@ -117,8 +139,12 @@ class FusedDecoder:
         self._experts = FusedExperts(model, deterministic) if sparse else None
         self._products: dict[Linear, KernelProduct] = {}
         for mixer in mixers:
-            self._products[mixer.qkv_proj] = kernel_product(mixer.spec.qkv, "parts")
-            self._products[mixer.o_proj] = kernel_product(mixer.spec.o, "parts")
+            if isinstance(mixer, Attention):
+                self._products[mixer.qkv_proj] = kernel_product(mixer.spec.qkv, "parts")
+                self._products[mixer.o_proj] = kernel_product(mixer.spec.o, "parts")
+            else:
+                self._products[mixer.in_proj] = kernel_product(mixer.spec.inputs, "whole")
+                self._products[mixer.o_proj] = kernel_product(mixer.spec.out, "parts")
         for block in feed_forwards:
             if isinstance(block, DenseFeedForward):
                 self._products[block.gate_up_proj] = kernel_product(block.spec.gate_up, "silu")
@@ -180,10 +206,12 @@ class FusedDecoder:
     ) -> tuple[torch.Tensor, Unsummed]:
         """One layer; `last` is the last layer's output, not yet added. Returns the residual and this layer's output."""
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
-        if layer.mixer in self._fused:
+        if layer.mixer in self._fused and isinstance(layer.mixer, DeltaNet):
+            mixed = self._linear_attention(layer.mixer, x_TH, context)
+        elif layer.mixer in self._fused:
             assert isinstance(layer.mixer, Attention)
-            q_TQD = self._queries(layer.mixer, x_TH, context)
-            mixed = self._attention(layer, q_TQD, context.batch, context.kv)
+            queries = self._queries(layer.mixer, x_TH, context)
+            mixed = self._attention(layer, queries, context.batch, context.kv)
         else:
             mixed = Unsummed(layer.mixer(x_TH, context).value()[None], None)
         return self._feed_forward(layer, residual_TH, mixed, context)
@@ -199,12 +227,12 @@ class FusedDecoder:
         """As `_layer`: keys and values of all tokens, and everything else of the wanted ones alone."""
         assert isinstance(layer.mixer, Attention)
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
-        q_SQD = self._queries(layer.mixer, x_TH, context).index_select(0, wanted.at_S)
+        queries = self._queries(layer.mixer, x_TH, context).select(wanted.at_S)
         residual_SH = residual_TH.index_select(0, wanted.at_S)
         if not len(residual_SH):
             return residual_SH, None
         self._begin(len(residual_SH))
-        mixed = self._attention(layer, q_SQD, wanted.batch, context.kv)
+        mixed = self._attention(layer, queries, wanted.batch, context.kv)
         return self._feed_forward(layer, residual_SH, mixed, context._replace(batch=wanted.batch))
 
     def _feed_forward(
@@ -257,12 +285,14 @@ class FusedDecoder:
             return silu_mul(gate_up, _correct(adapters, block.layer, "gate_up", gate_up, x_TH, beside))
         return silu_mul(F.linear(x_TH, weight_2IH)) if config is None else gate_up_silu(x_TH, weight_2IH, config)
 
-    def _queries(self, attention: Attention, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Queries of the attention block, [T, Q, D]; writes this layer's keys and values."""
+    def _queries(self, attention: Attention, x_TH: torch.Tensor, context: StepContext) -> Queries:
+        """Queries of the attention block and their gates; writes this layer's keys and values."""
         spec, batch = attention.spec, context.batch
         cache, cos_sin = context.kv.layer(attention.kv_index), context.cos_sin[attention.rope]
         if spec.qk_norm != "full" and spec.clip_qkv is None:
-            parts, correction = self._product("qkv", x_TH, attention.qkv_proj, attention.layer, batch.adapters)
+            gates_TQD = x_TH.new_empty(len(x_TH), spec.heads, spec.head_dim) if spec.query_gate else None
+            later = gates_TQD is None
+            parts, correction = self._product("qkv", x_TH, attention.qkv_proj, attention.layer, batch.adapters, later)
             q_TQD = finish_qkv(
                 parts,
                 attention.qkv_proj.bias,
@@ -276,12 +306,15 @@ class FusedDecoder:
                 cache.scales_P2GS,
                 x_TH.dtype,
                 correction,
+                spec.unit_offset,
+                gates_TQD,
             )
+            gate_TK = None if gates_TQD is None else gates_TQD.flatten(1)
         else:
-            q_TQD, _ = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
-        return attention.grown(q_TQD, batch)
+            q_TQD, gate_TK = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
+        return Queries(attention.grown(q_TQD, batch), gate_TK)
 
-    def _attention(self, layer: DecoderLayer, q_TQD: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> Unsummed:
+    def _attention(self, layer: DecoderLayer, queries: Queries, batch: AttentionBatch, kv: KVCache) -> Unsummed:
         """The attention block's output for these queries."""
         attention = layer.mixer
         assert isinstance(attention, Attention)
@@ -289,13 +322,21 @@ class FusedDecoder:
         # Experts take the sum of the product's parts, so nothing may be added to it later.
         later = not (layer.feed_forward in self._fused and isinstance(layer.feed_forward, SparseFeedForward))
         if self._deterministic:
-            out_TQD = one_order.attend(q_TQD, batch, cache, attention.scale, attention.spec.window)
+            out_TQD = one_order.attend(queries.q_TQD, batch, cache, attention.scale, attention.spec.window)
         else:
-            out_TQD = attention.attend(q_TQD, batch, cache)
-        mixed = self._product("o", out_TQD.flatten(1), attention.o_proj, attention.layer, batch.adapters, later)
+            out_TQD = attention.attend(queries.q_TQD, batch, cache)
+        out_TK = gate_output(out_TQD.flatten(1), queries.gate_TK)
+        mixed = self._product("o", out_TK, attention.o_proj, attention.layer, batch.adapters, later)
         if attention.o_proj.bias is not None:
             mixed.parts_STN[0] += attention.o_proj.bias
         return mixed
+
+    def _linear_attention(self, mixer: DeltaNet, x_TH: torch.Tensor, context: StepContext) -> Unsummed:
+        """The output of a linear attention block, by products that are added in one order; token by token."""
+        config = self._configs[self._products[mixer.in_proj]]
+        assert config is not None, "check_deterministic"
+        gated_TV = mixer.mix(linear(x_TH, mixer.in_proj.weight, config), context, one_by_one=True)
+        return self._product("o", gated_TV, mixer.o_proj, mixer.layer, None)
 
 
 #: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from rollout_kernels.linear.table import MOST_ROWS
+from rollout_kernels.linear.table import MOST_ROWS, linear_config
+from rollout_kernels.linear.triton_linear import gate_up_silu, linear
 from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, padded_from, run_experts, table_entry
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import last_pairs
@@ -26,7 +27,8 @@ from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from rollout.models.batch import ExpertRecord
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.layers import SparseFeedForward
+from rollout.models.deterministic import shared_products
+from rollout.models.layers import SharedExpert, SparseFeedForward
 from rollout.models.spec import MoESpec
 
 
@@ -140,5 +142,16 @@ class FusedExperts:
             parts_STH[0].addmm_(weights_TE, bias_EH)
         if block.shared is not None:  # by torch, after the experts: their kernels follow each other without a wait
             parts_STH = parts_STH.float()
-            parts_STH[0] += block.shared(x_TH)
+            parts_STH[0] += self._in_one_order(block.shared, x_TH) if self._deterministic else block.shared(x_TH)
         return residual_TH, parts_STH
+
+    def _in_one_order(self, shared: SharedExpert, x_TH: torch.Tensor) -> torch.Tensor:
+        """The output of a shared expert, whose products are added in one order for any number of tokens."""
+        configs = {
+            name: linear_config(*product, len(x_TH), deterministic=True)
+            for name, product in shared_products(shared.spec).items()
+        }
+        gate_up, down, gate = (configs[f"shared {name}"] for name in ("gate_up", "down", "gate"))
+        assert gate_up is not None and down is not None and gate is not None, "check_deterministic"
+        y_TH = linear(gate_up_silu(x_TH, shared.gate_up_proj.weight, gate_up), shared.down_proj.weight, down)
+        return y_TH if shared.gate is None else y_TH * torch.sigmoid(linear(x_TH, shared.gate.weight, gate))

@@ -205,6 +205,11 @@ class RMSNorm(Block):
         return rms_norm(x, self.weight, self.eps, self.unit_offset)
 
 
+def gate_output(out_TK: torch.Tensor, gate_TK: torch.Tensor | None) -> torch.Tensor:
+    """The output of a mixer, weighted by the sigmoid of its gates, if it has any."""
+    return out_TK if gate_TK is None else out_TK * torch.sigmoid(gate_TK)
+
+
 # --- mixers ----------------------------------------------------------------------------------------------------------
 
 
@@ -241,9 +246,7 @@ class Attention(Block):
         out_TK = self.attend(self.grown(q_TQD, batch), batch, cache).flatten(1)
         if self.gate_proj is not None:
             gate_TK = self.gate_proj(x_TH)
-        if gate_TK is not None:
-            out_TK = out_TK * torch.sigmoid(gate_TK)
-        return LastProduct(self.o_proj, out_TK, batch.adapters, self.layer, "o")
+        return LastProduct(self.o_proj, gate_output(out_TK, gate_TK), batch.adapters, self.layer, "o")
 
     def project(
         self,
@@ -381,12 +384,12 @@ class SharedExpert(Block):
         super().__init__()
         self.gate_up_proj = Linear(spec.gate_up, dtype, device)
         self.down_proj = Linear(spec.down, dtype, device)
-        self.activation = spec.activation
+        self.spec = spec
         self.gate = None if gate is None else Linear(LinearSpec(spec.hidden, (gate,), (1,), False), dtype, device)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Its output for the normalised `x_TH`, [T, H]."""
-        y_TH = self.down_proj(gated(self.gate_up_proj(x_TH), self.activation))
+        y_TH = self.down_proj(gated(self.gate_up_proj(x_TH), self.spec.activation))
         return y_TH if self.gate is None else y_TH * torch.sigmoid(self.gate(x_TH))
 
     def regions(self, prefix: str) -> list[Region]:

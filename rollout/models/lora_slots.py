@@ -1,6 +1,6 @@
 """Low-rank adapters on the device: slots for every product that they may correct, and how a step uses them.
 
-A slot has room for one adapter of up to `rank` in all attention and dense feed-forward blocks. Weights are stored in
+A slot has room for one adapter of up to `rank` in all mixers and dense feed-forward blocks. Weights are stored in
 the layout of the kernels (`rollout_kernels.lora`): ranks are padded with zeros and scaling is folded into B. So a step
 needs nothing but the slot of each token. Slot 0 means no adapter.
 
@@ -18,20 +18,22 @@ from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank
 
 from rollout.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec
 
-Product = Literal["qkv", "q_b", "o", "gate_up", "down"]
+Product = Literal["qkv", "q_b", "in", "o", "gate_up", "down"]
 #: A product of one layer.
 LayerProduct = tuple[int, Product]
 
 
 def corrected_products(layer: LayerSpec) -> dict[Product, LinearSpec]:
-    """The products of a layer that adapters may correct: attention and dense feed-forward blocks."""
-    products: dict[Product, LinearSpec] = {}
+    """The products of a layer that adapters may correct: those of its mixer and of dense feed-forward blocks."""
+    products: dict[Product, LinearSpec]
     if isinstance(layer.mixer, AttentionSpec):
-        products |= {"qkv": layer.mixer.qkv, "o": layer.mixer.o}
+        products = {"qkv": layer.mixer.qkv, "o": layer.mixer.o}
     elif isinstance(layer.mixer, LatentSpec):  # its `kv_b` is absorbed by queries and outputs
-        products |= {"qkv": layer.mixer.inputs, "o": layer.mixer.o}
+        products = {"qkv": layer.mixer.inputs, "o": layer.mixer.o}
         if (q_b := layer.mixer.q_b) is not None:
             products["q_b"] = q_b
+    else:
+        products = {"in": layer.mixer.inputs, "o": layer.mixer.out}
     if isinstance(layer.feed_forward, DenseSpec):
         products |= {"gate_up": layer.feed_forward.gate_up, "down": layer.feed_forward.down}
     return products

@@ -160,6 +160,9 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
             f"finish q/k/v{name}",
             lambda a=(parts, None, heads, 1e-6, cos, cos, *to): triton_elementwise.finish_qkv(*a),
         )
+        gates = empty(rows, shape.heads, shape.dim)
+        gated = (floats(1, rows, width + shape.heads * shape.dim), None, heads, 1e-6, cos, cos, *to, None, True, gates)
+        yield f"finish q/k/v with gates{name}", lambda a=gated: triton_elementwise.finish_qkv(*a)
         for window in (None, 1024):
             also = f"{name}{', window' if window else ''}"
             yield f"decode attention{also}", lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a)
@@ -281,6 +284,7 @@ def linear_attention(rows: int) -> Iterator[Case]:
     steps = (
         ("decode", rows, Spans(ints(rows, dtype=long), ints(rows, dtype=long))),
         ("prefill", 2048, Spans(ints(2, dtype=long), ints(2048, dtype=long), (1500, 548), ints(3))),
+        ("one by one", 2048, Spans(ints(2, dtype=long), ints(2048, dtype=long), (1500, 548), ints(3), True)),
     )
     for name, tokens, spans in steps:
         mixed, z, b, a = empty(tokens, sum(widths)).split(widths, dim=1)

@@ -9,6 +9,7 @@ import torch
 from rollout.engine.build import rebuild_engine
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel, Prior, StopAt
+from tests.support.engine.adapted import bench_of, greedy_is, make_adapters
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load, watch_prefills
@@ -18,6 +19,7 @@ from tests.support.engine.streams import LateDevice
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
 from tests.support.kernels.grids import nightly
 from tests.support.models.hybrids import make_hybrid
+from tests.support.peft_adapters import ALL
 
 VOCAB = 83
 
@@ -66,7 +68,7 @@ def agrees(hf_model, prompt: list[int], completion) -> bool:
 
 @pytest.mark.parametrize(
     ("stem", "pages"),
-    [("Qwen3_5", 600), ("Qwen3_5", 75), ("Qwen3Next", 75), *nightly(("Qwen3_5Moe", 75), ("OlmoHybrid", 75))],
+    [("Qwen3_5", 75), ("Qwen3Next", 75), *nightly(("Qwen3_5", 600), ("Qwen3_5Moe", 75), ("OlmoHybrid", 75))],
 )
 def test_greedy_tokens_equal_transformers(made, stem, pages):
     folder, hf_model = made(stem)
@@ -104,6 +106,55 @@ def test_a_damaged_state_is_seen(model, hf_models, damage):
     executor.compute.run(lambda: (recurrent if damage == "recurrent" else conv)[seq.row].mul_(-3.0))
     bench.run()
     assert not agrees(hf_models[0], prompt_of(30), bench.completions["r", 0])
+    bench.close()
+
+
+def greedy(hf_model, prompt: list[int], count: int) -> list[int]:
+    """Transformers' greedy choice."""
+    tokens = list[int]()
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(hf_model(torch.tensor([prompt + tokens])).logits[0, -1].argmax()))
+    return tokens
+
+
+# --- adapters ---
+
+
+@pytest.fixture(scope="module")
+def adapters(made, tmp_path_factory):
+    folder, hf_model = made()
+    linear = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    return make_adapters(hf_model, folder, tmp_path_factory, (linear, (*ALL, *linear)))
+
+
+@pytest.mark.parametrize("pages", [60, *nightly(300)])
+def test_rows_of_one_batch_are_each_what_peft_merges(model, hf_models, adapters, pages):
+    """Groups share a prompt within an adapter and never across; preempted rows go on with their adapter."""
+    bench = bench_of(model, adapters, 2, max_rows=8, kv_pages=pages, prefill_chunk_tokens=16)
+    expected = {None: hf_models[0], "a0": adapters[0][1], "a1": adapters[1][1]}
+    for name in expected:
+        bench.submit(f"g-{name}", prompt_of(30), 30, n=2, adapter=name)
+        bench.submit(f"r-{name}", prompt_of(9, 1), 40, adapter=name)
+        bench.engine.tick()
+    bench.run()
+    assert (bench.engine.roster.counters.preemptions > 0) == (pages == 60)
+    for name, reference in expected.items():
+        for index in range(2):
+            greedy_is(reference, prompt_of(30), bench.tokens(f"g-{name}", index))
+        greedy_is(reference, prompt_of(9, 1), bench.tokens(f"r-{name}"))
+    assert len({tuple(bench.tokens(f"g-{name}")) for name in expected}) == 3, "an adapter changes what is said"
+    bench.close()
+
+
+def test_a_snapshot_serves_its_adapter_alone(model, hf_models, adapters):
+    bench = bench_of(model, adapters, 2)
+    for name, adapter, cached in (("1", "a0", 0), ("2", "a1", 0), ("3", None, 0), ("4", "a0", 19)):
+        bench.submit(name, prompt_of(20), 8, adapter=adapter)
+        bench.run()
+        reference = hf_models[0] if adapter is None else adapters[int(adapter[1])][1]
+        greedy_is(reference, prompt_of(20), bench.tokens(name))
+        assert bench.done[name].cached_tokens == cached
     bench.close()
 
 
@@ -225,6 +276,52 @@ def test_a_completion_continues_from_its_tokens(model, hf_models):
     bench.submit("rest", prompt_of(30), 40, prior=Prior(np.array(tokens[:15], np.int32)))
     bench.run()
     assert bench.tokens("rest") == tokens[15:]
+    bench.close()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_group_continues_from_its_tokens(model, hf_models, prefix_cache):
+    """Each member goes on from the same tokens, after the snapshot of the prompt if its leader saved one."""
+    bench = Bench(model, prefix_cache=prefix_cache, prefill_chunk_tokens=16)
+    bench.submit("whole", prompt_of(30), 40)
+    bench.run()
+    tokens = bench.tokens("whole")
+    bench.submit("rest", prompt_of(30), 40, n=3, prior=Prior(np.array(tokens[:15], np.int32)))
+    bench.run()
+    for i in range(3):
+        assert bench.tokens("rest", i) == tokens[15:]
+    bench.close()
+
+
+def test_a_turn_continues_from_its_tokens(model, hf_models):
+    bench = Bench(model)
+    talk = Conversation(bench, "s", prompt_of)
+    talk.say(20)
+    prompt = [*talk.said, *prompt_of(6, 7)]
+    expected = greedy(hf_models[0], prompt, 12)
+    in_session = {"session": ("c", "s"), "session_lease_s": 100.0}
+    bench.submit("t", prompt, 12, prior=Prior(np.array(expected[:5], np.int32)), **in_session)
+    bench.run()
+    assert bench.tokens("t") == expected[5:] and bench.done["t"].cached_tokens > 0
+    bench.submit("next", [*prompt, *expected, 3], 9, **in_session)
+    bench.run()
+    assert agrees(hf_models[0], [*prompt, *expected, 3], bench.completions["next", 0])
+    assert bench.done["next"].cached_tokens == len(prompt) + 11
+    bench.close()
+
+
+def test_logprobs_of_a_prompt_are_those_of_transformers(model, hf_models):
+    """They need a forward of the whole prompt, also where a snapshot of it is known."""
+    bench = Bench(model, prefill_chunk_tokens=16)
+    for name in ("first", "again"):
+        bench.submit(name, prompt_of(40), 5, prompt_logprobs=True)
+        bench.run()
+        with torch.inference_mode():
+            logits = hf_models[0](torch.tensor([prompt_of(40)])).logits[0]
+        exact = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(prompt_of(40))[1:, None])[:, 0]
+        got = torch.tensor(bench.completions[name, 0].prompt_logprobs)[1:]
+        assert torch.allclose(got, exact, atol=1e-4, rtol=0)
+        assert agrees(hf_models[0], prompt_of(40), bench.completions[name, 0])
     bench.close()
 
 
@@ -406,8 +503,11 @@ def test_a_swap_while_states_are_on_the_host(made, hf_models, mode):
         bench.engine.tick()
         if bench.status().offload.sequences:
             break
+    groups = bench.engine.roster.groups
+    on_host = [i for i in range(6) if groups["c", f"r{i}"].sequences[0].kv.offloaded is not None]
+    assert on_host
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), ticks=1)
-    for i in range(6):
+    for i in (0, *on_host):
         completion = bench.completions[f"r{i}", 0]
         assert replayed(hf_models, prompt_of(10, i), completion) == completion.token_ids
     bench.close()
@@ -445,11 +545,6 @@ def test_a_state_that_comes_back_to_the_row_of_a_turn_does_not_become_its_snapsh
 
 
 # --- what is not possible ---
-
-
-def test_a_deterministic_worker_is_refused(model):
-    with pytest.raises(ValueError, match="deterministic"):
-        Bench(model, deterministic=True)
 
 
 def test_host_memory_that_holds_no_state_is_an_error_with_the_numbers(model):

@@ -24,14 +24,15 @@ def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Ten
         from rollout_kernels.delta.triton_conv import short_conv as on_gpu
 
         return on_gpu(x_TC, weight_CW, state_NCW, spans)
-    if spans.lengths is None:
-        fresh_B11 = (spans.positions_T == 0)[:, None, None]
-        past_BCW = state_NCW.index_select(0, spans.places_B).masked_fill(fresh_B11, 0.0)
-        window_BCW = torch.cat((past_BCW, x_TC[:, :, None]), dim=2)
-        state_NCW.index_copy_(0, spans.places_B, window_BCW[:, :, 1:].contiguous())
-        return F.silu((window_BCW.float() * weight_CW.float()).sum(2)).to(x_TC.dtype)
-    width, out = weight_CW.shape[1], []
     fresh_T11 = (spans.positions_T == 0)[:, None, None]
+    if spans.lengths is None:
+        return _one_token(x_TC, weight_CW, state_NCW, spans.places_B, fresh_T11)
+    width, out = weight_CW.shape[1], []
+    if spans.one_by_one:
+        for token, row in spans.tokens():
+            at, place_1 = slice(token, token + 1), spans.places_B[row : row + 1]
+            out.append(_one_token(x_TC[at], weight_CW, state_NCW, place_1, fresh_T11[at]))
+        return torch.cat(out)
     weight_C1W = weight_CW.float()[:, None]
     start = 0
     for row, length in enumerate(spans.lengths):
@@ -43,3 +44,16 @@ def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Ten
         out.append(F.silu(y_1CT[0].t()).to(x_TC.dtype))
         start = end
     return torch.cat(out)
+
+
+def _one_token(
+    x_BC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    state_NCW: torch.Tensor,
+    places_B: torch.Tensor,
+    fresh_B11: torch.Tensor,
+) -> torch.Tensor:
+    past_BCW = state_NCW.index_select(0, places_B).masked_fill(fresh_B11, 0.0)
+    window_BCW = torch.cat((past_BCW, x_BC[:, :, None]), dim=2)
+    state_NCW.index_copy_(0, places_B, window_BCW[:, :, 1:].contiguous())
+    return F.silu((window_BCW.float() * weight_CW.float()).sum(2)).to(x_BC.dtype)

@@ -59,6 +59,13 @@ def gated_delta(
         out_THV = _one_token(q_THK, k_THK, v_THV, beta_TH, g_TH, state_NHKV, spans.places_B, fresh_T)
         return out_THV.to(mixed_TC.dtype)
     out_THV = torch.empty_like(v_THV)
+    if spans.one_by_one:
+        for token, row in spans.tokens():
+            at, place_1 = slice(token, token + 1), spans.places_B[row : row + 1]
+            out_THV[at] = _one_token(
+                q_THK[at], k_THK[at], v_THV[at], beta_TH[at], g_TH[at], state_NHKV, place_1, fresh_T[at]
+            )
+        return out_THV.to(mixed_TC.dtype)
     start = 0
     for row, length in enumerate(spans.lengths):
         place_1, end = spans.places_B[row : row + 1], start + length

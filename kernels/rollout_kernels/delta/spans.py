@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,3 +24,12 @@ class Spans(NamedTuple):
     positions_T: torch.Tensor  # int32 or int64: of each token in its row
     lengths: tuple[int, ...] | None = None  # tokens of each row, in host integers
     starts_B1: torch.Tensor | None = None  # int32: first token of each row, and their total; for GPUs
+    #: Tokens go through the operations one after the other, never in chunks: a token's bits do not depend on its step.
+    #: Needs `lengths`, in decode steps, too.
+    one_by_one: bool = False
+
+    def tokens(self) -> Iterator[tuple[int, int]]:
+        """(token, row) of all tokens, in order."""
+        assert self.lengths is not None
+        rows = (row for row, length in enumerate(self.lengths) for _ in range(length))
+        return enumerate(rows)

@@ -2,6 +2,8 @@
 
     decode     step      a program for each row, value head and block of values: reads and writes its part of the state
                          once
+    one by one walk      as `step`, with the row's tokens one after the other: decode and prefill by one kernel, so that
+                         both give the same bits. Several times slower than chunks
     prefill    prepare   a program for each chunk of a row and value head: the scores of queries and keys, and the
                          chunk's triangular system for two right sides, so that u = U - W S for any state S before it
                scan      a program for each row, value head and block of values: goes through the row's chunks with its
@@ -51,6 +53,47 @@ def _decay(a, a_log, dt_bias):
 
 
 @triton.jit
+def _one_token(
+    state,
+    mixed_ptr,
+    b_ptr,
+    a_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    token,
+    head,
+    v,
+    stride_b,
+    stride_a,
+    scale,
+    beta_scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """A part of a head's state after this token, and the outputs of that part."""
+    k = tl.arange(0, BLOCK_K)
+    live_k, live_v = k < K, v < V
+    heads = mixed_ptr + token * (2 * G * K + H * V)
+    key_head = head // (H // G)
+    q = tl.load(heads + key_head * K + k, mask=live_k, other=0.0).to(tl.float32)
+    key = tl.load(heads + (G + key_head) * K + k, mask=live_k, other=0.0).to(tl.float32)
+    value = tl.load(heads + 2 * G * K + head * V + v, mask=live_v, other=0.0).to(tl.float32)
+    q *= scale / tl.sqrt(tl.sum(q * q, 0) + EPS)
+    key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + EPS)
+    b = tl.load(b_ptr + token * stride_b + head).to(tl.float32)
+    a = tl.load(a_ptr + token * stride_a + head).to(tl.float32)
+    g = _decay(a, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head))
+    state *= tl.exp(g)
+    u = beta_scale / (1.0 + tl.exp(-b)) * (value - tl.sum(state * key[:, None], 0))
+    state += key[:, None] * u[None, :]
+    return state, tl.sum(state * q[:, None], 0)
+
+
+@triton.jit
 def _step_kernel(
     mixed_ptr,
     b_ptr,
@@ -77,27 +120,59 @@ def _step_kernel(
     k = tl.arange(0, BLOCK_K)
     v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     live_k, live_v = k < K, v < V
-    live = live_k[:, None] & live_v[None, :]
     place = tl.load(places_ptr + row)
     known_k = k < tl.where(tl.load(positions_ptr + row) > 0, K, 0)  # a token at position 0 reads no state
     tile = state_ptr + (place * H + head) * (K * V) + k[:, None] * V + v[None, :]
     state = tl.load(tile, mask=known_k[:, None] & live_v[None, :], other=0.0)
-    heads = mixed_ptr + row * (2 * G * K + H * V)
-    key_head = head // (H // G)
-    q = tl.load(heads + key_head * K + k, mask=live_k, other=0.0).to(tl.float32)
-    key = tl.load(heads + (G + key_head) * K + k, mask=live_k, other=0.0).to(tl.float32)
-    value = tl.load(heads + 2 * G * K + head * V + v, mask=live_v, other=0.0).to(tl.float32)
-    q *= scale / tl.sqrt(tl.sum(q * q, 0) + EPS)
-    key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + EPS)
-    b = tl.load(b_ptr + row * stride_b + head).to(tl.float32)
-    a = tl.load(a_ptr + row * stride_a + head).to(tl.float32)
-    g = _decay(a, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head))
-    state *= tl.exp(g)
-    u = beta_scale / (1.0 + tl.exp(-b)) * (value - tl.sum(state * key[:, None], 0))
-    state += key[:, None] * u[None, :]
-    tl.store(tile, state, mask=live)
-    out = tl.sum(state * q[:, None], 0)
+    state, out = _one_token(
+        state, mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, row, head, v, stride_b, stride_a, scale, beta_scale,
+        H, G, K, V, BLOCK_K, EPS,
+    )  # fmt: skip
+    tl.store(tile, state, mask=live_k[:, None] & live_v[None, :])
     tl.store(out_ptr + (row * H + head) * V + v, narrow(out, out_ptr.dtype.element_ty), mask=live_v)
+
+
+@triton.jit
+def _walk_kernel(
+    mixed_ptr,
+    b_ptr,
+    a_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    state_ptr,
+    places_ptr,
+    positions_ptr,
+    starts_ptr,
+    out_ptr,
+    stride_b,
+    stride_a,
+    scale,
+    beta_scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    k = tl.arange(0, BLOCK_K)
+    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    start = tl.load(starts_ptr + row).to(tl.int64)
+    length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
+    place = tl.load(places_ptr + row)
+    known_k = k < tl.where(tl.load(positions_ptr + start) > 0, K, 0)  # a token at position 0 reads no state
+    tile = state_ptr + (place * H + head) * (K * V) + k[:, None] * V + v[None, :]
+    state = tl.load(tile, mask=known_k[:, None] & (v < V)[None, :], other=0.0)
+    for token in range(0, length):
+        state, out = _one_token(
+            state, mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, start + token, head, v, stride_b, stride_a, scale,
+            beta_scale, H, G, K, V, BLOCK_K, EPS,
+        )  # fmt: skip
+        at = (start + token) * H + head
+        tl.store(out_ptr + at * V + v, narrow(out, out_ptr.dtype.element_ty), mask=v < V)
+    tl.store(tile, state, mask=(k < K)[:, None] & (v < V)[None, :])
 
 
 @triton.jit
@@ -268,14 +343,16 @@ def gated_delta(
     block_k, most_v = max(16, triton.next_power_of_2(key_dim)), max(16, triton.next_power_of_2(value_dim))
     sizes = {"H": heads, "G": key_heads, "K": key_dim, "V": value_dim, "BLOCK_K": block_k, "EPS": UNIT_EPS}
     scale = key_dim**-0.5
-    if spans.lengths is None:
+    if spans.lengths is None or spans.one_by_one:
         block_v = min(most_v, _STEP_VALUES)
-        _step_kernel[(count, heads, triton.cdiv(value_dim, block_v))](
+        kernel, starts = (_walk_kernel, (spans.starts_B1,)) if spans.one_by_one else (_step_kernel, ())
+        kernel[(len(spans.places_B), heads, triton.cdiv(value_dim, block_v))](
             mixed_TC,
             *gates,
             state_NHKV,
             spans.places_B,
             spans.positions_T,
+            *starts,
             out_THV,
             *strides,
             scale,

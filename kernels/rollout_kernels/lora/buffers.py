@@ -12,12 +12,14 @@ Legend: M tokens, K inputs, N outputs, J modules of the product, R rank of a slo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 #: The rank of a slot is a power of two in this range.
 LEAST_RANK, MOST_RANK = 16, 256
+#: Outputs that a program of the expand kernel works on.
+TILE_OUTPUTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,16 @@ class LoraBuffers:
     a_SAK: torch.Tensor  # the A matrices, module after module
     b_SNR: torch.Tensor  # the B matrices, in the same dtype
     ends: tuple[int, ...]  # where each module's outputs end; the last is N
+    #: Outputs in tiles of one module each, int32 [tiles, 3] on the device: module, first output, where the module ends.
+    tiles_X3: torch.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        tiles = [
+            (module, first, end)
+            for module, (begin, end) in enumerate(zip((0, *self.ends[:-1]), self.ends, strict=True))
+            for first in range(begin, end, TILE_OUTPUTS)
+        ]
+        object.__setattr__(self, "tiles_X3", torch.tensor(tiles, dtype=torch.int32).to(self.b_SNR.device))
 
     @property
     def rank(self) -> int:

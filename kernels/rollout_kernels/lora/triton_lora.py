@@ -34,16 +34,14 @@ import triton.language as tl
 
 from rollout_kernels.common.triton_math import dot, follow, follow_options, let_next_begin, narrow, wait_for_last
 from rollout_kernels.linear.table import MOST_ROWS
-from rollout_kernels.lora.buffers import Correction, LoraBuffers
+from rollout_kernels.lora.buffers import TILE_OUTPUTS, Correction, LoraBuffers
 
 _BLOCK_K = 128
-_BLOCK_N = 64
 _LARGEST_BLOCK_M = 64
 _MOST_RANK_TILE = 64
 #: In decode steps the shrink splits its inputs: the least inputs of a part, and the most parts.
 _INPUTS_A_PART = 512
 _MOST_PARTS = 8
-_NEVER = 1 << 30  # past every output and every tile
 #: The most bytes of B that rows may read one by one; above, a kernel that reads B once is faster.
 _MOST_READ_BYTES = 16 << 20
 #: Ranks that `expand_row` handles at once, and the most values of B that a program then holds.
@@ -142,28 +140,22 @@ def _expand_kernel(
     low_ptr,
     b_ptr,
     slots_ptr,
+    tiles_ptr,
     y_ptr,
     tokens,
     N: tl.constexpr,
     A: tl.constexpr,
     R: tl.constexpr,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
-    TILES_0: tl.constexpr,
-    TILES_1: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     SEGMENTED: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    tile = tiles_ptr + tl.program_id(0) * 3
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    module = (tile >= TILES_0).to(tl.int32) + (tile >= TILES_1).to(tl.int32)
-    begin = tl.where(module == 0, 0, tl.where(module == 1, END_0, END_1))
-    end = tl.where(module == 0, END_0, tl.where(module == 1, END_1, N))
-    first_tile = tl.where(module == 0, 0, tl.where(module == 1, TILES_0, TILES_1))
-    n = begin + (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = n < end
+    module = tl.load(tile)
+    n = tl.load(tile + 1) + tl.arange(0, BLOCK_N)
+    live = n < tl.load(tile + 2)
     follow()
     slots = tl.load(slots_ptr + m, mask=m < tokens, other=0)
     if SEGMENTED:
@@ -198,7 +190,7 @@ def _shrink(
 ) -> torch.Tensor:
     """Sums of A x over parts of the inputs, float32 [P, M, A]; undefined for tokens of slot 0."""
     (tokens, inputs), (slots, ranks, _), rank = x_MK.shape, buffers.a_SAK.shape, buffers.rank
-    assert x_MK.stride(1) == 1 and slots_M.is_contiguous() and len(buffers.ends) <= 3
+    assert x_MK.stride(1) == 1 and slots_M.is_contiguous()
     block_m, tile, parts = _block_m(tokens, segmented), min(rank, _MOST_RANK_TILE), _parts(inputs, segmented)
     low = torch.empty(parts, tokens, ranks, dtype=torch.float32, device=x_MK.device)
     _shrink_kernel[(ranks // tile * parts, 1 if segmented else slots, triton.cdiv(tokens, block_m))](
@@ -295,24 +287,18 @@ def lora_add(
     assert y_MN.is_contiguous()
     low = _shrink(x_MK, buffers, slots_M, segmented, beside=False)
     block_m = _block_m(tokens, segmented)
-    ends = (*buffers.ends, *(_NEVER for _ in range(3 - len(buffers.ends))))
-    widths = [end - start for start, end in zip((0, *buffers.ends[:-1]), buffers.ends, strict=True)]
-    tiles = [triton.cdiv(width, _BLOCK_N) for width in widths]
-    _expand_kernel[(sum(tiles), 1 if segmented else slots, triton.cdiv(tokens, block_m))](
+    _expand_kernel[(len(buffers.tiles_X3), 1 if segmented else slots, triton.cdiv(tokens, block_m))](
         low,
         buffers.b_SNR,
         slots_M,
+        buffers.tiles_X3,
         y_MN,
         tokens,
         N=outputs,
         A=low.shape[2],
         R=rank,
-        END_0=ends[0],
-        END_1=ends[1] if len(tiles) > 1 else outputs,
-        TILES_0=tiles[0] if len(tiles) > 1 else _NEVER,
-        TILES_1=tiles[0] + tiles[1] if len(tiles) > 2 else _NEVER,
         BLOCK_M=block_m,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=TILE_OUTPUTS,
         SPLIT=low.shape[0],
         SEGMENTED=segmented,
         **_options(rank, block_m, x_MK.device),

@@ -1,7 +1,8 @@
 """What lies between the matrix products of a decode step: one Triton kernel between two products.
 
     add_rms_norm   residual += sum of partial products; returns the norm of the residual
-    finish_qkv     sum of partial products [+ bias], q/k norm, rope; writes keys and values, returns queries
+    finish_qkv     sum of partial products [+ bias], q/k norm, rope; writes keys and values [and gates of the queries],
+                   returns queries
     silu_mul       silu(gate) * up
     embed_rope     the first layer's input: embeddings of the tokens, cosines and sines of the positions
 
@@ -149,6 +150,7 @@ def _finish_qkv_kernel(
     sin_ptr,
     slots_ptr,
     q_ptr,
+    gate_ptr,
     k_cache_ptr,
     v_cache_ptr,
     scales_ptr,
@@ -166,6 +168,8 @@ def _finish_qkv_kernel(
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    GATED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     FP8: tl.constexpr,
     R: tl.constexpr,
@@ -189,6 +193,10 @@ def _finish_qkv_kernel(
         at_high = d + tl.where(turns, TURNED // 2, D // 2)
     is_q = head < Q_HEADS
     is_v = head >= Q_HEADS + KV_HEADS
+    places: tl.constexpr = heads + GATED * Q_HEADS
+    place = head
+    if GATED:  # in the product a gate follows each query head
+        place += tl.minimum(head, Q_HEADS)
     if R > 0:
         adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
         b = b_ptr + (adapter - 1).to(tl.int64) * (heads * D) * R
@@ -201,14 +209,30 @@ def _finish_qkv_kernel(
         weight = norm_ptr + tl.where(is_q, 0, D)
         weight_low = tl.load(weight + at_low, mask=live, other=0.0).to(tl.float32)
         weight_high = tl.load(weight + at_high, mask=live, other=0.0).to(tl.float32)
+        if UNIT_OFFSET:
+            weight_low += 1.0
+            weight_high += 1.0
     follow()
     slot = tl.load(slots_ptr + row).to(tl.int64)
     low = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
     high = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
     for part in tl.static_range(PARTS):
-        here = parts_ptr + ((part * rows + row) * heads + head) * D
+        here = parts_ptr + ((part * rows + row) * places + place) * D
         low += tl.load(here + at_low, mask=live, other=0.0)
         high += tl.load(here + at_high, mask=live, other=0.0)
+    if GATED:
+        gate_low = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
+        gate_high = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
+        for part in tl.static_range(PARTS):
+            here = parts_ptr + ((part * rows + row) * places + place + 1) * D
+            gate_low += tl.load(here + at_low, mask=live & is_q, other=0.0)
+            gate_high += tl.load(here + at_high, mask=live & is_q, other=0.0)
+        if BIAS:
+            gate_low += tl.load(bias_ptr + (place + 1) * D + at_low, mask=live & is_q, other=0.0).to(tl.float32)
+            gate_high += tl.load(bias_ptr + (place + 1) * D + at_high, mask=live & is_q, other=0.0).to(tl.float32)
+        at_gate = gate_ptr + (row * Q_HEADS + head) * D
+        tl.store(at_gate + at_low, narrow(gate_low, dtype), mask=live & is_q)
+        tl.store(at_gate + at_high, narrow(gate_high, dtype), mask=live & is_q)
     if R > 0:
         module = (head >= Q_HEADS).to(tl.int32) + is_v.to(tl.int32)
         sums = low_ptr + (row * 3 + module[:, :, None]) * R
@@ -216,16 +240,20 @@ def _finish_qkv_kernel(
         low += expand_row(first_low, b_low, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
         high += expand_row(first_high, b_high, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
     if BIAS:
-        low += tl.load(bias_ptr + head * D + at_low, mask=live, other=0.0).to(tl.float32)
-        high += tl.load(bias_ptr + head * D + at_high, mask=live, other=0.0).to(tl.float32)
+        low += tl.load(bias_ptr + place * D + at_low, mask=live, other=0.0).to(tl.float32)
+        high += tl.load(bias_ptr + place * D + at_high, mask=live, other=0.0).to(tl.float32)
     # Round as the result of the unfused product is rounded.
     low = narrow(low, dtype).to(tl.float32)
     high = narrow(high, dtype).to(tl.float32)
     x_low, x_high = low, high
     if NORM:
         scale = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
-        x_low = narrow(low * scale, dtype).to(tl.float32) * weight_low
-        x_high = narrow(high * scale, dtype).to(tl.float32) * weight_high
+        if UNIT_OFFSET:
+            x_low = low * scale * weight_low
+            x_high = high * scale * weight_high
+        else:
+            x_low = narrow(low * scale, dtype).to(tl.float32) * weight_low
+            x_high = narrow(high * scale, dtype).to(tl.float32) * weight_high
         x_low = narrow(x_low, dtype).to(tl.float32)
         x_high = narrow(x_high, dtype).to(tl.float32)
     cos = tl.load(cos_ptr + row * TURNED + d, mask=turns, other=1.0)
@@ -272,11 +300,13 @@ def finish_qkv(
     scales_P2GS: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     correction: Correction | None = None,
+    unit_offset: bool = False,
+    gates_MHD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Finish the fused q/k/v product of M tokens: sum, bias, norms, rope. Write keys and values, return the queries.
 
     Args:
-        parts_SMW: partial sums, contiguous; W = (q_heads + 2 G) D.
+        parts_SMW: partial sums, contiguous; W = (q_heads + 2 G) D, or (2 q_heads + 2 G) D with gates.
         bias_W: bias of the projection, or None.
         norm_2D: weights of the query norm and the key norm over a head, or None.
         eps: of these norms.
@@ -288,7 +318,10 @@ def finish_qkv(
         q_heads: query heads.
         scales_P2GS: float32 scales of keys, then values, contiguous and written in place; only with e4m3 codes.
         dtype: the model's dtype, for the queries; required with e4m3 codes.
-        correction: corrections that adapters add to the product, or None.
+        correction: corrections that adapters add to the product, or None; not with gates.
+        unit_offset: the weights of the norms are stored less 1.
+        gates_MHD: of the queries; each query head is followed by its gate in the product. Contiguous, written in place;
+            None if the product has none.
 
     Returns:
         The queries, [M, q_heads, D].
@@ -299,6 +332,7 @@ def finish_qkv(
         scales_P2GS is None or dtype is not None
     )
     assert scales_P2GS is None or scales_P2GS.is_contiguous()
+    assert gates_MHD is None or (correction is None and gates_MHD.is_contiguous())
     half = triton.next_power_of_2(dim // 2)
     q_MHD = torch.empty(rows, q_heads, dim, dtype=dtype or k_cache_PSGD.dtype, device=parts_SMW.device)
     _finish_qkv_kernel[(rows, triton.cdiv(q_heads + 2 * kv_heads, _BLOCK_HEADS))](
@@ -309,6 +343,7 @@ def finish_qkv(
         sin_M1T,
         slots_M,
         q_MHD,
+        gates_MHD,
         k_cache_PSGD,
         v_cache_PSGD,
         scales_P2GS,
@@ -323,6 +358,8 @@ def finish_qkv(
         PARTS=parts,
         BIAS=bias_W is not None,
         NORM=norm_2D is not None,
+        UNIT_OFFSET=unit_offset,
+        GATED=int(gates_MHD is not None),
         PAGE_SIZE=k_cache_PSGD.shape[1],
         FP8=scales_P2GS is not None,
         num_warps=8,

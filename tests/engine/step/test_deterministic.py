@@ -9,6 +9,7 @@ import torch
 
 from tests.support.engine.harness import Bench
 from tests.support.models.families import make_checkpoint
+from tests.support.models.hybrids import HYBRIDS, make_hybrid
 
 SIZES = {
     "hidden_size": 256,
@@ -17,6 +18,12 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 1024,
+}
+HYBRID = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
 }
 REQUESTS = 16
 
@@ -53,12 +60,18 @@ def completed(model, order: random.Random | None, **engine) -> list[tuple[list[i
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:no measured plan")
-@pytest.mark.parametrize(("family", "kv"), [("qwen3", "auto"), ("qwen3", "fp8_e4m3"), ("mixtral", "auto")])
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [("qwen3", "auto"), ("qwen3", "fp8_e4m3"), ("mixtral", "auto"), ("Qwen3_5", "auto"), ("Qwen3_5Moe", "auto")],
+)
 def test_on_a_gpu_completions_are_the_same_in_any_batching(family, kv, tmp_path):
     """Neighbours, chunk sizes, rows, preemption, prefix hits, captured and launched steps, depth, a new engine."""
     from tests.support.engine.cuda_harness import load_bf16
 
-    make_checkpoint(family, tmp_path, **SIZES).bfloat16().save_pretrained(tmp_path)
+    if family in HYBRIDS:
+        make_hybrid(family, tmp_path, **SIZES, **HYBRID)
+    else:
+        make_checkpoint(family, tmp_path, **SIZES).bfloat16().save_pretrained(tmp_path)
     model = load_bf16(tmp_path)
     alone = completed(model, None, kv_pages=1024, kv_dtype=kv, prefix_cache=False)
     for seed in range(20):

@@ -45,6 +45,7 @@ MORE_CASES = {
             "_conv_step_kernel",
             "_conv_spans_kernel",
             "_step_kernel",
+            "_walk_kernel",
             "_prepare_kernel",
             "_scan_kernel",
             "_gated_norm_kernel",

@@ -32,6 +32,7 @@ STEPS: dict[str, tuple[list[int] | None, list[int]]] = {
     "decode": (None, [7, 0, 130]),
     "prefill": ([70, 1, 3], [0, 9, 2]),
     "whole chunks": ([128, 64], [64, 0]),
+    "one by one": ([5, 1, 2], [0, 9, 2]),
 }
 RULES: Any = {"twin": delta.gated_delta, "kernel": triton_rule.gated_delta}
 CONVS: Any = {"twin": delta.short_conv, "kernel": triton_conv.short_conv}
@@ -49,7 +50,8 @@ def spans_of(step: str, device: str) -> tuple[Spans, list[tuple[int, int, int]]]
     places = [3, 1, 4][: len(each)]
     positions = torch.cat([torch.arange(at, at + length) for at, length in zip(first, each, strict=True)])
     tensors = on(device, torch.tensor(places), positions, torch.tensor(starts, dtype=torch.int32))
-    spans = Spans(tensors[0], tensors[1], None if lengths is None else tuple(lengths), tensors[2])
+    lengths = None if lengths is None else tuple(lengths)
+    spans = Spans(tensors[0], tensors[1], lengths, tensors[2], one_by_one=step == "one by one")
     return spans, list(zip(places, starts, each, strict=False))
 
 
@@ -142,6 +144,32 @@ def test_the_convolution_goes_on_from_the_inputs_before(conv: str, step: str, wi
     assert error(got, exact) < 1e-6 and error(got_state[used], exact_state[used]) < 1e-6
     others = [place for place in range(PLACES) if place not in used]
     assert torch.equal(got_state.cpu()[others], state[others])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_one_by_one_bits_do_not_depend_on_the_step(rule: str, one_by_one: bool) -> None:
+    """A row of 7 tokens, alone in steps of these sizes or beside others. Chunks give other bits."""
+    sizes = Sizes(heads=2, key_heads=1, key_dim=16, value_dim=16)
+    device = DEVICE if rule == "kernel" else "cpu"
+    mixed, b, a, a_log, dt_bias, state = on(device, *rule_inputs(sizes, 7 + 3, "random"))
+    weight, past = torch.randn(mixed.shape[1], 4, device=device), torch.randn(PLACES, mixed.shape[1], 3, device=device)
+    found = []
+    for steps, beside in (((7,), 0), ((1,) * 7, 0), ((3, 1, 3), 2), ((2, 5), 3)):
+        own_state, own_past, out, first = state.clone(), past.clone(), [], 0
+        for length in steps:
+            lengths = (*([1] * beside), length)
+            tokens = [*range(7, 7 + beside), *range(first, first + length)]
+            places = torch.tensor([*range(2, 2 + beside), 1], device=device)
+            positions = torch.tensor([3] * beside + list(range(first, first + length)), device=device)
+            starts = torch.tensor([*range(beside + 1), beside + length], dtype=torch.int32, device=device)
+            spans = Spans(places, positions, lengths, starts, one_by_one)
+            convolved = CONVS[rule](mixed[tokens], weight, own_past, spans)
+            out.append(RULES[rule](convolved, b[tokens], a[tokens], a_log, dt_bias, own_state, spans)[beside:])
+            first += length
+        found.append((torch.cat(out), own_state[1], own_past[1]))
+    equal = [all(map(torch.equal, found[0], other)) for other in found[1:]]
+    assert all(equal) == one_by_one
 
 
 @pytest.mark.parametrize("norm", [delta.gated_norm, triton_norm.gated_norm], ids=["twin", "kernel"])

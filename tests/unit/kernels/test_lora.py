@@ -43,7 +43,7 @@ def relative(got, expected) -> float:
 
 @pytest.mark.parametrize("add", [lora_add, by_triton])
 @pytest.mark.parametrize("segmented", [False, True])
-@pytest.mark.parametrize("widths", [(40,), (72, 72), (96, 48, 48)])
+@pytest.mark.parametrize("widths", [(40,), (96, 48, 48), (72, 40, 3, 3)])
 @pytest.mark.parametrize(("tokens", "rank"), [(1, 16), (5, 32), (70, 16)])
 def test_each_token_gets_the_correction_of_its_own_slot(add, segmented, widths, tokens, rank):
     torch.manual_seed(0)

@@ -61,12 +61,16 @@ def test_a_whole_product_in_the_models_dtype_is_one_part():
     assert torch.equal(residual, other)
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "offset", "gated"), [(False, 0, False), (True, 0, False), (True, 1, True), (False, 0, True)]
+)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("dim", "turned"), [(16, 16), (24, 24), (24, 12), (16, 12)])
-def test_finish_qkv_is_norm_rope_and_a_write_to_the_cache(norm, bias, dim, turned):
+@pytest.mark.parametrize(("dim", "turned"), [(16, 16), (24, 12)])
+def test_finish_qkv_is_norm_rope_and_a_write_to_the_cache(norm, offset, gated, bias, dim, turned):
+    """With norms whose weights are stored less `offset`, and with gates of the queries."""
     rows, q_heads, kv_heads, parts = 3, 4, 2, 2
-    partial = torch.randn(parts, rows, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
+    partial = torch.randn(parts, rows, (q_heads * (1 + gated) + 2 * kv_heads) * dim, device=DEVICE)
+    gates = torch.full((rows, q_heads, dim), float("nan"), device=DEVICE) if gated else None
     bias_W = torch.randn(partial.shape[2], device=DEVICE) if bias else None
     norm_2D = torch.rand(2, dim, device=DEVICE) if norm else None
     half = turned // 2
@@ -75,11 +79,18 @@ def test_finish_qkv_is_norm_rope_and_a_write_to_the_cache(norm, bias, dim, turne
     cos, sin = rope_cos_sin(torch.tensor([0, 5, 77], device=DEVICE), inv_freq, sign)
     k_cache, v_cache = (torch.full((4, 4, kv_heads, dim), float("nan"), device=DEVICE) for _ in range(2))
     slots = torch.tensor([3, 14, 8], device=DEVICE)
-    got = finish_qkv(partial, bias_W, norm_2D, 1e-6, cos, sin, slots, k_cache, v_cache, q_heads)
+    caches = (k_cache, v_cache)
+    got = finish_qkv(
+        partial, bias_W, norm_2D, 1e-6, cos, sin, slots, *caches, q_heads, unit_offset=offset > 0, gates_MHD=gates
+    )
     qkv = (partial.double().sum(0) + (bias_W.double() if bias else 0)).view(rows, -1, dim)
+    if gated:
+        with_gates = qkv[:, : 2 * q_heads].unflatten(1, (q_heads, 2))
+        assert relative(gates, with_gates[:, :, 1]) < 1e-6
+        qkv = torch.cat([with_gates[:, :, 0], qkv[:, 2 * q_heads :]], dim=1)
     qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
     if norm:
-        weights = torch.cat([norm_2D[:1].expand(q_heads, -1), norm_2D[1:].expand(kv_heads, -1)]).double()
+        weights = torch.cat([norm_2D[:1].expand(q_heads, -1), norm_2D[1:].expand(kv_heads, -1)]).double() + offset
         qk = qk * (qk.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weights
     (first, second), stays = qk[..., :turned].chunk(2, dim=-1), qk[..., turned:]
     angles = torch.tensor([0, 5, 77], device=DEVICE).double()[:, None] * inv_freq.double()

@@ -14,19 +14,21 @@ import numpy as np
 import pytest
 import torch
 from rollout_kernels.attention.triton_decode import decode_attention
+from rollout_kernels.delta import triton_conv, triton_norm, triton_rule
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.moe.dispatch import moe_plan
 from rollout_kernels.sampling import SamplingRows, truncate
 from triton.runtime import interpreter
 
 from rollout.config import ModelSettings
-from rollout.models import Decoder, deterministic, fused_experts, load_model
+from rollout.models import Decoder, delta_net, deterministic, fused_experts, load_model
 from rollout.models.deterministic import check_deterministic, head_product, layer_products
 from rollout.models.fused import FusedDecoder
 from rollout.models.fused_experts import FusedExperts
 from tests.support.kernels.grids import nightly
 from tests.support.models import sigmoid_router
 from tests.support.models.families import make_checkpoint
+from tests.support.models.hybrids import make_hybrid
 from tests.support.models.paged import PagedRunner
 from tests.support.models.side_by_side import MODELS, tokens
 
@@ -113,9 +115,34 @@ def test_logits_do_not_depend_on_batch_chunks_or_recomputation(name, fp8, tmp_pa
 @pytest.mark.nightly
 def test_a_router_that_the_kernels_do_not_have_adds_in_one_order_too(tmp_path, monkeypatch):
     sigmoid_router.declare(monkeypatch)
-    sizes = {**SIZES, "moe_intermediate_size": 32, "num_hidden_layers": 2, "attention_bias": False}
+    sizes = {**SIZES, "moe_intermediate_size": 32, "num_hidden_layers": 1, "attention_bias": False}
     reference = make_checkpoint("qwen3_moe", tmp_path, **sizes)
     sigmoid_router.give_biases(tmp_path, reference)
+    model = load_model(ModelSettings(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu")).model
+    assert differing(model, range(2)) == 0
+
+
+#: Tiny hybrids whose products the kernels take.
+HYBRID = {
+    **SIZES,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "mlp_only_layers": []}
+
+
+@pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3_5Moe", "Qwen3Next")])
+def test_a_hybrids_logits_do_not_depend_on_batch_chunks_or_recomputation(stem, tmp_path, monkeypatch):
+    """By the kernels of linear attention; with gated attention, and with a shared expert."""
+    for name, kernels in (("short_conv", triton_conv), ("gated_delta", triton_rule), ("gated_norm", triton_norm)):
+        monkeypatch.setattr(delta_net, name, getattr(kernels, name))
+    experts = {} if stem == "Qwen3_5" else EXPERTS
+    make_hybrid(stem, tmp_path, **HYBRID, **experts)
     model = load_model(ModelSettings(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu")).model
     assert differing(model, range(2)) == 0
 

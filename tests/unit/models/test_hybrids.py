@@ -12,16 +12,20 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, load_model
+from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
-from tests.support.models.hybrids import HYBRIDS, make_hybrid
+from tests.support.kernels.grids import nightly
+from tests.support.models.adapted_rows import exact_logits, logits_of
+from tests.support.models.hybrids import make_hybrid
 from tests.support.models.paged import PagedRunner, check
-from tests.support.peft_adapters import make_adapter, merged
+from tests.support.models.side_by_side import error
+from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=["Qwen3_5", "Qwen3Next", "OlmoHybrid", *nightly("Qwen3_5Moe")])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """The model as it is served, and transformers' own."""
     torch.set_num_threads(1)
@@ -73,16 +77,32 @@ def test_the_fused_kernels_run_what_is_between_linear_attention(stem: str, tmp_p
     check(loaded, reference)
 
 
-def test_an_adapter_of_attention_and_dense_blocks_is_what_peft_merges(tmp_path: Path) -> None:
-    reference = make_hybrid("Qwen3_5", tmp_path)
-    adapter = make_adapter(reference, tmp_path / "adapter", 0)
-    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
-    slots = AdapterSlots(loaded.spec, 1, 16, torch.float32, CPU)
-    slots.write(1, load_peft_folder(adapter, loaded.spec, 16, torch.float32))
-    check(loaded, merged(reference, adapter), slots, atol=1e-3)  # merged weights round otherwise
-    linear = make_adapter(reference, tmp_path / "linear", 0, ("in_proj_qkv",))
-    with pytest.raises(CheckpointError, match="in_proj_qkv"):
-        load_peft_folder(linear, loaded.spec, 16, torch.float32)
+#: Modules of linear attention as PEFT names them, by the stem of transformers' classes.
+LINEAR = {
+    "Qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "Qwen3Next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "OlmoHybrid": ("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "g_proj", "b_proj", "a_proj"),
+}
+
+
+@pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3Next", "OlmoHybrid")])
+def test_each_row_of_a_batch_equals_the_model_that_peft_merges(stem: str, tmp_path: Path) -> None:
+    """Adapters of linear attention, of a part of it, and of all mixers and dense blocks; by both paths."""
+    reference = make_hybrid(stem, tmp_path / "base")
+    loaded = load_model(ModelSettings(path=str(tmp_path / "base")), CPU)
+    slots = AdapterSlots(loaded.spec, 3, 16, torch.float32, CPU)
+    exact = [exact_logits(reference)]
+    others = ATTENTION if stem == "Qwen3Next" else ALL
+    for i, targets in enumerate((LINEAR[stem], LINEAR[stem][1:3], (*others, *LINEAR[stem]))):
+        folder = make_adapter(reference, tmp_path / str(i), i, targets, r=3 + i)
+        slots.write(i + 1, load_peft_folder(folder, loaded.spec, 16, torch.float32))
+        exact.append(exact_logits(merged(reference, folder)))
+    assert min((a - b).abs().max() for a in exact for b in exact if a is not b) > 0.05, "they differ"
+    adapter_of = [2, 0, 1, 3]
+    forwards = [loaded.model, *([FusedDecoder(loaded.model)] if stem == "Qwen3_5" else [])]
+    for forward in forwards:
+        for slot, got in zip(adapter_of, logits_of(loaded.model, forward, slots, adapter_of), strict=True):
+            assert error(got, exact[slot]) < 5e-4  # merged weights round otherwise
 
 
 def _logits(folder: Path) -> torch.Tensor:

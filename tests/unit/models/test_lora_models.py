@@ -18,9 +18,9 @@ from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.spec import MoESpec
 from tests.support.kernels.grids import nightly
+from tests.support.models.adapted_rows import exact_logits, logits_of
 from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
 from tests.support.models.families import FAMILIES, make_checkpoint
-from tests.support.models.paged import PagedRunner
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 
 CPU = torch.device("cpu")
@@ -39,25 +39,8 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def logits_of(model, forward, slots: AdapterSlots, adapter_of: list[int]) -> list[torch.Tensor]:
-    """Logits of each row: a prompt in two chunks and two more tokens, all rows in the same steps."""
-    runner = PagedRunner(model, rows=len(adapter_of), max_tokens=16, forward=forward)
-    runner.adapters, runner.adapter_of = slots, adapter_of
-    rows = range(len(adapter_of))
-    first = runner.prefill({row: PROMPT[: 5 + row % 3] for row in rows})
-    rest = runner.prefill({row: PROMPT[5 + row % 3 :] for row in rows})
-    ends = [runner.decode({row: token for row in rows}, padding=2) for token in (3, 4)]
-    return [torch.cat([first[row], rest[row], *(end[row][None] for end in ends)]) for row in rows]
-
-
 #: Of experts, by output with tall tiles: the interpreter's time is the number of programs.
 TALL = WarpPlan(WarpConfig(rows=32), WarpConfig(rows=32))
-PROMPT = [7, 30, 11, 52, 9, 4, 67, 18, 23]
-
-
-def exact_logits(reference) -> torch.Tensor:
-    with torch.no_grad():
-        return reference(torch.tensor([[*PROMPT, 3, 4]])).logits[0].float()
 
 
 #: Of the fused path: biases, and norms of queries and keys. The interpreter takes seconds for each.
