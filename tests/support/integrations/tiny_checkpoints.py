@@ -1,4 +1,4 @@
-"""Tiny models with random weights and tokenizers, for trainers of other projects.
+"""Tiny models with random weights and tokenizers, for trainers of other projects, and the log-probs of such a model.
 
 Imports nothing of `scripts`: verl installs a package of that name.
 """
@@ -53,6 +53,14 @@ def make_chat_checkpoint(folder: Path, seed: int, template: str) -> Path:
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     _save_model(folder, seed, vocab_size=len(tokenizer), eos_token_id=eos, pad_token_id=pad)
     return folder
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, prompt_ids: list[int], completion_ids: list[int]) -> torch.Tensor:
+    """Log-softmax of the logits at the tokens of a completion, as transformers' model has it [tokens]."""
+    ids = torch.tensor([prompt_ids + completion_ids])
+    logits = model(ids[:, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0]
 
 
 def _save_model(folder: Path, seed: int, **shape: Any) -> None:
