@@ -6,6 +6,7 @@ Imports nothing of `scripts`: verl installs a package of that name.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,13 @@ def make_checkpoint(folder: Path, seed: int) -> Path:
     return folder
 
 
-def make_chat_checkpoint(folder: Path, seed: int, template: str) -> Path:
+def make_chat_checkpoint(folder: Path, seed: int, template: str, markers: Sequence[str] = ()) -> Path:
     """A model with a chat template and a byte-level tokenizer, in which the template's words are single tokens.
 
     A model that spells such a word draws other tokens than the tokenizer makes of the text.
     """
     folder.mkdir(parents=True)
-    make_tokenizer_folder(folder, template, [template, "tool_call name add arguments"] * 4, vocab=600)
+    make_tokenizer_folder(folder, template, [template, "tool_call name add arguments"] * 4, 600, markers)
     tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<|im_start|>")
     tokenizer.save_pretrained(folder)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
