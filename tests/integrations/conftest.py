@@ -16,7 +16,7 @@ import pytest
 
 _PACKAGES = (
     *("torch", "transformers", "trl", "verl", "ray", "openai", "verifiers", "renderers", "skyrl"),
-    *("vllm-router", "sglang-router"),
+    *("vllm-router", "sglang-router", "agentlightning", "litellm"),
 )
 
 
