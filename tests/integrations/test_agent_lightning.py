@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 agentlightning = pytest.importorskip("agentlightning", reason="make test-integrations installs Agent Lightning")
 openai = pytest.importorskip("openai")
 
+from agentlightning.utils.server_launcher import PythonServerLauncherArgs  # noqa: E402
+
 from tests.support.gateway.harness import gateway  # noqa: E402
 from tests.support.integrations.integration_worker import start  # noqa: E402
 from tests.support.integrations.tiny_checkpoints import make_chat_checkpoint  # noqa: E402
+from tests.support.patience import PATIENCE_S  # noqa: E402
 from trainer_bridge.client.blocking import RolloutClient  # noqa: E402
 from trainer_bridge.client.launch import WorkerProcess  # noqa: E402
 
@@ -29,6 +32,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     },
 }
+KEY = "sk-" + secrets.token_hex(32)
 TURNS, SAMPLING = 3, {"temperature": 1.0, "seed": 5, "max_tokens": 200}
 
 
@@ -42,7 +46,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
 
 def agent(task: str, llm: Any) -> list[str]:
     """An agent as Agent Lightning's users write them: it speaks OpenAI's API, and calls a tool in each turn."""
-    client = openai.OpenAI(base_url=llm.endpoint + "/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=llm.endpoint + "/v1", api_key=KEY, max_retries=0)
     messages: list[Any] = [{"role": "user", "content": task}]
     said = []
     for _ in range(TURNS):
@@ -67,11 +71,15 @@ def agent(task: str, llm: Any) -> list[str]:
 async def rollouts(url: str, tasks: list[str]) -> list[tuple[list[Any], list[str]]]:
     """The spans of a rollout of each task, and the arguments of the calls that the agent saw."""
     store = agentlightning.InMemoryLightningStore(thread_safe=True)
+    launcher = PythonServerLauncherArgs(
+        host="127.0.0.1", launch_mode="thread", startup_timeout=PATIENCE_S, healthcheck_url="/health/liveliness"
+    )
     proxy = agentlightning.LLMProxy(
         store=store,
-        launch_mode="thread",
+        launcher_args=launcher,  # the default health check sends no key
         model_list=[{"model_name": "sums", "litellm_params": {"model": "hosted_vllm/sums", "api_base": f"{url}/v1/"}}],
         callbacks=["return_token_ids", "logprobs", "opentelemetry"],
+        litellm_config={"general_settings": {"master_key": KEY}},  # litellm does not start without
     )
     await proxy.start()
     try:

@@ -25,7 +25,6 @@ from tests.support.bridge.harness import Worker, new_tensors, serves
 from trainer_bridge.transports.torch_group.member import cut
 from trainer_bridge.wire.manifest import pack
 
-
 WHEELS = Path(sys.prefix) / "wheels"
 
 
