@@ -24,7 +24,7 @@ from trainer_bridge.client.results import Completion
 
 
 def _from_digit(value: Any) -> Any:
-    """VLLM takes 0 and 1 for false and true, and Agent Lightning sends 1."""
+    """False and true for 0 and 1, which vLLM takes, too: Agent Lightning sends 1."""
     return value == 1 if type(value) is int and value in (0, 1) else value
 
 

@@ -1,4 +1,4 @@
-"""verifiers' train client in an environment with tools: its token ids are those that the engine drew.
+"""verifiers' train client in an environment with tools: the token ids of its traces are the ids that the engine drew.
 
 prime-rl runs environments this way: verifiers serves a harness (here its own chat program) an OpenAI endpoint, renders
 each turn to token ids by `renderers`, and asks the engine at `/inference/v1/generate`.
