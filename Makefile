@@ -23,6 +23,9 @@ INTEGRATIONS_READY := $(INTEGRATIONS)/.ready
 VERL := .venv-verl
 VERL_READY := $(VERL)/.ready
 VERL_TESTS := $(wildcard tests/integrations/test_verl*.py)
+LIGHTNING := .venv-agent-lightning
+LIGHTNING_READY := $(LIGHTNING)/.ready
+LIGHTNING_TESTS := tests/integrations/test_agent_lightning.py
 # On a terminal pip shows how far its downloads are; in a log it would only be long.
 INSTALL := -m pip install $$(test -t 2 || echo --quiet) $(PIP_FLAGS)
 PIP := $(BIN)/python $(INSTALL)
@@ -47,12 +50,15 @@ test: $(DEV_READY) ## unit, engine, service and robustness tests; those that nee
 test-nightly: $(DEV_READY) ## soak, benchmark scripts, full grids of kernel shapes, full counts of hostile messages
 	$(BIN)/python -m pytest -m 'nightly and not gpu' --timeout 3000 $(ARGS)
 
-# In environments of their own, as trainers ask for older packages than ours, and verl does not run beside TRL. A test
-# that cannot run is an error there.
-test-integrations: $(INTEGRATIONS_READY) $(VERL_READY) ## the packages of trainers, Ray and routers, on a CPU, against real workers
-	TEST_INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -m 'not gpu' tests/integrations \
-		$(addprefix --ignore=,$(VERL_TESTS)) $(ARGS)
-	TEST_INTEGRATIONS=1 $(VERL)/bin/python -m pytest -m 'not gpu' $(VERL_TESTS) $(ARGS)
+# In environments of their own: verl does not run beside TRL, and Agent Lightning asks for older packages than either. A
+# test that cannot run is an error there. All environments are tested, also after a failure in one.
+test-integrations: $(INTEGRATIONS_READY) $(VERL_READY) $(LIGHTNING_READY) ## the packages of trainers, Ray and routers, on a CPU, against real workers
+	@export TEST_INTEGRATIONS=1; failed=0; \
+	$(INTEGRATIONS)/bin/python -m pytest -m 'not gpu' tests/integrations \
+		$(addprefix --ignore=,$(VERL_TESTS) $(LIGHTNING_TESTS)) $(ARGS) || failed=1; \
+	$(VERL)/bin/python -m pytest -m 'not gpu' $(VERL_TESTS) $(ARGS) || failed=1; \
+	$(LIGHTNING)/bin/python -m pytest -m 'not gpu' $(LIGHTNING_TESTS) $(ARGS) || failed=1; \
+	exit $$failed
 
 # Needs no network and leaves the machine's own torch as it is: only what WHEELS holds beside torch is added, in a
 # temporary folder, and the sources are used where they lie.
@@ -92,7 +98,7 @@ docs: $(DEV_READY) ## write docs/reference from the code
 	$(BIN)/python -m scripts.reference_docs --write
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(INTEGRATIONS) $(VERL) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(VERL) $(LIGHTNING) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
 
 %/.ready-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -111,15 +117,23 @@ $(DEV_READY): pyproject.toml $(VENV)/.ready-venv
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(DEMO_READY)
 
-# SkyRL pins an older transformers than ours; its client of remote servers needs none of it.
+# SkyRL pins an older transformers than ours; its client of remote servers needs none of it. Of the wheels, tests read
+# single source files.
 $(INTEGRATIONS_READY): pyproject.toml $(INTEGRATIONS)/.ready-venv
 	@echo "installing the packages of trainers into $(INTEGRATIONS): minutes, the first time"
 	@$(INTEGRATIONS)/bin/python $(INSTALL) -e '.[integrations]'
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps 'skyrl-gym==0.4.0' 'areal==1.0.4'
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps 'skyrl==0.3.0'
+	@$(INTEGRATIONS)/bin/python -m pip download $$(test -t 2 || echo --quiet) $(PIP_FLAGS) --no-deps --only-binary :all: \
+		--dest $(INTEGRATIONS)/wheels 'sglang==0.5.23' 'areal==1.0.4' 'vllm==0.33.0'
 	@touch $@
 
 $(VERL_READY): pyproject.toml $(VERL)/.ready-venv
 	@echo "installing verl and what it needs into $(VERL): minutes, the first time"
 	@$(VERL)/bin/python $(INSTALL) -e '.[verl-tests]'
+	@touch $@
+
+$(LIGHTNING_READY): pyproject.toml $(LIGHTNING)/.ready-venv
+	@echo "installing Agent Lightning and what it needs into $(LIGHTNING): minutes, the first time"
+	@$(LIGHTNING)/bin/python $(INSTALL) -e '.[agent-lightning-tests]'
 	@touch $@

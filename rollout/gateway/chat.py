@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,6 +21,11 @@ from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, OpenAiBody, TokenId
 from rollout.gateway.tools import ToolCall, ToolStream
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.results import Completion
+
+
+def _from_digit(value: Any) -> Any:
+    """False and true for 0 and 1, which vLLM takes, too: Agent Lightning sends 1."""
+    return value == 1 if type(value) is int and value in (0, 1) else value
 
 
 class ChatBody(OpenAiBody):
@@ -44,7 +49,7 @@ class ChatBody(OpenAiBody):
     }
 
     messages: list[Any]
-    logprobs: bool = False
+    logprobs: Annotated[bool, BeforeValidator(_from_digit)] = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
     tools: list[dict[str, Any]] | None = None

@@ -47,6 +47,8 @@ def test_log_probs_of_chat(client: httpx.Client, direct: RolloutClient) -> None:
         assert {top["token_id"] for top in entry["top_logprobs"]} == {*ids.tolist(), entry["token_id"]}
     named = post(client, PATH, body | {"return_tokens_as_token_ids": True})["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in named] == [f"token_id:{entry['token_id']}" for entry in content]
+    assert post(client, PATH, body | {"logprobs": 1})["choices"][0]["logprobs"]["content"] == content
+    assert refused(client, PATH, {"messages": MESSAGES, "logprobs": 2}) == "logprobs"
     assert refused(client, PATH, {"messages": MESSAGES, "top_logprobs": 2}) == "top_logprobs"
 
 

@@ -1,7 +1,8 @@
 """Weights over process groups, held against the packages whose trainers use them.
 
-Single source files are used, so `pip install --no-deps sglang areal vllm` is enough. Seen with sglang 0.5.23, areal
-1.0.4 and vllm 0.33.0: the `init_custom_process_group` of SGLang and AReaL, and the packing of vLLM's weight transfer.
+Single source files are read from their wheels, which `make test-integrations` downloads and does not install: TRL would
+import an installed vllm. They are `init_custom_process_group` of SGLang and AReaL, and the packing of vLLM's weight
+transfer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 import socket
 import sys
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +25,23 @@ from tests.support.bridge.harness import Worker, new_tensors, serves
 from trainer_bridge.transports.torch_group.member import cut
 from trainer_bridge.wire.manifest import pack
 
+WHEELS = Path(sys.prefix) / "wheels"
 
-def source(package: str, file: str) -> Path:
-    """A source file of a package that is installed; it is not imported."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        pytest.skip(f"{package} is not installed")
-    return Path(found.submodule_search_locations[0]) / file
+
+def source(package: str, file: str, folder: Path) -> Path:
+    """A source file of a package's wheel, in `folder`."""
+    wheels = list(WHEELS.glob(f"{package}-*.whl"))
+    if not wheels:
+        pytest.skip(f"no wheel of {package} in {WHEELS}: make test-integrations downloads it")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(f"{package}/{file}", folder))
 
 
 @pytest.mark.parametrize(
     ("package", "file"), [("sglang", "srt/utils/common.py"), ("areal", "engine/core/distributed.py")]
 )
 def test_a_worker_meets_the_group_of_a_real_helper(package: str, file: str, tmp_path: Path) -> None:
-    with Worker() as worker, trainer(HELPER=str(source(package, file))) as sender:
+    with Worker() as worker, trainer(HELPER=str(source(package, file, tmp_path))) as sender:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         sender.join(port, 2, "weights")
@@ -57,8 +62,8 @@ def test_a_worker_meets_the_group_of_a_real_helper(package: str, file: str, tmp_
             assert serves(worker.model, tensors)
 
 
-def test_packed_broadcasts_are_cut_as_vllm_cuts_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = source("vllm", "distributed/weight_transfer/packed_tensor.py")
+def test_packed_broadcasts_are_cut_as_vllm_cuts_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = source("vllm", "distributed/weight_transfer/packed_tensor.py", tmp_path)
     spec = importlib.util.spec_from_file_location("packed_tensor_of_vllm", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

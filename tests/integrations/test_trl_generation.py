@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
 
 from tests.support.integrations.integration_worker import start
-from tests.support.integrations.tiny_checkpoints import make_chat_checkpoint, make_checkpoint
+from tests.support.integrations.tiny_checkpoints import make_chat_checkpoint
 from tests.support.integrations.trl_parts import ServedWeights, served_error
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import Completion
@@ -66,13 +66,16 @@ def steps_of(trainer: Any) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("trl") / "model", seed=3)
+    """A model whose chat template is one that TRL can parse tool calls of."""
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text()
+    return make_chat_checkpoint(tmp_path_factory.mktemp("trl") / "model", seed=3, template=template)
 
 
 @pytest.fixture(scope="module")
 def worker(checkpoint: Path) -> Iterator[WorkerProcess]:
     """A worker of the model, with other weights than the checkpoint's, until the trainer publishes them."""
-    with start(checkpoint, checkpoint.parent / "worker.log", load_format="random", max_rows=32) as worker:
+    flags = {"load_format": "random", "max_rows": 32, "max_context_tokens": 2048}
+    with start(checkpoint, checkpoint.parent / "worker.log", **flags) as worker:
         yield worker
 
 
@@ -86,22 +89,31 @@ def check_steps(trainer: Any, seen: ServedWeights, steps: int) -> None:
     assert min(seen.errors_of_old) > 1e-3  # a step changes what is served: the comparison can fail
 
 
-@pytest.mark.parametrize("changes", [{}, {"top_k": 6, "top_p": 0.9}], ids=["plain", "truncated"])
+@pytest.mark.parametrize(
+    ("steps", "changes"),
+    [
+        (3, {}),
+        pytest.param(10, {}, marks=pytest.mark.nightly),
+        pytest.param(3, {"top_k": 6, "top_p": 0.9}, marks=pytest.mark.nightly),
+    ],
+    ids=["plain", "long", "truncated"],
+)
 def test_grpo_steps_with_the_workers_tokens_and_the_worker_with_its_weights(
-    worker: WorkerProcess, checkpoint: Path, changes: dict[str, Any]
+    worker: WorkerProcess, checkpoint: Path, steps: int, changes: dict[str, Any]
 ) -> None:
-    args = config_of(GRPOConfig, checkpoint.parent, max_steps=3 if changes else 10, **changes)
+    args = config_of(GRPOConfig, checkpoint.parent, max_steps=steps, **changes)
     trainer = GRPOTrainer(str(checkpoint), mean_token, args, Dataset.from_list(ROWS))
     seen = ServedWeights(worker, checkpoint, "on_pre_optimizer_step")
     trainer.add_callback(seen)
     with use_workers(trainer, worker.endpoints):
         trainer.train()
-    check_steps(trainer, seen, args.max_steps)
-    # TRL compares the log-probs that it is given with its own, which are of the whole distribution.
+    check_steps(trainer, seen, steps)
+    # TRL compares the worker's log-probs with its own, which know no truncation.
     differences = [entry["sampling/sampling_logp_difference/max"] for entry in steps_of(trainer)]
     assert min(differences) > 1e-3 if changes else max(differences) < 1e-4
 
 
+@pytest.mark.nightly
 def test_rloo_steps_with_the_workers_tokens_and_the_worker_with_its_weights(
     worker: WorkerProcess, checkpoint: Path
 ) -> None:
@@ -114,6 +126,7 @@ def test_rloo_steps_with_the_workers_tokens_and_the_worker_with_its_weights(
     check_steps(trainer, seen, 3)
 
 
+@pytest.mark.nightly
 def test_adapters_of_peft_are_merged_for_the_worker_and_stay_apart_in_the_trainer(
     worker: WorkerProcess, checkpoint: Path
 ) -> None:
@@ -129,6 +142,7 @@ def test_adapters_of_peft_are_merged_for_the_worker_and_stay_apart_in_the_traine
     assert served_error(worker, trainer.model.merge_and_unload().eval()) < 1e-4
 
 
+@pytest.mark.nightly
 def test_rollout_func_with_workers_corrects_importance_by_their_log_probs(
     worker: WorkerProcess, checkpoint: Path
 ) -> None:
@@ -156,20 +170,6 @@ def test_what_cannot_be_served_is_refused(worker: WorkerProcess, checkpoint: Pat
 
 
 # --- several turns ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chat_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose chat template is one that TRL can parse tool calls of."""
-    template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text()
-    return make_chat_checkpoint(tmp_path_factory.mktemp("trl") / "model", seed=3, template=template)
-
-
-@pytest.fixture(scope="module")
-def chat_worker(chat_checkpoint: Path) -> Iterator[WorkerProcess]:
-    log = chat_checkpoint.parent / "worker.log"
-    with start(chat_checkpoint, log, max_rows=16, max_context_tokens=2048) as worker:
-        yield worker
 
 
 class Drawn:
@@ -206,7 +206,7 @@ def drifts(tokenizer: Any, ids: list[int]) -> bool:
 
 
 def test_tool_calls_train_on_the_tokens_that_the_engine_drew(
-    chat_worker: WorkerProcess, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    worker: WorkerProcess, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def add(a: int, b: int) -> int:
         """
@@ -231,18 +231,18 @@ def test_tool_calls_train_on_the_tokens_that_the_engine_drew(
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", recorded)
     args = config_of(
         GRPOConfig,
-        chat_checkpoint.parent,
-        max_steps=2,
+        checkpoint.parent,
+        max_steps=1,
         max_completion_length=600,
         max_tool_calling_iterations=TURNS - 1,
         generation_kwargs={"constraint": {"regex": TOOL_CALL}},
     )
     rows = [{"prompt": [{"role": "user", "content": f"add {n}"}]} for n in range(4)]
-    tokenizer = AutoTokenizer.from_pretrained(chat_checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     trainer = GRPOTrainer(
-        str(chat_checkpoint), mean_token, args, Dataset.from_list(rows), processing_class=tokenizer, tools=[add]
+        str(checkpoint), mean_token, args, Dataset.from_list(rows), processing_class=tokenizer, tools=[add]
     )
-    with use_workers(trainer, chat_worker.endpoints):
+    with use_workers(trainer, worker.endpoints):
         trainer.train()
     assert all(
         entry["tools/call_frequency"] > 0 and entry["tools/failure_frequency"] == 0 for entry in steps_of(trainer)
@@ -259,7 +259,7 @@ def test_tool_calls_train_on_the_tokens_that_the_engine_drew(
 
 
 def test_replies_of_rollout_func_train_on_the_tokens_that_the_engine_drew(
-    chat_worker: WorkerProcess, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    worker: WorkerProcess, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn, outputs, said = Drawn(monkeypatch), [], []
 
@@ -269,21 +269,21 @@ def test_replies_of_rollout_func_train_on_the_tokens_that_the_engine_drew(
 
     args = config_of(
         GRPOConfig,
-        chat_checkpoint.parent,
+        checkpoint.parent,
         max_steps=2,
         max_completion_length=100,
         generation_kwargs={"constraint": {"regex": "call [a-z]{2,4}|end"}},
     )
     rows = [{"prompt": [{"role": "user", "content": f"add {n}"}]} for n in range(4)]
-    tokenizer = AutoTokenizer.from_pretrained(chat_checkpoint)
-    with WorkerRollouts(chat_worker.endpoints, reply=reply) as rollouts:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    with WorkerRollouts(worker.endpoints, reply=reply) as rollouts:
 
         def recorded(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
             outputs.append(rollouts(prompts, trainer))
             return outputs[-1]
 
         trainer = GRPOTrainer(
-            str(chat_checkpoint),
+            str(checkpoint),
             mean_token,
             args,
             Dataset.from_list(rows),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.integrations.integration_worker import worker_environment
+from tests.support.integrations.tiny_checkpoints import logprobs_of
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("TRL is not installed: pip install 'rollout-engine[trl]'", allow_module_level=True)
@@ -20,14 +21,7 @@ from scripts import trl_grpo_rollout_func as program
 STEPS = 10
 
 
-@torch.no_grad()
-def logprobs_of(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """Log-softmax of the logits at the tokens of a completion, as transformers has it [tokens]."""
-    ids = torch.tensor([prompt + completion])
-    logits = model(ids[:, :-1]).logits[0, len(prompt) - 1 :]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
-
-
+@pytest.mark.nightly
 def test_the_worker_completes_with_the_trainers_weights_of_every_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import RolloutMode, get_rollout_replica_class
 
-from tests.support.integrations.tiny_checkpoints import make_chat_checkpoint
+from tests.support.integrations.tiny_checkpoints import logprobs_of, make_chat_checkpoint
 from tests.support.integrations.verl_parts import TEMPLATE, compose_config, start_ray, trainer_ranks
 from trainer_bridge.integrations.verl import CheckpointManager, Replica, ServerAdapter, serve_flags
 
@@ -93,14 +93,6 @@ def generate_aside(servers: LLMServerManager, *given: Any, **changes: Any) -> Fu
     return future
 
 
-@torch.no_grad()
-def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
-    """Log-softmax of the logits at the tokens of a completion of the prompt, as transformers has it [tokens]."""
-    both = torch.tensor([PROMPT + ids])
-    logits = model(both[:, :-1]).logits[0, len(PROMPT) - 1 :]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-
-
 def model_of(checkpoint: Path, weights: dict[str, Any]) -> Any:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     model.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
@@ -109,7 +101,7 @@ def model_of(checkpoint: Path, weights: dict[str, Any]) -> Any:
 
 def difference(model: Any, output: Any) -> float:
     """Between the log-probs of a completion and those of a model."""
-    return float((torch.tensor(output.log_probs) - logprobs_of(model, output.token_ids)).abs().max())
+    return float((torch.tensor(output.log_probs) - logprobs_of(model, PROMPT, output.token_ids)).abs().max())
 
 
 def test_verl_finds_the_parts_under_their_name() -> None:

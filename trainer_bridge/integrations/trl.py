@@ -237,10 +237,7 @@ class RolloutWorker:
             began_s = time.monotonic()
             prompt_ids = self._tokenize(row["prompt"])
             result = await client.generate(prompt_ids, seed=self._seed + group_id, **self._fields)
-            broken = [item for item in result.completions if item.finish_reason not in ("stop", "length")]
-            if broken:
-                reason = broken[0].error or broken[0].finish_reason
-                raise RolloutError(f"{len(broken)} completions of group {group_id} did not end by themselves: {reason}")
+            check_ended(result.completions)
             samples = await self._score(group_id, row, prompt_ids, result)
             self._tell(result, time.monotonic() - began_s)
             for sample in samples:
@@ -300,6 +297,14 @@ class RolloutWorker:
                 "rollout/resumes_total": float(result.resumes),
             }
         )
+
+
+def check_ended(completions: Sequence[Completion]) -> None:
+    """Raise `RolloutError` unless each completion ended by a stop token or its length."""
+    broken = [item for item in completions if item.finish_reason not in ("stop", "length")]
+    if broken:
+        reason = broken[0].error or broken[0].finish_reason
+        raise RolloutError(f"{len(broken)} of {len(completions)} completions did not end by themselves: {reason}")
 
 
 async def _call(function: RewardFunction, given: dict[str, Any]) -> list[float]:

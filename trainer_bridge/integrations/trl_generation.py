@@ -29,7 +29,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.results import Completion
-from trainer_bridge.integrations.trl import WeightTransfer
+from trainer_bridge.integrations.trl import WeightTransfer, check_ended
 from trainer_bridge.wire.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ class WorkerGeneration(VLLMGeneration):
         Log-probs and their ids have shape [prompts][tokens][1]: the drawn token's alone. `num_generations` is not
         needed, since equal prompts that follow each other become one request. Raises ValueError for images.
         """
-        if images is not None and any(images):
-            raise ValueError("these prompts have images, and a rollout worker serves text; train this model with vLLM")
+        _refuse(images)
         with profiler or nullcontext():
             drawn = self.complete(prompts)
         ids = [item.token_ids.tolist() for item in drawn]
@@ -136,10 +135,7 @@ class WorkerGeneration(VLLMGeneration):
         ]
         results = self._client.generate_many(requests, **self._fields())
         drawn = [item for result in results for item in result.completions]
-        broken = [item for item in drawn if item.finish_reason not in ("stop", "length")]
-        if broken:
-            reason = broken[0].error or broken[0].finish_reason
-            raise RolloutError(f"{len(broken)} of {len(drawn)} completions did not end by themselves: {reason}")
+        check_ended(drawn)
         return drawn
 
     def close(self) -> None:
@@ -176,6 +172,11 @@ class WorkerGeneration(VLLMGeneration):
         for name, tensor in self._iter_named_params():
             if self._weights is not None:
                 yield name, tensor.detach().to("cpu", copy=True) if copies else tensor
+
+
+def _refuse(images: Sequence[Any] | None) -> None:
+    if images is not None and any(images):
+        raise ValueError("these prompts have images, and a rollout worker serves text; train this model with vLLM")
 
 
 def drawn_logprobs(item: Completion) -> list[float]:
@@ -236,8 +237,7 @@ class WorkerRollouts:
         """Token ids and log-probs of a completion for each prompt, and with `reply` their `env_mask`."""
         generation = self._generation(trainer)
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
-        if images is not None:
-            raise ValueError("these prompts have images, and a rollout worker serves text; train this model with vLLM")
+        _refuse(images)
         turns = [_Turns(ids, trainer.max_completion_length) for ids in prompt_ids]
         speaking = list(range(len(prompts)))
         while speaking:

@@ -1,4 +1,4 @@
-"""Tiny models with random weights and tokenizers, for trainers of other projects.
+"""Tiny models with random weights and tokenizers, for trainers of other projects, and the log-probs of such a model.
 
 Imports nothing of `scripts`: verl installs a package of that name.
 """
@@ -6,6 +6,7 @@ Imports nothing of `scripts`: verl installs a package of that name.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,26 @@ def make_checkpoint(folder: Path, seed: int) -> Path:
     return folder
 
 
-def make_chat_checkpoint(folder: Path, seed: int, template: str) -> Path:
+def make_chat_checkpoint(folder: Path, seed: int, template: str, markers: Sequence[str] = ()) -> Path:
     """A model with a chat template and a byte-level tokenizer, in which the template's words are single tokens.
 
     A model that spells such a word draws other tokens than the tokenizer makes of the text.
     """
     folder.mkdir(parents=True)
-    make_tokenizer_folder(folder, template, [template, "tool_call name add arguments"] * 4, vocab=600)
+    make_tokenizer_folder(folder, template, [template, "tool_call name add arguments"] * 4, 600, markers)
     tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<|im_start|>")
     tokenizer.save_pretrained(folder)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     _save_model(folder, seed, vocab_size=len(tokenizer), eos_token_id=eos, pad_token_id=pad)
     return folder
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, prompt_ids: list[int], completion_ids: list[int]) -> torch.Tensor:
+    """Log-softmax of the logits at the tokens of a completion, as transformers' model has it [tokens]."""
+    ids = torch.tensor([prompt_ids + completion_ids])
+    logits = model(ids[:, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0]
 
 
 def _save_model(folder: Path, seed: int, **shape: Any) -> None:

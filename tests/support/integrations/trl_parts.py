@@ -1,4 +1,4 @@
-"""What a tiny model makes of a completion, whether a worker serves it, and attention for TRL's trainer on a CPU."""
+"""Whether a worker serves the weights of TRL's trainer, and attention for that trainer on a CPU."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from tests.support.integrations.tiny_checkpoints import logprobs_of
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
-from trainer_bridge.client.results import Completion
-
-
-@torch.no_grad()
-def logprobs_of(model: Any, prompt_ids: list[int], completion: Completion, temperature: float) -> torch.Tensor:
-    """Log-softmax of logits / temperature at the tokens of a completion, as transformers' model has it [tokens]."""
-    ids = torch.tensor([[*prompt_ids, *completion.token_ids.tolist()]])
-    logits = model(ids[:, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
-    return (logits / temperature).log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0]
 
 
 def plain_copy(model: Any, folder: Path) -> Any:
@@ -34,7 +26,7 @@ def served_error(worker: WorkerProcess, model: Any) -> float:
     prompt = [8, 9, 14]
     with RolloutClient(worker.endpoint, timeout_s=30.0) as client:
         drawn = client.generate(prompt, n=8, max_tokens=24, seed=5, stop={"ignore_eos": True}).completions
-    theirs = [torch.tensor(item.logprobs) - logprobs_of(model, prompt, item, 1.0) for item in drawn]
+    theirs = [torch.tensor(item.logprobs) - logprobs_of(model, prompt, item.token_ids.tolist()) for item in drawn]
     return float(torch.cat(theirs).abs().max())
 
 
