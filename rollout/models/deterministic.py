@@ -28,7 +28,7 @@ from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWor
 from rollout_kernels.linear.table import Kind, linear_config
 
 from rollout.models.batch import AttentionBatch, LayerKV
-from rollout.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec
+from rollout.models.spec import AttentionSpec, DeltaNetSpec, DenseSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec
 
 #: Positions of a context whose values are summed first, before the sums are added.
 CHUNK = 1024
@@ -50,7 +50,7 @@ def layer_products(layer: LayerSpec) -> dict[str, KernelProduct]:
     found: dict[str, KernelProduct] = {}
     if isinstance(layer.mixer, AttentionSpec):
         found = {"qkv": kernel_product(layer.mixer.qkv, "parts"), "o": kernel_product(layer.mixer.o, "parts")}
-    else:
+    elif isinstance(layer.mixer, DeltaNetSpec):
         found = {"in": kernel_product(layer.mixer.inputs, "whole"), "o": kernel_product(layer.mixer.out, "parts")}
     if isinstance(layer.feed_forward, DenseSpec):
         found["gate_up"] = kernel_product(layer.feed_forward.gate_up, "silu")

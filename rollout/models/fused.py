@@ -48,7 +48,7 @@ from rollout.models.layers import (
 )
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.rope import Rope
-from rollout.models.spec import AttentionSpec, FeedForwardSpec, MixerSpec, MoESpec
+from rollout.models.spec import AttentionSpec, DeltaNetSpec, FeedForwardSpec, MixerSpec, MoESpec
 
 
 def supports(model: Decoder, experts: bool) -> bool:
@@ -82,7 +82,7 @@ def takes_mixer(spec: MixerSpec, deterministic: bool = False) -> bool:
     They run the products of linear attention with `deterministic` only; otherwise cuBLAS does.
     """
     if not isinstance(spec, AttentionSpec):
-        return deterministic
+        return deterministic and isinstance(spec, DeltaNetSpec)
     return not (spec.gate or spec.rope.interleaved)
 
 
@@ -142,7 +142,7 @@ class FusedDecoder:
             if isinstance(mixer, Attention):
                 self._products[mixer.qkv_proj] = kernel_product(mixer.spec.qkv, "parts")
                 self._products[mixer.o_proj] = kernel_product(mixer.spec.o, "parts")
-            else:
+            elif isinstance(mixer, DeltaNet):
                 self._products[mixer.in_proj] = kernel_product(mixer.spec.inputs, "whole")
                 self._products[mixer.o_proj] = kernel_product(mixer.spec.out, "parts")
         for block in feed_forwards:
