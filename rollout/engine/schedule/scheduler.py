@@ -206,22 +206,45 @@ class Scheduler:
         roster = self.roster
         if output.experts is not None:
             roster.allocator.note_experts(plan.prompt_copies, output.experts)
+        tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
         version, counters, leaving = plan.version, roster.counters, State.LEAVING
-        at = 0  # place of a row's first token in the output
+        end = 0  # place in the output after a row's tokens
         for seq, _, _, draws, _ in plan.spans:
+            at, end = end, end + draws
             seq.inflight_refs -= 1
-            if draws > 1:
-                accepted = self._settle_drafts(seq, draws - 1, output, at)
+            kept = end if draws < 2 else at + 1 + self._settle_drafts(seq, draws - 1, output, at)
             if seq.finalized:
                 counters.zombie_rows += draws > 0
                 roster.settle(seq)
-            elif draws == 1:
-                self._take(seq, at, version, output)
-            elif draws:
-                for place in range(at, at + accepted + 1):
-                    if not seq.finalized:
-                        self._take(seq, place, version, output)
-            at += draws
+                continue
+            while at < kept:
+                if (logprob := logprobs[at]) != logprob:
+                    roster.fail(seq, NOT_FINITE)
+                    break
+                token, drawn = tokens[at], seq.drawn
+                so_far, runs = drawn.tokens, drawn.versions
+                run = runs[-1] if runs else None
+                if run is None or run[0] != version:  # the token begins a run
+                    if drawn.too_old_for(version):
+                        roster.finish(seq, Finish("stale"))
+                        break
+                    run = None
+                so_far.append(token)
+                drawn.logprobs.append(logprob)
+                drawn.raw_logprobs.append(raw_logprobs[at])
+                if drawn.drawn_logprobs is not None:
+                    drawn.drawn_logprobs.append(output.drawn_logprobs[at])
+                if run is not None:  # last: `rescue` tells by the runs whether a token is whole
+                    run[1] += 1
+                else:
+                    runs.append([version, 1])
+                    drawn.note_version(version)
+                counters.tokens += 1
+                at += 1
+                if token in seq.stop_ids or len(so_far) >= seq.check_at:
+                    self._examine(seq, token)
+                    if seq.finalized:
+                        break
             if seq.state is leaving and not seq.finalized:
                 roster.settle(seq)
         if plan.kind == "decode":
@@ -235,33 +258,6 @@ class Scheduler:
         seq.settle_drafts(count, accepted)
         self.roster.counters.accepted += accepted
         return accepted
-
-    def _take(self, seq: Sequence, at: int, version: int, output: StepOutput) -> None:
-        """Add the token at place `at` of the output to its sequence."""
-        token, logprob, drawn = output.tokens[at], output.logprobs[at], seq.drawn
-        if logprob != logprob:
-            self.roster.fail(seq, NOT_FINITE)
-            return
-        so_far, runs = drawn.tokens, drawn.versions
-        run = runs[-1] if runs else None
-        if run is None or run[0] != version:  # the token begins a run
-            if drawn.too_old_for(version):
-                self.roster.finish(seq, Finish("stale"))
-                return
-            run = None
-        so_far.append(token)
-        drawn.logprobs.append(logprob)
-        drawn.raw_logprobs.append(output.raw_logprobs[at])
-        if drawn.drawn_logprobs is not None:
-            drawn.drawn_logprobs.append(output.drawn_logprobs[at])
-        if run is not None:  # last: `rescue` tells by the runs whether a token is whole
-            run[1] += 1
-        else:
-            runs.append([version, 1])
-            drawn.note_version(version)
-        self.roster.counters.tokens += 1
-        if token in seq.stop_ids or len(so_far) >= seq.check_at:
-            self._examine(seq, token)
 
     def _examine(self, seq: Sequence, token: int) -> None:
         """A token that may end its sequence, or after which something is due."""
