@@ -35,7 +35,7 @@ from rollout.models.spec import LatentSpec
 class AbsorbedRows(NamedTuple):
     """Tokens that attend as the rows of a decode step do, each with its own context."""
 
-    number: int  # among those of the step
+    number: int  # place of these rows among the sets of rows of the step
     page_table_BP: torch.Tensor
     context_lens_B: torch.Tensor
     max_context: int

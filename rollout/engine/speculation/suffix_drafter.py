@@ -35,9 +35,9 @@ class _Running(NamedTuple):
 
 
 class SuffixDrafter:
-    """Guesses by suffix matching; keeps at most `kept_tokens` tokens beside those of prompts with running completions.
+    """Guesses by suffix matching.
 
-    Prompt and completions count towards `kept_tokens`.
+    It keeps at most `kept_tokens` tokens of prompts and completions. Prompts with running completions always stay.
     """
 
     def __init__(self, kept_tokens: int) -> None:
