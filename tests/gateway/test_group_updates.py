@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from rollout.demo.counting import check_completion
 from tests.support.bridge.group_trainer import Trainer, trainer
 from tests.support.gateway.harness import gateway, meet_by_gloo, post, refused
+from tests.support.ports import free_port
 from tests.support.worker.harness import ONES, TEXTS, TWOS, launch, tensors, until
 from trainer_bridge.client.blocking import RolloutClient
 
@@ -34,12 +34,6 @@ UPDATE, JOIN, LEAVE = "/update_weights_from_distributed", "/init_weights_update_
 def sender() -> Iterator[Trainer]:
     with trainer() as process:
         yield process
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def counted(client: httpx.Client) -> str:

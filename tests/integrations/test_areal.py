@@ -25,8 +25,8 @@ from areal.infra.platforms import current_platform  # noqa: E402
 from areal.utils import name_resolve, names  # noqa: E402
 
 from tests.support.gateway.harness import gateway  # noqa: E402
-from tests.support.integrations.routers import free_port  # noqa: E402
 from tests.support.patience import PATIENCE_S  # noqa: E402
+from tests.support.ports import free_port  # noqa: E402
 from tests.support.worker.harness import CHECKPOINTS, EOS, TWOS, launch, tensors, text_of, token_ids  # noqa: E402
 from trainer_bridge.client.blocking import RolloutClient  # noqa: E402
 

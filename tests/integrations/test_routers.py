@@ -16,8 +16,9 @@ pytest.importorskip("sglang_router", reason="make test-integrations installs sgl
 httpx = pytest.importorskip("httpx", reason="the extra http brings it")
 
 from tests.support.integrations.integration_worker import start  # noqa: E402
-from tests.support.integrations.routers import answers, free_port, process, router  # noqa: E402
+from tests.support.integrations.routers import answers, process, router  # noqa: E402
 from tests.support.patience import PATIENCE_S  # noqa: E402
+from tests.support.ports import free_port  # noqa: E402
 from tests.support.worker.harness import ONES, text_of, token_ids, until  # noqa: E402
 from trainer_bridge.client.blocking import RolloutClient  # noqa: E402
 from trainer_bridge.client.launch import WorkerProcess  # noqa: E402

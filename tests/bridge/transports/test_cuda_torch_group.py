@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from tests.support.bridge.group_trainer import trainer
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
+from tests.support.ports import free_port
 from trainer_bridge.transports.nccl.group import BroadcastGroup
 from trainer_bridge.transports.torch_group.member import cut
 from trainer_bridge.wire.manifest import pack
@@ -59,11 +60,6 @@ def test_a_trainers_own_group_over_nccl(apply: str, tmp_path: Path) -> None:
                 assert answer["op"] == "ok" and sender.done() == {"ok": True}
             publish(worker, version, tensors)
     assert not dist.is_initialized()
-
-
-def free_port() -> int:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return int(store.port)
 
 
 class Engine:

@@ -20,6 +20,7 @@ from tests.support.bridge.fault_server import middle
 from tests.support.bridge.file_memory import share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.kernels.grids import nightly
+from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.transport_choice import TransportChoice
 from trainer_bridge.transports import bucket_link
@@ -156,8 +157,7 @@ def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothi
 def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_update(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, fault: signal.Signals
 ) -> None:
-    with Worker() as spare:
-        port = spare.port  # free again in a moment
+    port = free_port()
     endpoint = f"tcp://127.0.0.1:{port}"
     packed = []
     step = "host_copy" if transport == "disk" else "start_bucket"
@@ -197,8 +197,7 @@ def tried(publisher: WeightPublisher, tensors: dict[str, torch.Tensor]) -> int:
 def test_a_worker_that_leaves_a_group_does_not_keep_the_others_from_the_update(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Worker() as spare:
-        port = spare.port
+    port = free_port()
     packed = []
     plain = Payload.start_bucket
 
@@ -276,8 +275,7 @@ def test_a_group_is_kept_for_the_next_update_while_its_members_are_the_same(monk
 
 def test_a_kept_group_that_lost_a_member_is_made_anew(faults: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
     joined = counted_groups(monkeypatch)
-    with Worker() as spare:
-        port = spare.port
+    port = free_port()
     tensors = new_tensors(TinyModel(), 1)
     limits = {"stall_s": 10.0, "begin_s": 10.0}
     endpoint = f"tcp://127.0.0.1:{port}"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
+from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.group import BroadcastGroup
 from trainer_bridge.transports.torch_group.member import cut
@@ -30,12 +31,6 @@ Rows = list[list[Any]]
 def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
     with Worker(apply=request.param, idle_s=20) as worker:
         yield worker
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def meeting(port: int, **more: Any) -> dict[str, Any]:

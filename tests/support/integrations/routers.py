@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 import httpx
 
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 from tests.support.worker.harness import subprocess_environment, until
 
 
@@ -42,12 +42,6 @@ def router(package: str, policy: str, servers: Sequence[str], folder: Path) -> I
         url = f"http://127.0.0.1:{port}"
         until(lambda: answers(url + "/health"), "the router", PATIENCE_S)
         yield url
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def answers(url: str) -> bool:

@@ -80,6 +80,7 @@ def test_each_row_of_a_batch_equals_the_model_that_peft_merges(
         assert (got - exact[slot]).abs().max() < ROUNDING
 
 
+@pytest.mark.nightly
 def test_in_16_bits_slots_are_as_accurate_as_merged_weights(tmp_path: Path) -> None:
     reference = make_checkpoint("qwen3", tmp_path / "base", **EVEN)
     folder = make_adapter(reference, tmp_path / "a", 0, ALL)

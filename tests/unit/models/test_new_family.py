@@ -262,6 +262,7 @@ def test_the_kernels_run_the_experts_of_a_router_that_they_do_not_have(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
+@pytest.mark.nightly
 def test_the_kernels_run_experts_with_a_scale_beside_a_shared_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
