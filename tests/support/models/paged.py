@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -157,3 +158,31 @@ def check(
         for row in range(2):
             logits = [step[row] for step in steps] + [step[row][None] for step in decoded]
             assert (torch.cat(logits) - exact).abs().max() < atol
+
+
+def assert_logits_in_chunks_and_steps(
+    model: Any,
+    reference: Any,
+    ids: Sequence[list[int]],
+    prompts: Sequence[int],
+    chunks: Iterable[dict[int, tuple[int, int]]],
+) -> None:
+    """Prompts in `chunks`, then 200 decode steps of three rows give the logits of transformers' model within 1e-4.
+
+    `ids` has each row's prompt and 200 more tokens, `prompts` the lengths of the prompts. A chunk has the begin and the
+    end of each row's piece.
+    """
+    runner = PagedRunner(model, rows=3, max_tokens=360)
+    logits: list[list[torch.Tensor]] = [[], [], []]
+    for pieces in chunks:
+        found = runner.prefill({row: ids[row][start:end] for row, (start, end) in pieces.items()})
+        for row, piece in found.items():
+            logits[row].append(piece)
+    for step in range(200):
+        found = runner.decode({row: ids[row][prompts[row] + step] for row in (2, 0, 1)}, padding=step % 3)
+        for row, piece in found.items():
+            logits[row].append(piece[None])
+    for row in range(3):
+        with torch.no_grad():
+            exact = reference(torch.tensor([ids[row]])).logits[0].float()
+        assert (torch.cat(logits[row]) - exact).abs().max() < 1e-4

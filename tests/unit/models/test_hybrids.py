@@ -18,7 +18,7 @@ from rollout.models.peft_tensors import load_peft_folder
 from tests.support.kernels.grids import nightly
 from tests.support.models.adapted_rows import exact_logits, logits_of
 from tests.support.models.hybrids import make_hybrid
-from tests.support.models.paged import PagedRunner, check
+from tests.support.models.paged import PagedRunner, assert_logits_in_chunks_and_steps, check
 from tests.support.models.side_by_side import error
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 
@@ -43,21 +43,9 @@ def test_chunked_prefill_and_200_decode_steps_give_the_logits_of_transformers(pa
     vocab = model.spec.vocab
     ids = [tokens(150 + 200, vocab, 1), tokens(1 + 200, vocab, 2), tokens(9 + 200, vocab, 3)]
     prompts = [150, 1, 9]
-    runner = PagedRunner(model, rows=3, max_tokens=360)
-    logits: list[list[torch.Tensor]] = [[], [], []]
     # Pieces shorter than the convolution, longer than a chunk of the recurrence, and of several rows at once.
-    for pieces in ({0: (0, 2), 2: (0, 4)}, {0: (2, 3)}, {2: (4, 9), 1: (0, 1), 0: (3, 90)}, {0: (90, 150)}):
-        found = runner.prefill({row: ids[row][start:end] for row, (start, end) in pieces.items()})
-        for row, piece in found.items():
-            logits[row].append(piece)
-    for step in range(200):
-        found = runner.decode({row: ids[row][prompts[row] + step] for row in (2, 0, 1)}, padding=step % 3)
-        for row, piece in found.items():
-            logits[row].append(piece[None])
-    for row in range(3):
-        with torch.no_grad():
-            exact = reference(torch.tensor([ids[row]])).logits[0].float()
-        assert (torch.cat(logits[row]) - exact).abs().max() < 1e-4
+    chunks = ({0: (0, 2), 2: (0, 4)}, {0: (2, 3)}, {2: (4, 9), 1: (0, 1), 0: (3, 90)}, {0: (90, 150)})
+    assert_logits_in_chunks_and_steps(model, reference, ids, prompts, chunks)
 
 
 def test_names_are_those_of_transformers(pair: tuple[Any, Any]) -> None:

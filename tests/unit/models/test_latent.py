@@ -19,7 +19,7 @@ from rollout.models.registry import spec_from_config
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.kernels.grids import nightly
 from tests.support.models.latent import LATENT, config_of, make_latent
-from tests.support.models.paged import PagedRunner, check
+from tests.support.models.paged import PagedRunner, assert_logits_in_chunks_and_steps, check
 from tests.support.peft_adapters import make_adapter, merged
 from trainer_bridge.wire.manifest import pack
 
@@ -53,21 +53,9 @@ def test_chunked_prefill_and_200_decode_steps_give_the_logits_of_transformers(ma
     loaded, reference, _ = made(name)
     prompts = [150, 1, 9]
     ids = [tokens(length + 200, row) for row, length in enumerate(prompts)]
-    runner = PagedRunner(loaded.model, rows=3, max_tokens=360)
-    logits: list[list[torch.Tensor]] = [[], [], []]
     # Spans that absorb, one that expands its context, and both in one step.
-    for pieces in ({0: (0, 2), 2: (0, 4)}, {0: (2, 40)}, {2: (4, 9), 1: (0, 1), 0: (40, 110)}, {0: (110, 150)}):
-        found = runner.prefill({row: ids[row][start:end] for row, (start, end) in pieces.items()})
-        for row, piece in found.items():
-            logits[row].append(piece)
-    for step in range(200):
-        found = runner.decode({row: ids[row][prompts[row] + step] for row in (2, 0, 1)}, padding=step % 3)
-        for row, piece in found.items():
-            logits[row].append(piece[None])
-    for row in range(3):
-        with torch.no_grad():
-            exact = reference(torch.tensor([ids[row]])).logits[0].float()
-        assert (torch.cat(logits[row]) - exact).abs().max() < 1e-4
+    chunks = ({0: (0, 2), 2: (0, 4)}, {0: (2, 40)}, {2: (4, 9), 1: (0, 1), 0: (40, 110)}, {0: (110, 150)})
+    assert_logits_in_chunks_and_steps(loaded.model, reference, ids, prompts, chunks)
 
 
 @pytest.mark.parametrize("name", LATENT)
