@@ -27,7 +27,7 @@ class Counters:
     cached_tokens: int = 0  # prompt tokens whose KV was there
     snapshot_loads: int = 0  # rows that went on from a snapshot
     drafted: int = 0  # tokens that verify steps tried
-    accepted: int = 0  # of them, those that equalled the token drawn
+    accepted: int = 0  # drafts that equalled the token drawn
     prefilled_tokens: int = 0  # that prefills have computed, also again
 
 
