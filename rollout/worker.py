@@ -138,6 +138,7 @@ class Worker:
                 routing=kept_routing(settings.engine, model),
                 adapters=settings.engine.adapter_slots > 0,
                 sleep=settings.engine.sleep,
+                sleep_rows=settings.engine.sleep_rows,
                 min_version=settings.weights.min_version,
             ),
             ServedEngine(

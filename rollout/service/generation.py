@@ -141,6 +141,15 @@ class Generation:
         entry.cancelled = True
         self._connections.send(peer, encode(ok_reply(peer.id)))
 
+    def cancel_preparing(self) -> None:
+        """End the requests whose prompt is still being prepared, for an order that ends all requests.
+
+        The order reaches the engine before they do, so it can't end them there.
+        """
+        for entry in self._by_key.values():
+            if entry.request is None:
+                entry.cancelled = True
+
     def attach(self, peer: ReplyAddress, client: str, message: requests.AttachMessage) -> None:
         """Answer with the result of an earlier request, now or when it ends. Raises `ServiceError`."""
         waiter = Waiter(peer, message.stream, message.stream_every)

@@ -30,7 +30,7 @@ from rollout.network.access import Access
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.capabilities import Views, WeightControl, default_capabilities
 from rollout.service.connections import Connections, ReplyAddress
-from rollout.service.controls import Controls
+from rollout.service.controls import Controls, Order
 from rollout.service.delivery.mismatch_reports import Reports
 from rollout.service.delivery.replies import error_reply, ok_reply
 from rollout.service.disconnects import Disconnects
@@ -137,6 +137,7 @@ class Server:
             constraints=constraints,
             worker=worker_name,
         )
+        self._sleep_rows = model.sleep_rows
         self._reports = Reports(self.outbox.post, self._reply)
         self._controls = Controls(
             engine.inbox,
@@ -338,6 +339,17 @@ class Server:
                 self._controls.weights(peer, header)
             case _:
                 self._controls.take(peer, message)
+                if self._ends_requests(message):
+                    self._generation.cancel_preparing()
+
+    def _ends_requests(self, order: Order) -> bool:
+        match order:
+            case requests.PauseMessage():
+                return order.mode == "abort"
+            case requests.SleepMessage():
+                return (order.mode or self._sleep_rows) == "abort"
+            case _:
+                return False
 
     def _shut_down(self, mode: Literal["drain", "now"], token: int | None) -> None:
         self._generation.draining = True

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import zmq
 
-from rollout.engine.messages import Cancel, Done, EngineStatus, Finish, Pause, Resume, Shutdown
+from rollout.engine.messages import Cancel, Done, EngineStatus, Finish, Pause, Resume, Shutdown, Sleep
 from rollout.service import router
 from rollout.service.outbox import Outbox
 from tests.support.service.harness import MODEL, ServedModel, delta, done, serving
+from tests.support.service.slow_codec import SlowCodec
 
 LONG = ServedModel(name="long", vocab_size=302, max_context_tokens=100_000_000)
 PART = 20_000  # tokens of a large chunk: 240 KB
@@ -217,3 +219,30 @@ def test_status_follows_the_engine(bench):
     status = client.ask("status")
     assert (status["state"], status["weights_version"]) == ("paused", 9)
     assert MODEL.name == status["model"]
+
+
+@pytest.mark.parametrize(
+    "op, mode, rows, ends",
+    [
+        ("pause", "abort", "keep", True),
+        ("pause", "keep", "abort", False),
+        ("sleep", "abort", "keep", True),
+        ("sleep", None, "abort", True),
+        ("sleep", None, "keep", False),
+        ("sleep", "keep", "abort", False),
+    ],
+)
+def test_an_order_that_ends_requests_ends_those_whose_prompt_is_still_text(codec, op, mode, rows, ends):
+    slow = SlowCodec(codec)
+    with serving(slow, model=replace(MODEL, sleep=True, sleep_rows=rows)) as bench:
+        client = bench.client()
+        client.send("generate", "old", prompt="the", max_tokens=2)
+        client.send(op, "o", **({} if mode is None else {"mode": mode}))
+        assert isinstance(bench.command(), Pause | Sleep)
+        client.send("generate", "new", prompt=[1], max_tokens=2)
+        slow.go.set()
+        old, *orders = bench.submitted(), *((bench.command(),) if ends else ())
+        assert orders == ([Cancel(old.key)] if ends else [])
+        new = bench.submitted()
+        assert len(old.prompt) == 2 and len(new.prompt) == 1
+        assert client.ask("ping", "i")["id"] == "i" and bench.inbox.empty(), "what came after the order goes on"
