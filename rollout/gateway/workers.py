@@ -157,7 +157,9 @@ class Workers:
         """The chunks of one request, at least `every` tokens each. Leaving the block cancels it."""
         async with self._counted(known_id, [request]):
             with self.sessions.turn(session, request.n) as turn:
-                stream = await self.pool.generate(**_arguments(request), **turn, stream="tokens", stream_every=every)
+                stream = await self.pool.generate(
+                    **_arguments(request), **turn, stream="tokens", stream_every=every, join_chunks=True
+                )
                 try:
                     yield stream
                 finally:

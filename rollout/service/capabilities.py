@@ -46,7 +46,7 @@ def default_capabilities(
         offered += ["weights", "min_version"]
     if views is not None:
         offered += ["trace", "sequences"]
-    offered += ["stream", "continue_from", "priority", "deadline_s", "detached", "constraint.token_ids"]
+    offered += ["stream", "join_chunks", "continue_from", "priority", "deadline_s", "detached", "constraint.token_ids"]
     offered += ["min_complete", "max_version_span", "session", "end_session", "logprobs", "prompt_logprobs"]
     if grammars:
         offered.append("constraint")

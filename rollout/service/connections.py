@@ -42,7 +42,7 @@ class ReplyAddress:
 class _Unsent:
     frames: list[bytes]
     size: int
-    stream: Hashable | None
+    streams: frozenset[Hashable]
 
 
 @dataclass(slots=True)
@@ -65,11 +65,11 @@ class Connections:
         """True while `flush` has something to try."""
         return bool(self._backlogs)
 
-    def send(self, peer: ReplyAddress, frames: list[bytes], stream: Hashable | None = None) -> bool:
+    def send(self, peer: ReplyAddress, frames: list[bytes], streams: frozenset[Hashable] = frozenset()) -> bool:
         """Send a message, now or when the connection has room. False if its buffer is full.
 
-        `stream` marks a chunk that `drop_stream` can withdraw. A closed connection accepts everything: `on_gone` has
-        been called for it.
+        `streams` are those whose chunks it has; `drop_streams` can withdraw it. A closed connection accepts everything:
+        `on_gone` has been called for it.
         """
         message = [peer.connection, *join_envelope(peer.delimiter, frames)]
         backlog = self._backlogs.get(peer.connection)
@@ -80,16 +80,26 @@ class Connections:
         size = sum(len(frame) for frame in message)
         if backlog.queue and backlog.size + size > self._max_buffer_bytes:
             return False
-        backlog.queue.append(_Unsent(message, size, stream))
+        backlog.queue.append(_Unsent(message, size, streams))
         backlog.size += size
         return True
 
-    def drop_stream(self, connection: bytes, stream: Hashable) -> None:
-        """Withdraw the chunks of a stream from a connection's backlog."""
+    def drop_streams(self, connection: bytes, streams: frozenset[Hashable]) -> frozenset[Hashable]:
+        """Withdraw the chunks of streams from a connection's backlog. Returns all streams that lost chunks.
+
+        A message may have chunks of other streams, too. These end with it, so that no stream has a gap.
+        """
         backlog = self._backlogs.get(connection)
         if backlog is not None:
-            backlog.queue = deque(unsent for unsent in backlog.queue if unsent.stream != stream)
-            backlog.size = sum(unsent.size for unsent in backlog.queue)
+            kept: deque[_Unsent] = deque()
+            for unsent in backlog.queue:
+                if unsent.streams & streams:
+                    streams |= unsent.streams
+                else:
+                    kept.append(unsent)
+            backlog.queue = kept
+            backlog.size = sum(unsent.size for unsent in kept)
+        return streams
 
     def flush(self) -> None:
         """Move messages from backlogs into pipes with room."""

@@ -115,7 +115,7 @@ class Generation:
         Raises `ServiceError`.
         """
         name = (client, message.id)
-        waiter = Waiter(peer, message.stream, message.stream_every)
+        waiter = Waiter(peer, message.stream, message.stream_every, message.join_chunks)
         known = self._by_name.get(name) or self.store.get(name)
         if known is not None:
             self._join(known, waiter, content)
@@ -152,7 +152,7 @@ class Generation:
 
     def attach(self, peer: ReplyAddress, client: str, message: requests.AttachMessage) -> None:
         """Answer with the result of an earlier request, now or when it ends. Raises `ServiceError`."""
-        waiter = Waiter(peer, message.stream, message.stream_every)
+        waiter = Waiter(peer, message.stream, message.stream_every, message.join_chunks)
         name = (client, message.target)
         entry, stored = self._by_name.get(name), self.store.get(name)
         if entry is not None:
@@ -223,6 +223,10 @@ class Generation:
         """Seconds until `tick` has something to do, or None."""
         waits = [wait_s for wait_s in (self._leases.wait_s(), self.store.wait_s()) if wait_s is not None]
         return min(*waits, _MAX_WAIT_S) if waits else None
+
+    def flush(self) -> None:
+        """Send the chunks that were kept to be joined."""
+        self._delivery.flush()
 
     def fail_all(self, error: ServiceError) -> None:
         """Answer every request in flight with an error."""

@@ -218,6 +218,7 @@ class Server:
                 self._take_events()
                 self._take_messages()
                 self._end_connections(self._disconnects.take())
+                self._generation.flush()
                 self._connections.flush()
             self._say_goodbye()
         # The worker sees `failed`; the log has the reason.

@@ -15,6 +15,7 @@ from rollout.service import router
 from rollout.service.outbox import Outbox
 from tests.support.service.harness import MODEL, ServedModel, delta, done, serving
 from tests.support.service.slow_codec import SlowCodec
+from trainer_bridge.client.results import split_chunks
 
 LONG = ServedModel(name="long", vocab_size=302, max_context_tokens=100_000_000)
 PART = 20_000  # tokens of a large chunk: 240 KB
@@ -177,6 +178,31 @@ def test_stream_of_a_client_that_does_not_read_is_dropped_but_its_result_comes(s
     assert 0 < len(chunks) < parts
     assert len(reply["completions"][0]["token_ids"]) == parts * PART + 1
     assert client.ask("ping")["op"] == "ok"
+
+
+def test_joined_streams_of_a_client_that_does_not_read_end_without_a_gap(slow, caplog):
+    bench, client = slow
+    other = bench.client()
+    fields = {"prompt": [1], "max_tokens": 10_000_000, "stream": "tokens", "stream_every": PART, "join_chunks": True}
+    for name in ("a", "b"):
+        client.send("generate", name, **fields)
+    requests = [bench.submitted() for _ in range(2)]
+    parts = 0
+    while not caplog.records:
+        assert parts < 500, "nothing bounds what is kept for a client that does not read"
+        bench.put(*(delta(request.key, 0, parts * PART, [parts % 300] * PART) for request in requests))
+        assert other.ask("ping")["op"] == "ok", "another client is served meanwhile"
+        parts += 1
+    offsets, results = {"a": [], "b": []}, {}
+    for request in requests:  # one result at a time: both have no room
+        bench.put(delta(request.key, 0, parts * PART, [5], finish=Finish("length")), done(request))
+        while (reply := client.receive())["op"] != "result":
+            for chunk in split_chunks(reply) if reply["op"] == "chunks" else [reply]:
+                offsets[chunk["id"]].append(chunk["offset"])
+        results[reply["id"]] = len(reply["completions"][0]["token_ids"])
+    assert results == dict.fromkeys("ab", parts * PART + 1)
+    for found in offsets.values():
+        assert 0 < len(found) < parts and found == [i * PART for i in range(len(found))], "a stream has no gap"
 
 
 def test_replies_wait_in_order_for_a_client_that_reads_late(slow, caplog):

@@ -25,7 +25,7 @@ import zmq
 from trainer_bridge.client.assembly import Assembler, join_chunks
 from trainer_bridge.client.generate_request import AttachFields, RequestPlan, StreamKind, attach_fields
 from trainer_bridge.client.placement import Fleet
-from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result, split_chunks
 from trainer_bridge.wire import codec as wire
 from trainer_bridge.wire.connection import REFUSED_S, Connection, close_when_dropped
 from trainer_bridge.wire.errors import (
@@ -461,6 +461,9 @@ class ClientCore:
         except wire.WireError as error:
             self._blame(endpoint, wire.header_id(frames), f"a reply cannot be read: {error}")
             return
+        if reply.get("op") == "chunks":
+            self._take_joined(endpoint, reply)
+            return
         request_id = reply.get("id")
         call = self._calls.get(request_id) if isinstance(request_id, str) else None
         if call is not None:
@@ -469,6 +472,16 @@ class ClientCore:
             self._blame(endpoint, None, f"the worker could not read a request: {reply.get('message')}")
         elif reply.get("op") == "result" and self.acknowledges:  # of something abandoned
             self._to_acknowledge.setdefault(endpoint, []).append(str(request_id))
+
+    def _take_joined(self, endpoint: str, reply: dict[str, Any]) -> None:
+        """Take the chunks of several streams."""
+        try:
+            for chunk in split_chunks(reply):
+                call = self._calls.get(chunk["id"])
+                if call is not None:
+                    self._apply(call, chunk)
+        except ProtocolError as error:
+            self._blame(endpoint, None, str(error))
 
     def _apply(self, call: ClientCall, reply: dict[str, Any]) -> None:
         try:

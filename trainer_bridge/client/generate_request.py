@@ -44,6 +44,7 @@ class GenerateFields(SamplingFields, total=False):
     logit_bias: Mapping[int, float] | Mapping[str, float]
     # what comes back, and when
     stream_every: int  # tokens between two chunks of a completion
+    join_chunks: bool  # chunks of several streams may travel together: cheaper for clients with many streams
     return_text: bool
     metadata: Mapping[str, Any] | None  # echoed as it is
     continue_from: Completion | Mapping[str, Any] | None  # an earlier partial completion; needs n = 1

@@ -7,12 +7,13 @@ Arrays are numpy, one entry a token, and writable: `torch.from_numpy` takes them
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
 
+from trainer_bridge.wire.codec import JOINED_ARRAYS
 from trainer_bridge.wire.errors import ProtocolError
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
@@ -146,6 +147,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
+_JOINED = dict(zip(JOINED_ARRAYS, (np.int32, np.float32, np.float32), strict=True))
 _RESULT_FIELDS = {
     "v",
     "id",
@@ -193,6 +195,21 @@ def read_chunk(header: Mapping[str, Any]) -> Chunk:
     """The new tokens in a `chunk` reply. Raises `ProtocolError`."""
     offset = _required(header, "offset", int)
     return Chunk(offset, read_completion(header), _prompt_logprobs(header))
+
+
+def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The `chunk` replies that a `chunks` reply joins. Raises `ProtocolError`."""
+    start, columns = 0, {name: _array(reply, name, dtype) for name, dtype in _JOINED.items()}
+    for head in _required(reply, "chunks", list):
+        if not isinstance(head, dict) or not isinstance(head.get("id"), str):
+            raise ProtocolError("a chunk in a reply is not a map with an 'id'")
+        end = start + _required(head, "tokens", int)
+        if not start <= end <= len(columns["token_ids"]):
+            raise ProtocolError("the 'tokens' of a reply's chunks are not those of its arrays")
+        yield {"v": reply.get("v"), "op": "chunk"} | head | {name: each[start:end] for name, each in columns.items()}
+        start = end
+    if any(len(each) != start for each in columns.values()):
+        raise ProtocolError("the 'tokens' of a reply's chunks are not those of its arrays")
 
 
 def _prompt_logprobs(header: Mapping[str, Any]) -> np.ndarray | None:

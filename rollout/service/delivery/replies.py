@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from rollout.engine.messages import EngineStatus, RequestDone, SequenceStatus
 from rollout.service.errors import ServiceError
 from rollout.service.served_model import ServedModel
-from trainer_bridge.wire.codec import PROTOCOL_VERSION
+from trainer_bridge.wire.codec import JOINED_ARRAYS, PROTOCOL_VERSION
 
 
 def ok_reply(request_id: str) -> dict[str, Any]:
@@ -30,6 +32,19 @@ def error_reply(request_id: str, error: ServiceError) -> dict[str, Any]:
 def chunk_reply(request_id: str, fields: dict[str, Any]) -> dict[str, Any]:
     """New tokens of one completion."""
     return _header("chunk", request_id) | fields
+
+
+def chunks_reply(chunks: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """New tokens of several completions: the id of each one's request, and the fields of its chunk.
+
+    The arrays that every chunk has are joined, in order; `tokens` says how much of them is a chunk's.
+    """
+    heads = []
+    for request_id, fields in chunks:
+        others = {name: value for name, value in fields.items() if name not in JOINED_ARRAYS}
+        heads.append({"id": request_id, "tokens": len(fields["token_ids"])} | others)
+    columns = {name: np.concatenate([fields[name] for _, fields in chunks]) for name in JOINED_ARRAYS}
+    return _header("chunks", "") | {"chunks": heads} | columns
 
 
 def result_reply(

@@ -121,6 +121,7 @@ class GenerateMessage(RequestHeader):
     stop: Stop = Field(default_factory=Stop)
     stream: Literal[False, "tokens", "completions"] = False
     stream_every: int = Field(64, ge=1, le=INT32_MAX)
+    join_chunks: bool = False
     return_text: bool = False
     return_routing: Annotated[Literal[False, True, "all"], BeforeValidator(_routing_wanted)] = False
     continue_from: ContinueFrom | None = None
@@ -182,6 +183,7 @@ class AttachMessage(RequestHeader):
     target: Id
     stream: Literal[False, "tokens", "completions"] = False
     stream_every: int = Field(64, ge=1, le=INT32_MAX)
+    join_chunks: bool = False
     offsets: Offsets = Field(default_factory=dict)
     text_chars: CharCounts = Field(default_factory=dict)
 
@@ -343,6 +345,8 @@ def _check_generate(request: GenerateMessage) -> None:
         raise bad_request("a turn of a session has one completion; set 'n' to 1, or use one session a completion", "n")
     if request.session is None and request.session_lease_s is not None:
         raise bad_request("'session_lease_s' needs 'session'; add a session or remove it", "session_lease_s")
+    if request.join_chunks and not request.stream:
+        raise bad_request("'join_chunks' needs 'stream'; set it, or remove 'join_chunks'", "join_chunks")
     if request.constraint is not None and request.stop.min_tokens > 0:
         raise bad_request("a constraint can require a stop token early; remove 'min_tokens'", "stop.min_tokens")
     if request.continue_from is not None:
@@ -367,7 +371,7 @@ def _check_generate(request: GenerateMessage) -> None:
 
 def _check_attach(request: AttachMessage) -> None:
     """Checks across fields."""
-    for name in ("offsets", "text_chars"):
+    for name in ("offsets", "text_chars", "join_chunks"):
         if getattr(request, name) and not request.stream:
             raise bad_request(f"'{name}' needs 'stream'; set it, or remove '{name}'", name)
     for index in request.text_chars:
