@@ -140,6 +140,7 @@ class Worker:
                 sleep=settings.engine.sleep,
                 sleep_rows=settings.engine.sleep_rows,
                 min_version=settings.weights.min_version,
+                dtype=str(loaded.dtype).removeprefix("torch."),
             ),
             ServedEngine(
                 links.inbox,

@@ -102,11 +102,12 @@ class Prompt:
     """A prompt: items in the order of their positions, at least one.
 
     An item covers one position or more. It has a token id for each, and says what the KV there depends on (`content`);
-    prefix keys are made of that.
+    prefix keys are made of that. Prompts with different salts share no KV by their keys.
     """
 
     items: tuple[TokenIds, ...]
     token_ids: np.ndarray = field(init=False)  # int32 [prompt tokens]: those of all items
+    salt: bytes = b""  # part of the content of position 0, and so of every key
 
     def __post_init__(self) -> None:
         arrays = [item.token_ids for item in self.items]
@@ -122,6 +123,10 @@ class Prompt:
 
     def content(self, start: int, end: int) -> bytes:
         """The content of the prompt's positions `start` to `end` - 1."""
+        content = self._item_content(start, end)
+        return self.salt + content if self.salt and start == 0 else content
+
+    def _item_content(self, start: int, end: int) -> bytes:
         if len(self.items) == 1:  # the usual prompt, and this is called for each of its pages
             return self.items[0].content(start, end)
         parts, first = [], 0

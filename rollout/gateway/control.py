@@ -110,6 +110,7 @@ class Control:
         wanted = max(newest, self._workers.published) + 1 if version is None else _version(version)
         await publish(wanted)
         self._workers.published = max(self._workers.published, wanted)
+        await self._workers.states(fresh=True)  # `/health` would compare an old status with the new version
         return wanted
 
     async def _order(self, op: str, **fields: Any) -> None:

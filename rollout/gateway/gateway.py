@@ -64,7 +64,8 @@ class Gateway:
 
     async def openai_fields(self, body: OpenAiBody) -> dict[str, Any]:
         """The arguments of `generate` for an OpenAI request, apart from log-probs."""
-        return body.worker_fields() | {"adapter": await self.adapter_of(body.model), "priority": -body.priority}
+        adapter = await self.adapter_of(body.model)
+        return body.worker_fields() | {"adapter": adapter, "priority": -body.priority, "cache_salt": body.cache_salt}
 
     def logprob_format(self, top: int, by_id: bool) -> LogprobFormat:
         """The format of log-probs for a request."""

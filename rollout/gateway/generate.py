@@ -18,7 +18,7 @@ from rollout.gateway.bodies import Body
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway, finish_reason, new_id, usage, version_runs
 from rollout.gateway.logprobs import LogprobFormat, prompt_entries
-from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, Int32, SamplingBody, StreamOptions, TokenId
+from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, CacheSalt, Int32, SamplingBody, StreamOptions, TokenId
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.results import Completion
 
@@ -36,9 +36,6 @@ class GenerateParams(SamplingBody):
 class GenerateBody(Body):
     """The body of `/inference/v1/generate`."""
 
-    ignored: ClassVar = {
-        "cache_salt": "prefix keys hold the weights version and the adapter; there is no salt",
-    }
     switched_off: ClassVar = {
         "features": (None,),
         "content_parts": (None, []),
@@ -53,6 +50,7 @@ class GenerateBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Int32 = 0
+    cache_salt: CacheSalt | None = None
     return_token_ids: bool = False
     return_weight_versions: bool = False
 
@@ -94,6 +92,7 @@ class Generate:
             raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
         fields = params.worker_fields("sampling_params.") | place
         fields |= {"adapter": await gateway.adapter_of(body.model), "priority": -body.priority}
+        fields["cache_salt"] = body.cache_salt
         fields |= {"logprobs": params.logprobs or 0, "return_routing": "all" if self._show is not None else False}
         request_id = new_id("", request, body.request_id)
         call = TokenRequest(body.token_ids, fields, params.n)

@@ -91,6 +91,7 @@ class Health:
                     "model_config": {
                         "model": gateway.names[0],
                         "max_model_len": gateway.context_tokens,
+                        "dtype": statuses[0].get("dtype"),
                         "logprobs_mode": _LOGPROB_MODES[gateway.settings.logprobs],
                     },
                     "parallel_config": {
@@ -104,6 +105,7 @@ class Health:
                 "model_path": gateway.names[0],
                 "served_model_name": gateway.names[0],
                 "context_length": gateway.context_tokens,
+                "dtype": statuses[0].get("dtype"),
                 "tp_size": 1,
                 "dp_size": len(gateway.workers.pool.endpoints),
                 "weight_version": str(version),

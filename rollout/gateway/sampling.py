@@ -15,6 +15,7 @@ MAX_TOP = 20  # likeliest tokens at each position
 _LARGEST_VOCABULARY = 1 << 24  # AReaL sends a top_k of 1e8, which means all tokens
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Int32 = Annotated[int, Field(ge=-MAX_TOKEN_ID, le=MAX_TOKEN_ID)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 #: JSON texts whose outermost value is an object, in xgrammar's EBNF.
@@ -205,7 +206,6 @@ class OpenAiBody(SamplingBody):
 
     ignored: ClassVar = SamplingBody.ignored | {
         "user": "OpenAI's name of an end user",
-        "cache_salt": "prefix keys hold the weights version and the adapter; there is no salt",
     }
     switched_off: ClassVar = SamplingBody.switched_off | {
         "kv_transfer_params": (None,),
@@ -225,6 +225,7 @@ class OpenAiBody(SamplingBody):
     model: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=128)
     priority: Int32 = 0
+    cache_salt: CacheSalt | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False

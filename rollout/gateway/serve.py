@@ -54,7 +54,7 @@ def uvicorn_config(settings: GatewaySettings, app: Starlette, grace_s: int) -> u
     """How uvicorn serves a gateway. At the end, requests that run have `grace_s` seconds."""
     return uvicorn.Config(
         app,
-        http=connection_class(max(settings.body_s, settings.send_s)),
+        http=connection_class(max(settings.body_s, settings.send_s), settings.max_connections),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=grace_s,

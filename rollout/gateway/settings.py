@@ -40,6 +40,7 @@ class GatewaySettings:
     stream_every: int = setting(1, "tokens of an event of a stream, at the least")
     session_s: float = setting(3600.0, "seconds after which an idle X-Session-ID is forgotten")
     max_in_flight: int = setting(8192, "completions in flight; beyond that requests get status 429")
+    max_connections: int = setting(4096, "connections of clients; a further one gets status 503 and is closed")
     max_body_bytes: int = setting(64 << 20, "most bytes of a request's body")
     body_s: float = setting(60.0, "seconds within which a request's body must arrive")
     send_s: float = setting(60.0, "seconds that a client may leave an answer unread; then it is cut off")
@@ -67,7 +68,7 @@ class GatewaySettings:
         for name in ("start_s", "resume_s", "session_s", "body_s", "send_s", "update_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0 seconds")
-        for name in ("stream_every", "max_in_flight", "max_body_bytes"):
+        for name in ("stream_every", "max_in_flight", "max_connections", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         if self.min_version < 0:

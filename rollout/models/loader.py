@@ -55,6 +55,7 @@ class LoadedModel:
     model: LanguageModel
     folder: Path  # config and tokenizer files; weights too unless load_format is random
     generation_config: GenerationDefaults
+    dtype: torch.dtype  # in which it computes
 
     @property
     def spec(self) -> LanguageModelSpec:
@@ -109,7 +110,7 @@ def load_model(
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
         vocab = model.spec.vocab
         raise CheckpointError(f"{folder} names eos token ids {strange}, and the vocabulary has {vocab} entries")
-    return LoadedModel(model, folder, defaults)
+    return LoadedModel(model, folder, defaults, dtype)
 
 
 @dataclass(frozen=True, slots=True)

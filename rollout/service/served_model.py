@@ -22,3 +22,4 @@ class ServedModel:
     sleep: bool = False  # sleep and wake are offered
     sleep_rows: Literal["keep", "abort"] = "keep"  # what a sleep without `mode` does to requests
     min_version: int = 0  # no completion begins under an older version
+    dtype: str = ""  # in which the model computes, such as `bfloat16`

@@ -200,6 +200,7 @@ def test_a_gateway_tells_what_it_serves(client: httpx.Client) -> None:
     assert client.get("/get_world_size").json() == {"world_size": 1}
     info = client.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
     assert info["model_config"]["logprobs_mode"] and info["lora_config"] == {}
+    assert info["model_config"]["dtype"] == "float32"
     assert client.get("/health_generate").status_code == client.get("/ping").status_code == 200
     assert post(client, "/reset_prefix_cache", {"reset_running_requests": False}) == {"success": True}
     assert post(client, "/reset_prefix_cache") == {"success": True}

@@ -162,7 +162,7 @@ def test_a_wrong_field_is_an_error_that_names_it(client: httpx.Client, fields: d
 
 
 def test_fields_that_mean_nothing_here_change_nothing(client: httpx.Client) -> None:
-    ignored = {"user": "me", "cache_salt": "s", "metadata": {}, "best_of": 1, "use_beam_search": False, "seed": None}
+    ignored = {"user": "me", "metadata": {}, "best_of": 1, "use_beam_search": False, "seed": None}
     assert post(client, PATH, {"prompt": "17:", "max_tokens": 3} | ignored)["choices"][0]["text"] == " 18"
     assert refused(client, PATH, {"prompt": "17:", "model": "gpt-9"}, 404) == "model"
 
@@ -204,3 +204,19 @@ def test_a_full_queue_of_the_worker_is_429_with_its_time(
         assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
         direct.resume()
         assert len(running.result()["choices"]) == 64
+
+
+def test_a_cache_salt_keeps_prefixes_apart(client: httpx.Client) -> None:
+    prompt = token_ids("".join(f"{number} " for number in range(100, 130)) + ":")
+
+    def cached(**salt: str) -> int:
+        answer = post(client, PATH, {"prompt": prompt, "max_tokens": 4, **salt})
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0]
+    assert min(cached(cache_salt="a"), cached(cache_salt="b")) > 100
+    params = {"max_tokens": 4}
+    body = {"token_ids": prompt, "sampling_params": params, "cache_salt": "a"}
+    found = post(client, "/inference/v1/generate", body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert found > 100
+    assert refused(client, PATH, {"prompt": prompt, "cache_salt": ""}) == "cache_salt"

@@ -19,7 +19,7 @@ from starlette.routing import Mount
 
 from rollout.gateway.serve import uvicorn_config
 from rollout.gateway.settings import GatewaySettings
-from tests.support.gateway.harness import bystand, served
+from tests.support.gateway.harness import bystand, gateway, served
 from tests.support.gateway.hostile import RAW
 from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import rollout, subprocess_environment, until
@@ -125,3 +125,24 @@ def test_connections_that_wait_for_their_client_are_cut_off() -> None:
             endless.settimeout(PATIENCE_S)
             while True:
                 endless.sendall(b"X-a: b\r\n" * 10_000)
+
+
+def test_a_connection_too_many_is_told_so(worker: WorkerProcess) -> None:
+    with gateway([worker.endpoint], max_connections=2) as client, contextlib.ExitStack() as stack:
+        bystand(client)
+        address = (client.base_url.host, client.base_url.port)
+        held = stack.enter_context(socket.create_connection(address))
+        held.sendall(b"GET /hea")
+        with httpx.Client(base_url=client.base_url, timeout=PATIENCE_S) as another:
+            until(lambda: another.get("/ping").status_code == 503, "the limit")
+            answer = another.post("/v1/completions", json={"prompt": "17:"})
+            assert answer.status_code == 503 and "--max-connections" in answer.json()["error"]["message"]
+            assert answer.headers["retry-after"] == "1"
+        bystand(client)
+        held.close()
+
+        def fits() -> bool:
+            with httpx.Client(base_url=client.base_url, timeout=PATIENCE_S) as later:
+                return later.get("/ping").status_code == 200
+
+        until(fits, "room for another connection")

@@ -56,6 +56,7 @@ class GenerateFields(SamplingFields, total=False):
     return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
     constraint: Mapping[str, Any] | None
     adapter: str | None  # name of a loaded LoRA adapter: `adapter_versions`
+    cache_salt: str | None  # KV of prompts is reused only among requests with the same salt
     min_version: int | None
     max_version_span: int | None
     detached: bool

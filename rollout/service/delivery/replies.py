@@ -98,6 +98,7 @@ def status_reply(
     """
     return _header("status", request_id) | {
         "model": model.name,
+        "dtype": model.dtype,
         "worker": worker,
         "state": "draining" if draining and status.state != "stalled" else status.state,
         "weights_version": status.weights_version,

@@ -9,7 +9,8 @@ Everything here depends on the model and the settings.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import numpy as np
 
@@ -102,7 +103,7 @@ class Intake:
         self._check_reply(message, len(prompt), max_tokens)
         return Request(
             key=key,
-            prompt=prompt,
+            prompt=prompt if message.cache_salt is None else replace(prompt, salt=_salt(message.cache_salt)),
             max_tokens=max_tokens,
             n=message.n,
             sampling=_sampling(message.sampling, message.continue_from),
@@ -292,6 +293,10 @@ def _prior(prior: ContinueFrom | None) -> Prior | None:
         return None
     known = [version for version, _ in prior.versions or () if version >= 0]
     return Prior(prior.token_ids, min(known, default=None), max(known, default=None))
+
+
+def _salt(text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _sampling(sampling: Sampling, prior: ContinueFrom | None) -> SamplingParams:

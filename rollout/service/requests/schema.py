@@ -35,6 +35,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 256
 MAX_ACKS = 65_536
 MAX_OWNER_CHARS = 1024
+MAX_SALT_CHARS = 1024
 MAX_SEQUENCES = 1024
 MAX_TRACE_STEPS = 2000
 MAX_PATH_CHARS = 4096
@@ -134,6 +135,7 @@ class GenerateMessage(RequestHeader):
     deadline_s: Number | None = Field(None, gt=0)
     min_version: int | None = Field(None, ge=0, lt=VERSION_END)
     adapter: Id | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     session: Id | None = None
     session_lease_s: Number | None = Field(None, gt=0)
     detached: bool = False

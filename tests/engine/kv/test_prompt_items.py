@@ -39,6 +39,18 @@ def test_a_page_with_other_content_has_another_key_and_so_have_the_pages_after_i
     assert [keys[0][i] == keys[1][i] for i in range(3)] == [True, False, False]
 
 
+def test_prompts_with_different_salts_share_no_kv(model, prompt_of, greedy):
+    bench, tokens = Bench(model, page_size=PAGE), prompt_of(30)
+    array, greedily = np.array(tokens, np.int32), SamplingParams(temperature=0.0)
+    for name, salt in (("plain", b""), ("a", b"a"), ("b", b"b"), ("a again", b"a"), ("plain again", b"")):
+        prompt = Prompt((TokenIds(array),), salt)
+        bench.engine.inbox.put(Submit(Request(("c", name), prompt, 8, sampling=greedily)))
+        bench.run()
+        assert bench.tokens(name) == greedy(tokens, 8)
+        assert bench.done[name].cached_tokens == (29 if name.endswith("again") else 0)
+    bench.close()
+
+
 def test_a_prompt_of_several_items_is_generated_from_and_cached_like_any_other(model, prompt_of, greedy):
     bench, tokens = Bench(model, page_size=PAGE), prompt_of(30)
     bench.submit("one", tokens, 8)
