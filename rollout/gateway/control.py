@@ -5,14 +5,20 @@ The endpoints of `admin.py` (vLLM, prime-rl, SkyRL, AReaL) and of `sglang.py` ar
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, NoReturn, TypeVar
 
 from rollout.gateway.errors import HttpError, bad_request
 from rollout.gateway.gateway import Gateway
+from trainer_bridge.wire.errors import Unavailable
 
 PauseMode = Literal["abort", "wait", "keep"]
 _VERSION_END = 2**62
+_LOOK_S = 1.0
+
+_T = TypeVar("_T")
 
 
 class Control:
@@ -102,7 +108,33 @@ class Control:
         The requests that run go on, with the new weights from some token on.
         """
         updates, endpoints = self._gateway.updates, self._workers.pool.endpoints
-        return await self.publish_as(version, lambda number: updates.publish(endpoints, folder, number, field))
+
+        def publish(number: int) -> Awaitable[object]:
+            return self._unless_lost(updates.publish(endpoints, folder, number, field))
+
+        return await self.publish_as(version, publish)
+
+    async def _unless_lost(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """The result of `work`; raises `ConnectionLost` once a worker is lost meanwhile.
+
+        The publisher has longer limits of its own, after which it ends by itself.
+        """
+        publishing, watch = asyncio.ensure_future(work), asyncio.ensure_future(self._watch())
+        try:
+            await asyncio.wait((publishing, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not publishing.done():
+                watch.result()  # raises
+            return await publishing
+        finally:
+            publishing.cancel()
+            watch.cancel()
+
+    async def _watch(self) -> NoReturn:
+        """Raise `ConnectionLost` once a worker is lost."""
+        while True:
+            with contextlib.suppress(Unavailable):  # it is there, and busy
+                await self._workers.pool.control("ping")
+            await asyncio.sleep(_LOOK_S)
 
     async def publish_as(self, version: Any, publish: Callable[[int], Awaitable[object]]) -> int:
         """Let `publish` bring weights to all workers as `version` or the next one; returns that version."""

@@ -34,9 +34,7 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
     url = f"http://{shown}:{listening.getsockname()[1]}"
 
     def pool() -> AsyncRolloutClient:
-        return AsyncRolloutClient(
-            settings.endpoints, curve=curve, resume=settings.resumes, resume_timeout_s=settings.resume_s
-        )
+        return worker_client(settings, curve)
 
     config = uvicorn_config(settings, make_app(settings, keys, pool, curve), _GRACE_S)
     server = _Server(config, url, settings.ready_file)
@@ -48,6 +46,18 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
         if settings.ready_file is not None:
             withdraw(Path(settings.ready_file))
     return 0 if server.started else 1
+
+
+def worker_client(settings: GatewaySettings, curve: ClientCurve | None = None) -> AsyncRolloutClient:
+    """The gateway's client of the workers: what it waits for a lost worker at most is three heartbeats."""
+    return AsyncRolloutClient(
+        settings.endpoints,
+        curve=curve,
+        resume=settings.resumes,
+        resume_timeout_s=settings.resume_s,
+        heartbeat_s=settings.heartbeat_s,
+        connect_timeout_s=3 * settings.heartbeat_s,
+    )
 
 
 def uvicorn_config(settings: GatewaySettings, app: Starlette, grace_s: int) -> uvicorn.Config:

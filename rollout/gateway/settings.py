@@ -36,6 +36,9 @@ class GatewaySettings:
         None, "continue requests of a lost worker at another one; absent: with several endpoints"
     )
     resume_s: float = setting(120.0, "seconds that a request may be without a worker, with --resume")
+    heartbeat_s: float = setting(
+        2.0, "seconds between heartbeats; a worker that leaves three without an answer is lost, also if it hangs"
+    )
     min_version: int = setting(0, "weights version below which a worker counts as unhealthy")
     stream_every: int = setting(1, "tokens of an event of a stream, at the least")
     session_s: float = setting(3600.0, "seconds after which an idle X-Session-ID is forgotten")
@@ -65,7 +68,7 @@ class GatewaySettings:
             raise ValueError("give at least one ENDPOINT, and each of them once")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"--port is {self.port}; use 0 to 65535")
-        for name in ("start_s", "resume_s", "session_s", "body_s", "send_s", "update_s"):
+        for name in ("start_s", "resume_s", "heartbeat_s", "session_s", "body_s", "send_s", "update_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0 seconds")
         for name in ("stream_every", "max_in_flight", "max_connections", "max_body_bytes"):

@@ -5,41 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from scripts.check.fuzz_gateway import batter
 from tests.support.gateway.harness import bystand, gateway, refused
-from tests.support.gateway.hostile import RAW, mutations
+from tests.support.gateway.hostile import RAW
 from tests.support.worker.harness import until
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
-
-
-def send(client: httpx.Client, path: str, data: bytes) -> None:
-    """Send a body: the answer is one, or an error in OpenAI's form that is not our fault."""
-    answer = client.post(path, content=data)
-    if answer.status_code != 200:
-        error = answer.json()["error"]
-        assert 400 <= answer.status_code < 500 and error["message"] and error["code"] == answer.status_code, (
-            data,
-            answer.text,
-        )
-    elif answer.headers["content-type"].startswith("text/event-stream"):
-        lines = [line for line in answer.text.splitlines() if line]
-        assert lines[-1] == "data: [DONE]" or "error" in json.loads(lines[-1].removeprefix("data: "))
-
-
-def batter(client: httpx.Client, seed: int, count: int) -> None:
-    with ThreadPoolExecutor(4) as threads:
-        hostile = [threads.submit(send, client, path, data) for path, data in mutations(seed, count)]
-        for _ in range(max(2, count // 100)):
-            bystand(client)
-        for each in hostile:
-            each.result()
-    bystand(client)
 
 
 def test_mutated_requests(client: httpx.Client) -> None:

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from rollout.gateway.app import make_app
-from rollout.gateway.serve import uvicorn_config
+from rollout.gateway.serve import uvicorn_config, worker_client
 from rollout.gateway.settings import GatewaySettings
 from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import until
@@ -27,7 +27,7 @@ def gateway(endpoints: Sequence[str], keys: tuple[bytes, ...] = (), **settings: 
     given = GatewaySettings(tuple(endpoints), **settings)
 
     def pool() -> AsyncRolloutClient:
-        return AsyncRolloutClient(endpoints, resume=given.resumes, resume_timeout_s=given.resume_s)
+        return worker_client(given)
 
     with (
         served(uvicorn_config(given, make_app(given, keys, pool), grace_s=1)) as (_, (host, port)),
