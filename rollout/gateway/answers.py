@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -119,8 +120,9 @@ def _body(data: bytes) -> dict[str, Any]:
 async def merged(sources: list[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
     """The values of several generators, as they come. The first error ends all."""
     if len(sources) == 1:
-        async for only in sources[0]:
-            yield only
+        async with aclosing(sources[0]) as only:
+            async for value in only:
+                yield value
         return
     ready: asyncio.Queue[tuple[_T | None, Exception | None]] = asyncio.Queue(maxsize=4 * len(sources))
 
@@ -136,13 +138,13 @@ async def merged(sources: list[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, 
     running = len(tasks)
     try:
         while running:
-            value, error = await ready.get()
+            found, error = await ready.get()
             if error is not None:
                 raise error
-            if value is None:
+            if found is None:
                 running -= 1
             else:
-                yield value
+                yield found
     finally:
         for task in tasks:
             task.cancel()

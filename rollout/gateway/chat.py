@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from rollout.gateway.answers import EventStream, json_answer, unless_gone
 from rollout.gateway.bodies import Body
+from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, usage, version_runs
 from rollout.gateway.logprobs import prompt_entries
@@ -166,17 +168,11 @@ class Chat:
                 raise bad_request("a 'tool_choice' that demands a call is a constraint; send no other", "tool_choice")
             fields["constraint"] = demanded
         chat = await render_chat(gateway, body.messages, body.rendering)
-        call = _Call(
-            gateway,
-            body,
-            chat,
-            TokenRequest(chat.token_ids, fields, body.n),
-            new_id("chatcmpl-", request, body.request_id),
-            session,
-        )
+        prompt = TokenRequest(chat.token_ids, fields, body.n)
+        answer = _Answer(Call(gateway, new_id("chatcmpl-", request, body.request_id), [prompt], session), body, chat)
         if body.stream:
-            return EventStream(call.events(), gateway.settings.send_s)
-        return json_answer(await call.whole())
+            return EventStream(answer.events(), gateway.settings.send_s)
+        return json_answer(await answer.whole())
 
 
 class _Message:
@@ -235,30 +231,22 @@ class _DemandedCalls:
         return "", [ToolCall(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in value]
 
 
-class _Call:
-    """One request, and how its answer looks."""
+class _Answer:
+    """How the answer to a call looks."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        body: ChatBody,
-        chat: RenderedChat,
-        request: TokenRequest,
-        request_id: str,
-        session: str | None,
-    ) -> None:
+    def __init__(self, call: Call, body: ChatBody, chat: RenderedChat) -> None:
+        gateway = call.gateway
+        (self._request,) = call.requests
+        self._call = call
         self._gateway = gateway
         self._body = body
         self._chat = chat
-        self._request = request
-        self._id = request_id
-        self._session = session
-        self._head = {"id": request_id, "created": now(), "model": body.model or gateway.names[0]}
+        self._head = {"id": call.id, "created": now(), "model": body.model or gateway.names[0]}
         self._logprobs = gateway.logprob_format(body.top_logprobs, body.return_tokens_as_token_ids)
 
     async def whole(self) -> dict[str, Any]:
         """The answer without streaming."""
-        result = await self._gateway.workers.generate(self._id, self._request, self._session)
+        (result,) = await self._call.whole()
         choices = []
         for completion in result.completions:
             message = _Message(self._gateway, self._body, self._chat.text)
@@ -281,25 +269,24 @@ class _Call:
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of the stream."""
         head = self._head | {"object": "chat.completion.chunk"}
-        n, every = self._request.n, self._gateway.settings.stream_every
+        n = self._request.n
         messages = [_Message(self._gateway, self._body, self._chat.text) for _ in range(n)]
         begun = [False] * n
-        async with self._gateway.workers.stream(self._id, self._request, every, self._session) as stream:
-            while chunks := await stream.arrived():
-                for chunk in chunks:
-                    message = messages[chunk.index]
-                    delta = self._delta(message, chunk.part)
-                    event: dict[str, Any] = head | {"choices": [{"index": chunk.index, "delta": delta}]}
-                    if not begun[chunk.index]:
-                        begun[chunk.index] = True
-                        delta["role"] = "assistant"
-                        if self._body.return_token_ids and chunk.index == 0:
-                            event["prompt_token_ids"] = self._request.prompt
-                    event["choices"][0] |= self._facts(chunk.part, message, chunk.offset)
-                    yield event
-            assert stream.result is not None
+        async with aclosing(self._call.chunks()) as found:
+            async for each in found:
+                chunk = each.chunk
+                message = messages[chunk.index]
+                delta = self._delta(message, chunk.part)
+                event: dict[str, Any] = head | {"choices": [{"index": chunk.index, "delta": delta}]}
+                if not begun[chunk.index]:
+                    begun[chunk.index] = True
+                    delta["role"] = "assistant"
+                    if self._body.return_token_ids and chunk.index == 0:
+                        event["prompt_token_ids"] = self._request.prompt
+                event["choices"][0] |= self._facts(chunk.part, message, chunk.offset)
+                yield event
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield head | {"choices": [], "usage": usage([stream.result])}
+            yield head | {"choices": [], "usage": usage(list(self._call.results.values()))}
 
     def _delta(self, message: _Message, part: Completion) -> dict[str, Any]:
         """The message that new tokens add."""

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollout.gateway.answers import EventStream, json_answer, merged, unless_gone
+from rollout.gateway.answers import EventStream, json_answer, unless_gone
+from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, usage, version_runs
 from rollout.gateway.logprobs import LogprobFormat, prompt_entries
 from rollout.gateway.sampling import MAX_TOP, OpenAiBody, TokenId
 from rollout.gateway.text import TextPieces
 from rollout.gateway.workers import TokenRequest
-from trainer_bridge.client.results import Completion, GenerateResult
+from trainer_bridge.client.results import Completion
 
 _MAX_PROMPTS = 4096
 
@@ -68,32 +70,24 @@ class Completions:
         ]
         echoed = [await gateway.text.decode(prompt) if body.echo else "" for prompt in prompts]
         requests = [TokenRequest(prompt, fields, body.n) for prompt in prompts]
-        call = _Call(gateway, body, requests, new_id("cmpl-", request, body.request_id), session, echoed)
+        call = Call(gateway, new_id("cmpl-", request, body.request_id), requests, session)
+        answer = _Answer(call, body, echoed)
         if body.stream:
-            return EventStream(call.events(), gateway.settings.send_s)
-        return json_answer(await call.whole())
+            return EventStream(answer.events(), gateway.settings.send_s)
+        return json_answer(await answer.whole())
 
 
-class _Call:
-    """One request: its prompts, and how its answer looks."""
+class _Answer:
+    """How the answer to a call looks. `echoed`: the text before each completion."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        body: CompletionBody,
-        requests: list[TokenRequest],
-        request_id: str,
-        session: str | None,
-        echoed: list[str],
-    ) -> None:
+    def __init__(self, call: Call, body: CompletionBody, echoed: list[str]) -> None:
+        gateway = call.gateway
+        self._call = call
         self._gateway = gateway
         self._body = body
-        self._requests = requests
-        self._id = request_id
-        self._session = session
         self._echoed = echoed
         self._head = {
-            "id": request_id,
+            "id": call.id,
             "object": "text_completion",
             "created": now(),
             "model": body.model or gateway.names[0],
@@ -104,9 +98,9 @@ class _Call:
 
     async def whole(self) -> dict[str, Any]:
         """The answer without streaming."""
-        results = await self._gateway.workers.generate_all(self._id, self._requests, self._session)
+        results = await self._call.whole()
         choices: list[dict[str, Any]] = []
-        for request, result, echoed in zip(self._requests, results, self._echoed, strict=True):
+        for request, result, echoed in zip(self._call.requests, results, self._echoed, strict=True):
             for completion in result.completions:
                 choice = self._choice(completion, self._pieces(), len(choices), 0, len(echoed))
                 choice["text"] = echoed + choice["text"]
@@ -125,36 +119,24 @@ class _Call:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of the stream."""
-        results: list[GenerateResult] = []
-        sources = [self._stream(number, request, results) for number, request in enumerate(self._requests)]
-        async for choice in merged(sources):
-            yield self._head | {"choices": [choice]}
+        requests = self._call.requests
+        pieces = [[self._pieces() for _ in range(request.n)] for request in requests]
+        characters = [[len(echoed)] * request.n for request, echoed in zip(requests, self._echoed, strict=True)]
+        begun: set[tuple[int, int]] = set()
+        async with aclosing(self._call.chunks()) as found:
+            async for each in found:
+                place, chunk, index = each.place, each.chunk, each.chunk.index
+                shown = place * requests[place].n + index
+                choice = self._choice(chunk.part, pieces[place][index], shown, chunk.offset, characters[place][index])
+                characters[place][index] += len(choice["text"])
+                if (place, index) not in begun:
+                    begun.add((place, index))
+                    choice["text"] = self._echoed[place] + choice["text"]
+                    if self._body.return_token_ids:
+                        choice["prompt_token_ids"] = requests[place].prompt
+                yield self._head | {"choices": [choice]}
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield self._head | {"choices": [], "usage": usage(results)}
-
-    async def _stream(
-        self, number: int, request: TokenRequest, results: list[GenerateResult]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        workers, every = self._gateway.workers, self._gateway.settings.stream_every
-        pieces = [self._pieces() for _ in range(request.n)]
-        echoed = self._echoed[number]
-        begun, characters = [False] * request.n, [len(echoed)] * request.n
-        async with workers.stream(self._id, request, every, self._session) as stream:
-            while chunks := await stream.arrived():
-                for chunk in chunks:
-                    index = chunk.index
-                    choice = self._choice(
-                        chunk.part, pieces[index], number * request.n + index, chunk.offset, characters[index]
-                    )
-                    characters[index] += len(choice["text"])
-                    if not begun[index]:
-                        begun[index] = True
-                        choice["text"] = echoed + choice["text"]
-                        if self._body.return_token_ids:
-                            choice["prompt_token_ids"] = request.prompt
-                    yield choice
-            assert stream.result is not None
-            results.append(stream.result)
+            yield self._head | {"choices": [], "usage": usage(list(self._call.results.values()))}
 
     def _choice(self, part: Completion, pieces: TextPieces, index: int, start: int, characters: int) -> dict[str, Any]:
         """A choice, or the new tokens of one. `characters`: of its text so far."""

@@ -6,6 +6,7 @@ Answers have no text. Tokens are named `token_id:N`, and have the integer as `to
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -15,6 +16,7 @@ from starlette.responses import Response
 from rollout.gateway import experts
 from rollout.gateway.answers import EventStream, json_answer, unless_gone
 from rollout.gateway.bodies import Body
+from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway, finish_reason, new_id, usage, version_runs
 from rollout.gateway.logprobs import LogprobFormat, prompt_entries
@@ -95,11 +97,10 @@ class Generate:
         fields["cache_salt"] = body.cache_salt
         fields |= {"logprobs": params.logprobs or 0, "return_routing": "all" if self._show is not None else False}
         request_id = new_id("", request, body.request_id)
-        call = TokenRequest(body.token_ids, fields, params.n)
+        call = Call(gateway, request_id, [TokenRequest(body.token_ids, fields, params.n)], session)
         if body.stream:
-            events = self._events(request_id, call, body, params, session)
-            return EventStream(events, gateway.settings.send_s)
-        result = await gateway.workers.generate(request_id, call, session)
+            return EventStream(self._events(call, body, params), gateway.settings.send_s)
+        (result,) = await call.whole()
         logprobs = self._logprobs(params)
         answer: dict[str, Any] = {
             "request_id": request_id,
@@ -114,24 +115,22 @@ class Generate:
         return json_answer(answer)
 
     async def _events(
-        self, request_id: str, call: TokenRequest, body: GenerateBody, params: GenerateParams, session: str | None
+        self, call: Call, body: GenerateBody, params: GenerateParams
     ) -> AsyncGenerator[dict[str, Any], None]:
-        workers, every = self._gateway.workers, self._gateway.settings.stream_every
         logprobs = self._logprobs(params)
         first = body.return_token_ids
-        async with workers.stream(request_id, call, every, session) as stream:
-            while chunks := await stream.arrived():
-                for chunk in chunks:
-                    event: dict[str, Any] = {
-                        "request_id": request_id,
-                        "choices": [self._choice(chunk.part, body, params, logprobs, chunk.offset)],
-                    }
-                    if first:
-                        event["prompt_token_ids"], first = body.token_ids, False
-                    yield event
-            assert stream.result is not None
+        async with aclosing(call.chunks()) as found:
+            async for each in found:
+                chunk = each.chunk
+                event: dict[str, Any] = {
+                    "request_id": call.id,
+                    "choices": [self._choice(chunk.part, body, params, logprobs, chunk.offset)],
+                }
+                if first:
+                    event["prompt_token_ids"], first = body.token_ids, False
+                yield event
         if body.stream_options is not None and body.stream_options.include_usage:
-            yield {"request_id": request_id, "choices": [], "usage": usage([stream.result])}
+            yield {"request_id": call.id, "choices": [], "usage": usage(list(call.results.values()))}
 
     def _logprobs(self, params: GenerateParams) -> LogprobFormat | None:
         return None if params.logprobs is None else self._gateway.logprob_format(params.logprobs, by_id=True)

@@ -7,6 +7,7 @@ far in every event, as SGLang's.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -16,8 +17,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from rollout.gateway import experts
 from rollout.gateway.admin import UpdateBody
-from rollout.gateway.answers import EventStream, json_answer, merged, unless_gone
+from rollout.gateway.answers import EventStream, json_answer, unless_gone
 from rollout.gateway.bodies import Body
+from rollout.gateway.call import Call
 from rollout.gateway.control import Control
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway, finish_reason, new_id
@@ -162,67 +164,51 @@ class SglangGenerate:
             shown = {"return_text": gateway.text.from_worker(each)}
             requests.append(TokenRequest(ids, each.worker_fields("sampling_params.") | common | shown, each.n))
         rid = body.rid if isinstance(body.rid, str) else None
-        call = _Call(gateway, body, params, requests, new_id("", request, rid), found or session)
+        answer = _Answer(Call(gateway, new_id("", request, rid), requests, found or session), body, params)
         if body.stream:
-            return EventStream(call.events(), gateway.settings.send_s)
-        answers = await call.whole()
+            return EventStream(answer.events(), gateway.settings.send_s)
+        answers = await answer.whole()
         return json_answer(answers if body.several or params[0].n > 1 else answers[0])
 
 
-class _Call:
-    """One request: its prompts, and how its answers look."""
+class _Answer:
+    """How the answers to a call look."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        body: GenerateBody,
-        params: list[SglangParams],
-        requests: list[TokenRequest],
-        request_id: str,
-        session: str | None,
-    ) -> None:
-        self._gateway = gateway
+    def __init__(self, call: Call, body: GenerateBody, params: list[SglangParams]) -> None:
+        self._call = call
+        self._gateway = call.gateway
         self._body = body
         self._params = params
-        self._requests = requests
-        self._id = request_id
-        self._session = session
 
     async def whole(self) -> list[dict[str, Any]]:
         """The answers without streaming, prompt by prompt."""
-        results = await self._gateway.workers.generate_all(self._id, self._requests, self._session)
         return [
             self._shown(place, completion, self._pieces(place).take(completion), result)
-            for place, result in enumerate(results)
+            for place, result in enumerate(await self._call.whole())
             for completion in result.completions
         ]
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of the stream."""
-        async for event in merged([self._stream(place) for place in range(len(self._requests))]):
-            yield event
-
-    async def _stream(self, place: int) -> AsyncGenerator[dict[str, Any], None]:
-        request, workers = self._requests[place], self._gateway.workers
-        every = max(_STREAM_EVERY, self._gateway.settings.stream_every)
-        texts, pieces = [""] * request.n, [self._pieces(place) for _ in range(request.n)]
-        async with workers.stream(self._id, request, every, self._session) as stream:
-            while chunks := await stream.arrived():
-                for chunk in chunks:
-                    index = chunk.index
-                    texts[index] += pieces[index].take(chunk.part)
-                    whole = next(part for part in stream.partials() if part.index == index)
-                    event = self._shown(place, whole, texts[index], None)
-                    if self._body.several or request.n > 1:
-                        event["index"] = sum(each.n for each in self._requests[:place]) + index
-                    yield event
+        """The events of the stream; each has the whole completion so far."""
+        requests = self._call.requests
+        texts = [[""] * request.n for request in requests]
+        pieces = [[self._pieces(place) for _ in range(request.n)] for place, request in enumerate(requests)]
+        async with aclosing(self._call.chunks(_STREAM_EVERY)) as found:
+            async for each in found:
+                place, index = each.place, each.chunk.index
+                texts[place][index] += pieces[place][index].take(each.chunk.part)
+                whole = next(part for part in each.stream.partials() if part.index == index)
+                event = self._shown(place, whole, texts[place][index], None)
+                if self._body.several or requests[place].n > 1:
+                    event["index"] = sum(request.n for request in requests[:place]) + index
+                yield event
 
     def _shown(self, place: int, completion: Completion, text: str, result: GenerateResult | None) -> dict[str, Any]:
         """The answer for one completion."""
-        request, params = self._requests[place], self._params[place]
-        several = len(self._requests) > 1 or params.n > 1
+        request, params = self._call.requests[place], self._params[place]
+        several = len(self._call.requests) > 1 or params.n > 1
         meta: dict[str, Any] = {
-            "id": f"{self._id}-{place}-{completion.index}" if several else self._id,
+            "id": f"{self._call.id}-{place}-{completion.index}" if several else self._call.id,
             "finish_reason": _finish(completion),
             "prompt_tokens": len(request.prompt),
             "completion_tokens": len(completion),
