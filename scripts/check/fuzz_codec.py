@@ -130,10 +130,14 @@ def _check_weights(header: dict[str, Any]) -> None:
 
 def _check_reply(header: dict[str, Any]) -> None:
     """Read the same bytes as a worker's reply: a client must not trust replies either."""
-    from trainer_bridge.client.results import read_chunk, read_result
+    from trainer_bridge.client.results import read_chunk, read_result, split_chunks
     from trainer_bridge.wire.errors import ProtocolError, from_reply
 
-    for read in (lambda: read_chunk(header), lambda: read_result(header, "tcp://x"), lambda: from_reply(header)):
+    def read_joined() -> list[Any]:
+        return [read_chunk(chunk) for chunk in split_chunks(header)]
+
+    single = (lambda: read_chunk(header), lambda: read_result(header, "tcp://x"), lambda: from_reply(header))
+    for read in (*single, read_joined):
         try:
             read()
         except ProtocolError:
@@ -243,6 +247,8 @@ def good_headers() -> list[dict[str, Any]]:
     base: dict[str, Any] = {"v": 1, "id": "f"}
     completion = {"index": 0, "token_ids": ids, "logprobs": ids.astype(np.float32), "versions": [[0, 3]], "seed": 1}
     completion |= {"raw_logprobs": ids.astype(np.float32), "finish_reason": "length", "stop": None}
+    columns = {name: completion[name] for name in ("token_ids", "logprobs", "raw_logprobs")}
+    joined = {name: value for name, value in completion.items() if name not in columns}
     told = {"timing": {"total_s": 1.0}, "cached_tokens": 0, "preemptions": 0, "seed": 1, "worker": "w"}
     return [
         base | {"op": "generate", "prompt": ids, "sampling": {"logit_bias": {"1": 1.0}}, "stop": {"strings": ["x"]}},
@@ -251,6 +257,7 @@ def good_headers() -> list[dict[str, Any]]:
         base | {"op": "attach", "target": "x", "stream": "tokens", "offsets": {"0": 3}},
         base | {"op": "weights", "action": "begin", "version": 1, "manifest": manifest, "transport": "zmq"},
         base | {"op": "chunk", "offset": 0, **completion},
+        base | {"op": "chunks", "chunks": [{"id": "f", "tokens": 3, "offset": 0, **joined}], **columns},
         base | {"op": "result", "completions": [completion], "prompt_tokens": 1, **told},
     ]
 

@@ -206,7 +206,8 @@ def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         end = start + _required(head, "tokens", int)
         if not start <= end <= len(columns["token_ids"]):
             raise ProtocolError("the 'tokens' of a reply's chunks are not those of its arrays")
-        yield {"v": reply.get("v"), "op": "chunk"} | head | {name: each[start:end] for name, each in columns.items()}
+        arrays = {name: each[start:end] for name, each in columns.items()}
+        yield {**head, **arrays, "v": reply.get("v"), "op": "chunk"}
         start = end
     if any(len(each) != start for each in columns.values()):
         raise ProtocolError("the 'tokens' of a reply's chunks are not those of its arrays")
