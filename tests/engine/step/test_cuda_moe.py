@@ -273,7 +273,7 @@ def told(bench: Bench, name: str) -> np.ndarray:
 def experts_of(reference, tokens: list[int]) -> torch.Tensor:
     """What the routers of transformers choose for each token, [T, L, K]."""
     chosen: list[torch.Tensor] = []
-    gates = [module for name, module in reference.named_modules() if name.endswith(".gate")]
+    gates = [module for name, module in reference.named_modules() if name.endswith((".gate", ".router"))]
     hooks = [gate.register_forward_hook(lambda _gate, _inputs, out: chosen.append(out[2])) for gate in gates]
     with torch.inference_mode():
         reference(torch.tensor([tokens], device="cuda"))
