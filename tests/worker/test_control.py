@@ -78,11 +78,11 @@ def test_cancel_reaches_waiting_requests(client: RolloutClient) -> None:
 
 
 def test_a_deadline_ends_a_completion_with_its_tokens_so_far(client: RolloutClient) -> None:
-    result = client.generate("17:", n=2, max_tokens=20_000, deadline_s=0.3)
+    result = client.generate("17:", n=2, max_tokens=20_000, deadline_s=1.5)
     for completion in result.completions:
         assert completion.finish_reason == "deadline" and 0 < len(completion) < 20_000
         assert text_of(completion.token_ids) == counted(17, len(completion))
-    assert 0.25 <= result.timing.total_s < 20
+    assert 0.75 <= result.timing.total_s < 20
 
 
 def test_a_deadline_that_passes_in_the_queue_ends_it_empty(client: RolloutClient) -> None:
