@@ -203,10 +203,11 @@ class EngineSettings(_Section):
     mask_threads: int | None = Field(
         None, ge=1, le=64, description="threads that compute masks of constrained rows; none: half the cores"
     )
-    speculation: Literal["off", "suffix"] = Field(
+    speculation: Literal["off", "suffix", "auto"] = Field(
         "off",
         description="draft tokens and verify several in one decode step; completions stay the same. suffix: what "
-        "followed the last tokens before, in the row, in other completions of its prompt, and in earlier ones",
+        "followed the last tokens before, in the row, in other completions of its prompt, and in earlier ones. "
+        "auto: the same, but only as many drafts as pay by their acceptance and by the costs of steps on this device",
     )
     speculation_tokens: int = Field(3, ge=1, le=16, description="most drafts of a row in a step")
     speculation_rows: int = Field(

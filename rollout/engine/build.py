@@ -47,6 +47,7 @@ from rollout.engine.sizing import (
     weight_bytes,
 )
 from rollout.engine.speculation.drafter import DRAFTERS
+from rollout.engine.step.decode_costs import measure_decode_costs
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Streams
 from rollout.engine.step.expert_trace import routing_shape
@@ -230,15 +231,17 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     if step.shares_pages:
         shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
     packer = Packer(multiple, adapters is not None, sizes, shared, range(engine.max_rows + 1, engine.step_rows + 1))
-    scheduler = Scheduler(limits, roster, upload_words, _speculation(engine))
+    scheduler = Scheduler(limits, roster, upload_words, _speculation(engine, executor, slots[0]))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 
-def _speculation(engine: EngineSettings) -> Speculation | None:
+def _speculation(engine: EngineSettings, executor: Executor, slot: Slot) -> Speculation | None:
     if engine.speculation == "off":
         return None
-    drafter = DRAFTERS[engine.speculation](engine.speculation_kept_tokens)
-    return Speculation(drafter, engine.speculation_tokens, engine.speculation_rows)
+    adapts = engine.speculation == "auto"
+    drafter = DRAFTERS["suffix" if adapts else engine.speculation](engine.speculation_kept_tokens)
+    costs = measure_decode_costs(executor, slot, engine.step_rows)
+    return Speculation(drafter, engine.speculation_tokens, engine.speculation_rows, costs, adapts)
 
 
 def _build_allocator(

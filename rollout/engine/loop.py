@@ -143,6 +143,7 @@ class Engine:
         commit_s = time.perf_counter() - committing_s
         record = _record(step, counters.tokens - tokens, counters.zombie_rows - zombies, committing_s, commit_s)
         self.meter.step(record)
+        parts.scheduler.ran(step.plan, record.tokens, record.ran_s)
         if spent_s := self.recomputation.committed(step.plan, record.ran_s):
             self.meter.add("weights/recompute_s", spent_s)
         parts.pipeline.retire(step)

@@ -110,6 +110,7 @@ _DECODE_STEP = Panel("Steps and memory", "Decode step")
 _KV = Panel("Steps and memory", "KV")
 _PREFILL = Panel("Steps and memory", "Prompt tokens")
 _SPECULATION = Panel("Speculation", "Drafts")
+_SAVED = Panel("Speculation", "Device time saved")
 _COMPLETION_LENGTH = Panel("Completions", "Length of those that finished")
 _PREEMPTED = Panel("Completions", "Taken away")
 _COPIED = Panel("KV on the host", "Copied")
@@ -245,6 +246,19 @@ METRICS: tuple[Metric[Stretch], ...] = (
     Metric(
         "speculation/accepted", "counter", "tokens",
         "drafts that equalled the token drawn at their position, since start", _SPECULATION,
+    ),
+    Metric(
+        "speculation/accepted_pct", "gauge", "%", "share of the verified drafts that were accepted, since start",
+        Panel("Speculation", "Accepted"), top="drafts accepted",
+    ),
+    Metric(
+        "speculation/saved_s", "gauge", "s",
+        "device time that verify steps saved since start: plain steps would take so much longer for their tokens, by "
+        "the costs of plain steps; negative: drafts cost time", _SAVED,
+    ),
+    Metric(
+        "speculation/expected_saved_s", "gauge", "s",
+        "the same with the time that the costs expect of verify steps in place of the time that they took", _SAVED,
     ),
     Metric(
         "speculation/tokens_a_step", "gauge", "tokens",

@@ -9,6 +9,7 @@ import pytest
 
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel, StopAt
+from rollout.engine.speculation.step_costs import StepCosts
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.constraints import SIZE, Cycle, X, Y
 from tests.support.engine.conversation import Conversation
@@ -283,6 +284,44 @@ def test_the_suffix_drafter_speeds_a_second_epoch_up(model, six):
         for i in range(6):
             assert bench.completions.pop((f"r{i}", 0)).token_ids == six.tokens(f"r{i}"), epoch
     assert steps[1] < steps[0] / 2
+    bench.close()
+
+
+# --- only where it pays ---
+
+
+class FixedCosts(StepCosts):
+    """Whatever steps take."""
+
+    def ran(self, rows, context, verifies, seconds):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "costs", "drafts"),
+    [(0.0, {1: 1.0, 72: 1.0}, True), (1.0, {1: 1.0, 72: 1.5}, False), (0.0, {1: 1.0, 72: 72.0}, False)],
+)
+def test_auto_drafts_while_it_pays(model, monkeypatch, six, wrong, costs, drafts):
+    monkeypatch.setattr("rollout.engine.build.measure_decode_costs", lambda *_: FixedCosts(costs, padded=False))
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), wrong, kv_pages=600, speculation="auto")
+    submit_six(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, six)
+    counters = bench.engine.roster.counters
+    if drafts:
+        assert counters.accepted > 200 and counters.expected_saved_s > 0
+    else:
+        assert counters.drafted < 100
+
+
+def test_auto_measures_the_device_and_leaves_nothing_behind(model, six):
+    bench = Bench(model, kv_pages=600, speculation="auto")
+    for _ in range(2):
+        submit_six(bench)
+        bench.run()
+        for i in range(6):
+            assert bench.completions.pop((f"r{i}", 0)).token_ids == six.tokens(f"r{i}")
     bench.close()
 
 

@@ -252,6 +252,11 @@ class Scheduler:
         else:
             self._note_first_tokens(plan)
 
+    def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
+        """A committed step took `seconds` on the device, and `tokens` of its tokens were kept."""
+        if self._speculation is not None and plan.kind == "decode":
+            self._speculation.ran(plan, tokens, seconds, self.roster.counters)
+
     def _settle_drafts(self, seq: Sequence, count: int, output: StepOutput, at: int) -> int:
         assert output.accepted is not None, "a step with drafts says how many were accepted"
         accepted = output.accepted[at]

@@ -50,7 +50,7 @@ def drafting(
     """An engine that drafts by a `ReplayDrafter`; `fields` as for `Bench`."""
     drafter = ReplayDrafter(recorded, wrong, seed, ragged)
     monkeypatch.setitem(DRAFTERS, "suffix", lambda kept_tokens: drafter)
-    return Bench(model, speculation="suffix", **fields), drafter
+    return Bench(model, **{"speculation": "suffix", **fields}), drafter
 
 
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+"""What decode steps cost, by the rows that go in; a draft is a row.
+
+    seconds(rows, context) = measured[rows] + constant + slope * context
+
+`measured` is a table from start-up: steps of this many rows with short contexts. Constant and slope correct it by the
+steps that were run: attention reads the context of each row, for each of its drafts again, and a verify step sets
+drafts up. Plain and verify steps have a correction each. That of verify steps begins at the one of plain steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+#: Weight of the older steps in the next correction, and of the correction that is assumed before any step.
+_KEPT, _ASSUMED = 0.98, 1.0
+#: Unit of a context in the corrections, tokens: keeps both unknowns of similar size.
+_UNIT = 100_000.0
+
+
+class _Correction:
+    """Decayed least squares of what steps took beyond the table, against (1, context)."""
+
+    def __init__(self) -> None:
+        self._products = np.zeros((2, 2))
+        self._sums = np.zeros(2)
+
+    def add(self, context: float, seconds: float) -> None:
+        x = np.array([1.0, context / _UNIT])
+        self._products = _KEPT * self._products + np.outer(x, x)
+        self._sums = _KEPT * self._sums + x * seconds
+
+    def solve(self, assumed: np.ndarray) -> np.ndarray:
+        """(constant, slope), near `assumed` where few steps are known."""
+        weights = _ASSUMED * np.diag([1.0, 1e-3])
+        return np.linalg.solve(self._products + weights, self._sums + weights @ assumed)
+
+
+class StepCosts:
+    """The cost table of one engine.
+
+    Args:
+        measured: seconds of a decode step by its rows; one entry at least.
+        padded: a step takes as long as the next larger entry (captured sizes), else costs lie between two entries.
+    """
+
+    def __init__(self, measured: Mapping[int, float], padded: bool) -> None:
+        sizes = np.array(sorted(measured))
+        # More rows are never cheaper: what says otherwise is noise.
+        seconds = np.maximum.accumulate(np.array([measured[size] for size in sizes.tolist()]))
+        rows = np.arange(sizes[-1] + 1)
+        self._measured = seconds[np.searchsorted(sizes, rows)] if padded else np.interp(rows, sizes, seconds)
+        self._plain, self._verify = _Correction(), _Correction()
+        self._of_plain = self._of_verify = np.zeros(2)
+
+    def plain_s(self, rows: int, context: float) -> float:
+        """Seconds of a step of `rows` rows without drafts; `context` is the sum of their contexts, tokens."""
+        constant, slope = self._of_plain
+        return max(float(self._table(np.array([rows]))[0] + constant + slope * context / _UNIT), 1e-9)
+
+    def verify_s(self, rows_N: np.ndarray, contexts_N: np.ndarray) -> np.ndarray:
+        """Seconds [N] of verify steps of this many rows, drafts included; a draft counts its context again."""
+        constant, slope = self._of_verify
+        return np.maximum(self._table(rows_N) + constant + slope * contexts_N / _UNIT, 1e-9)
+
+    def ran(self, rows: int, context: float, verifies: bool, seconds: float) -> None:
+        """A step of `rows` rows, drafts included, took this long on the device."""
+        beyond = seconds - float(self._table(np.array([rows]))[0])
+        if verifies:
+            self._verify.add(context, beyond)
+        else:
+            self._plain.add(context, beyond)
+            self._of_plain = self._plain.solve(np.zeros(2))
+        self._of_verify = self._verify.solve(self._of_plain)
+
+    def _table(self, rows_N: np.ndarray) -> np.ndarray:
+        return self._measured[np.minimum(rows_N, len(self._measured) - 1)]
+
+
+def worthwhile(chances_MK: np.ndarray, rows: int, context: float, costs: StepCosts, most: int) -> list[int]:
+    """How many drafts each of M rows gets so that a step draws the most tokens a second; all 0 if plain steps do.
+
+    Args:
+        chances_MK: probability that a row's draft k and all before it are accepted, falling along K; 0: no such draft.
+        rows: of the step, those without drafts included.
+        context: sum of their contexts, tokens.
+        costs: of the steps.
+        most: drafts of all rows.
+    """
+    chances_N = chances_MK.reshape(-1)
+    order = np.argsort(-chances_N, kind="stable")[: min(most, np.count_nonzero(chances_N))]
+    if not len(order):
+        return [0] * len(chances_MK)
+    drafts_N = np.arange(1, len(order) + 1)
+    tokens_N = rows + np.cumsum(chances_N[order])
+    speeds_N = tokens_N / costs.verify_s(rows + drafts_N, context * (1 + drafts_N / rows))
+    best = int(speeds_N.argmax())
+    if speeds_N[best] < LEAST_GAIN * rows / costs.plain_s(rows, context):
+        return [0] * len(chances_MK)
+    return np.bincount(order[: best + 1] // chances_MK.shape[1], minlength=len(chances_MK)).tolist()
+
+
+#: Speed of a verify step over that of a plain one below which no row drafts: costs and acceptance are estimates.
+LEAST_GAIN = 1.03

@@ -1,0 +1,66 @@
+"""What decode steps take on this device, measured before an engine serves.
+
+The rows hold different tokens, so with a mixture each chooses its own experts. Their contexts are one token: the row
+state, the KV of page 0 and the slot are all that is written, and the row state is as before afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from rollout_kernels.attention.segments import no_segments
+
+from rollout.engine.sequence.features import PLAIN
+from rollout.engine.speculation.step_costs import StepCosts
+from rollout.engine.step.execute import Executor
+from rollout.engine.step.row_state import LAST, RowState
+from rollout.engine.step.slot import Slot
+from rollout.engine.step.upload import put_decode
+
+#: Runs of each size; the first ones warm up, and the fastest of the others counts.
+_WARM, _TIMED = 1, 3
+_STRIDE = 7919  # between the tokens of neighbouring rows
+
+
+def measure_decode_costs(executor: Executor, slot: Slot, max_rows: int) -> StepCosts:
+    """The cost table for steps of up to `max_rows` rows: of each captured size, otherwise of powers of two."""
+    graphs = executor.graphs
+    captured = [] if graphs is None else [size for size in graphs.sizes.whole if size <= max_rows]
+    larger = [1 << i for i in range(max_rows.bit_length()) if 1 << i > (captured[-1] if captured else 0)]
+    sizes = sorted({*captured, *larger, max_rows})
+    measured = {rows: _seconds(executor, slot, rows) for rows in sizes}
+    return StepCosts(measured, padded=bool(captured))
+
+
+def _seconds(executor: Executor, slot: Slot, rows: int) -> float:
+    size = None if executor.graphs is None else executor.graphs.sizes.size_for(rows)
+    padded = size or rows
+    slot.staging.begin()
+    put_decode(
+        slot.staging, range(1, rows + 1), [], padded, no_segments(padded) if executor.step.shares_pages else None
+    )
+    context = executor.step.kv.page_size
+    upload = slot.staging.upload(rows, rows, rows, PLAIN.value, context, size=size or 0)
+    step, state, compute = slot.input_for(upload), executor.step.rows, executor.compute
+    start, end, times_s = executor.device.event(), executor.device.event(), []
+    for _ in range(_WARM + _TIMED):
+        compute.run(functools.partial(step.receive, upload.words))
+        compute.run(functools.partial(_different_tokens, state, rows))
+        compute.record(start)
+        compute.run(functools.partial(executor.run, step, slot))
+        compute.record(end)
+        compute.run(functools.partial(_as_before, state))
+        end.synchronize()
+        times_s.append(end.time_s - start.time_s)
+    executor.finish()
+    return min(times_s[_WARM:])
+
+
+def _different_tokens(state: RowState, rows: int) -> None:
+    state.ints[1 : rows + 1, LAST] = _STRIDE * torch.arange(rows, device=state.ints.device) % state.vocab
+
+
+def _as_before(state: RowState) -> None:
+    for tensor in (state.ints, state.counts, state.pages):
+        tensor.zero_()

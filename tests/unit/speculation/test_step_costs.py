@@ -1,0 +1,80 @@
+"""Rows draft only where the expected tokens are worth the step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout.engine.speculation.acceptance import Acceptance
+from rollout.engine.speculation.step_costs import StepCosts, worthwhile
+
+
+def chances(p: float, rows: int, most: int = 3) -> np.ndarray:
+    return np.repeat((p ** np.arange(1, most + 1))[None], rows, 0)
+
+
+FLAT = StepCosts({1: 4e-3, 64: 4e-3}, padded=False)
+LINEAR = StepCosts({1: 1e-3, 64: 64e-3}, padded=False)
+
+
+def test_all_rows_draft_where_a_draft_is_free_and_none_where_it_costs_a_row():
+    assert worthwhile(chances(0.8, 8), 8, 0, FLAT, 64) == [3] * 8
+    assert worthwhile(chances(0.8, 8), 8, 0, LINEAR, 64) == [0] * 8
+    assert worthwhile(chances(0.001, 8), 8, 0, FLAT, 64) == [0] * 8, "less than the gain that is asked for"
+
+
+def test_rows_with_better_drafts_get_more_of_them():
+    mixed = np.concatenate([chances(0.9, 1), chances(0.2, 1), np.zeros((1, 3))])
+    dear = StepCosts({1: 4.0e-3, 16: 7.0e-3}, padded=False)
+    good, poor, none = worthwhile(mixed, 3, 0, dear, 64)
+    assert good == 3 and poor < 3 and none == 0
+    assert worthwhile(mixed, 3, 0, FLAT, 2) == [2, 0, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_the_choice_is_the_fastest_of_all_numbers_of_drafts(rows):
+    costs = StepCosts({1: 4e-3, 4: 4.1e-3, 8: 6e-3, 16: 9e-3, 64: 30e-3}, padded=True)
+    rng = np.random.default_rng(rows)
+    chances_MK = rng.random((rows, 1)) ** np.arange(1, 4)
+    best, speed = 0, 1.03 * rows / costs.plain_s(rows, 0)
+    ordered = np.sort(chances_MK.reshape(-1))[::-1]
+    for drafts in range(1, 3 * rows + 1):
+        took_s = costs.verify_s(np.array([rows + drafts]), np.array([0.0]))[0]
+        if (rows + ordered[:drafts].sum()) / took_s > speed:
+            best, speed = drafts, (rows + ordered[:drafts].sum()) / took_s
+    assert sum(worthwhile(chances_MK, rows, 0, costs, 64)) == best
+
+
+def test_a_captured_size_costs_the_same_for_all_rows_that_it_holds():
+    costs = StepCosts({1: 1.0, 4: 3.0, 8: 2.5}, padded=True)
+    assert [costs.plain_s(rows, 0) for rows in (1, 2, 4, 5, 8)] == [1.0, 3.0, 3.0, 3.0, 3.0]
+
+
+def test_costs_learn_what_contexts_and_drafts_add():
+    costs = StepCosts({1: 1e-3, 64: 1e-3}, padded=False)
+    rng = np.random.default_rng(0)
+    for context in rng.integers(1_000, 200_000, 300):
+        costs.ran(8, context, False, 1e-3 + 2e-8 * context)
+        costs.ran(16, context, True, 1.5e-3 + 3e-8 * context)
+    assert costs.plain_s(8, 100_000) == pytest.approx(3e-3, rel=0.02)
+    assert costs.verify_s(np.array([16]), np.array([100_000]))[0] == pytest.approx(4.5e-3, rel=0.03)
+
+
+def test_verify_steps_are_assumed_to_cost_what_plain_ones_of_as_many_rows_do():
+    costs = StepCosts({1: 1e-3, 64: 1e-3}, padded=False)
+    for _ in range(200):
+        costs.ran(8, 50_000, False, 2e-3)
+    assert costs.verify_s(np.array([8]), np.array([50_000]))[0] == pytest.approx(costs.plain_s(8, 50_000))
+
+
+def test_a_guess_is_compared_once_its_tokens_are_there():
+    row = Acceptance(everything := Acceptance())
+    assert row.chance == 0.5
+    row.follow([1, 2], 3, [4, 5])
+    row.follow([1, 2, 3, 4], 9, [0])
+    assert row.chance == 0.5, "the second token is not known"
+    row.follow([1, 2, 3, 4, 5], 5, [7, 7])
+    assert 0.5 < everything.chance < row.chance
+    for i in range(5, 40):
+        row.follow([1, 2, 3, 4, 5] + [6] * (i - 4), i + 1, [7, 7])
+    assert row.chance < 0.1
