@@ -21,7 +21,8 @@ class Acceptance:
     def __init__(self, all_rows: Acceptance | None = None) -> None:
         self._all_rows = all_rows
         self._hits, self._tries = 0.0, 0.0
-        self._begin, self._guess = 0, ()
+        self._begin = 0
+        self._guess: tuple[int, ...] = ()
 
     @property
     def chance(self) -> float:
