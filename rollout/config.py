@@ -88,7 +88,10 @@ class EngineSettings(_Section):
         "queued, and their prompts are computed in turn; false: all goes in the order of arrival",
     )
     prefill_chunk_tokens: int | None = Field(
-        None, ge=1, description="most prompt tokens in one prefill step; none: 8192 on a GPU, 2048 on a CPU"
+        None,
+        ge=1,
+        description="most prompt tokens in one prefill step; none: 8192 on a GPU (16384 with experts), "
+        "2048 on a CPU",
     )
     cuda_graphs: bool = Field(
         True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"

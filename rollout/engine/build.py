@@ -206,7 +206,7 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     adapters = _adapter_slots(site) if lasting is None else lasting.adapters
     states = _states(site) if lasting is None else lasting.kv.states
     rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, adapters is not None)
-    chunk = chunk_tokens(engine, device.torch_device)
+    chunk = chunk_tokens(engine, model)
     prompt_words = slot_words(engine.max_rows, most_pages, context, chunk)
     words = prompt_words + verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
     speculates = engine.draft_rows > 0
@@ -435,7 +435,7 @@ def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: 
     free_bytes = device.free_bytes() - staging_bytes(engine, model.spec.state_bytes(model.embed.dtype))
     try:
         if device.torch_device.type == "cuda":
-            chunk = chunk_tokens(engine, device.torch_device)
+            chunk = chunk_tokens(engine, model)
             needs = measure_steps(executor, slots, engine.step_rows, chunk, context, graph_rows)
     except torch.OutOfMemoryError as error:
         raise no_room_for_steps(engine, model, free_bytes) from error

@@ -25,7 +25,7 @@ _GIB = 2**30
 #: `kv_memory_fraction` when it is absent.
 GPU_FRACTION, CPU_FRACTION = 0.85, 0.25
 #: `prefill_chunk_tokens` when it is absent: scripts/bench/prefill_chunks.py.
-GPU_CHUNK, CPU_CHUNK = 8192, 2048
+GPU_CHUNK, GPU_EXPERTS_CHUNK, CPU_CHUNK = 8192, 16384, 2048
 #: The first compute capability that converts e4m3.
 _FP8_CAPABILITY = (8, 9)
 
@@ -105,9 +105,13 @@ def check_row_state(settings: EngineSettings, most_pages: int, model: LanguageMo
         )
 
 
-def chunk_tokens(settings: EngineSettings, device: torch.device) -> int:
+def chunk_tokens(settings: EngineSettings, model: LanguageModel) -> int:
     """The most prompt tokens of a prefill step. On a GPU, experts are faster the more tokens each of them gets."""
-    return settings.prefill_chunk_tokens or (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK)
+    if settings.prefill_chunk_tokens is not None:
+        return settings.prefill_chunk_tokens
+    if model.embed.device.type == "cpu":
+        return CPU_CHUNK
+    return GPU_CHUNK if model.spec.moe is None else GPU_EXPERTS_CHUNK
 
 
 def check_states(settings: EngineSettings, model: LanguageModel, free_bytes: int) -> None:
@@ -129,7 +133,7 @@ def no_room_for_steps(settings: EngineSettings, model: LanguageModel, free_bytes
     return ValueError(
         f"the weights take {_gib(weight_bytes(model))} and leave {_gib(free_bytes)} free, which is too little for one "
         f"step of max_rows = {settings.max_rows} rows or prefill_chunk_tokens = "
-        f"{chunk_tokens(settings, model.embed.device)} tokens: lower these, or use a device with more memory"
+        f"{chunk_tokens(settings, model)} tokens: lower these, or use a device with more memory"
     )
 
 
