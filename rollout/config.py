@@ -90,8 +90,7 @@ class EngineSettings(_Section):
     prefill_chunk_tokens: int | None = Field(
         None,
         ge=1,
-        description="most prompt tokens in one prefill step; none: 8192 on a GPU (16384 with experts), "
-        "2048 on a CPU",
+        description="most prompt tokens in one prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
     )
     cuda_graphs: bool = Field(
         True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"
