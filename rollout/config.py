@@ -40,6 +40,11 @@ class ModelSettings(_Section):
         description="frequencies of a model with LongRoPE (Phi-3, Phi-4-mini), for all sequences. short: sequences end "
         "at its original context. long: its whole context, and short sequences have these frequencies, too",
     )
+    images: bool = Field(
+        False,
+        description="serve images: load the vision tower of a model of text and images, and take `media` in requests; "
+        "false: such a model is served for text alone",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of the weights; auto: the checkpoint's type, float32 on a CPU"
     )

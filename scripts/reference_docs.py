@@ -223,10 +223,14 @@ def _values(key: SettingKey) -> str:
 def models_page() -> str:
     """Every family of the registry."""
     rows = [
-        (family.models, f"`{name}`", _on_gpu(name), f"`{_oracle(name, family)}`") for name, family in FAMILIES.items()
+        (family.models, f"`{name}`", _on_gpu(name, family), f"`{_oracle(name, family)}`")
+        for name, family in FAMILIES.items()
     ]
     for name, whole in MULTIMODAL.items():
-        ways = dict.fromkeys(_on_gpu(language_model) for language_model in whole.language_models)
+        ways = dict.fromkeys(
+            _on_gpu(entry, FAMILIES[entry]) if isinstance(entry, str) else _on_gpu(name, entry)
+            for entry in whole.language_models
+        )
         rows.append((whole.models, f"`{name}`", " or ".join(ways), f"`{name}`"))
     heads = ("models", "architecture", "on a GPU", "held against")
     return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows)), "", _LONGROPE]) + "\n"
@@ -243,8 +247,7 @@ _REAL: dict[str, dict[str, Any]] = {
 }
 
 
-def _on_gpu(architecture: str) -> str:
-    family = FAMILIES[architecture]
+def _on_gpu(architecture: str, family: Family) -> str:
     config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128, **_REAL.get(architecture, {}))
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}

@@ -158,13 +158,15 @@ class FusedDecoder:
         model = self._model
         self._begin(len(token_ids_T))
         first, *others = self._ropes
-        residual_TH, cos_sin = embed_rope(token_ids_T, batch.positions_T, model.embed, first.inv_freq_D, first.sign_D)
+        residual_TH, cos_sin = self._embed(token_ids_T, batch, first)
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
-        context = StepContext((cos_sin, *(rope(batch.positions_T) for rope in others)), slots_T, batch, kv)
+        context = StepContext((cos_sin, *(rope(batch.turned_by) for rope in others)), slots_T, batch, kv)
         last, *before = reversed([cast(DecoderLayer, layer) for layer in model.layers])
         added = None
-        for layer in reversed(before):
+        for index, layer in enumerate(reversed(before)):
             residual_TH, added = self._layer(layer, residual_TH, added, context)
+            if batch.images is not None:  # never after the last layer: `tower_spec`
+                residual_TH = batch.images.add_after(index, residual_TH)
         if batch.wanted is None:
             residual_TH, added = self._layer(last, residual_TH, added, context)
         else:
@@ -194,6 +196,16 @@ class FusedDecoder:
     def takes_wanted(self) -> bool:
         """True if steps may name the tokens whose hidden states are wanted."""
         return self._model.layers[-1].mixer in self._fused and not self._deterministic
+
+    def _embed(
+        self, token_ids_T: torch.Tensor, batch: AttentionBatch, rope: Rope
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """The residual stream before the first layer, and the cosines and sines of the first rotary embedding."""
+        embed_VH, positions = self._model.embed, batch.turned_by
+        if positions.dim() == 1 and batch.images is None:
+            return embed_rope(token_ids_T, positions, embed_VH, rope.inv_freq_D, rope.sign_D)
+        residual_TH = F.embedding(token_ids_T, embed_VH)
+        return residual_TH if batch.images is None else batch.images.replace_in(residual_TH), rope(positions)
 
     def _begin(self, tokens: int) -> None:
         """Choose how `tokens` tokens are computed, from here on."""

@@ -31,6 +31,8 @@ def fill_random(model: Decoder, seed: int) -> None:
     output_std = _SHARPNESS * math.sqrt(2 * math.log(spec.vocab)) * spec.hidden**-0.5
     block_gain = max(1.0, _TIED_GAIN * output_std) if spec.tied else 1.0
     for name, parameter in model.named_parameters():
+        if name.startswith("tower."):
+            continue
         if name.endswith("bias"):
             parameter.zero_()
         elif name.endswith("a_log"):  # decays from nearly none to nearly all of a state
@@ -50,6 +52,8 @@ def fill_random(model: Decoder, seed: int) -> None:
             if coded:  # the same weights as without codes
                 block = model.get_submodule(name.rpartition(".")[0])
                 quantize_to(weight, block.weights(name.rpartition(".")[2]))  # type: ignore[operator]
+    if model.tower is not None:
+        model.tower.fill_random(generator)
     model.embed.normal_(0.0, 1.0, generator=generator)
     model.lm_head.normal_(0.0, output_std, generator=generator)
     model.norm.weight.bernoulli_(0.5, generator=generator).mul_(2.0).sub_(2.0 if spec.unit_offset else 1.0)
