@@ -97,6 +97,17 @@ class EngineSettings(_Section):
         ge=1,
         description="most prompt tokens in one prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
     )
+    image_tokens: int = Field(
+        16_384,
+        ge=64,
+        description="size of the buffer for embeddings of images, tokens; equal images of several requests are "
+        "encoded once while they are in it. With model.images",
+    )
+    image_patches: int = Field(
+        16_384,
+        ge=1,
+        description="most patches that the vision tower encodes before a prefill step, and most of an image or video",
+    )
     cuda_graphs: bool = Field(
         True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"
     )

@@ -70,6 +70,7 @@ def make_model(name: str, folder: Path, seed: int = 0) -> Any:
                 parameter.normal_(0.0, gain * parameter[0].numel() ** -0.5, generator=generator)
             else:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+        model.get_output_embeddings().weight[[IMAGE, VIDEO]] = 0.0  # never the likeliest: transformers would look for
     model.save_pretrained(folder)
     return model
 
