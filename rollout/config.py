@@ -332,6 +332,14 @@ class ServiceSettings(_Section):
         300.0, gt=0, description="seconds that a session keeps its KV for the next turn, unless the request sets it"
     )
     max_session_lease_s: float = Field(3600.0, gt=0, description="largest session_lease_s of a request, seconds")
+    max_media: int = Field(64, ge=1, le=4096, description="most images and videos of a request; with model.images")
+    max_media_patches: int = Field(262_144, ge=1, description="most patches of all images and videos of a request")
+    media_store_bytes: int = Field(
+        2 << 30,
+        ge=1,
+        description="host memory for the pixels of images, bytes: those that requests in flight need, and those that "
+        "later requests may name by their hash",
+    )
     max_results: int = Field(4096, ge=0, description="results kept until they are acknowledged")
     max_results_bytes: int = Field(512 << 20, ge=0, description="most bytes of all kept results")
     max_reply_bytes: int = Field(1 << 30, ge=1, description="most bytes of top log-probs and routing in one reply")

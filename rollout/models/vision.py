@@ -98,7 +98,8 @@ def _make_module(spec: TowerSpec, dtype: torch.dtype, device: torch.device) -> A
     from transformers.initialization import no_init_weights
 
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.values}
-    config = CONFIG_MAPPING[spec.family.model_type](**values)
+    config_class: Any = CONFIG_MAPPING[spec.family.model_type]
+    config = config_class(**values)
     with no_init_weights(), torch.device(device):
         module = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return module.requires_grad_(False).eval()
