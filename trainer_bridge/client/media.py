@@ -149,12 +149,13 @@ class _Pieces:
             return
         grids, values = _rows(inputs[grid_name]), as_pixels(inputs[pixels_name])
         patches = [math.prod(grid) for grid in grids.tolist()]
-        if sum(patches) != len(values) or not placeholders or sum(patches) % placeholders:
+        merged, left = divmod(sum(patches), max(placeholders, 1))
+        if sum(patches) != len(values) or not placeholders or left or math.isqrt(merged) ** 2 != merged:
             raise ValueError(
                 f"{grid_name} has {sum(patches)} patches, {pixels_name} {len(values)}, and the prompts have "
                 f"{placeholders} placeholders: they do not fit together"
             )
-        self._merged = sum(patches) // placeholders  # patches that one token stands for
+        self._merged = merged  # patches that one token stands for, a square of them
         seconds = inputs.get("second_per_grid_ts") if kind == 2 else None
         times = [None] * len(patches) if seconds is None else [float(each) for each in seconds]
         bounds = np.cumsum([0, *patches])
