@@ -283,7 +283,7 @@ def _build_allocator(
     if step.encoder is not None:
         encodings = Encodings(
             len(step.encoder.buffer_PW),
-            engine.image_patches,
+            step.encoder.most_patches,
             step.encoder.spec.family.beginnings,
             None if lasting is None else lasting.encoding_counts,
         )
@@ -381,12 +381,16 @@ def _image_encoder(site: _Site) -> ImageEncoder | None:
     if tower is None:
         return None
     places = -(-engine.image_tokens // BLOCK) * BLOCK
+    if engine.image_patches < tower.spec.merge**2:
+        raise ValueError(
+            f"image_patches = {engine.image_patches} are less than a token: use {tower.spec.merge**2} or more"
+        )
     if engine.image_patches > places * tower.spec.merge**2:
         raise ValueError(
             f"image_patches = {engine.image_patches} make {engine.image_patches // tower.spec.merge**2} tokens, more "
             f"than image_tokens = {engine.image_tokens}: lower the one or raise the other"
         )
-    dtype = site.model.embed.dtype
+    dtype, where = site.model.embed.dtype, site.model.embed.device
     needed = places * tower.spec.width * dtype.itemsize
     if needed > device.free_bytes():
         raise ValueError(
@@ -395,7 +399,7 @@ def _image_encoder(site: _Site) -> ImageEncoder | None:
         )
     log.info("buffer for embeddings of images", extra={"tokens": places, "bytes": needed})
     zeros = None if memory is None else memory.zeros
-    return ImageEncoder(tower, places, dtype, site.model.embed.device, engine.deterministic, zeros)
+    return ImageEncoder(tower, places, engine.image_patches, dtype, where, engine.deterministic, zeros)
 
 
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:

@@ -77,5 +77,6 @@ class Rope(nn.Module):
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines and sines of `apply_rope`. Positions are [T], or [3, T] by axis."""
         if positions.dim() == 2:
-            return rope_cos_sin(positions.index_select(0, self.axes_D).t(), self.inv_freq_D, self.sign_D)
+            positions_TD = positions.index_select(0, self.axes_D).t().contiguous()
+            return rope_cos_sin(positions_TD, self.inv_freq_D, self.sign_D)
         return rope_cos_sin(positions, self.inv_freq_D, self.sign_D)

@@ -52,8 +52,8 @@ class VisionTower(nn.Module):
 
         module, merge = self.module, self.spec.merge
         given: dict[str, Any] = {
-            "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid_thw),  # read on the host
-            "position_ids": vision_utils.get_vision_position_ids(grid_thw, merge).to(device, non_blocking=True),
+            "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid_thw),
+            "position_ids": vision_utils.get_vision_position_ids(grid_thw, merge),
         }
         if hasattr(module, "num_grid_per_side"):
             indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
@@ -63,15 +63,14 @@ class VisionTower(nn.Module):
                 align_corners=module.interpolation_align_corners,
                 spatial_merge_size=merge,
             )
-            given["interp_indices"] = indices.to(device, non_blocking=True)
-            given["interp_weights"] = weights.to(device, non_blocking=True)
+            given |= {"interp_indices": indices, "interp_weights": weights}
         if hasattr(module, "window_size"):
             index, cu_seqlens = vision_utils.get_vision_window_index(
                 grid_thw, spatial_merge_size=merge, window_size=module.window_size, patch_size=module.patch_size
             )
-            given["window_index"] = index.to(device, non_blocking=True)
-            given["cu_window_seqlens"] = cu_seqlens
-        return given
+            given |= {"window_index": index, "cu_window_seqlens": cu_seqlens}
+        on_host = ("cu_seqlens", "cu_window_seqlens")  # the module reads them there
+        return {name: part if name in on_host else to_device(part, device) for name, part in given.items()}
 
     def fill_random(self, generator: torch.Generator) -> None:
         """Fill the parameters: products that keep the scale of their input, plain norms."""
@@ -91,6 +90,11 @@ class VisionTower(nn.Module):
             Region(tuple({beginning + name: parameter.detach()} for beginning in beginnings), kept_if_absent=True)
             for name, parameter in self.module.named_parameters()
         ]
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a host's tensor that is enqueued: one from pageable memory would wait for the stream."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _make_module(spec: TowerSpec, dtype: torch.dtype, device: torch.device) -> Any:

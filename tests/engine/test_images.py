@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from rollout.config import ModelSettings
 from rollout.engine.messages import Prior
 from rollout.models import load_model
+from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder
+from rollout.models.fused import FusedDecoder
 from tests.support.engine.harness import Bench, watch_prefills
 from tests.support.engine.images import encoded, submit
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
@@ -277,3 +280,41 @@ def test_pixels_may_have_16_bits(dtype: torch.dtype, models: Any) -> None:
     bench.run()
     check_greedy(bench, reference, "r", exact)
     bench.close()
+
+
+class Fused(FusedDecoder):
+    """Takes what the torch twins of a step's begin return: views that are not contiguous."""
+
+    def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
+        parts = {name: getattr(batch, name) for name in ("positions_T", "kv_slots_T", "context_lens_B")}
+        whole = {name: part.contiguous() for name, part in parts.items()}
+        return super().__call__(token_ids_T.contiguous(), replace(batch, **whole), kv)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.filterwarnings("ignore:no measured plan")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_fused_kernels_take_images(name: str, models: Any) -> None:
+    reference, model = models[name]
+    bench = Bench(model, prefill_chunk_tokens=16)
+    step = bench.engine.executor.step
+    step.forward, step.skips_unwanted = Fused(model), True
+    prompts = {"images": prompt_with(3, picture(2, 8, 1), 2, picture(6, 4, 2), 2), "text": prompt_with(4)}
+    for each, prompt in prompts.items():
+        submit(bench, each, prompt, 3)
+    bench.run()
+    for each, prompt in prompts.items():
+        check_greedy(bench, reference, each, prompt)
+    bench.close()
+
+
+def test_the_largest_image_fits_in_the_buffer(models: Any) -> None:
+    """The rehearsal of a GPU encodes it."""
+    bench = Bench(models["Qwen3-VL"][1], image_tokens=128, image_patches=450)
+    encoder = bench.engine.executor.step.encoder
+    largest = encoder.largest()
+    assert len(largest.pixels.patches) > 400 and len(largest.places) <= len(encoder.buffer_PW)
+    encoder.encode([largest])
+    bench.close()
+    with pytest.raises(ValueError, match="image_tokens"):
+        Bench(models["Qwen3-VL"][1], image_tokens=64, image_patches=450)

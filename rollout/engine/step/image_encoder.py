@@ -8,32 +8,35 @@ Legend: P places, W numbers of a place: the embeddings of one token, side by sid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
 
+from rollout.engine.messages import Pixels
 from rollout.engine.sequence.images import Encode
-from rollout.models.vision import VisionTower
+from rollout.models.vision import VisionTower, to_device
 
 
 class ImageEncoder:
     """A buffer of `places` tokens for what `tower` makes. With `one_by_one` no image's bits depend on the others.
 
-    `zeros` allocates the buffer, by default torch does.
+    A step encodes up to `most_patches`. `zeros` allocates the buffer, by default torch does.
     """
 
     def __init__(
         self,
         tower: VisionTower,
         places: int,
+        most_patches: int,
         dtype: torch.dtype,
         device: torch.device,
         one_by_one: bool = False,
         zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
     ) -> None:
-        self.spec = tower.spec
+        self.spec, self.most_patches = tower.spec, most_patches
         self._tower, self._one_by_one, self._device = tower, one_by_one, device
         shape = (places, tower.spec.width)
         self.buffer_PW = torch.zeros(shape, dtype=dtype, device=device) if zeros is None else zeros(shape, dtype)
@@ -42,10 +45,18 @@ class ImageEncoder:
     def encode(self, encodes: Seq[Encode]) -> None:
         """Encode images; returns once the work is enqueued."""
         for batch in [[encode] for encode in encodes] if self._one_by_one else _of_one_dtype(encodes):
-            patches = [_patches(encode.pixels.patches).to(self._device, non_blocking=True) for encode in batch]
+            patches = [to_device(_patches(encode.pixels.patches), self._device) for encode in batch]
             places = torch.from_numpy(np.concatenate([encode.places for encode in batch]))
             embeddings_NW = self._tower.embeddings(torch.cat(patches), [encode.pixels.grid for encode in batch])
-            self.buffer_PW.index_copy_(0, places.to(self._device, non_blocking=True), embeddings_NW)
+            self.buffer_PW.index_copy_(0, to_device(places, self._device), embeddings_NW)
+
+    def largest(self) -> Encode:
+        """The largest image, of zeros: to learn what it takes."""
+        merge, squares = self.spec.merge, self.most_patches // self.spec.merge**2
+        height = math.isqrt(squares)
+        grid = (1, height * merge, squares // height * merge)
+        patches = np.zeros((grid[1] * grid[2], self.spec.patch_values), np.float32)
+        return Encode(Pixels(b"", grid, patches), np.arange(self.spec.tokens(grid)))
 
     def select(self, places_N: torch.Tensor) -> torch.Tensor:
         """The embeddings at these places, [N, W]."""
