@@ -131,6 +131,7 @@ class _States(MoeModelOutputWithPast):
 
     cross_attentions = None
     image_hidden_states = None
+    image_outputs = video_outputs = None  # of models of text and images
 
 
 class _GivenStates(nn.Module):
