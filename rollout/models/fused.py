@@ -28,7 +28,7 @@ from rollout_kernels.linear.table import Config, last_rows, linear_config
 from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
 from rollout_kernels.lora import Correction
 from rollout_kernels.lora.triton_lora import adds_later, shrink_beside
-from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
+from rollout_kernels.norm_rope.triton_elementwise import MANY_ROWS, add_rms_norm, embed_rope, finish_qkv, silu_mul
 
 from rollout.models import deterministic as one_order
 from rollout.models.batch import AttentionBatch, KVCache, WantedTokens
@@ -184,7 +184,7 @@ class FusedDecoder:
 
         A step of a size between two of these may compile a kernel while serving, unless the next larger one ran before.
         """
-        return sorted({*last_rows(), *([] if self._experts is None else self._experts.sizes())})
+        return sorted({*last_rows(), MANY_ROWS - 1, *([] if self._experts is None else self._experts.sizes())})
 
     def take_chosen(self) -> list[torch.Tensor]:
         """Experts of each sparse layer, int32 [T, K], of the step that was just captured; a replay writes them anew."""
@@ -255,7 +255,7 @@ class FusedDecoder:
     def _norm(self, residual_TH: torch.Tensor, added: Unsummed | None, weight_H: torch.Tensor) -> torch.Tensor:
         parts, correction = (None, None) if added is None else added
         spec = self._model.spec
-        return add_rms_norm(residual_TH, parts, weight_H, spec.eps, correction, spec.unit_offset)
+        return add_rms_norm(residual_TH, parts, weight_H, spec.eps, correction, spec.unit_offset, self._deterministic)
 
     def _product(
         self,
@@ -308,6 +308,7 @@ class FusedDecoder:
                 correction,
                 spec.unit_offset,
                 gates_TQD,
+                self._deterministic,
             )
             gate_TK = None if gates_TQD is None else gates_TQD.flatten(1)
         else:

@@ -22,7 +22,7 @@ from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, padded_from, 
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import last_pairs
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route, router_scratch
-from rollout_kernels.moe.triton_router import Record, Routing, moe_route, router_logits, sum_of_parts
+from rollout_kernels.moe.triton_router import MANY_TOKENS, Record, Routing, moe_route, router_logits, sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from rollout.models.batch import ExpertRecord
@@ -96,7 +96,7 @@ class FusedExperts:
         padded = 1
         if self._device is not None:
             padded = padded_from(self._shape, self._format, self._dtype, self._device) or 1
-        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS, padded - 1} - {0})
+        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS, MANY_TOKENS - 1, padded - 1} - {0})
 
     def run(
         self,
@@ -114,7 +114,7 @@ class FusedExperts:
         norm_H, router_EH = layer.feed_forward_norm.weight, block.router
         how, offset = (self._router.top_k, self._router.renormalize), self._unit_offset
         if self._by_torch:
-            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
+            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, None, offset, self._deterministic)
             dtype = torch.float32 if self._router.float32 else x_TH.dtype
             parts_STE = router_logits(x_TH, router_EH, self._deterministic, dtype)
             logits_TE = sum_of_parts(parts_STE, dtype)
@@ -128,7 +128,7 @@ class FusedExperts:
             )
             residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
         else:
-            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
+            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, None, offset, self._deterministic)
             routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
         if self._chosen is not None:
             self._chosen.append(routing.experts_TK)
