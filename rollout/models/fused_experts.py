@@ -102,10 +102,10 @@ class FusedExperts:
         self,
         layer: DecoderLayer,
         residual_TH: torch.Tensor,
-        parts_STH: torch.Tensor,
+        parts_STH: torch.Tensor | None,
         kept: ExpertRecord | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block. `parts_STH` is the mixer's output, not yet added; the router writes to `kept` if it is given.
+        """One block. `parts_STH` is what is left to add of the mixer's output; the router writes to `kept` if given.
 
         Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
         """
@@ -114,7 +114,7 @@ class FusedExperts:
         norm_H, router_EH = layer.feed_forward_norm.weight, block.router
         how, offset = (self._router.top_k, self._router.renormalize), self._unit_offset
         if self._by_torch:
-            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, None, offset, self._deterministic)
+            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
             dtype = torch.float32 if self._router.float32 else x_TH.dtype
             parts_STE = router_logits(x_TH, router_EH, self._deterministic, dtype)
             logits_TE = sum_of_parts(parts_STE, dtype)
@@ -123,12 +123,13 @@ class FusedExperts:
             weights_TK, experts_TK = block.choose_experts(logits_TE, kept)
             routing = Routing(experts_TK.int(), weights_TK.float())
         elif tokens <= MOST_TOKENS and not self._deterministic:
+            assert parts_STH is not None, "so few tokens leave it"
             found = norm_route(
                 residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record, offset
             )
             residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
         else:
-            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, None, offset, self._deterministic)
+            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
             routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
         if self._chosen is not None:
             self._chosen.append(routing.experts_TK)

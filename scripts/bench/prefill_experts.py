@@ -9,7 +9,7 @@ Every result is one line of JSON. A candidate that fails to compile or run gives
     experts    Qwen3-30B-A3B's layer of experts: today's plan, and the products over padded groups; each launch too
     attention  prefill attention: the paged kernel, and gather plus attention over gathered keys and values
     dense      the four products of Qwen3-8B's layer: cuBLAS (plus SiLU), and the experts' kernel with one expert
-    between    what lies between the products: norms, router, q/k/v, by the warps of a program
+    between    what lies between the products: norms, q/k/v, and the choice of experts by the tile of a program
     layers     kernels of a whole step of two layers, microseconds a layer, from torch's profiler
 
 `tflops` counts the products that have to be done: no padding, and for attention only the visible positions. `error` is
@@ -61,7 +61,6 @@ from rollout_kernels.moe.triton_group_pairs import group_pairs
 from rollout_kernels.moe.triton_grouped_experts import GroupedConfig, combine, grouped_down, grouped_gate_up
 from rollout_kernels.moe.triton_padded_groups import gather_sum, pad_groups, spread_rows
 from rollout_kernels.moe.triton_router import Routing, moe_choose
-from rollout_kernels.norm_rope import triton_elementwise
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, silu_mul
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
@@ -288,15 +287,12 @@ def bench_dense(quick: bool) -> None:
             def by_cublas(x=x, w=w, silu=silu):
                 return silu_mul(F.linear(x, w)) if silu else F.linear(x, w)
 
-            def in_slices(x=x, w=w, silu=silu):
-                out = torch.cat([F.linear(part, w) for part in x.split(4096)])
-                return silu_mul(out) if silu else out
-
             facts = {"product": name, "tokens": tokens}
             attempt("dense", {"candidate": "cuBLAS", **facts}, lambda run=by_cublas, m=measured: m(run))
-            if tokens > 4096:
-                slices = {"candidate": "cuBLAS, 4096 at once, and a copy", **facts}
-                attempt("dense", slices, lambda run=in_slices, m=measured: m(run))
+            if name in ("down", "o"):
+                residual = torch.zeros(tokens, outputs, device="cuda", dtype=torch.bfloat16)
+                sums = {"candidate": "cuBLAS, added to the residual", **facts}
+                attempt("dense", sums, lambda x=x, w=w, r=residual: {"us": graph_us(lambda: r.addmm_(x, w.T))})
             if silu:
                 alone = {"candidate": "cuBLAS without SiLU", **facts}
                 attempt("dense", alone, lambda x=x, w=w: {"us": graph_us(lambda: F.linear(x, w))})
@@ -319,26 +315,21 @@ def bench_between(quick: bool) -> None:
         for hidden in (2048, 4096):
             residual = torch.randn(tokens, hidden, device=device).bfloat16()
             parts, weight = torch.randn_like(residual)[None], torch.ones(hidden, device=device).bfloat16()
-            for values in (128, 256, 512, 1024):
-                triton_elementwise._MANY_NORM = values
-                us = graph_us(lambda r=residual, p=parts, w=weight: add_rms_norm(r, p, w, 1e-6))
-                floor_us = 4 * residual.nbytes / bandwidth * 1e6
-                say("between", op="norm", tokens=tokens, hidden=hidden, values=values, us=us, floor_us=floor_us)
+            us = graph_us(lambda r=residual, p=parts, w=weight: add_rms_norm(r, p, w, 1e-6))
+            floor_us = 4 * residual.nbytes / bandwidth * 1e6
+            say("between", op="norm", tokens=tokens, hidden=hidden, us=us, floor_us=floor_us)
         for heads, kv_heads in ((32, 4), (32, 8)):
             parts = torch.randn(1, tokens, (heads + 2 * kv_heads) * 128, device=device).bfloat16()
             cos, sin = torch.randn(2, tokens, 1, 128, device=device)
             norms = torch.ones(2, 128, device=device).bfloat16()
             caches = torch.empty(2, tokens // _PAGE + 1, _PAGE, kv_heads, 128, device=device).bfloat16()
             slots = torch.arange(tokens, device=device)
-            for warps, block in itertools.product((1, 2, 4, 8), (8, 16)):
-                triton_elementwise._MANY_QKV_WARPS, triton_elementwise._BLOCK_HEADS = warps, block
 
-                def run(p=parts, n=norms, c=cos, s=sin, at=slots, kv=caches, h=heads) -> torch.Tensor:
-                    return finish_qkv(p, None, n, 1e-6, c, s, at, kv[0], kv[1], h)
+            def run(p=parts, n=norms, c=cos, s=sin, at=slots, kv=caches, h=heads) -> torch.Tensor:
+                return finish_qkv(p, None, n, 1e-6, c, s, at, kv[0], kv[1], h)
 
-                facts = {"op": "qkv", "tokens": tokens, "kv_heads": kv_heads, "warps": warps, "heads": block}
-                floor_us = 2 * parts.nbytes / bandwidth * 1e6
-                attempt("between", facts, lambda r=run, f=floor_us: {"us": graph_us(r), "floor_us": f})
+            floor_us = 2 * parts.nbytes / bandwidth * 1e6
+            say("between", op="qkv", tokens=tokens, kv_heads=kv_heads, us=graph_us(run), floor_us=floor_us)
         for experts, top_k in ((128, 8), (256, 8)):
             logits = torch.randn(1, tokens, experts, device=device).bfloat16()
             for tile in (0, 1024, 2048, 4096, 8192):

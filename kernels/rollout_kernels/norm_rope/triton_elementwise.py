@@ -37,11 +37,6 @@ from rollout_kernels.common.triton_math import (
 from rollout_kernels.lora.buffers import Correction
 from rollout_kernels.lora.triton_lora import begin_expand, correction_arguments, expand_row
 
-#: From this number of tokens on, programs are many: each has fewer warps, so that more of them fit on a multiprocessor
-#: and a thread loads 16 bytes at once.
-MANY_ROWS = 1024
-_MANY_NORM = 512  # values of a warp of `add_rms_norm`
-_MANY_QKV_WARPS = 2  # of a program of `finish_qkv`
 _BLOCK_HEADS = 8  # heads of a program of `finish_qkv`
 _EMBED_BLOCK = 1024
 
@@ -106,7 +101,6 @@ def add_rms_norm(
     eps: float,
     correction: Correction | None = None,
     unit_offset: bool = False,
-    deterministic: bool = False,
 ) -> torch.Tensor:
     """Add partial products and their correction to the residual stream, and normalise it.
 
@@ -117,7 +111,6 @@ def add_rms_norm(
         eps: of the norm.
         correction: corrections that adapters add to the product, or None.
         unit_offset: the weights are stored less 1.
-        deterministic: add the squares in one order for every number of rows.
 
     Returns:
         The norm of the new residual, [M, H] in its dtype.
@@ -127,8 +120,6 @@ def add_rms_norm(
     block = triton.next_power_of_2(hidden)
     # At most four values of a part a thread. With more, the compiler serialises the loads of parts to save registers.
     warps = min(block // 128, 16) if correction is None else 4 if hidden <= 1024 else 8 if hidden <= 2048 else 16
-    if rows >= MANY_ROWS and correction is None and not deterministic:
-        warps = min(block // _MANY_NORM, 16)
     # No more lanes than values. Otherwise two warps own the same value, and one may read what the other has stored.
     warps = max(min(warps, block // 32), 1)
     out_MH = torch.empty_like(residual_MH)
@@ -311,7 +302,6 @@ def finish_qkv(
     correction: Correction | None = None,
     unit_offset: bool = False,
     gates_MHD: torch.Tensor | None = None,
-    deterministic: bool = False,
 ) -> torch.Tensor:
     """Finish the fused q/k/v product of M tokens: sum, bias, norms, rope. Write keys and values, return the queries.
 
@@ -332,7 +322,6 @@ def finish_qkv(
         unit_offset: the weights of the norms are stored less 1.
         gates_MHD: of the queries; each query head is followed by its gate in the product. Contiguous, written in place;
             None if the product has none.
-        deterministic: add the squares of a head in one order for every number of tokens.
 
     Returns:
         The queries, [M, q_heads, D].
@@ -373,7 +362,7 @@ def finish_qkv(
         GATED=int(gates_MHD is not None),
         PAGE_SIZE=k_cache_PSGD.shape[1],
         FP8=scales_P2GS is not None,
-        num_warps=_MANY_QKV_WARPS if rows >= MANY_ROWS and correction is None and not deterministic else 8,
+        num_warps=8,
         **correction_arguments(correction, _BLOCK_HEADS * 2 * half),
         **follow_options(parts_SMW.device),
     )
