@@ -56,8 +56,8 @@ Experts of gpt-oss may be in MXFP4, and are decoded to 16 bits.
 
 Of a model of text and images the worker serves the language model: it does not load the other tensors, and accepts them
 in updates. With `model.images` it serves images and videos, too, for the models with "yes" below: it loads the vision
-tower, and updates may have its tensors or leave them out, as trainers with a frozen tower do. The tower is transformers'
-own module, and runs by torch. Greedy tokens and log-probs of prompts with images are held against the whole model.
+tower, and updates may have its tensors or leave them out, as trainers with a frozen tower do. The tower is a module of
+transformers, and runs by torch. Greedy tokens and log-probs of prompts with images are held against the whole model.
 
 DeepSeek, Moonlight and GLM-4.7-Flash have latent attention (MLA): one latent a token in the KV cache. With them
 `kv_dtype = fp8_e4m3`, `deterministic` and adapters of `kv_b_proj` are errors, and `group_attention` changes nothing.

@@ -830,14 +830,14 @@ MULTIMODAL: dict[str, Multimodal] = {
     ),
     "Qwen3_5ForConditionalGeneration": Multimodal(
         model_type="qwen3_5",
-        models="Qwen3.5, Qwen3.6 (their language model)",
+        models="Qwen3.5, Qwen3.6 with a vision tower",
         language_models=("Qwen3_5ForCausalLM",),
         beginnings=_INSIDE,
         tower=TowerFamily(model_type="qwen3_5_vision", single_frames=True),
     ),
     "Qwen3_5MoeForConditionalGeneration": Multimodal(
         model_type="qwen3_5_moe",
-        models="Qwen3.5-MoE, Qwen3.6-MoE (their language model)",
+        models="Qwen3.5-MoE, Qwen3.6-MoE with a vision tower",
         language_models=("Qwen3_5MoeForCausalLM",),
         beginnings=_INSIDE,
         tower=TowerFamily(model_type="qwen3_5_moe_vision", single_frames=True),

@@ -19,7 +19,9 @@ from rollout.models.fused import FusedDecoder
 from tests.support.engine.harness import Bench, watch_prefills
 from tests.support.engine.images import encoded, submit
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
+from tests.support.kernels.grids import nightly
 from tests.support.models.images import (
+    FAMILIES,
     MODELS,
     SINGLE_FRAMES,
     ImagePrompt,
@@ -68,7 +70,7 @@ def check_greedy(bench: Bench, reference: Any, name: str, prompt: ImagePrompt) -
     np.testing.assert_allclose(done.raw_logprobs, exact.numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*FAMILIES, *nightly(*sorted(set(MODELS) - set(FAMILIES)))])
 @pytest.mark.parametrize("chunk", [64, 7])
 def test_greedy_tokens_of_mixed_rows_are_those_of_the_whole_model(name: str, chunk: int, models: Any) -> None:
     """A chunk of 7 tokens ends inside images."""
@@ -84,7 +86,7 @@ def test_greedy_tokens_of_mixed_rows_are_those_of_the_whole_model(name: str, chu
     bench.close()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_prompt_logprobs_are_those_of_the_whole_model(name: str, models: Any) -> None:
     reference, model = models[name]
     bench = Bench(model, prefill_chunk_tokens=9)
@@ -128,7 +130,7 @@ def test_a_groups_image_and_equal_images_are_encoded_once(models: Any) -> None:
     bench.close()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_an_equal_prompt_is_cached_and_one_with_another_image_is_not(name: str, models: Any) -> None:
     reference, model = models[name]
     bench = Bench(model)
@@ -156,7 +158,7 @@ def test_images_that_do_not_fit_in_the_buffer_together_are_encoded_one_after_the
     bench.close()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
 def test_a_swap_in_the_middle_encodes_again_with_the_new_tower(
     name: str, kv_on_swap: str, models: Any, tmp_path: Path
@@ -200,7 +202,7 @@ def test_an_update_without_the_tower_keeps_encodings(models: Any, tmp_path: Path
     bench.close()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("host_kv_gib", [0.0, 0.01])
 def test_preempted_rows_go_on_as_before(name: str, host_kv_gib: float, models: Any) -> None:
     reference, model = models[name]
@@ -215,7 +217,7 @@ def test_preempted_rows_go_on_as_before(name: str, host_kv_gib: float, models: A
     bench.close()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_later_turn_of_a_session_may_add_an_image(name: str, models: Any) -> None:
     reference, model = models[name]
     bench = Bench(model, prefix_cache=False)
@@ -293,7 +295,7 @@ class Fused(FusedDecoder):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_fused_kernels_take_images(name: str, models: Any) -> None:
     reference, model = models[name]
     bench = Bench(model, prefill_chunk_tokens=16)

@@ -33,6 +33,9 @@ _QWEN3_5 = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
     **_rope(2, 1, 1, partial_rotary_factor=0.25),
 }  # fmt: skip
+_EXPERTS = {
+    "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 18, "shared_expert_intermediate_size": 22,
+}  # fmt: skip
 #: Stem of the classes; text_config; vision_config; keys beside the two.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Qwen3-VL": (
@@ -48,9 +51,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"tie_word_embeddings": True},
     ),
     "Qwen3.5": ("Qwen3_5", _QWEN3_5, _INTERLEAVED, {"tie_word_embeddings": False}),
+    "Qwen3.5-MoE": ("Qwen3_5Moe", _QWEN3_5 | _EXPERTS, _INTERLEAVED, {"tie_word_embeddings": False}),
 }
+#: All that differs between families; the others are for nightly runs.
+FAMILIES = ("Qwen3-VL", "Qwen2.5-VL", "Qwen3.5")
 #: Models in which each frame of a video stands on its own in a prompt.
-SINGLE_FRAMES = ("Qwen3-VL", "Qwen3.5")
+SINGLE_FRAMES = ("Qwen3-VL", "Qwen3.5", "Qwen3.5-MoE")
 
 
 def make_model(name: str, folder: Path, seed: int = 0) -> Any:
@@ -62,6 +68,8 @@ def make_model(name: str, folder: Path, seed: int = 0) -> Any:
     )
     torch.manual_seed(seed)
     model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    if model_class._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped product refuses some widths
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
