@@ -55,13 +55,25 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 }
 #: All that differs between families; the others are for nightly runs.
 FAMILIES = ("Qwen3-VL", "Qwen2.5-VL", "Qwen3.5")
+#: Sizes that the fused kernels take.
+_LARGE_VISION = {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 256}
+_LARGE_TEXT = {"hidden_size": 256, "intermediate_size": 640, "max_position_embeddings": 2048}
+_LARGE: dict[str, dict[str, Any]] = {
+    "Qwen3-VL": _LARGE_TEXT | {"head_dim": 64} | _rope(16, 8, 8),
+    "Qwen2.5-VL": _LARGE_TEXT | _rope(8, 12, 12),
+    "Qwen3.5": _LARGE_TEXT
+    | {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    | _rope(4, 2, 2, partial_rotary_factor=0.25),
+}
 #: Models in which each frame of a video stands on its own in a prompt.
 SINGLE_FRAMES = ("Qwen3-VL", "Qwen3.5", "Qwen3.5-MoE")
 
 
-def make_model(name: str, folder: Path, seed: int = 0) -> Any:
-    """A model with random float32 weights, saved to `folder` as transformers saves it."""
+def make_model(name: str, folder: Path, seed: int = 0, large: bool = False) -> Any:
+    """A model with random float32 weights, saved to `folder` as transformers saves it; `large` for a GPU."""
     stem, text, vision, rest = MODELS[name]
+    if large:
+        text, vision = text | _LARGE[name], vision | _LARGE_VISION
     model_class = getattr(transformers, f"{stem}ForConditionalGeneration")
     config = model_class.config_class(
         text_config=_TEXT | text, vision_config=_VISION | vision, image_token_id=IMAGE, video_token_id=VIDEO, **rest
