@@ -833,14 +833,14 @@ MULTIMODAL: dict[str, Multimodal] = {
         models="Qwen3.5, Qwen3.6 with a vision tower",
         language_models=("Qwen3_5ForCausalLM",),
         beginnings=_INSIDE,
-        tower=TowerFamily(model_type="qwen3_5_vision", single_frames=True),
+        tower=TowerFamily(model_type="qwen3_5_vision", module="Qwen3_5VisionModel", single_frames=True),
     ),
     "Qwen3_5MoeForConditionalGeneration": Multimodal(
         model_type="qwen3_5_moe",
         models="Qwen3.5-MoE, Qwen3.6-MoE with a vision tower",
         language_models=("Qwen3_5MoeForCausalLM",),
         beginnings=_INSIDE,
-        tower=TowerFamily(model_type="qwen3_5_moe_vision", single_frames=True),
+        tower=TowerFamily(model_type="qwen3_5_moe_vision", module="Qwen3_5MoeVisionModel", single_frames=True),
     ),
     "Qwen3VLForConditionalGeneration": Multimodal(
         model_type="qwen3_vl",
@@ -855,7 +855,7 @@ MULTIMODAL: dict[str, Multimodal] = {
             ),
         ),
         beginnings=_INSIDE,
-        tower=TowerFamily(model_type="qwen3_vl_vision", single_frames=True),
+        tower=TowerFamily(model_type="qwen3_vl_vision", module="Qwen3VLVisionModel", single_frames=True),
     ),
     "Qwen2_5_VLForConditionalGeneration": Multimodal(
         model_type="qwen2_5_vl",
@@ -869,7 +869,12 @@ MULTIMODAL: dict[str, Multimodal] = {
             ),
         ),
         beginnings=(("model.", ("model.", "model.language_model.")),),
-        tower=TowerFamily(model_type="qwen2_5_vl_vision", single_frames=False, beginnings=("visual.", "model.visual.")),
+        tower=TowerFamily(
+            model_type="qwen2_5_vl_vision",
+            module="Qwen2_5_VisionTransformerPretrainedModel",
+            single_frames=False,
+            beginnings=("visual.", "model.visual."),
+        ),
         flat=True,
     ),
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -98,12 +99,14 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _make_module(spec: TowerSpec, dtype: torch.dtype, device: torch.device) -> Any:
-    from transformers import CONFIG_MAPPING, AutoModel
+    from transformers import CONFIG_MAPPING
     from transformers.initialization import no_init_weights
 
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.values}
     config_class: Any = CONFIG_MAPPING[spec.family.model_type]
     config = config_class(**values)
+    code = import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    module_class = getattr(code, spec.family.module)
     with no_init_weights(), torch.device(device):
-        module = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        module = module_class._from_config(config, dtype=dtype, attn_implementation="sdpa")
     return module.requires_grad_(False).eval()

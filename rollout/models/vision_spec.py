@@ -61,6 +61,7 @@ class TowerFamily:
     """The vision tower of a model of text and images, as `registry` declares it."""
 
     model_type: str  # of transformers' config of the tower
+    module: str  # the class of transformers
     #: Each frame of a video stands on its own in a prompt, after a time stamp, so a grid has one frame.
     single_frames: bool
     #: What the names of its tensors begin with; files usually have the first, and a trainer's module has one of them.

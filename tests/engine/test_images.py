@@ -51,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Dec
 def prompts_of(name: str) -> dict[str, ImagePrompt]:
     """Prompts with awkward grids: none is square, several images, next to each other, a video, text between."""
     frames = [picture(4, 6, 7 + i, video=True) for i in range(3)]
-    video = [frames[0], 2, frames[1], 2, frames[2]] if name in SINGLE_FRAMES else [picture(4, 6, 7, 3, True, 1.5)]
+    video = [frames[0], 2, frames[1], 2, frames[2]] if name in SINGLE_FRAMES else [picture(4, 6, 7, 3, True, 2.0)]
     return {
         "text": prompt_with(23),
         "one": prompt_with(5, picture(4, 10), 7, seed=1),

@@ -13,7 +13,7 @@ from trainer_bridge.wire.media import media_hash
 
 PLACEHOLDER, PATCH = 299, 8
 TOWER = TowerSpec(
-    family=TowerFamily(model_type="qwen3_vl_vision", single_frames=True),
+    family=TowerFamily(model_type="qwen3_vl_vision", module="", single_frames=True),
     values=(),
     hidden=4,
     placeholders=(PLACEHOLDER, PLACEHOLDER + 1),
