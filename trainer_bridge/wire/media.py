@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
 #: The types of pixel values: float32, float16, and the bits of bfloat16.
-PIXEL_TYPES = {np.dtype("<f4"): "float32", np.dtype("<f2"): "float16", np.dtype("<u2"): "bfloat16"}
+PIXEL_TYPES: dict[np.dtype[Any], str] = {
+    np.dtype("<f4"): "float32",
+    np.dtype("<f2"): "float16",
+    np.dtype("<u2"): "bfloat16",
+}
 HASH_CHARS = 64
 
 
