@@ -58,6 +58,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--engines", nargs="+", choices=ENGINES, default=["ours"])
     add("--experiments", nargs="+", choices=EXPERIMENTS, default=["decode"])
     add("--shapes", nargs="+", choices=SHAPES, default=["qwen3-8b"])
+    add("--layers", type=int, default=usual.layers, help="only the first ones of each shape, where memory is short")
     add("--budget", type=float, default=3600.0, help="seconds for the whole run; then the running engine is ended")
     add("--device", default=usual.device, help="device of ours and transformers: auto, cpu or cuda")
     add("--vllm-python", help="Python of the vLLM process")

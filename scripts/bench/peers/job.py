@@ -11,8 +11,8 @@ from typing import Any
 from scripts.bench.peers.workloads import completion_lengths
 
 #: `ours-blocking` is our engine at pipeline depth 1, `ours-grouped` without experts by output (warp decode),
-#: `service` is our worker, measured by a client through its socket.
-ENGINES = ("ours", "ours-blocking", "ours-grouped", "service", "vllm", "transformers")
+#: `ours-fallback` with transformers' code as the model, `service` is our worker, measured by a client of its socket.
+ENGINES = ("ours", "ours-blocking", "ours-grouped", "ours-fallback", "service", "vllm", "transformers")
 EXPERIMENTS = ("decode", "contexts", "post", "short", "long_job", "groups", "prefill", "arrivals")
 _SLACK_TOKENS = 16
 
@@ -23,6 +23,7 @@ class Job:
 
     engine: str = "ours"
     shape: str = "qwen3-8b"
+    layers: int = 0  # the first ones of the shape; 0: all
     experiments: tuple[str, ...] = ("decode",)
     device: str = "auto"
     rows: tuple[int, ...] = (1, 8, 32, 128)  # of decode and contexts
