@@ -64,6 +64,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--vllm-python", help="Python of the vLLM process")
     add("--vllm-env", type=Path, help="environment of the vLLM process, as env -0 writes it")
     add("--rows", type=int, nargs="+", default=list(usual.rows), help="of decode and contexts")
+    add("--context-rows", type=int, nargs="+", default=list(usual.context_rows), help="of contexts; default: --rows")
     add("--prompt", type=int, default=usual.prompt, help="tokens, of decode and post")
     add("--new", type=int, default=usual.new, help="tokens, of decode")
     add("--repeats", type=int, default=usual.repeats, help="runs of decode and contexts; the best one counts")

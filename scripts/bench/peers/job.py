@@ -27,6 +27,7 @@ class Job:
     experiments: tuple[str, ...] = ("decode",)
     device: str = "auto"
     rows: tuple[int, ...] = (1, 8, 32, 128)  # of decode and contexts
+    context_rows: tuple[int, ...] = ()  # of contexts, if they are others
     prompt: int = 128  # tokens; of decode and post
     new: int = 512  # tokens of a completion of decode
     repeats: int = 2  # of each timed run of decode and contexts; the best counts
@@ -74,7 +75,7 @@ class Job:
     @property
     def most_rows(self) -> int:
         """Rows that the engine must be able to decode at once."""
-        wanted = {"decode": max(self.rows), "contexts": max(self.rows), "post": self.post_rows}
+        wanted = {"decode": max(self.rows), "contexts": max(self.context_rows or self.rows), "post": self.post_rows}
         wanted |= {"groups": max(self.group_rows)}
         return max(wanted.get(name, self.job_rows) for name in self.experiments)
 
