@@ -27,7 +27,7 @@ import torch
 import triton
 from rollout_kernels import SamplingRows
 from rollout_kernels.attention import triton_decode
-from rollout_kernels.attention.gluon_prefill import gathered_attention
+from rollout_kernels.attention.gluon_prefill import HEAD_DIM, gathered_attention
 from rollout_kernels.attention.segments import SEGMENT_WORDS
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 from rollout_kernels.attention.triton_gather_kv import gather_kv
@@ -220,7 +220,7 @@ def _prefill(shape: Shape, cache, scales, window, variant: bool = False) -> None
     q, lens = empty(2048, shape.heads, shape.dim), ints(4, dtype=torch.int64)
     how = {"max_query": 2048, "scale": 0.1, "window": window, "scales_P2GS": scales, **_variant(shape, variant)}
     prefill_attention(q, cache, cache, ints(4, 1024), ints(5), lens, **how)
-    if capability_of_gluon():
+    if capability_of_gluon() and shape.dim == HEAD_DIM:
         kv = gather_kv(
             cache, cache, ints(4, 1024), lens, rows=8192, most=2048, dtype=torch.bfloat16, scales_P2GS=scales
         )
