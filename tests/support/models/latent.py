@@ -72,9 +72,9 @@ def config_of(name: str) -> dict[str, Any]:
     return config
 
 
-def make_latent(name: str, folder: Path, seed: int = 0) -> Any:
+def make_latent(name: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
     """Save a random model to `folder` and return it."""
-    model = make_model(name.split()[0], seed, **config_of(name))
+    model = make_model(name.split()[0], seed, **{**config_of(name), **changes})
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("_b_proj.weight", "_with_mqa.weight")):
