@@ -293,7 +293,7 @@ def test_the_suffix_drafter_speeds_a_second_epoch_up(model, six):
 class FixedCosts(StepCosts):
     """Whatever steps take."""
 
-    def ran(self, rows, context, verifies, seconds):
+    def ran(self, rows, context, drafts, seconds):
         pass
 
 

@@ -74,14 +74,14 @@ class Speculation:
 
     def ran(self, plan: Plan, tokens: int, seconds: float, counters: Counters) -> None:
         """A decode step was committed: it took this long on the device, and `tokens` of its tokens were kept."""
-        rows, draws = plan.rows, plan.draws
-        context = float(sum((span.start + 1) * span.draws for span in plan.spans))
-        if plan.drafts and tokens:
-            plain_s = self._costs.plain_s(rows, context * rows / draws) * tokens / rows
-            expected_s = float(self._costs.verify_s(np.array([draws]), np.array([context]))[0])
+        rows, drafts = plan.rows, plan.draws - plan.rows
+        context = float(sum(span.start + 1 for span in plan.spans))
+        if drafts and tokens:
+            plain_s = self._costs.plain_s(rows, context) * tokens / rows
+            expected_s = float(self._costs.verify_s(rows, context, np.array([drafts]))[0])
             counters.saved_s += plain_s - seconds
             counters.expected_saved_s += plain_s - expected_s
-        self._costs.ran(draws, context, bool(plan.drafts), seconds)
+        self._costs.ran(rows, context, drafts, seconds)
 
     def _wanted(self, paths: dict[Sequence, list[int]], seqs: list[Sequence]) -> dict[Sequence, int]:
         """The drafts that each row with a path should get, if its pages allow."""
