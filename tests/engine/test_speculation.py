@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages import Cancel, StopAt
+from rollout.engine.messages import Cancel, Delta, PutAdapter, StopAt
 from rollout.engine.speculation.step_costs import StepCosts
 from tests.engine.test_invariants import run_watched
+from tests.support.engine.adapted import bench_of, make_adapters, versions_of
 from tests.support.engine.constraints import SIZE, Cycle, X, Y
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.drafting import drafting, row_by_row
@@ -248,6 +249,76 @@ def test_a_completion_that_may_span_no_version_ends_whole(model, folders, monkey
     done = bench.completions["r0", 0]
     assert done.finish.reason == "stale" and set(done.versions) == {0}
     assert done.token_ids == six.tokens("r0")[: len(done.token_ids)]
+
+
+# --- adapters ---
+
+
+@pytest.fixture(scope="module")
+def adapters(hf_models, folders, tmp_path_factory):
+    return make_adapters(hf_models[0], folders[0], tmp_path_factory)
+
+
+def adapted(bench: Bench, adapters, count: int = 2) -> Bench:
+    for i in range(count):
+        bench.engine.inbox.put(PutAdapter(f"a{i}", adapters[i][0], token=i))
+    for i in range(6):
+        adapter = None if i % 3 == 2 else f"a{i % 3}"
+        fields = {"sampling": RULES[i % len(RULES)], "adapter": adapter, "n": 1 + i % 2}
+        bench.submit(f"r{i}", prompt_of(9, i // 3), 40, **fields)
+    return bench
+
+
+@pytest.mark.parametrize(("wrong", "ragged"), [(0.0, False), (0.3, True)])
+def test_rows_with_adapters_draft_like_others(model, monkeypatch, adapters, wrong, ragged):
+    slots = {"adapter_slots": 2, "adapter_rank": 16, "max_rows": 16}
+    plain = adapted(Bench(model, **slots), adapters)
+    plain.run()
+    plain.close()
+    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), wrong, ragged=ragged, **slots)
+    run_watched(adapted(bench, adapters))
+    bench.close()
+    assert_same(bench, plain)
+    assert bench.engine.roster.counters.accepted > 100
+    assert len({tuple(bench.tokens(f"r{i}")) for i in (0, 1, 2)}) == 3, "adapters and the model say other things"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_newer_adapter_is_stamped_at_its_first_token(model, monkeypatch, adapters, seed):
+    """With drafts in flight it is not known which one that is when the adapter changes."""
+    slots = {"adapter_slots": 2, "adapter_rank": 16}
+    old = bench_of(model, adapters, 1)
+    old.submit("r", prompt_of(10), 60, adapter="a0")
+    old.run()
+    rng = random.Random(seed)
+    bench, _ = drafting(monkeypatch, model, recorded(old.completions), 0.3, seed, **slots)
+    bench.engine.inbox.put(PutAdapter("a0", adapters[0][0]))
+    bench.submit("r", prompt_of(10), 60, stream_every=1, adapter="a0")
+    changes = 0
+    while bench.engine.busy or not bench.engine.inbox.empty():
+        if changes < 2 and len(bench.tokens("r")) > rng.randint(3, 12) + 20 * changes:
+            changes += 1
+            bench.engine.inbox.put(PutAdapter("a0", adapters[changes][0], version=changes))
+        bench.engine.tick()
+    bench.close()
+    got, versions = bench.tokens("r"), versions_of(bench, "r")
+    assert set(versions) == {0, 1, 2} and versions == sorted(versions)
+    first, second = versions.index(1), versions.index(2)
+    assert got[:first] == old.tokens("r")[:first]
+    # KV of tokens before a change is kept: what was drawn after it is what an engine without drafts draws.
+    steps, plain = [first, second], bench_of(model, adapters, 1, pipeline_depth=1)
+    plain.submit("r", prompt_of(10), 60, stream_every=1, adapter="a0")
+    plain.engine.tick()
+    while plain.engine.busy:
+        if steps and len(plain.tokens("r")) == steps[0]:
+            at = 3 - len(steps)
+            plain.engine.inbox.put(PutAdapter("a0", adapters[at][0], version=at))
+            steps.pop(0)
+        plain.engine.tick()
+    plain.close()
+    assert versions_of(plain, "r") == versions and plain.tokens("r") == got
+    marks = [event.adapter_versions for event in bench.events if isinstance(event, Delta)]
+    assert all(later[: len(mark)] == mark for mark, later in zip(marks, marks[1:], strict=False)), "told marks stay"
 
 
 # --- experts ---

@@ -20,9 +20,8 @@ from rollout.engine.speculation.acceptance import Acceptance
 from rollout.engine.speculation.drafter import Drafter
 from rollout.engine.speculation.step_costs import StepCosts, worthwhile
 
-#: Rows with these draft nothing. A mask is made for one token; a change of an adapter is noted at a token that must be
-#: known.
-_NOT_DRAFTED = (Feature.CONSTRAIN | Feature.ADAPTER).value
+#: Rows with these draft nothing: a mask is made for one token.
+_NOT_DRAFTED = Feature.CONSTRAIN.value
 #: Of so many plans one asks the drafter while drafts do not pay.
 _ASKED_EVERY = 8
 

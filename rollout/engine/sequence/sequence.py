@@ -210,6 +210,7 @@ class Sequence:
         self.drafted -= count
         self.launched -= count - accepted
         self.kv.take_back(count - accepted, self.prompt_len + len(self.tokens) + accepted)
+        self.adapter_use.drafts_refused(count - accepted, len(self.tokens))
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""
