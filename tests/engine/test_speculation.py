@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rollout.engine.messages import Cancel, Delta, PutAdapter, StopAt
 from rollout.engine.speculation.step_costs import StepCosts
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.adapted import bench_of, make_adapters, versions_of
-from tests.support.engine.constraints import SIZE, Cycle, X, Y
+from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.drafting import drafting, row_by_row
 from tests.support.engine.harness import Bench, Completion, load, prompt_of
@@ -249,6 +250,118 @@ def test_a_completion_that_may_span_no_version_ends_whole(model, folders, monkey
     done = bench.completions["r0", 0]
     assert done.finish.reason == "stale" and set(done.versions) == {0}
     assert done.token_ids == six.tokens("r0")[: len(done.token_ids)]
+
+
+# --- constraints ---
+
+STOP = 5
+
+
+BAD = X[3]
+
+
+class Fragile(CyclePlace):
+    """Fails or hangs at `BAD` after some tokens; or allows nothing after it."""
+
+    def __init__(self, cycle: FragileCycle) -> None:
+        super().__init__(cycle)
+        self.cycle, self.said = cycle, []
+
+    def at_bad(self, how: str, said: list[int]) -> bool:
+        return self.cycle.how == how and len(said) > 4 and said[-1] == BAD
+
+    def accept(self, token: int) -> bool:
+        self.said.append(token)
+        if self.at_bad("raise", self.said):
+            raise RuntimeError("it breaks here")
+        return super().accept(token)
+
+    def fill(self, masks_RW, row: int) -> None:
+        super().fill(masks_RW, row)
+        if self.at_bad("hang", self.said):
+            self.cycle.let_go.wait()
+        if self.at_bad("nothing", self.said):
+            masks_RW[row] = 0
+
+    def undo(self, tokens: int) -> None:
+        super().undo(tokens)
+        del self.said[len(self.said) - tokens :]
+
+
+class FragileCycle(Cycle):
+    def __init__(self, how: str) -> None:
+        super().__init__([X, Y])
+        self.how, self.let_go = how, threading.Event()
+
+    def start(self) -> Fragile:
+        return Fragile(self)
+
+
+def submit_constrained(bench: Bench) -> None:
+    for i in range(6):
+        fields = {"stop": {"token_ids": (STOP,)}, "constraint": Cycle([X, Y, SIZE], STOP)} if i % 3 else {}
+        bench.submit(f"r{i}", prompt_of(9, i), 40, sampling={**RULES[i % len(RULES)], "seed": i}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ragged", "depth"), [(0.0, False, 2), (0.3, True, 2), (0.2, True, 1), (1.0, False, 2)]
+)
+def test_constrained_rows_draft_like_others(model, monkeypatch, wrong, ragged, depth):
+    plain = Bench(model)
+    submit_constrained(plain)
+    plain.run()
+    plain.close()
+    fields = {"speculation_tokens": 4, "pipeline_depth": depth}
+    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), wrong, depth, ragged, **fields)
+    submit_constrained(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, plain)
+    counters = bench.engine.roster.counters
+    assert counters.accepted == 0 if wrong == 1.0 else counters.accepted > 60
+    assert {completion.finish.reason for completion in plain.completions.values()} == {"stop", "length"}
+
+
+def test_drafts_of_constrained_rows_save_steps(model, monkeypatch):
+    plain = Bench(model)
+    plain.submit("a", prompt_of(9), 61, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
+    plain.run()
+    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.0, speculation_tokens=3)
+    bench.submit("a", prompt_of(9), 61, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
+    bench.run()
+    bench.close()
+    assert bench.tokens("a") == plain.tokens("a")
+    assert bench.engine.roster.counters.decode_rows == 15 and plain.engine.roster.counters.decode_rows == 60
+
+
+@pytest.mark.parametrize("how", ["raise", "hang", "nothing"])
+def test_a_constraint_that_fails_along_drafts_changes_no_completion(model, monkeypatch, how):
+    """Paths lead to where the constraint breaks. A row that does not go there goes on; one that does, ends there."""
+    seeds = range(1) if how == "hang" else range(4)
+    fields, length = {"mask_s": 0.4}, 60
+
+    def run(bench: Bench, how: str) -> Bench:
+        constraint = FragileCycle(how)
+        timer = threading.Timer(20, constraint.let_go.set)
+        timer.start()
+        for i in seeds:
+            bench.submit(f"r{i}", prompt_of(9, i), length, sampling={**SAMPLED, "seed": i}, constraint=constraint)
+        bench.run()
+        timer.cancel()
+        constraint.let_go.set()
+        bench.close()
+        return bench
+
+    paths = recorded(run(Bench(model, **fields), "").completions)
+    for path in paths.values():
+        path[6::2] = [BAD] * len(path[6::2])
+    plain = run(Bench(model, **fields), how)
+    bench, _ = drafting(monkeypatch, model, paths, 0.0, **fields)
+    assert_same(run(bench, how), plain)
+    assert any(completion.finish.reason == "error" for completion in plain.completions.values())
+    assert all(len(completion.token_ids) > 6 for completion in plain.completions.values())
+    counters = bench.engine.roster.counters
+    assert counters.drafted > counters.accepted > 0
 
 
 # --- adapters ---

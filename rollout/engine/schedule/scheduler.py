@@ -253,7 +253,7 @@ class Scheduler:
             self._note_first_tokens(plan)
 
     def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
-        """A committed step took `seconds` on the device, and `tokens` of its tokens were kept."""
+        """A committed step took `seconds` on the device, waits for masks too, and `tokens` of its tokens were kept."""
         if self.speculation is not None and plan.kind == "decode":
             self.speculation.ran(plan, tokens, seconds, self.roster.counters)
 

@@ -14,14 +14,11 @@ import numpy as np
 from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.plan import Drafts, Plan
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.speculation.acceptance import Acceptance
 from rollout.engine.speculation.drafter import Drafter
 from rollout.engine.speculation.step_costs import StepCosts, worthwhile
 
-#: Rows with these draft nothing: a mask is made for one token.
-_NOT_DRAFTED = Feature.CONSTRAIN.value
 #: Of so many plans one asks the drafter while drafts do not pay.
 _ASKED_EVERY = 8
 
@@ -97,7 +94,7 @@ class Speculation:
     def _path(self, seq: Sequence) -> list[int]:
         """The path of a row, if it reaches beyond the tokens in flight."""
         spare = seq.max_tokens - seq.launched - 1
-        if spare < 1 or seq.feature_bits & _NOT_DRAFTED:
+        if spare < 1 or not seq.may_draft:
             return []
         if seq not in self._followed:
             self._followed[seq] = Acceptance(self._all_rows)

@@ -117,6 +117,7 @@ class Sequence:
         "check_at",
         "computed",
         "drafted",
+        "may_draft",
         "drawn",
         "feature_bits",
         "features",
@@ -168,6 +169,7 @@ class Sequence:
         self.inflight_refs = 0
         self.launched = self.drawn.known
         self.drafted = 0
+        self.may_draft = True  # False once its constraint could not be followed along drafts
         self.check_at = 0  # tokens at which something is due again, if none of them stops it
         self.row = 0
         self.row_ready = False  # a launched step has set up the row's device state

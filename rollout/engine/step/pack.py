@@ -115,7 +115,7 @@ class Packer:
         staging.put("pages", np.array(plan.pages, dtype=np.int32))
         if not plan.drafts:
             return
-        paths_MW = np.zeros((len(plan.drafts), max(len(draft.path) for draft in plan.drafts)), dtype=np.int64)
+        paths_MW = np.zeros((len(plan.drafts), plan.path_tokens), dtype=np.int64)
         verified, drafts, draft_rows = [], [], iter(self._draft_rows)
         for which, (seq, place, count, path, begin) in enumerate(plan.drafts):
             verified.append((seq.row, place, count, begin))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import make_device
+from rollout.engine.messages import PutAdapter
 from rollout.engine.step import shared_pages
+from rollout.models.lora_slots import random_adapter
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import Bench, prompt_of
 
 pytestmark = pytest.mark.gpu
+VOCAB = 4001
 SIZES = {"kv_pages": 900, "page_size": 16, "max_rows": 8, "prefill_chunk_tokens": 256, "speculation_rows": 24}
 RULES = [
     {"temperature": 1.0, "seed": 1},
@@ -38,6 +42,7 @@ def submit(bench: Bench) -> None:
     bench.submit("group", prompt_of(400, 1), 90, sampling=RULES[0], n=3)
     for i, sampling in enumerate(RULES):
         bench.submit(f"rules{i}", prompt_of(150 + 40 * i, 2 + i), 60 + 5 * i, sampling=sampling)
+    bench.submit("masked", prompt_of(50, 19), 50, sampling=RULES[0], constraint=AllowList(tuple(range(40)), VOCAB))
     bench.submit("tops", prompt_of(70, 20), 40, sampling=RULES[0], top_logprobs=3)
     bench.submit("stops", prompt_of(70, 21), 80, sampling=RULES[0], stop={"token_ids": (31, 32), "min_tokens": 6})
 
@@ -80,10 +85,12 @@ def test_deterministic_completions_are_equal_bit_for_bit(folder, monkeypatch, kv
         assert counters.drafted > 100 and (counters.accepted > 50) == (wrong < 1)
 
 
+@pytest.mark.parametrize("slots", [0, 2])
 @pytest.mark.parametrize("shares", [True, False])
-def test_logprobs_are_those_of_plain_steps_up_to_rounding(folder, monkeypatch, shares):
-    """At a high temperature rounding hardly ever changes a token, so rows stay together."""
-    plain = Bench(load_bf16(folder), make_device("cuda"), **SIZES)
+def test_logprobs_are_those_of_plain_steps_up_to_rounding(folder, monkeypatch, shares, slots):
+    """At a high temperature rounding hardly ever changes a token, so rows stay together. With slots: adapters."""
+    fields = {**SIZES, "adapter_slots": slots, "adapter_rank": 16}
+    plain = Bench(load_bf16(folder), make_device("cuda"), **fields)
     bench, _ = drafting(
         monkeypatch,
         load_bf16(folder),
@@ -91,11 +98,16 @@ def test_logprobs_are_those_of_plain_steps_up_to_rounding(folder, monkeypatch, s
         0.2,
         device=make_device("cuda"),
         group_attention=shares,
-        **SIZES,
+        **fields,
     )
     for each in (plain, bench):
+        for i in range(slots):
+            model = each.engine.executor.step.model
+            each.engine.inbox.put(PutAdapter(f"a{i}", random_adapter(model.spec, 16, torch.bfloat16, i)))
         for i in range(8):
-            each.submit(f"r{i}", prompt_of(300 + 20 * i, i), 64, sampling={"temperature": 100.0, "seed": i})
+            adapter = f"a{i % 3}" if i % 3 < slots else None
+            sampling = {"temperature": 100.0, "seed": i}
+            each.submit(f"r{i}", prompt_of(300 + 20 * i, i), 64, sampling=sampling, adapter=adapter)
         each.run()
         each.close()
         known.update(tokens_of(plain))
