@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rollout_kernels.moe.formats import Format
+from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import ModelSettings
 from rollout.models.checkpoint_folder import (
@@ -87,16 +88,21 @@ def load_model(
     progress: Progress | None = None,
     folder: Path | None = None,
     experts: Format = "plain",
+    group: TensorGroup | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, or its shapes with random weights, onto `device`.
 
     `progress` is called with (values copied, values in all). `folder` is the result of `fetch`, if it was called
-    before. `experts` is the format of the experts' weights.
+    before. `experts` is the format of the experts' weights. With a `group` of several ranks the model is this rank's
+    shard; the views of `trainer_views` still take whole tensors of the checkpoint, and copy the shard's part of them.
 
     Raises:
         CheckpointError: the checkpoint cannot be found or read, or its tensors do not fit its architecture.
-        ValueError: the architecture, or an option in its config, is not supported.
+        ValueError: the architecture, or an option in its config, is not supported, or cannot be cut into shards.
     """
+    group = TensorGroup.single(device) if group is None else group
+    if group.size > 1:
+        raise ValueError("models cannot be cut into shards yet: use a group of one rank")
     folder = fetch(settings) if folder is None else folder
     check_links(folder)
     config, architecture = read_config(folder, settings.model_impl)
