@@ -3,6 +3,6 @@
 group            the ranks, and how they exchange tensors
 """
 
-from rollout_kernels.parallel.group import TensorGroup
+from rollout_kernels.parallel.group import ONE_RANK, TensorGroup
 
-__all__ = ["TensorGroup"]
+__all__ = ["ONE_RANK", "TensorGroup"]

@@ -51,6 +51,10 @@ class TensorGroup:
         return x[None]
 
 
+#: The group of one rank, on any device.
+ONE_RANK = TensorGroup()
+
+
 class GlooGroup(TensorGroup):
     """Ranks on a CPU."""
 
