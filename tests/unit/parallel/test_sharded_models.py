@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ from safetensors.torch import save_file
 from rollout.config import ModelSettings
 from rollout.models import Decoder, LoadedModel, load_model
 from rollout.models.cut import CutView, whole_shape
-from rollout.models.registry import FAMILIES as DECLARED
-from rollout.models.spec import AttentionSpec, MoESpec
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
-from tests.support.kernels.grids import nightly
 from tests.support.models.families import FAMILIES, make_checkpoint
 from tests.support.models.hybrids import make_hybrid
+from tests.support.models.latent import make_latent
 from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.variants import CONFIGS, SIZES
 from tests.support.parallel.ranks import Ranks
@@ -202,7 +199,6 @@ def _load_as_shard(group: TensorGroup, folder: Path) -> str:
         ("mixtral", {}, "5 experts are no multiple of 2, nor is their width 44 one of 128 times 2"),
         ("qwen2", {"intermediate_size": 71}, "width 71 of its feed-forward blocks is no multiple of 2"),
         ("qwen2", {"vocab_size": 4}, "vocabulary has 4 tokens"),
-        ("DeepseekV3", LATENT, "latent attention"),
         ("Starcoder2", SIZES, "transformers' own code"),
     ],
 )
@@ -214,9 +210,14 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(
         assert reason in message and "2 shards" in message
 
 
-def test_linear_attention_is_refused(tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:
-    make_hybrid("Qwen3_5", tmp_path)
-    assert all("linear attention" in message for message in start_ranks(2).run(_load_as_shard, tmp_path))
+@pytest.mark.parametrize(
+    ("make", "family", "kind"), [(make_hybrid, "Qwen3_5", "linear"), (make_latent, "DeepseekV3", "latent")]
+)
+def test_mixers_without_shards_are_refused(
+    make: Callable[..., Any], family: str, kind: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    make(family, tmp_path)
+    assert all(f"{kind} attention" in message for message in start_ranks(2).run(_load_as_shard, tmp_path))
 
 
 def test_a_shard_takes_whole_tensors_only(tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:
