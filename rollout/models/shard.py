@@ -77,7 +77,9 @@ def _attention(mixer: AttentionSpec, shard: Shard) -> AttentionSpec:
 
 def _dense(block: DenseSpec, shard: Shard) -> DenseSpec:
     if block.intermediate % shard.size:
-        raise _CannotCutError(f"the width {block.intermediate} of its feed-forward blocks is no multiple of {shard.size}")
+        raise _CannotCutError(
+            f"the width {block.intermediate} of its feed-forward blocks is no multiple of {shard.size}"
+        )
     return replace(block, intermediate=block.intermediate // shard.size, shard=shard)
 
 
