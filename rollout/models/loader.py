@@ -154,6 +154,7 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
     _check_memory(outline.parameters(), source.folder, device)
+    group.prepare(spec.hidden, source.dtype)
     model = Decoder(spec, source.dtype, device, experts, group)
     if source.random:
         fill_random(model, source.settings.random_seed, whole)

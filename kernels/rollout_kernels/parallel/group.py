@@ -10,8 +10,17 @@ CPU, NCCL on GPUs. All ranks must call the same operations in the same order, wi
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.distributed as dist
+
+from rollout_kernels.parallel.peer_buffers import PeerBuffers, connect_peers
+
+log = logging.getLogger(__name__)
+
+#: Rows that are added over peers' memory; more rows, as in prefills, by NCCL.
+MOST_PEER_ROWS = 256
 
 
 class TensorGroup:
@@ -23,6 +32,7 @@ class TensorGroup:
         self.rank = rank
         self.size = size
         self.device = torch.device("cpu") if device is None else device
+        self.peers: PeerBuffers | None = None  # for sums of few rows, where the ranks have been prepared for them
 
     @staticmethod
     def single(device: torch.device | None = None) -> TensorGroup:
@@ -41,6 +51,9 @@ class TensorGroup:
         if backend != wanted:
             raise ValueError(f"ranks on {device.type} need a process group of {wanted}, and this one is of {backend}")
         return NcclGroup(processes, device) if device.type == "cuda" else GlooGroup(processes, device)
+
+    def prepare(self, width: int, dtype: torch.dtype) -> None:
+        """Get ready for sums of rows of `width` values. All ranks call this before the first one."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of `x` over the ranks, in its dtype; added in float32. The memory of `x` may be that of the sum."""
@@ -80,14 +93,37 @@ class GlooGroup(TensorGroup):
 
 
 class NcclGroup(TensorGroup):
-    """Ranks on GPUs of one host. Operations run on the current stream, and can be captured in a graph."""
+    """Ranks on GPUs of one host. Operations run on the current stream, and can be captured in a graph.
+
+    Sums of few rows go over peers' memory (`triton_all_reduce`), if the GPUs can reach it, and all else by NCCL.
+    """
 
     def __init__(self, processes: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(processes.rank(), processes.size(), device)
         self._processes = processes
 
+    def prepare(self, width: int, dtype: torch.dtype) -> None:
+        """As `TensorGroup.prepare`: connects the memory of the peers."""
+        values = 2 if dtype.itemsize == 2 else 1
+        if self.peers is not None or width % values:
+            return
+        peers, problem = None, None
+        try:
+            peers = connect_peers(self._processes, self.device, MOST_PEER_ROWS, width // values)
+        except RuntimeError as error:
+            problem = error
+        connected = torch.tensor([peers is not None], device=self.device)
+        if bool(self.all_gather(connected).all()):  # all ranks take the same way
+            self.peers = peers
+        else:
+            log.warning("sums over ranks are slow: the GPUs cannot reach each other's memory: %s", problem or "a peer")
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `TensorGroup.all_reduce`. NCCL chooses the order of more than two ranks; all have the same bits."""
+        if self.peers is not None and x.dim() == 2 and self.peers.fits(x.shape[0], x.shape[1], x.dtype):
+            from rollout_kernels.parallel.triton_all_reduce import all_reduce_rows
+
+            return all_reduce_rows(x.contiguous()[None], self.peers)
         # The sum of two values is rounded once either way. NCCL rounds each partial sum of more to their dtype.
         total = x.contiguous() if self.size == 2 or x.dtype == torch.float32 else x.float()
         dist.all_reduce(total, group=self._processes)
