@@ -22,7 +22,6 @@ from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.models.llama_like import CONFIGS, SIZES, make_llama_like
 from tests.support.models.paged import PROMPT, check
-from tests.support.models.variants import CONFIGS, SIZES
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import pack
