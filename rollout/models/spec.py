@@ -409,6 +409,11 @@ class MoESpec:
     shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
     clamped: ClampedGLU | None = None
 
+    @property
+    def shared_is_like_others(self) -> bool:
+        """True if the shared expert has the shape of the others: it may be stored as one more of them."""
+        return self.shared is not None and self.shared.intermediate == self.intermediate and self.clamped is None
+
 
 FeedForwardSpec = DenseSpec | MoESpec
 

@@ -4,6 +4,9 @@
     more         moe_route            logits by a product that is split along H, so that its few outputs keep the chip
                                       busy; then a launch that adds the parts and chooses, with one program a token
 
+A shared expert that is stored as the last one (E) is every token's last choice. Its weight is 1, or the sigmoid of a
+logit of its own: then the router has one more row.
+
 Logits are rounded to the model's dtype, as the result of a matrix product is. Of equal logits the lower index comes
 first. NaN logits come last, so the experts are valid for any input; the weights of a token with NaN logits are NaN.
 Sums have a fixed order, so a token does not depend on the other tokens.
@@ -23,6 +26,7 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.linear.triton_linear import linear_parts
+from rollout_kernels.moe.formats import Shared
 
 #: Other experts that an expert is compared with at once, and the smallest length of vectors of experts.
 _COMPARED = tl.constexpr(128)
@@ -33,7 +37,7 @@ _MOST_SHORT = tl.constexpr(8192)
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The chosen experts of each token and their weights."""
+    """The chosen experts of each token and their weights; the shared one, if it is stored with them, comes last."""
 
     experts_TK: torch.Tensor  # int32, the most likely first
     weights_TK: torch.Tensor  # float32
@@ -82,10 +86,13 @@ def choose(
     RENORMALIZE: tl.constexpr,
     RECORD: tl.constexpr,
     SHORT: tl.constexpr = False,
+    gate=0.0,
+    SHARED: tl.constexpr = False,
+    GATED: tl.constexpr = False,
 ):
     """Choose the experts of one token from its float32 logits [E2]; an expert's place is the number of earlier ones.
 
-    SHORT: see `_order`.
+    SHORT: see `_order`. SHARED: expert E comes last, weighted by the sigmoid of `gate` if GATED, else by 1.
     """
     e = tl.arange(0, E2)
     logits = tl.where(e < E, logits, float("-inf"))
@@ -109,9 +116,16 @@ def choose(
         weight = weight / tl.sum(tl.where(chosen | (weight != weight), weight, 0.0))
     else:
         weight = weight / tl.sum(weight)
-    out = token * TOP_K + place
+    CHOICES: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
+    out = token * CHOICES + place
     tl.store(experts_ptr + out, e, mask=chosen)
     tl.store(weights_ptr + out, weight, mask=chosen)
+    if SHARED:
+        tl.store(experts_ptr + token * CHOICES + TOP_K, E)
+        if GATED:
+            tl.store(weights_ptr + token * CHOICES + TOP_K, 1.0 / (1.0 + tl.exp(-gate)))
+        else:
+            tl.store(weights_ptr + token * CHOICES + TOP_K, 1.0)
     if RECORD:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
@@ -135,14 +149,20 @@ def _choose_kernel(
     DTYPE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     RECORD: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     token = tl.program_id(0)
     e = tl.arange(0, E2)
+    ROWS: tl.constexpr = E + 1 if GATED else E
     follow()
     logits = tl.zeros([E2], tl.float32)
+    gate = tl.full([], 0.0, tl.float32)
     for part in tl.static_range(PARTS):
-        at = parts_ptr + (part * tokens + token) * E + e
-        logits += tl.load(at, mask=e < E, other=0.0).to(tl.float32)
+        at = parts_ptr + (part * tokens + token) * ROWS
+        logits += tl.load(at + e, mask=e < E, other=0.0).to(tl.float32)
+        if GATED:
+            gate += tl.load(at + E).to(tl.float32)
     choose(
         narrow(logits, DTYPE).to(tl.float32),
         token,
@@ -157,6 +177,9 @@ def _choose_kernel(
         RENORMALIZE,
         RECORD,
         DTYPE != tl.float32 and E2 <= _MOST_SHORT,
+        narrow(gate, DTYPE).to(tl.float32),
+        SHARED,
+        GATED,
     )
 
 
@@ -188,22 +211,24 @@ def moe_route(
     record: Record | None = None,
     out: Routing | None = None,
     deterministic: bool = False,
+    shared: Shared = "none",
 ) -> Routing:
     """Choose the experts of each token.
 
     Args:
         x_TH: the normalised input of the layer.
-        router_EH: weights of the router.
-        top_k: experts of a token.
+        router_EH: weights of the router; with "gated" its last row is that of the shared expert.
+        top_k: experts of a token, without the shared one.
         renormalize: True: the weights of a token add up to 1 (Qwen3-MoE with `norm_topk_prob`, Mixtral). False: they
             are those of the softmax over all experts (OLMoE).
         record: where to record the experts for replay, or None.
         out: memory for the result, or None to allocate it.
         deterministic: add the products of a logit in one order for every number of tokens, if `linear_config` has a
             configuration for this router.
+        shared: whether every token also has the shared expert, whose number is that of the others.
     """
     parts_STE = router_logits(x_TH, router_EH, deterministic)
-    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out)
+    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out, shared)
 
 
 def router_logits(
@@ -237,14 +262,16 @@ def moe_choose(
     renormalize: bool,
     record: Record | None = None,
     out: Routing | None = None,
+    shared: Shared = "none",
 ) -> Routing:
     """Choose experts from partial sums of logits, which are added and rounded to `dtype`; see `moe_route`.
 
     The twin is `rollout_kernels.route`.
     """
-    parts, tokens, experts = parts_STE.shape
+    parts, tokens, rows = parts_STE.shape
+    experts = rows - (shared == "gated")
     assert parts_STE.is_contiguous() and 0 < top_k <= experts
-    out = routing_outputs(tokens, top_k, parts_STE.device, out)
+    out = routing_outputs(tokens, top_k + (shared != "none"), parts_STE.device, out)
     kept, slots, stride = record_arguments(record, experts)
     _choose_kernel[(tokens,)](
         parts_STE,
@@ -261,6 +288,8 @@ def moe_choose(
         DTYPE=TRITON_DTYPES[dtype],
         RENORMALIZE=renormalize,
         RECORD=record is not None,
+        SHARED=shared != "none",
+        GATED=shared == "gated",
         num_warps=8 if experts > 256 else 4,
         **follow_options(parts_STE.device),
     )
