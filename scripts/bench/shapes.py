@@ -431,7 +431,8 @@ def step_bytes(shape: str, width: int = 2, layers: int = 0) -> StepBytes:
     dtype = {2: torch.bfloat16, 4: torch.float32}[width]
     model = Decoder(spec, dtype, torch.device("meta"))  # shapes without memory
     blocks = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
-    of_experts = sum(tensor.nbytes for b in blocks for tensor in (b.gate_up, b.down, *(b.biases or ())))
+    chosen = [tensor[: b.spec.experts] for b in blocks for tensor in (b.gate_up, b.down, *(b.biases or ()))]
+    of_experts = sum(tensor.nbytes for tensor in chosen)  # a shared expert that is stored with them is read anyway
     everything = sum(parameter.nbytes for parameter in model.parameters())
     windows: dict[int, int] = {}
     kv = 0

@@ -11,8 +11,9 @@ from typing import Any
 from scripts.bench.peers.workloads import completion_lengths
 
 #: `ours-blocking` is our engine at pipeline depth 1, `ours-grouped` without experts by output (warp decode),
-#: `ours-fallback` with transformers' code as the model, `service` is our worker, measured by a client of its socket.
-ENGINES = ("ours", "ours-blocking", "ours-grouped", "ours-fallback", "service", "vllm", "transformers")
+#: `ours-apart` with shared experts apart from the others, `ours-fallback` with transformers' code as the model,
+#: `service` is our worker, measured by a client of its socket.
+ENGINES = ("ours", "ours-blocking", "ours-grouped", "ours-apart", "ours-fallback", "service", "vllm", "transformers")
 EXPERIMENTS = ("decode", "contexts", "post", "short", "long_job", "groups", "prefill", "arrivals")
 _SLACK_TOKENS = 16
 

@@ -22,6 +22,7 @@ from rollout.engine.messages import Delta, Event, Prompt, PutAdapter, Rejected, 
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
 from rollout.models.lora_slots import random_adapter
+from rollout.models.spec import MoESpec
 from rollout.process.progress import stage
 from rollout.settings_sources import load_settings
 from scripts.bench.peers.arrivals import ArrivalLog
@@ -202,6 +203,11 @@ def group_experts() -> None:
     table = measured_table()
     for key, entry in table.items():
         table[key] = replace(entry, bands=tuple((most, plan) for most, plan in entry.bands if plan.path == "grouped"))
+
+
+def keep_shared_apart() -> None:
+    """From now on, store no shared expert with the others; shows the gain of that."""
+    MoESpec.shared_is_like_others = False  # type: ignore[assignment,method-assign]
 
 
 def engine_settings(

@@ -162,6 +162,17 @@ class VllmEngine:
         self._folder.cleanup()
 
 
+def write_config(job: Job, folder: Path) -> Path:
+    """The checkpoint of a job; language models that vLLM serves inside of others are put there."""
+    path, outer = write_checkpoint(job.shape, folder, job.layers), _INSIDE.get(job.shape)
+    if outer is not None:
+        architecture, model_type = outer
+        inner = model_config(job.shape, job.layers)
+        config = {"architectures": [architecture], "model_type": model_type, "text_config": inner}
+        (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False, "vision_config": {}}))
+    return path
+
+
 class _KeptExperts:
     """The experts of a layer in the newest step; a captured step writes them, too."""
 
@@ -189,17 +200,6 @@ def count_experts() -> list[_KeptExperts]:
 
     BaseRouter.__init__ = make
     return kept
-
-
-def write_config(job: Job, folder: Path) -> Path:
-    """The checkpoint of a job; language models that vLLM serves inside of others are put there."""
-    path, outer = write_checkpoint(job.shape, folder, job.layers), _INSIDE.get(job.shape)
-    if outer is not None:
-        architecture, model_type = outer
-        inner = model_config(job.shape, job.layers)
-        config = {"architectures": [architecture], "model_type": model_type, "text_config": inner}
-        (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False, "vision_config": {}}))
-    return path
 
 
 def capture_sizes(most_rows: int) -> list[int]:

@@ -70,7 +70,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
     ),
     "Glm4Moe": (
         EXPERTS | {
-            "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
             "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "head_dim": 16,
             "attention_bias": True, "num_mtp_layers": 2,
         },
