@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import count
 from queue import SimpleQueue
 
@@ -97,6 +98,7 @@ class Generation:
         self._delivery = Delivery(connections)
         self._leases = Leases(settings.lease_s, clock)
         self._retry = RetryEstimate(clock)
+        self._background = background
         self._media = MediaStore(settings.media_store_bytes)
         self._preparation = Preparation(
             background, intake, prompts, constraints, lambda key: self._by_key.get(key), self._media
@@ -134,6 +136,28 @@ class Generation:
         self._by_client.setdefault(client, {})[key] = entry
         self._leases.hold(client, peer.connection)
         self._preparation.begin(entry, self._submit)
+
+    def take_media(self, peer: ReplyAddress, client: str, message: requests.MediaMessage, size: int) -> None:
+        """Keep images for later requests of any client. `size`: bytes of the message. Raises `ServiceError`."""
+        self._intake.check_media(message)
+        self._check_capacity(client, size)
+        self._pending_bytes += size
+
+        def kept() -> None:
+            self._media.add(message.media)
+
+        def answer(future: Future[PreparedPrompt | None]) -> None:
+            self._pending_bytes -= size
+            error = future.exception()
+            if isinstance(error, ServiceError):
+                self._connections.send(peer, encode(error_reply(peer.id, error)))
+            elif error is not None:
+                logger.error("images could not be kept", exc_info=error, extra=peer.about)
+                self._connections.send(peer, encode(error_reply(peer.id, _internal())))
+            else:
+                self._connections.send(peer, encode(ok_reply(peer.id)))
+
+        self._background.prompt(client, kept, answer)
 
     def cancel(self, peer: ReplyAddress, client: str, message: requests.CancelMessage) -> None:
         """End a request with its tokens so far. Raises `ServiceError` if it is unknown."""

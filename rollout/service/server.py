@@ -314,6 +314,8 @@ class Server:
         match message:
             case requests.GenerateMessage():
                 self._generation.generate(peer, client, message, frames, _content(message, header, frames))
+            case requests.MediaMessage():
+                self._generation.take_media(peer, client, message, sum(map(len, frames)))
             case requests.EndSessionMessage():
                 end = EndSession(client, message.session, self._controls.token(peer))
                 # After the turns that were sent before it.

@@ -70,6 +70,28 @@ def test_an_image_that_was_sent_once_is_named_afterwards_by_any_client() -> None
     assert len(pieces) == 1, "one copy"
 
 
+def test_images_may_come_ahead_of_their_request() -> None:
+    items = [item_of(2, seed=0), item_of(5, seed=1)]
+    with serving(model=WITH_IMAGES) as bench:
+        client = bench.client()
+        client.send("media", "pieces", media=items)
+        accepted_after = [by_name(item) for item in items]
+        send(client, "a", *accepted_after)  # before the answer
+        assert client.receive()["op"] == "ok"
+        request = bench.submitted()
+        bench.finish(request)
+        assert client.receive()["op"] == "result" and len(request.prompt.media) == 2
+        for wrong, field in (
+            (by_name(items[0]), "pixel_values"),
+            (items[0] | {"hash": "0" * 64}, "hash"),
+            (items[0] | {"grid_thw": [1, 2, 2]}, "length"),
+        ):
+            error = client.ask("media", "wrong", media=[wrong])
+            assert (error["code"], error["field"]) == ("bad_request", f"media.0.{field}"), error
+    with serving() as bench:
+        assert bench.client().ask("media", "a", media=items)["field"] == "media"
+
+
 def test_a_worker_says_which_images_it_needs() -> None:
     known, unknown = item_of(2), item_of(5, seed=1)
     with serving(model=WITH_IMAGES) as bench:

@@ -13,6 +13,7 @@ import torch
 from tests.support.models.images import ImagePrompt, logits_of, make_model, picture, prompt_with
 from tests.support.worker.harness import assert_idle, launch
 from trainer_bridge import BadRequest, MediaItem, MediaPrompt, RolloutClient, WeightPublisher
+from trainer_bridge.client import core
 from trainer_bridge.client.launch import WorkerProcess
 
 NAME = "Qwen3-VL"
@@ -82,6 +83,18 @@ def test_images_that_the_store_has_dropped_are_sent_again(served: tuple[WorkerPr
         results = client.generate_many([sent(prompt) for prompt in prompts[:3]] * 3, max_tokens=4, **GREEDY)
         for prompt, result in zip(prompts[:3] * 3, results, strict=True):
             check(reference, prompt, result.completions[0].token_ids)
+    assert_idle(worker)
+
+
+def test_large_images_go_ahead_of_their_request(
+    served: tuple[WorkerProcess, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, (reference, _) = served
+    monkeypatch.setattr(core, "_MOST_PIXEL_BYTES", 20_000)
+    prompts = [prompt_with(3, picture(4, 10, seed), 1, picture(4, 10, seed + 1), 2) for seed in (40, 50, 40)]
+    with RolloutClient(worker.endpoint) as client:
+        for prompt in prompts:  # the store has dropped the first images when they are named again
+            check(reference, prompt, client.generate(sent(prompt), max_tokens=4, **GREEDY).completions[0].token_ids)
     assert_idle(worker)
 
 

@@ -46,6 +46,7 @@ _MOST_UNREAD = 256  # chunks of a stream, and two more for each completion
 _MOST_ACKS = 1024  # in one message
 _ASK_AGAIN_S = 1.0  # whether newcomers have current weights
 _ENVELOPE_FIELDS = ("v", "id", "op")
+_MOST_PIXEL_BYTES = 32 << 20  # of a request; more go ahead of it, in messages of their own
 _MOST_SENT_AGAIN = 2  # a request with images: with those that are missing, then with all
 _MOST_KNOWN = 65_536  # images that a worker has been sent
 _NO_JOURNAL = "this client has no journal; make it with journal="
@@ -231,10 +232,8 @@ class ClientCore:
         request_id = self.next_id() if request_id is None else request_id
         check_id(request_id, self._calls)
         call = ClientCall(request_id, op, endpoint, weight, self.deadline(timeout_s))
-        if "media" in fields:
-            call.fields = fields
-            fields = fields | {"media": self._media[endpoint].to_send(fields["media"])}
-        self._send(endpoint, request_id, self._header(op, request_id) | fields)
+        call.fields = fields if "media" in fields else None
+        self._send_request(call, fields)
         self._calls[request_id] = call
         self.fleet[endpoint].load += weight
         return call
@@ -559,9 +558,21 @@ class ClientCore:
         call.sent_again += 1
         known = self._media[call.endpoint]
         known.forget(need if call.sent_again < _MOST_SENT_AGAIN else [item["hash"] for item in call.fields["media"]])
-        fields = call.fields | {"media": known.to_send(call.fields["media"])}
-        self._send(call.endpoint, call.id, self._header(call.op, call.id) | fields)
+        self._send_request(call, call.fields)
         return True
+
+    def _send_request(self, call: ClientCall, fields: dict[str, Any]) -> None:
+        """Send the message of a call. Images that its worker has are named; many large ones go ahead, one by one."""
+        if "media" in fields:
+            media = self._media[call.endpoint].to_send(fields["media"])
+            ahead = [item for item in media if "pixel_values" in item]
+            if sum(item["pixel_values"].nbytes for item in ahead) > _MOST_PIXEL_BYTES:
+                for item in ahead:
+                    piece_id = self.next_id()
+                    self._send(call.endpoint, piece_id, self._header("media", piece_id) | {"media": [dict(item)]})
+                    del item["pixel_values"]
+            fields = fields | {"media": media}
+        self._send(call.endpoint, call.id, self._header(call.op, call.id) | fields)
 
     def _blame(self, endpoint: str, request_id: str | None, message: str) -> None:
         """Fail the call of a broken reply; if its id is unknown, all calls at that endpoint."""

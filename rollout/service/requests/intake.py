@@ -24,8 +24,8 @@ from rollout.service.delivery.token_columns import TokenColumns
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests.constraint import ConstraintFields
 from rollout.service.requests.continue_from import ContinueFrom
-from rollout.service.requests.media import MediaLimits, check_media, check_placeholders
-from rollout.service.requests.schema import GenerateMessage, Sampling
+from rollout.service.requests.media import MediaLimits, check_media, check_pieces, check_placeholders
+from rollout.service.requests.schema import GenerateMessage, MediaMessage, Sampling
 from rollout.service.served_model import ServedModel
 from rollout.service.text.codec import TextCodec, check_chars
 from rollout.service.text.stop_strings import StopText
@@ -100,6 +100,10 @@ class Intake:
                 )
             if message.stop.min_tokens > message.max_tokens:
                 raise bad_request("'stop.min_tokens' is more than 'max_tokens'; lower it", "stop.min_tokens")
+
+    def check_media(self, message: MediaMessage) -> None:
+        """All checks of images that come ahead of a request. Raises `ServiceError`."""
+        check_pieces(message.media, self._model.images, self.media_limits)
 
     def stop_ids(self, message: GenerateMessage) -> tuple[int, ...]:
         """Tokens that end a completion, with the eos ids unless they are ignored."""

@@ -74,16 +74,10 @@ class MediaLimits:
 
 def check_media(media: Sequence[MediaFields], prompt: Any, tower: TowerSpec | None, limits: MediaLimits) -> None:
     """All checks that need no pixels. Raises `ServiceError` that names the item."""
-    if tower is None:
-        raise bad_request(
-            "this worker serves text alone; start it with model.images and a model that has a vision tower, or remove "
-            "'media' (see 'capabilities' in the status)",
-            "media",
-        )
+    _check_served(tower, limits, media)
+    assert tower is not None
     if not isinstance(prompt, np.ndarray):
         raise bad_request("'media' needs a prompt of token ids with placeholders for the images", "prompt")
-    if len(media) > limits.pieces:
-        raise bad_request(f"the request has {len(media)} images; send at most {limits.pieces}", "media")
     end = patches = 0
     for index, item in enumerate(media):
         where = f"media.{index}"
@@ -102,6 +96,27 @@ def check_media(media: Sequence[MediaFields], prompt: Any, tower: TowerSpec | No
             )
     if patches > limits.patches:
         raise bad_request(f"the images have {patches} patches; send at most {limits.patches}", "media")
+
+
+def check_pieces(media: Sequence[MediaFields], tower: TowerSpec | None, limits: MediaLimits) -> None:
+    """The checks of images that come without a prompt. Raises `ServiceError` that names the item."""
+    _check_served(tower, limits, media)
+    assert tower is not None
+    for index, item in enumerate(media):
+        if item.pixel_values is None:
+            raise bad_request("an image that comes ahead has its pixel values; add them", f"media.{index}.pixel_values")
+        _check_grid(item, tower, limits, f"media.{index}")
+
+
+def _check_served(tower: TowerSpec | None, limits: MediaLimits, media: Sequence[MediaFields]) -> None:
+    if tower is None:
+        raise bad_request(
+            "this worker serves text alone; start it with model.images and a model that has a vision tower, or remove "
+            "'media' (see 'capabilities' in the status)",
+            "media",
+        )
+    if len(media) > limits.pieces:
+        raise bad_request(f"the request has {len(media)} images; send at most {limits.pieces}", "media")
 
 
 def check_placeholders(media: Sequence[MediaFields], prompt: np.ndarray, tower: TowerSpec) -> None:
@@ -194,6 +209,11 @@ class MediaStore:
         if at < len(token_ids):
             items.append(TokenIds(token_ids[at:]))
         return Prompt(tuple(items))
+
+    def add(self, media: Sequence[MediaFields]) -> None:
+        """Keep checked items with their pixels. Raises `ServiceError` as `prompt` does."""
+        for index, item in enumerate(media):
+            self._take(item, f"media.{index}")
 
     def hold(self, prompt: Prompt) -> None:
         """A request in flight needs the pieces of its prompt."""

@@ -150,6 +150,13 @@ class GenerateMessage(RequestHeader):
         return bool(isinstance(self.prompt, str) or self.messages is not None or self.return_text or self.stop.strings)
 
 
+class MediaMessage(RequestHeader):
+    """Images that later requests name by their hash: for requests that would be too large with them."""
+
+    op: Literal["media"]
+    media: list[MediaFields] = Field(min_length=1, max_length=MAX_MEDIA)
+
+
 class EndSessionMessage(RequestHeader):
     """End a session and release its KV."""
 
@@ -272,6 +279,7 @@ class WeightsMessage(RequestHeader):
 
 AnyRequest = (
     GenerateMessage
+    | MediaMessage
     | EndSessionMessage
     | LoadAdapterMessage
     | UnloadAdapterMessage
@@ -292,6 +300,7 @@ AnyRequest = (
 
 _OPS: dict[str, type[AnyRequest]] = {
     "generate": GenerateMessage,
+    "media": MediaMessage,
     "end_session": EndSessionMessage,
     "load_adapter": LoadAdapterMessage,
     "unload_adapter": UnloadAdapterMessage,

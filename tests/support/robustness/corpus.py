@@ -150,6 +150,7 @@ NAMES = [
 ]
 OPS = [
     "generate",
+    "media",
     "end_session",
     "load_adapter",
     "unload_adapter",
@@ -340,6 +341,8 @@ def wrong_media(rng: random.Random, request_id: str) -> Hostile:
         prompt = junk(rng)
     media = rng.choice([items, items, items, items[0], [], [items] * 2, junk(rng)])
     fields = {"op": "generate", "prompt": prompt, "max_tokens": 2, "media": media}
+    if rng.random() < 0.2:
+        fields = {"op": "media", "media": media}
     try:
         return Hostile(encode({"id": request_id, "v": 1, **fields}), request_id)
     except ValueError:  # not a message
