@@ -28,6 +28,7 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.media import MediaPrompt, processor_prompt
 from trainer_bridge.client.results import Completion
 from trainer_bridge.integrations.trl import WeightTransfer, check_ended
 from trainer_bridge.wire.errors import RolloutError
@@ -111,28 +112,49 @@ class WorkerGeneration(VLLMGeneration):
         """A completion for each prompt (token ids): ids of prompts and completions, log-probs, and their token ids.
 
         Log-probs and their ids have shape [prompts][tokens][1]: the drawn token's alone. `num_generations` is not
-        needed, since equal prompts that follow each other become one request. Raises ValueError for images.
+        needed, since equal prompts that follow each other become one request. `images` are the pictures of each prompt;
+        the trainer's own image processor makes their pixels.
         """
-        _refuse(images)
         with profiler or nullcontext():
-            drawn = self.complete(prompts)
+            drawn = self.complete(self.with_images(prompts, images))
         ids = [item.token_ids.tolist() for item in drawn]
         logprobs = [[[value] for value in drawn_logprobs(item)] for item in drawn]
         return [list(prompt) for prompt in prompts], ids, logprobs, [[[token] for token in row] for row in ids]
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
-    def complete(self, prompts: Sequence[list[int]], limits: Sequence[int] | None = None) -> list[Completion]:
+    def with_images(
+        self, prompts: Sequence[list[int]], images: Sequence[Any] | None
+    ) -> Sequence[list[int] | MediaPrompt]:
+        """The prompts with the pixels of their pictures. Raises ValueError if the trainer has no image processor."""
+        if images is None or not any(images):
+            return prompts
+        processor = getattr(self.processing_class, "image_processor", None)
+        token_id = getattr(self.processing_class, "image_token_id", None)
+        if processor is None or token_id is None:
+            raise ValueError("these prompts have images: give the trainer the model's processor as processing_class")
+        found: list[list[int] | MediaPrompt] = []
+        for prompt, pictures in zip(prompts, images, strict=True):
+            if not pictures:
+                found.append(prompt)
+                continue
+            inputs = processor(images=list(pictures), return_tensors="pt")
+            found.append(processor_prompt({"input_ids": [prompt], **inputs}, token_id))
+        return found
+
+    def complete(
+        self, prompts: Sequence[list[int] | MediaPrompt], limits: Sequence[int] | None = None
+    ) -> list[Completion]:
         """A completion for each prompt, in their order, of at most `limits` tokens (the trainer's, if absent).
 
         Raises `RolloutError` if one did not end by a stop token or its length.
         """
         limits = [self.max_completion_length] * len(prompts) if limits is None else limits
-        rows = zip(map(list, prompts), limits, strict=True)
-        requests = [
-            {"prompt": prompt, "max_tokens": limit, "n": len(list(equal)), "seed": next(self._seeds)}
-            for (prompt, limit), equal in itertools.groupby(rows)
-        ]
+        requests = []
+        for _, equal in itertools.groupby(zip(prompts, limits, strict=True), lambda row: (_content(row[0]), row[1])):
+            (prompt, limit), *others = equal
+            request = {"prompt": prompt, "max_tokens": limit, "n": 1 + len(others), "seed": next(self._seeds)}
+            requests.append(request)
         results = self._client.generate_many(requests, **self._fields())
         drawn = [item for result in results for item in result.completions]
         check_ended(drawn)
@@ -174,9 +196,16 @@ class WorkerGeneration(VLLMGeneration):
                 yield name, tensor.detach().to("cpu", copy=True) if copies else tensor
 
 
-def _refuse(images: Sequence[Any] | None) -> None:
-    if images is not None and any(images):
-        raise ValueError("these prompts have images, and a rollout worker serves text; train this model with vLLM")
+def _content(prompt: list[int] | MediaPrompt) -> tuple[list[int], list[str]]:
+    """Equal for equal prompts."""
+    if isinstance(prompt, MediaPrompt):
+        return prompt.token_ids.tolist(), [item.hash for item in prompt.media]
+    return list(prompt), []
+
+
+def _followed(prompt: list[int] | MediaPrompt, token_ids: list[int]) -> list[int] | MediaPrompt:
+    """A prompt and the tokens after it."""
+    return prompt.followed_by(token_ids) if isinstance(prompt, MediaPrompt) else list(prompt) + token_ids
 
 
 def drawn_logprobs(item: Completion) -> list[float]:
@@ -237,12 +266,13 @@ class WorkerRollouts:
         """Token ids and log-probs of a completion for each prompt, and with `reply` their `env_mask`."""
         generation = self._generation(trainer)
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
-        _refuse(images)
+        with_images = generation.with_images(prompt_ids, images)
         turns = [_Turns(ids, trainer.max_completion_length) for ids in prompt_ids]
         speaking = list(range(len(prompts)))
         while speaking:
             drawn = generation.complete(
-                [turns[i].prompt_ids + turns[i].completion_ids for i in speaking], [turns[i].left for i in speaking]
+                [_followed(with_images[i], turns[i].completion_ids) for i in speaking],
+                [turns[i].left for i in speaking],
             )
             going_on = []
             for i, item in zip(speaking, drawn, strict=True):
