@@ -125,7 +125,7 @@ class Images:
                     raise bad_request(f"the picture has more than {_MOST_PIXELS >> 20} megapixels", field)
                 pixels = picture.convert("RGB")
         except UnidentifiedImageError:
-            raise bad_request(f"the picture is none of {', '.join(_FORMATS)}", field) from None
+            raise bad_request(f"the picture has another format than {', '.join(_FORMATS)}", field) from None
         except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
             raise bad_request(f"the picture cannot be decoded: {error!s:.200}", field) from None
         try:

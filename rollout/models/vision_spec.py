@@ -74,11 +74,11 @@ class TowerSpec:
 
     family: TowerFamily
     values: tuple[tuple[str, Any], ...]  # of its config; lists are tuples
-    hidden: int  # width of an embedding, that of the language model
+    hidden: int  # width of an embedding, as in the language model
     placeholders: tuple[int, ...]  # token ids that stand for its embeddings
     merge: int
     patch_values: int  # numbers of a patch
-    deepstack: int  # embeddings beside the first one: each is added after one of the first layers
+    deepstack: int  # further embeddings of a token: each is added after one of the first layers
     tokens_per_second: int | None  # positions of a second of video; None where frames have no distance
 
     @property

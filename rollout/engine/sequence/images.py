@@ -1,4 +1,4 @@
-"""Images of a step, as plain data: those that are encoded first, and the tokens of spans that are images.
+"""Images of a step, as plain data: the images that it encodes first, and the tokens of its spans that are images.
 
 An encoding has a place in the embedding buffer for each of its tokens (`kv/encodings`).
 """

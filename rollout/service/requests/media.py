@@ -239,7 +239,7 @@ class MediaStore:
         if item.pixel_values is None:
             return self._find(digest, item, where)
         if media_hash(item.pixel_values, item.grid_thw) != item.hash:
-            raise bad_request("the pixel values are not those of 'hash': compute it anew", f"{where}.hash")
+            raise bad_request("the pixel values have another hash than 'hash': compute it anew", f"{where}.hash")
         if not _within_bounds(item.pixel_values):
             raise bad_request(
                 f"a pixel value is not finite, or larger than {_LARGEST:g}; send what the processor returns",
@@ -276,7 +276,7 @@ class MediaStore:
         self.nbytes += pixels.nbytes
 
     def _make_room(self, nbytes: int) -> bool:
-        """Drop unused pieces until so many bytes are free; False if that is not enough."""
+        """Drop unused pieces until `nbytes` are free; False if that is not enough."""
         for digest in [digest for digest in self._pieces if digest not in self._users]:
             if self.nbytes + nbytes <= self._most_bytes:
                 break

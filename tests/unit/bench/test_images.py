@@ -1,0 +1,32 @@
+"""The benchmark of prompts with images, at a tiny size on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.images import main, write_checkpoint, write_processor
+
+
+@pytest.mark.nightly
+def test_it_measures_images_and_text(tmp_path: Path) -> None:
+    sizes = {"prompts": 3, "n": 2, "rows": 4, "side": 96, "text": 16, "new": 8}
+    flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+    assert main(["--shape", "tiny", "--device", "cpu", "--out", str(tmp_path / "out.json"), *flags]) == 0
+    image, text = json.loads((tmp_path / "out.json").read_text())
+    assert (image["kind"], image["images_encoded"], image["completions"]) == ("image", 3, 6)
+    assert (text["kind"], text["images_encoded"]) == ("text", 0)
+    assert 0 < image["first_token_s"]["least"] <= image["seconds"]
+
+
+def test_the_checkpoint_of_the_peer_has_a_tokenizer_and_an_image_processor(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+
+    folder = write_processor(write_checkpoint("qwen3-vl-8b", tmp_path))
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == config.image_token_id
+    assert (
+        AutoImageProcessor.from_pretrained(folder, backend="pil").merge_size == config.vision_config.spatial_merge_size
+    )
