@@ -41,6 +41,7 @@ from rollout_kernels.linear.table import linear_config
 from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
 from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
+from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
 from rollout_kernels.norm_rope import triton_elementwise
 from rollout_kernels.sampling import triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
@@ -329,6 +330,11 @@ def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
     yield "router", lambda: triton_router.moe_route(x, router, shape.top_k, True)
     logits = empty(1, rows, shape.experts)
     yield "choice", lambda: triton_router.moe_choose(logits, x.dtype, shape.top_k, True)
+    rule, bias = ScoreRule("sigmoid", shape.top_k, True), floats(shape.experts)
+    yield (
+        "choice by scores",
+        lambda: choose_scored(floats(1, rows, shape.experts), torch.float32, rule, score_bias_E=bias),
+    )
     if capability_of_gluon():
         yield "experts, padded", lambda: padded_experts(shape, 2048)
     routing = triton_router.Routing(ints(rows, shape.top_k), floats(rows, shape.top_k))
