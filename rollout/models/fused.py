@@ -81,13 +81,10 @@ def obstacle(model: Decoder, experts: bool) -> str | None:
     return "its attention and its feed-forward blocks are variants that no kernel has"
 
 
-def takes_mixer(spec: MixerSpec, deterministic: bool = False) -> bool:
-    """True if the kernels run this mixer: attention with a rope by halves and without a gate of its own product.
-
-    They run the products of linear attention with `deterministic` only; otherwise cuBLAS does.
-    """
+def takes_mixer(spec: MixerSpec) -> bool:
+    """True if the kernels run this mixer: attention with a rope by halves and no own gate, or linear attention."""
     if not isinstance(spec, AttentionSpec):
-        return deterministic and isinstance(spec, DeltaNetSpec)
+        return isinstance(spec, DeltaNetSpec)
     return not (spec.gate or spec.rope.interleaved)
 
 
@@ -140,7 +137,7 @@ class FusedDecoder:
         self._deterministic = deterministic
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
         dtype, layers = model.embed.dtype, [cast(DecoderLayer, layer) for layer in model.layers]
-        mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec, deterministic)}
+        mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec)}
         feed_forwards = {layer.feed_forward for layer in layers if takes_feed_forward(layer.feed_forward.spec, dtype)}
         self._fused: set[Block] = {*mixers, *feed_forwards}
         self._generic_blocks = len(self._fused) < 2 * len(layers)
@@ -212,7 +209,8 @@ class FusedDecoder:
     @property
     def takes_wanted(self) -> bool:
         """True if steps may name the tokens whose hidden states are wanted."""
-        return self._model.layers[-1].mixer in self._fused and not self._deterministic
+        last = self._model.layers[-1].mixer
+        return last in self._fused and isinstance(last, Attention) and not self._deterministic
 
     def _begin(self, tokens: int) -> None:
         """Choose how `tokens` tokens are computed, from here on."""
@@ -229,7 +227,7 @@ class FusedDecoder:
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
         mixed: Unsummed | None
         if layer.mixer in self._fused and isinstance(layer.mixer, DeltaNet):
-            mixed = self._linear_attention(layer.mixer, x_TH, context)
+            mixed = self._linear_attention(layer, layer.mixer, x_TH, residual_TH, context)
         elif layer.mixer in self._fused:
             assert isinstance(layer.mixer, Attention)
             queries = self._queries(layer.mixer, x_TH, context)
@@ -371,21 +369,38 @@ class FusedDecoder:
         attention = layer.mixer
         assert isinstance(attention, Attention)
         cache = kv.layer(attention.kv_index)
-        # Experts take the sum of the product's parts, so nothing may be added to it later.
-        later = not (layer.feed_forward in self._fused and isinstance(layer.feed_forward, SparseFeedForward))
         if self._deterministic:
             out_TQD = one_order.attend(queries.q_TQD, batch, cache, attention.scale, attention.spec.window)
         else:
             out_TQD = attention.attend(queries.q_TQD, batch, cache)
         out_TK = gate_output(out_TQD.flatten(1), queries.gate_TK)
+        later = self._adds_to_mixers(layer)
         return self._output("o", out_TK, attention.o_proj, attention.layer, batch.adapters, residual_TH, later)
 
-    def _linear_attention(self, mixer: DeltaNet, x_TH: torch.Tensor, context: StepContext) -> Unsummed:
-        """The output of a linear attention block, by products that are added in one order; token by token."""
-        config = self._configs[self._products[mixer.in_proj]]
-        assert config is not None, "check_deterministic"
-        gated_TV = mixer.mix(linear(x_TH, mixer.in_proj.weight, config), context, one_by_one=True)
-        return self._product("o", gated_TV, mixer.o_proj, mixer.layer, None)
+    def _linear_attention(
+        self,
+        layer: DecoderLayer,
+        mixer: DeltaNet,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        context: StepContext,
+    ) -> Unsummed | None:
+        """The output of a linear attention block; None if the residual stream has it already.
+
+        With `deterministic` tokens go through it one by one.
+        """
+        config, adapters = self._configs[self._products[mixer.in_proj]], context.batch.adapters
+        weight = mixer.in_proj.weight
+        inputs_TN = F.linear(x_TH, weight) if config is None else linear(x_TH, weight, config)
+        if adapters is not None:
+            adapters.add(mixer.layer, "in", inputs_TN, x_TH)
+        gated_TV = mixer.mix(inputs_TN, context, one_by_one=self._deterministic)
+        later = self._adds_to_mixers(layer)
+        return self._output("o", gated_TV, mixer.o_proj, mixer.layer, adapters, residual_TH, later)
+
+    def _adds_to_mixers(self, layer: DecoderLayer) -> bool:
+        """Whether something may be added later to the output of a layer's mixer: experts take the sum of its parts."""
+        return not (layer.feed_forward in self._fused and isinstance(layer.feed_forward, SparseFeedForward))
 
 
 #: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.
