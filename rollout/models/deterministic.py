@@ -75,7 +75,7 @@ def shared_products(shared: DenseSpec) -> dict[str, KernelProduct]:
 
 def head_product(spec: ModelSpec) -> KernelProduct:
     """The product of the output layer."""
-    return spec.vocab, spec.hidden, "whole"
+    return len(spec.kept_vocab), spec.hidden, "whole"
 
 
 def check_deterministic(spec: ModelSpec) -> None:

@@ -24,6 +24,7 @@ from rollout_kernels.linear.triton_linear import gate_up_silu, linear
 from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, padded_from, run_experts, table_entry
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import last_pairs
+from rollout_kernels.moe.triton_keep_experts import keep_experts
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route, router_scratch
 from rollout_kernels.moe.triton_router import MANY_TOKENS, Record, Routing, moe_route, router_logits, sum_of_parts
 from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
@@ -73,11 +74,13 @@ class FusedExperts:
             router = spec.router
             best = (router.groups, router.top_groups, router.group_best)
             self._rule = ScoreRule(router.scoring, router.top_k, router.renormalize, *best, router.scale)
+        self._kept = spec.kept_experts
+        self._all_kept = len(self._kept) == spec.experts
         blocks = (cast(DecoderLayer, layer).feed_forward for layer in model.layers)
         self._experts = {block: experts_of(block) for block in blocks if isinstance(block, SparseFeedForward)}
         first = next(iter(self._experts))
         self._shared, more = first.shared_choice, int(first.stacks_shared)
-        self._shape = MoEShape(spec.experts + more, spec.router.top_k + more, spec.hidden, spec.intermediate)
+        self._shape = MoEShape(len(self._kept) + more, spec.router.top_k + more, spec.hidden, spec.intermediate)
         self._format = first.format
         self._scratch = router_scratch(len(first.router), model.embed.device)
         self._deterministic = deterministic  # one plan, and one way to the router's logits, for any number of tokens
@@ -117,8 +120,11 @@ class FusedExperts:
         residual_TH: torch.Tensor,
         parts_STH: torch.Tensor | None,
         kept: ExpertRecord | None = None,
+        normed_TH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One block. `parts_STH` is what is left to add of the mixer's output; the router writes to `kept` if given.
+
+        With `normed_TH` it is added, and this is the norm. A shard's result is its part of a sum over the ranks.
 
         Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
         """
@@ -127,8 +133,13 @@ class FusedExperts:
         norm_H, router_EH = layer.feed_forward_norm.weight, block.router
         how, offset = (self._router.top_k, self._router.renormalize), self._unit_offset
         if self._rule is not None:
-            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
+            x_TH = normed_TH
+            if x_TH is None:
+                x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
             routing = self._route(block, self._rule, x_TH, kept, record)
+        elif normed_TH is not None:
+            x_TH = normed_TH
+            routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
         elif tokens <= MOST_TOKENS and not self._deterministic:
             assert parts_STH is not None, "so few tokens leave it"
             found = norm_route(
@@ -142,8 +153,10 @@ class FusedExperts:
             self._chosen.append(routing.experts_TK[:, : self._router.top_k])
         assert self._plan is not None
         weights = self._experts[block]
+        if not self._all_kept:
+            routing = keep_experts(routing, self._kept.start, len(self._kept))
         parts_STH = run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True, glu=weights.glu)
-        if block.biases is not None:  # of the down projection: each token's sum, weighted
+        if block.biases is not None and block.adds_bias:  # of the down projection: each token's sum, weighted
             bias_EH = block.down_bias.float()
             weights_TE = bias_EH.new_zeros(tokens, len(bias_EH))
             weights_TE.scatter_(1, routing.experts_TK.long(), routing.weights_TK)

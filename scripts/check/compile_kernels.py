@@ -43,6 +43,8 @@ from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_route
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
 from rollout_kernels.norm_rope import triton_elementwise
+from rollout_kernels.parallel.peer_buffers import PeerBuffers
+from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 from rollout_kernels.sampling import triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
 from rollout_kernels.sampling.triton_draw import draw_and_advance
@@ -161,6 +163,12 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
         ),
     )
     yield "norm", lambda: triton_elementwise.add_rms_norm(residual, floats(2, rows, shape.hidden), norm, 1e-6)
+    for ranks in (2, 8):
+        buffers = ints(2, ranks, rows, shape.hidden, dtype=long), ints(ranks, dtype=long), ints(rows), ints(1)
+        peers = PeerBuffers(0, *buffers)
+        normed = residual, floats(2, rows, shape.hidden), norm, 1e-6, peers
+        yield f"norm over {ranks} ranks", lambda a=normed: all_reduce_norm(*a)
+        yield f"sum over {ranks} ranks", lambda a=(residual[None], peers): all_reduce_rows(*a)
     yield "silu", lambda: triton_elementwise.silu_mul(empty(rows, 2 * shape.inner))
     for coded in (False, True):
         cache = empty(64, PAGE, shape.kv_heads, shape.dim, dtype=torch.uint8 if coded else torch.bfloat16)

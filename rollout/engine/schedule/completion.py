@@ -57,7 +57,8 @@ def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == drawn.known else None,
-        adapter_versions=tuple(seq.adapter_use.version_changes),
+        # A change after tokens in flight may come earlier than it seems: how many they are is not known with drafts.
+        adapter_versions=tuple(change for change in seq.adapter_use.version_changes if change[0] <= end),
         # Notes how far it has told, so nothing that may fail comes after it.
         routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, kv.pages, seq.consumed),
     )

@@ -71,6 +71,7 @@ class OursEngine:
         self._routing = routing
         self.use_adapters = adapters
         self.sampling = SamplingParams()
+        self.completions: dict[str, list[Delta]] = {}  # of the last run: what requests were told, by their numbers
         self._ends: list[float] = []
         self._arrivals: ArrivalLog | None = None
         self._runs = 0
@@ -97,7 +98,7 @@ class OursEngine:
         """Make all completions of `work`, to their full lengths, all asked for at once."""
         self._runs += 1
         prompts = [np.asarray(prompt, dtype=np.int32) for prompt in work.prompts]
-        self._ends, self._steps_before = [], self.engine.meter.steps
+        self._ends, self._steps_before, self.completions = [], self.engine.meter.steps, {}
         began_s, idle_s = time.perf_counter(), self._idle_s()
         for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
             key = (f"run{self._runs}", str(i))
@@ -141,6 +142,8 @@ class OursEngine:
                 raise ValueError(f"the engine refused a request: {event.message}")
             if isinstance(event, Delta) and self._arrivals is not None:
                 self._arrivals.tokens(int(event.key[1]), len(event.token_ids), event.finish is not None)
+            if isinstance(event, Delta) and self._arrivals is None:
+                self.completions.setdefault(event.key[1], []).append(event)
             if isinstance(event, Delta) and event.finish is not None:
                 if event.finish.reason != "length":
                     raise RuntimeError(f"a completion ended as {event.finish.reason}: {event.finish.error}")
@@ -156,12 +159,17 @@ class OursEngine:
         Milliseconds; absent if the meter kept too few steps. Also the share of the run in which the device ran a step,
         and for a mixture of experts the mean number of distinct experts per layer in the last captured step.
         """
+        full = self.full_steps()
+        most = full[0].rows if full else 0
+        steady = steady_figures(full[len(full) // 2 :])
+        return {**steady, "active_pct": self._active_pct, **self._distinct_experts(most)}
+
+    def full_steps(self) -> list[StepTiming]:
+        """The decode steps of the last run with all rows, as far as the meter kept them."""
         count = min(self.engine.meter.steps - self._steps_before, _KEPT_STEPS)
         recent = [step for step in self.engine.meter.recent_steps()[-count:] if step.kind == "decode"]
         most = max((step.rows for step in recent), default=0)
-        full = [step for step in recent if step.rows == most]
-        steady = steady_figures(full[len(full) // 2 :])
-        return {**steady, "active_pct": self._active_pct, **self._distinct_experts(most)}
+        return [step for step in recent if step.rows == most]
 
     def _distinct_experts(self, rows: int) -> Row:
         graphs = self.engine.executor.graphs
