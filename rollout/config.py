@@ -40,6 +40,11 @@ class ModelSettings(_Section):
         description="frequencies of a model with LongRoPE (Phi-3, Phi-4-mini), for all sequences. short: sequences end "
         "at its original context. long: its whole context, and short sequences have these frequencies, too",
     )
+    images: bool = Field(
+        False,
+        description="serve images: load the vision tower of a model of text and images, and take `media` in requests; "
+        "false: such a model is served for text alone",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of the weights; auto: the checkpoint's type, float32 on a CPU"
     )
@@ -91,6 +96,17 @@ class EngineSettings(_Section):
         None,
         ge=1,
         description="most prompt tokens in one prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
+    )
+    image_tokens: int = Field(
+        16_384,
+        ge=64,
+        description="size of the buffer for embeddings of images, tokens; equal images of several requests are "
+        "encoded once while they are in it. With model.images",
+    )
+    image_patches: int = Field(
+        16_384,
+        ge=1,
+        description="most patches that the vision tower encodes before a prefill step, and most of an image or video",
     )
     cuda_graphs: bool = Field(
         True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"
@@ -316,6 +332,14 @@ class ServiceSettings(_Section):
         300.0, gt=0, description="seconds that a session keeps its KV for the next turn, unless the request sets it"
     )
     max_session_lease_s: float = Field(3600.0, gt=0, description="largest session_lease_s of a request, seconds")
+    max_media: int = Field(64, ge=1, le=4096, description="most images and videos of a request; with model.images")
+    max_media_patches: int = Field(262_144, ge=1, description="most patches of all images and videos of a request")
+    media_store_bytes: int = Field(
+        2 << 30,
+        ge=1,
+        description="host memory for the pixels of images, bytes: those that requests in flight need, and those that "
+        "later requests may name by their hash",
+    )
     max_results: int = Field(4096, ge=0, description="results kept until they are acknowledged")
     max_results_bytes: int = Field(512 << 20, ge=0, description="most bytes of all kept results")
     max_reply_bytes: int = Field(1 << 30, ge=1, description="most bytes of top log-probs and routing in one reply")

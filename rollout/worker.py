@@ -140,6 +140,8 @@ class Worker:
                 sleep=settings.engine.sleep,
                 sleep_rows=settings.engine.sleep_rows,
                 min_version=settings.weights.min_version,
+                images=native(model).spec.tower if settings.model.images else None,
+                image_patches=settings.engine.image_patches,
                 dtype=str(loaded.dtype).removeprefix("torch."),
             ),
             ServedEngine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from rollout.engine.device.releasable import HostPages, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice, Device, Stream
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
+from rollout.engine.kv.encodings import BLOCK, EncodingCounts, Encodings
 from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mover import HostMemory, PageMover
 from rollout.engine.kv.pool import PagePool
@@ -52,6 +54,7 @@ from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Streams
 from rollout.engine.step.expert_trace import routing_shape
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
+from rollout.engine.step.image_encoder import ImageEncoder
 from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words, verify_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
@@ -179,6 +182,8 @@ class _Lasting:
     counters: Counters
     session_counts: SessionCounts
     offload_counts: OffloadCounts | None
+    encoder: ImageEncoder | None
+    encoding_counts: EncodingCounts | None
 
     @classmethod
     def of(cls, parts: EngineParts) -> _Lasting:
@@ -192,6 +197,8 @@ class _Lasting:
             roster.counters,
             roster.allocator.sessions.counts,
             None if offload is None else offload.books.counts,
+            executor.step.encoder,
+            None if roster.allocator.encodings is None else roster.allocator.encodings.counts,
         )
 
 
@@ -207,12 +214,14 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     states = _states(site) if lasting is None else lasting.kv.states
     rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, adapters is not None)
     chunk = chunk_tokens(engine, model)
-    prompt_words = slot_words(engine.max_rows, most_pages, context, chunk)
+    encoder = _image_encoder(site) if lasting is None else lasting.encoder
+    images = encoder is not None
+    prompt_words = slot_words(engine.max_rows, most_pages, context, chunk, images)
     words = prompt_words + verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
     speculates = engine.draft_rows > 0
     slots = [Slot(device, words, engine.step_rows, vocab, chunk, routing, speculates) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    executor = _build_executor(site, rows, adapters, states, slots, lasting, progress)
+    executor = _build_executor(site, rows, adapters, states, encoder, slots, lasting, progress)
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
@@ -231,7 +240,8 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     if step.shares_pages:
         shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
     packer = Packer(multiple, adapters is not None, sizes, shared, range(engine.max_rows + 1, engine.step_rows + 1))
-    scheduler = Scheduler(limits, roster, upload_words, _speculation(engine, executor, slots[0]))
+    words_of = functools.partial(upload_words, images=images)
+    scheduler = Scheduler(limits, roster, words_of, _speculation(engine, executor, slots[0]))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 
@@ -269,8 +279,16 @@ def _build_allocator(
         counts = None if lasting is None else lasting.offload_counts
         host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
         offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, experts, host_places)
+    encodings = None
+    if step.encoder is not None:
+        encodings = Encodings(
+            len(step.encoder.buffer_PW),
+            step.encoder.most_patches,
+            step.encoder.spec.family.beginnings,
+            None if lasting is None else lasting.encoding_counts,
+        )
     return PageAllocator(
-        pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books, snapshots
+        pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books, snapshots, encodings
     )
 
 
@@ -279,6 +297,7 @@ def _build_executor(
     rows: RowState,
     adapters: AdapterSlots | None,
     states: StatePool | None,
+    encoder: ImageEncoder | None,
     slots: list[Slot],
     lasting: _Lasting | None,
     progress: Progress | None,
@@ -288,7 +307,7 @@ def _build_executor(
     context = context_limit(settings, model)
     kv = _allocate_kv(model, _LEAST_PAGES, engine, states) if lasting is None else lasting.kv
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
-    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site))
+    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site), encoder)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else None
     streams = Streams.make(device, adapters is not None)
@@ -353,6 +372,34 @@ def _adapter_slots(site: _Site) -> AdapterSlots | None:
         memory.take_over(tensors, kept=False)  # they are loaded again from the host
     log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
     return slots
+
+
+def _image_encoder(site: _Site) -> ImageEncoder | None:
+    """The tower with its embedding buffer, if the model has one. Raises ValueError if the buffer does not fit."""
+    engine, device, memory = site.settings.engine, site.device, site.memory
+    tower = site.model.tower if isinstance(site.model, Decoder) else None
+    if tower is None:
+        return None
+    places = -(-engine.image_tokens // BLOCK) * BLOCK
+    if engine.image_patches < tower.spec.merge**2:
+        raise ValueError(
+            f"image_patches = {engine.image_patches} are less than a token: use {tower.spec.merge**2} or more"
+        )
+    if engine.image_patches > places * tower.spec.merge**2:
+        raise ValueError(
+            f"image_patches = {engine.image_patches} make {engine.image_patches // tower.spec.merge**2} tokens, more "
+            f"than image_tokens = {engine.image_tokens}: lower the one or raise the other"
+        )
+    dtype, where = site.model.embed.dtype, site.model.embed.device
+    needed = places * tower.spec.width * dtype.itemsize
+    if needed > device.free_bytes():
+        raise ValueError(
+            f"image_tokens = {engine.image_tokens} take {needed / 2**30:.2f} GiB and there are "
+            f"{device.free_bytes() / 2**30:.2f} GiB: lower it"
+        )
+    log.info("buffer for embeddings of images", extra={"tokens": places, "bytes": needed})
+    zeros = None if memory is None else memory.zeros
+    return ImageEncoder(tower, places, engine.image_patches, dtype, where, engine.deterministic, zeros)
 
 
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rollout.engine.kv.encodings import EncodingCounts
 from rollout.engine.loop import Engine
 from rollout.engine.messages import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
 from rollout.engine.schedule.plan import Plan
@@ -75,6 +76,8 @@ class Inspector:
         roster, offload = self._engine.roster, self._offload()
         pool, counters, snapshots = roster.allocator.pool, roster.counters, roster.allocator.snapshots
         places = 0 if snapshots is None else len(snapshots.places)
+        encodings = roster.allocator.encodings
+        images = EncodingCounts() if encodings is None else encodings.counts
         self._engine.meter.set(
             {
                 "rollout/rows": roster.running,
@@ -98,6 +101,10 @@ class Inspector:
                 "kv/restores": offload.restored,
                 "kv/offloaded_bytes": offload.bytes_out,
                 "kv/brought_back_bytes": offload.bytes_in,
+                "images/encoded": images.encoded,
+                "images/patches": images.patches,
+                "images/reused": images.reused,
+                "images/buffer_used_pct": 0.0 if encodings is None else percent(encodings.used, encodings.total),
             }
         )
 

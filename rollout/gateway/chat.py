@@ -168,7 +168,7 @@ class Chat:
                 raise bad_request("a 'tool_choice' that demands a call is a constraint; send no other", "tool_choice")
             fields["constraint"] = demanded
         chat = await render_chat(gateway, body.messages, body.rendering)
-        prompt = TokenRequest(chat.token_ids, fields, body.n)
+        prompt = TokenRequest(chat.token_ids, fields, body.n, media=chat.media)
         answer = _Answer(Call(gateway, new_id("chatcmpl-", request, body.request_id), [prompt], session), body, chat)
         if body.stream:
             return EventStream(answer.events(), gateway.settings.send_s)

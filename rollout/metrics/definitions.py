@@ -317,6 +317,20 @@ METRICS: tuple[Metric[Stretch], ...] = (
     Metric("kv/offloaded_bytes", "counter", "bytes", "KV that was copied to the host, since start", _COPIED),
     Metric("kv/brought_back_bytes", "counter", "bytes", "KV that was copied back from the host, since start", _COPIED),
     Metric(
+        "images/encoded", "counter", "count", "images that the vision tower encoded, since start",
+        Panel("Images", "Encoded"),
+    ),
+    Metric("images/patches", "counter", "count", "patches of these images, since start"),
+    Metric(
+        "images/reused", "counter", "count",
+        "prefill steps that found an image in the buffer, counted for each image, since start",
+        Panel("Images", "Found"),
+    ),
+    Metric(
+        "images/buffer_used_pct", "gauge", "%", "share of the buffer for embeddings of images that holds any",
+        Panel("Images", "Buffer in use"),
+    ),
+    Metric(
         "weights/version", "gauge", "version", "weights version that new steps run with", Panel("Weights", "Version")
     ),
     Metric(

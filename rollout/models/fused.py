@@ -180,17 +180,15 @@ class FusedDecoder:
         model = self._model
         self._begin(len(token_ids_T))
         first, *others = self._ropes
-        token = None if model.spec.shard is None else model.spec.kept_vocab.start
-        tables = (model.embed, first.inv_freq_D, first.sign_D)
-        residual_TH, cos_sin = embed_rope(token_ids_T, batch.positions_T, *tables, token)
-        if token is not None:
-            residual_TH = model.group.all_reduce(residual_TH)
+        residual_TH, cos_sin = self._embed(token_ids_T, batch, first)
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
-        context = StepContext((cos_sin, *(rope(batch.positions_T) for rope in others)), slots_T, batch, kv)
+        context = StepContext((cos_sin, *(rope(batch.turned_by) for rope in others)), slots_T, batch, kv)
         last, *before = reversed([cast(DecoderLayer, layer) for layer in model.layers])
         added = None
-        for layer in reversed(before):
+        for index, layer in enumerate(reversed(before)):
             residual_TH, added = self._layer(layer, residual_TH, added, context)
+            if batch.images is not None:  # never after the last layer: `tower_spec`
+                residual_TH = batch.images.add_after(index, residual_TH)
         if batch.wanted is None:
             residual_TH, added = self._layer(last, residual_TH, added, context)
         else:
@@ -222,6 +220,19 @@ class FusedDecoder:
         """True if steps may name the tokens whose hidden states are wanted."""
         last = self._model.layers[-1].mixer
         return last in self._fused and isinstance(last, Attention) and not self._deterministic
+
+    def _embed(
+        self, token_ids_T: torch.Tensor, batch: AttentionBatch, rope: Rope
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """The residual stream before the first layer, and the cosines and sines of the first rotary embedding."""
+        model, positions = self._model, batch.turned_by
+        if positions.dim() == 1 and batch.images is None:
+            token = None if model.spec.shard is None else model.spec.kept_vocab.start
+            tables = (model.embed, rope.inv_freq_D, rope.sign_D)
+            residual_TH, cos_sin = embed_rope(token_ids_T, positions, *tables, token)
+            return residual_TH if token is None else model.group.all_reduce(residual_TH), cos_sin
+        residual_TH = F.embedding(token_ids_T, model.embed)  # images are not served by shards
+        return residual_TH if batch.images is None else batch.images.replace_in(residual_TH), rope(positions)
 
     def _begin(self, tokens: int) -> None:
         """Choose how `tokens` tokens are computed, from here on."""

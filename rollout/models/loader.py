@@ -24,6 +24,7 @@ from rollout.models.checkpoint_folder import (
     check_links,
     read_config,
     read_generation_defaults,
+    read_tower,
     resolve_folder,
 )
 from rollout.models.checkpoint_tensors import (
@@ -141,7 +142,8 @@ class _Source:
 def _load_native(source: _Source, experts: Format) -> Decoder:
     config, architecture, device = source.config, source.architecture, source.device
     try:
-        spec = spec_from_config(config, architecture)
+        tower = read_tower(source.folder, architecture, config) if source.settings.images else None
+        spec = spec_from_config(config, architecture, tower)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
             f"{source.folder}/config.json lacks a value that {architecture} needs: {error}"
@@ -181,6 +183,8 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     from rollout.models.fallback.weights import checkpoint_regions, own_tensors
 
     architecture, dtype, device = source.architecture, source.dtype, source.device
+    if source.settings.images:
+        raise ValueError(f"{architecture} runs through transformers' own code, without images: set images = false")
     cls = module_class(source.config, architecture)
     if source.group.size > 1:
         raise ValueError(

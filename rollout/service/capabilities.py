@@ -39,6 +39,7 @@ def default_capabilities(
     routing: bool = False,
     adapters: bool = False,
     sleep: bool = False,
+    images: bool = False,
 ) -> tuple[str, ...]:
     """The ops, and the fields of `generate` that not every worker offers."""
     offered = ["generate", "cancel", "attach", "ack", "report", "status", "ping", "pause", "resume", "shutdown"]
@@ -55,6 +56,8 @@ def default_capabilities(
         offered.append("return_routing")
     if adapters:
         offered += ["adapter", "load_adapter", "unload_adapter"]
+    if images:
+        offered.append("media")
     if sleep:
         offered += ["sleep", "wake"]
     if text is not None:

@@ -35,6 +35,11 @@ def plan_copies(manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor],
     return [(views[entry.name], typed_view(stream, entry)) for entry in manifest.tensors if entry.name in wanted]
 
 
+def names_of(manifest: Manifest) -> tuple[str, ...]:
+    """The names of its tensors."""
+    return tuple(entry.name for entry in manifest.tensors)
+
+
 class HostStaging:
     """The buffer. Owned by the receiver's thread; only `StagedWeights` crosses to the engine's loop."""
 
@@ -116,6 +121,7 @@ class InPlaceWeights:
     def __init__(self, manifest: Manifest) -> None:
         self.version = manifest.version
         self.nbytes = manifest.tensor_bytes
+        self.names = names_of(manifest)
         self.released = False
 
     def copy_into(self) -> None:
@@ -132,6 +138,7 @@ class StagedWeights:
     def __init__(self, manifest: Manifest, copies: Sequence[Copy]) -> None:
         self.version = manifest.version
         self.nbytes = manifest.tensor_bytes
+        self.names = names_of(manifest)
         self._copies = copies
         self._cuda = [view.device for view, _ in self._copies if view.is_cuda][:1]
         self._lock = threading.Lock()

@@ -14,10 +14,11 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from trainer_bridge.client.media import MediaPrompt
 from trainer_bridge.client.results import Completion
 from trainer_bridge.wire.sampling_rules import RULES, SamplingFields
 
-Prompt = str | Sequence[int] | np.ndarray
+Prompt = str | Sequence[int] | np.ndarray | MediaPrompt
 StreamKind = Literal["tokens", "completions"]
 
 _INT32 = np.iinfo(np.int32)
@@ -149,6 +150,10 @@ def _add_prompt(sent: dict[str, Any], prompt: Prompt | None) -> None:
         raise ValueError("give either a prompt (text or token ids) or messages")
     if isinstance(prompt, str):
         sent["prompt"] = prompt
+    elif isinstance(prompt, MediaPrompt):
+        sent["prompt"] = token_array(prompt.token_ids, "prompt")
+        if prompt.media:
+            sent["media"] = [item.fields() for item in prompt.media]
     elif prompt is not None:
         if isinstance(prompt, (list, tuple)) and any(
             isinstance(part, (str, list, tuple, np.ndarray)) for part in prompt

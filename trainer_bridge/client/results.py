@@ -120,6 +120,7 @@ class GenerateResult:
     extra: dict[str, Any] = field(default_factory=dict)  # fields of the reply that this client does not know
     #: float32 [prompt tokens]: of each token of the prompt after those before it, at temperature 1; NaN for the first.
     prompt_logprobs: np.ndarray | None = None
+    media: list[str] = field(default_factory=list)  # hashes of the prompt's images
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values: lists for arrays, None for NaN."""
@@ -160,6 +161,7 @@ _RESULT_FIELDS = {
     "worker",
     "metadata",
     "prompt_logprobs",
+    "media",
 }
 
 
@@ -179,6 +181,7 @@ def read_result(header: Mapping[str, Any], endpoint: str | None = None) -> Gener
         worker=header.get("worker"),
         metadata=header.get("metadata"),
         prompt_logprobs=_prompt_logprobs(header),
+        media=[str(each) for each in header.get("media") or ()],
         endpoint=endpoint,
         extra={name: value for name, value in header.items() if name not in _RESULT_FIELDS},
     )

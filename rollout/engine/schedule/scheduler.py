@@ -28,7 +28,7 @@ from rollout.engine.messages import Finish, Request
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
-from rollout.engine.schedule.plan import Plan, Span, decode_spans, make_plan, make_verify_plan, prompt_spans
+from rollout.engine.schedule.plan import Plan, decode_spans, make_plan, make_verify_plan, prompt_spans
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.speculation import Speculation
 from rollout.engine.sequence.sequence import Group, Sequence, State
@@ -135,8 +135,12 @@ class Scheduler:
         if not roster.prefilling:
             return None
         most = limits.chunk_tokens, limits.upload_words
-        spans = prompt_spans(roster.prefilling, *most, self._upload_words, self._page_size)
-        return self._make_plan(spans) if spans else None
+        encodings = roster.allocator.encodings
+        spans = prompt_spans(roster.prefilling, *most, self._upload_words, self._page_size, encodings)
+        if not spans:
+            return None
+        encodes = () if encodings is None else encodings.take_encodes()
+        return make_plan(spans, roster.version, self._page_size, self._saves(), encodes)
 
     def _plan_decode(self) -> Plan | None:
         roster = self.roster
@@ -151,10 +155,7 @@ class Scheduler:
             drafts = self.speculation.drafts(seqs, roster)
             if drafts or any(seq.drafted for seq in seqs):
                 return make_verify_plan(seqs, drafts, roster.version, self._page_size, self._saves())
-        return self._make_plan(decode_spans(seqs))
-
-    def _make_plan(self, spans: list[Span]) -> Plan:
-        return make_plan(spans, self.roster.version, self._page_size, self._saves())
+        return make_plan(decode_spans(seqs), roster.version, self._page_size, self._saves())
 
     def _saves(self) -> tuple[tuple[int, int], ...]:
         snapshots = self.roster.allocator.snapshots

@@ -223,9 +223,15 @@ class Sequence:
 
     def content_between(self, start: int, end: int) -> bytes:
         """The content of positions start..end-1 (prompt first), for prefix keys: see `Prompt.content`."""
-        prompt_len = self.prompt_len
+        prompt_len, prompt = self.prompt_len, self.group.request.prompt
         if end <= prompt_len:
-            return self.group.request.prompt.content(start, end)
+            return prompt.content(start, end)
         tokens = np.array(self.tokens[max(start - prompt_len, 0) : end - prompt_len], dtype="<i4")
         generated = tokens.tobytes()
-        return self.group.request.prompt.content(start, prompt_len) + generated if start < prompt_len else generated
+        if prompt.rope_jump:
+            generated += prompt.rope_jump.to_bytes(8, "little", signed=True)
+        return prompt.content(start, prompt_len) + generated if start < prompt_len else generated
+
+    def identity(self, tokens: np.ndarray) -> np.ndarray:
+        """Numbers that are equal where the KV of `tokens`, a beginning of its history, may be equal."""
+        return self.group.request.prompt.identity(tokens)

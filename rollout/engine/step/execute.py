@@ -91,6 +91,9 @@ class Executor:
 
         self.compute.wait(slot.h2d_done)
         self.compute.record(slot.start)
+        if upload.encodes:
+            assert self.step.encoder is not None, "prompts with images are refused without a tower"
+            self.compute.run(functools.partial(self.step.encoder.encode, upload.encodes))
         self.compute.run(functools.partial(self.run, step, slot))
         if header.features & _CONSTRAIN:
             self.compute.record(slot.forward_end)

@@ -121,7 +121,10 @@ def steps_to_rehearse(
 def rehearse(
     executor: Executor, slot: Slot, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
 ) -> None:
-    """Run the steps of `steps_to_rehearse`, one after the other."""
+    """Run the steps of `steps_to_rehearse`, one after the other, and encode the largest image if there may be any."""
+    if (encoder := executor.step.encoder) is not None:
+        executor.compute.run(functools.partial(encoder.encode, [encoder.largest()]))
+        executor.finish()
     for step in steps_to_rehearse(executor, max_rows, chunk_tokens, max_context, graph_rows):
         pack = _pack_prefill if step.prompts else _pack_decode
         _run(executor, slot, pack(executor, slot, step, max_context))

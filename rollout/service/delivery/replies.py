@@ -26,6 +26,8 @@ def error_reply(request_id: str, error: ServiceError) -> dict[str, Any]:
         reply["field"] = error.field
     if error.retry_after_s is not None:
         reply["retry_after_s"] = error.retry_after_s
+    if error.need:
+        reply["need"] = list(error.need)
     return reply
 
 
@@ -55,8 +57,9 @@ def result_reply(
     seed: int,
     worker: str,
     metadata: dict[str, Any] | None,
+    media: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """All completions of a request, and its timing."""
+    """All completions of a request, its timing, and the hashes of its images."""
     reply = _header("result", request_id) | {
         "completions": completions,
         "prompt_tokens": done.prompt_tokens,
@@ -75,6 +78,8 @@ def result_reply(
         reply["prompt_logprobs"] = done.prompt_logprobs
     if metadata is not None:
         reply["metadata"] = metadata
+    if media:
+        reply["media"] = list(media)
     return reply
 
 

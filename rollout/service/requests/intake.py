@@ -17,12 +17,14 @@ import numpy as np
 from rollout.config import ServiceSettings
 from rollout.constraints.matcher import Constraint
 from rollout.engine.messages import MAX_STOP_IDS, Prior, Prompt, Request, RequestKey, SamplingParams, StopParams
+from rollout.models.vision_spec import TowerSpec
 from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
 from rollout.service.delivery.token_columns import TokenColumns
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests.constraint import ConstraintFields
 from rollout.service.requests.continue_from import ContinueFrom
+from rollout.service.requests.media import MediaLimits, check_media, check_placeholders
 from rollout.service.requests.schema import GenerateMessage, Sampling
 from rollout.service.served_model import ServedModel
 from rollout.service.text.codec import TextCodec, check_chars
@@ -56,6 +58,14 @@ class Intake:
         self._text = text
         self._stop_check_every = stop_check_every
         self._grammars = grammars
+        self.media_limits = MediaLimits(
+            settings.max_media, settings.max_media_patches, model.image_patches, settings.media_store_bytes
+        )
+
+    @property
+    def tower(self) -> TowerSpec | None:
+        """The vision tower of the served model; None if it is served for text alone."""
+        return self._model.images
 
     def check(self, message: GenerateMessage) -> None:
         """All checks that need no token ids of the prompt. Raises `ServiceError`."""
@@ -67,6 +77,8 @@ class Intake:
             check_chars(message.prompt, self._settings.max_prompt_chars, "prompt")
         if message.needs_text:
             self._check_text(message)
+        if message.media is not None:
+            check_media(message.media, message.prompt, self._model.images, self.media_limits)
         self._check_vocabulary(message)
         check_wanted(message, self._model.routing, self._model.sparse)
         if message.adapter is not None and not self._model.adapters:
@@ -97,6 +109,8 @@ class Intake:
     def build(self, key: RequestKey, message: GenerateMessage, prepared: PreparedPrompt, elapsed_s: float) -> Request:
         """The engine's request. `elapsed_s`: seconds since the message arrived."""
         prompt = prepared.prompt
+        if self._model.images is not None:
+            check_placeholders(message.media or (), prompt.token_ids, self._model.images)
         self._check_prompt(prompt.token_ids, "messages" if message.messages is not None else "prompt")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         max_tokens = self._max_tokens(message, len(prompt), known)
