@@ -11,6 +11,7 @@ import pytest
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel, Delta, PutAdapter, StopAt
 from rollout.engine.speculation.step_costs import StepCosts
+from rollout.metrics.definitions import DRAFT_AGES
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.adapted import bench_of, make_adapters, versions_of
 from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y
@@ -469,6 +470,32 @@ def test_the_suffix_drafter_speeds_a_second_epoch_up(model, six):
             assert bench.completions.pop((f"r{i}", 0)).token_ids == six.tokens(f"r{i}"), epoch
     assert steps[1] < steps[0] / 2
     bench.close()
+
+
+@pytest.mark.parametrize(("version", "name"), [(0, "0"), (1, "1"), (3, "2_to_4"), (40, "5_up")])
+def test_acceptance_is_told_by_the_age_of_what_is_drafted_from(model, folders, version, name):
+    """A second epoch under other weights, whose number says how old the texts of the first are."""
+    mailbox = Mailbox()
+    bench = Bench(load(folders[0]), kv_pages=600, speculation="suffix", receiver=mailbox)
+    submit_six(bench)
+    bench.run()
+    bench.completions.clear()
+    before = list(bench.engine.roster.counters.drafts_by_age)
+    if version:
+        mailbox.ready = Update(version, load(folders[0]), bench.engine.executor.step.model)
+        bench.run()
+    submit_six(bench)
+    bench.run()
+    bench.close()
+    counters = bench.engine.roster.counters
+    assert sum(drafted for drafted, _ in counters.drafts_by_age) <= counters.drafted
+    which = list(DRAFT_AGES).index(name)
+    drafted, accepted = (now - was for now, was in zip(counters.drafts_by_age[which], before[which], strict=True))
+    assert accepted > 200 and accepted / drafted > 0.8, (counters.drafts_by_age, bench.completions["r0", 0].versions)
+    Inspector(bench.engine).set_gauges()
+    report = bench.engine.meter.report()
+    assert report[f"speculation/accepted_pct/age_{name}"] > (50 if version == 0 else 80)
+    assert (report["speculation/accepted_older_pct"] > 80) == (version > 0)
 
 
 # --- only where it pays ---

@@ -46,11 +46,11 @@ class Speculation:
 
     def drafts(self, seqs: list[Sequence], roster: Roster) -> list[Drafts]:
         """The drafts of a step of these rows, in their order; may give rows a page more for them."""
-        self._end_finalized(roster.version)
+        self._end_finalized()
         if self._resting:
             self._resting -= 1
             return []
-        paths = {seq: path for seq in seqs if (path := self._path(seq, roster.version))}
+        paths = {seq: path for seq in seqs if (path := self._path(seq))}
         if not paths:
             self._resting = _ASKED_EVERY - 1 if self._adapts and not any(seq.drafted for seq in seqs) else 0
             return []
@@ -93,7 +93,7 @@ class Speculation:
         counts = worthwhile(chances_MK, len(seqs), context, self._costs, self._most_rows)
         return dict(zip(paths, counts, strict=True))
 
-    def _path(self, seq: Sequence, version: int) -> list[int]:
+    def _path(self, seq: Sequence) -> list[int]:
         """The path of a row, if it reaches beyond the tokens in flight."""
         spare = seq.max_tokens - seq.launched - 1
         if spare < 1 or not seq.may_draft:
@@ -102,7 +102,7 @@ class Speculation:
             self._followed[seq] = Acceptance(self._all_rows)
         in_flight = seq.launched - len(seq.tokens)
         want = in_flight + min(self._most, spare)
-        path = self._drafter.path(seq, seq.group.request.prompt.token_ids, seq.tokens, want, version)
+        path = self._ask(seq, want)
         assert len(path) <= want, "a drafter gives no more than it is asked for"
         if self._adapts:
             certain = _certain(seq)
@@ -119,10 +119,15 @@ class Speculation:
                 break
         return min(count, kv.capacity - kv.length - 1)
 
-    def _end_finalized(self, version: int) -> None:
+    def _ask(self, seq: Sequence, want: int) -> list[int]:
+        runs = seq.drawn.versions
+        version = runs[-1][0] if runs else 0
+        return self._drafter.path(seq, seq.group.request.prompt.token_ids, seq.tokens, want, version)
+
+    def _end_finalized(self) -> None:
         ended = [seq for seq in self._followed if seq.finalized]
         for seq in ended:
-            self._drafter.path(seq, seq.group.request.prompt.token_ids, seq.tokens, 0, version)  # its last tokens
+            self._ask(seq, 0)  # tells its last tokens
             self._drafter.ended(seq)
             del self._followed[seq]
 
