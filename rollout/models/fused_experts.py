@@ -22,7 +22,7 @@ from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, padded_from, 
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import last_pairs
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route, router_scratch
-from rollout_kernels.moe.triton_router import Record, Routing, moe_route, router_logits, sum_of_parts
+from rollout_kernels.moe.triton_router import MANY_TOKENS, Record, Routing, moe_route, router_logits, sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from rollout.models.batch import ExpertRecord
@@ -96,16 +96,16 @@ class FusedExperts:
         padded = 1
         if self._device is not None:
             padded = padded_from(self._shape, self._format, self._dtype, self._device) or 1
-        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS, padded - 1} - {0})
+        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS, MANY_TOKENS - 1, padded - 1} - {0})
 
     def run(
         self,
         layer: DecoderLayer,
         residual_TH: torch.Tensor,
-        parts_STH: torch.Tensor,
+        parts_STH: torch.Tensor | None,
         kept: ExpertRecord | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block. `parts_STH` is the mixer's output, not yet added; the router writes to `kept` if it is given.
+        """One block. `parts_STH` is what is left to add of the mixer's output; the router writes to `kept` if given.
 
         Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
         """
@@ -123,6 +123,7 @@ class FusedExperts:
             weights_TK, experts_TK = block.choose_experts(logits_TE, kept)
             routing = Routing(experts_TK.int(), weights_TK.float())
         elif tokens <= MOST_TOKENS and not self._deterministic:
+            assert parts_STH is not None, "so few tokens leave it"
             found = norm_route(
                 residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record, offset
             )
