@@ -224,7 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    context = max(args.contexts)
+    # An engine takes no more KV than its rows need, so the pages to spare are part of the context.
+    context = max(args.contexts) + args.most + _SPARE_TOKENS
     return Job(shape=args.shape, rows=tuple(args.rows), prompt=context, new=args.new, device=args.device)
 
 
