@@ -48,7 +48,7 @@ from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_redu
 from rollout_kernels.sampling import triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
 from rollout_kernels.sampling.triton_draw import draw_and_advance
-from rollout_kernels.step import triton_begin
+from rollout_kernels.step import triton_begin, triton_drafts
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -156,6 +156,16 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
             row_ids, ints(rows), state[0], ints(257, 1024), table, last=0, length=1, page_size=PAGE, columns=1024
         ),
     )
+    drafts, verified, paths = ints(rows, 4, dtype=long), ints(rows, 4, dtype=long), ints(rows, 24, dtype=long)
+    for adapters in (None, ints(257)):
+        also = "" if adapters is None else ", adapters"
+        own = (*state, ints(257, 1024), ints(257, dtype=long), adapters)
+        yield (
+            f"set drafts up{also}",
+            lambda a=(drafts, verified, paths, *own): triton_drafts.set_up_drafts(*a, last=0, length=1),
+        )
+    accepting = (verified, row_ids, ints(rows), ints(257, dtype=long), state[0], ints(rows))
+    yield "accept drafts", lambda: triton_drafts.accept_drafts(*accepting, last=0, length=1)
     yield (
         "embed and rope",
         lambda: triton_elementwise.embed_rope(

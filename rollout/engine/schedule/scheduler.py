@@ -248,6 +248,10 @@ class Scheduler:
                         break
             if seq.state is leaving and not seq.finalized:
                 roster.settle(seq)
+        if plan.drafts:
+            assert output.accepted is not None
+            for draft in plan.drafts:
+                counters.note_drafts(draft.age, draft.length, output.accepted[draft.place])
         if plan.kind == "decode":
             counters.decode_rows += plan.rows
         else:

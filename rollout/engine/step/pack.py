@@ -119,7 +119,7 @@ class Packer:
             return
         paths_MW = np.zeros((len(plan.drafts), plan.path_tokens), dtype=np.int64)
         verified, drafts, draft_rows = [], [], iter(self._draft_rows)
-        for which, (seq, place, count, path, begin) in enumerate(plan.drafts):
+        for which, (seq, place, count, path, begin, _) in enumerate(plan.drafts):
             verified.append((seq.row, place, count, begin))
             drafts += [(next(draft_rows), seq.row, ahead, which) for ahead in range(1, count + 1)]
             paths_MW[which, : len(path)] = path
