@@ -33,8 +33,6 @@ from scripts.bench.shapes import write_checkpoint
 #: Share of the free memory for KV; the rest is for graphs, logits and the activations of a prefill.
 KV_SHARE = 0.88
 _KEPT_STEPS = 2000
-#: Tokens of a prefill step: close to vLLM's default (16,384).
-_CHUNK_TOKENS = 8192
 ADAPTER_RANK = 16
 _TOLD_EVERY = 256  # tokens between two deltas with experts, as in the service
 
@@ -191,7 +189,7 @@ def group_experts() -> None:
 def engine_settings(
     job: Job, depth: int, routing: bool = False, adapters: int = 0, changes: Mapping[str, Any] | None = None
 ) -> EngineSettings:
-    """Our settings for a job: its rows and context, large prefill steps, otherwise defaults.
+    """Our settings for a job: its rows and context, otherwise defaults.
 
     Raises `SettingsError` for wrong `changes`.
     """
@@ -200,7 +198,6 @@ def engine_settings(
         "max_rows": job.most_rows,
         "max_context_tokens": job.most_context,
         "kv_memory_fraction": KV_SHARE,
-        "prefill_chunk_tokens": min(_CHUNK_TOKENS, job.most_rows * job.most_context),
         "kv_memory_max_gib": None if torch.cuda.is_available() else 0.25,
         "pipeline_depth": depth,
         "fused_experts": True,
