@@ -143,6 +143,8 @@ class FusedDecoder:
             raise ValueError(f"the fused kernels do not run the residual stream of {model.spec.architecture}")
         if deterministic:
             one_order.check_deterministic(model.spec)
+            if not model.group.one_order:
+                raise ValueError(f"deterministic is not possible with {model.group.size} GPUs a worker: use one or two")
         self._model = model
         self._deterministic = deterministic
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
