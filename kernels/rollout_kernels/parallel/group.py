@@ -122,7 +122,7 @@ class NcclGroup(TensorGroup):
             peers = connect_peers(self._processes, self.device, MOST_PEER_ROWS, width // values)
         except RuntimeError as error:
             problem = error
-        connected = torch.tensor([peers is not None], device=self.device)
+        connected = torch.tensor([int(peers is not None)], device=self.device)
         if bool(self.all_gather(connected).all()):  # all ranks take the same way
             self.peers = peers
         else:

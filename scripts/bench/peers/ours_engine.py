@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from rollout_kernels.moe.dispatch import measured_table
 from rollout_kernels.moe.formats import Format
+from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.build import build_engine, local_links
@@ -42,14 +43,21 @@ class OursEngine:
 
     With `routing` every completion gets its expert records. `adapters` is the number of loaded adapters of rank 16;
     requests use the first `use_adapters` of them in turn. `changes` are other engine settings. Requests have the
-    settings `sampling`, each with its own seed.
+    settings `sampling`, each with its own seed. With a `group` the model is this rank's shard; all ranks must do the
+    same.
     """
 
     keeps_prefixes = True
     sees_tokens = True
 
     def __init__(
-        self, job: Job, depth: int, routing: bool = False, adapters: int = 0, changes: Mapping[str, Any] | None = None
+        self,
+        job: Job,
+        depth: int,
+        routing: bool = False,
+        adapters: int = 0,
+        changes: Mapping[str, Any] | None = None,
+        group: TensorGroup | None = None,
     ) -> None:
         device = make_device(job.device)
         settings = Settings(
@@ -57,7 +65,7 @@ class OursEngine:
             metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS),
         )
         began_s = time.perf_counter()
-        loaded = load_random(job.shape, device.torch_device, settings.engine.expert_format)
+        loaded = load_random(job.shape, device.torch_device, settings.engine.expert_format, group)
         loaded_s = time.perf_counter()
         self.vocab = loaded.spec.vocab
         self._depth = depth
@@ -171,12 +179,15 @@ class OursEngine:
         self.engine.executor.close()
 
 
-def load_random(shape: str, device: torch.device, experts: Format = "plain") -> LoadedModel:
-    """A shape's model with random weights, with its experts in a format."""
+def load_random(
+    shape: str, device: torch.device, experts: Format = "plain", group: TensorGroup | None = None
+) -> LoadedModel:
+    """A shape's model with random weights, with its experts in a format, or this rank's shard of it."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(write_checkpoint(shape, Path(folder)))
         with stage(f"filling the shapes of {shape}") as advance:
-            return load_model(ModelSettings(path=path, load_format="random"), device, advance, experts=experts)
+            settings = ModelSettings(path=path, load_format="random")
+            return load_model(settings, device, advance, experts=experts, group=group)
 
 
 def group_experts() -> None:
