@@ -39,7 +39,7 @@ from rollout_kernels.moe import gluon_experts
 from rollout_kernels.moe.triton_padded_groups import PaddedGroups
 from rollout_kernels.moe.triton_router import sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
-from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm
+from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 
 from rollout.models import deterministic as one_order
 from rollout.models.batch import AttentionBatch, KVCache, WantedTokens
@@ -140,6 +140,8 @@ class FusedDecoder:
             raise ValueError(f"the fused kernels do not run the residual stream of {model.spec.architecture}")
         if deterministic:
             one_order.check_deterministic(model.spec)
+            if not model.group.one_order:
+                raise ValueError(f"deterministic is not possible with {model.group.size} GPUs a worker: use one or two")
         self._model = model
         self._deterministic = deterministic
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
@@ -284,11 +286,15 @@ class FusedDecoder:
         feed_forward, fused = layer.feed_forward, layer.feed_forward in self._fused
         experts = self._experts if fused and isinstance(feed_forward, SparseFeedForward) else None
         if experts is not None:
-            sharded = self._model.spec.shard is not None
-            normed_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight) if sharded else None
+            normed_TH = None
             parts = None if mixed is None else mixed.parts_STN
+            if mixed is not None and mixed.partial:
+                if experts.joins_norm(len(residual_TH)):
+                    parts = self._all_reduced(mixed.parts_STN, residual_TH.dtype)
+                else:
+                    normed_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight)
             residual_TH, parts = experts.run(layer, residual_TH, parts, context.batch.experts, normed_TH)
-            return residual_TH, Unsummed(parts, None, sharded)
+            return residual_TH, Unsummed(parts, None, self._model.spec.shard is not None)
         x_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight)
         if not fused:
             return residual_TH, Unsummed(feed_forward(x_TH, context).value()[None], None)
@@ -303,11 +309,18 @@ class FusedDecoder:
             return add_rms_norm(residual_TH, None, weight_H, spec.eps, None, spec.unit_offset)
         parts, correction, partial = added
         if partial:
-            group, dtype = self._model.group, residual_TH.dtype
-            if group.peers is not None and group.peers.fits(len(residual_TH), spec.hidden, dtype):
-                return all_reduce_norm(residual_TH, parts, weight_H, spec.eps, group.peers, spec.unit_offset)
-            parts = group.all_reduce(sum_of_parts(parts, dtype))[None]
+            peers = self._model.group.peers
+            if peers is not None and peers.fits(len(residual_TH), spec.hidden, residual_TH.dtype):
+                return all_reduce_norm(residual_TH, parts, weight_H, spec.eps, peers, spec.unit_offset)
+            parts = self._all_reduced(parts, residual_TH.dtype)
         return add_rms_norm(residual_TH, parts, weight_H, spec.eps, correction, spec.unit_offset)
+
+    def _all_reduced(self, parts_STH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The sum of the parts over all ranks, as one part."""
+        group = self._model.group
+        if group.peers is not None and group.peers.fits(parts_STH.shape[1], parts_STH.shape[2], dtype):
+            return all_reduce_rows(parts_STH, group.peers, dtype)[None]
+        return group.all_reduce(sum_of_parts(parts_STH, dtype))[None]
 
     def _product(
         self,
@@ -335,15 +348,18 @@ class FusedDecoder:
         residual_TH: torch.Tensor,
         later: bool = True,
     ) -> Unsummed | None:
-        """The last product of a block, and its bias. Of many tokens it is added to the residual stream: then None."""
-        config, many = self._configs[self._products[module]], len(x_TK) >= ADDED_FROM
-        if config is None and adapters is None and many and not module.partial:
+        """The last product of a block, and its bias. Of many tokens it is added to the residual stream: then None.
+
+        Of a shard it is this rank's part of a sum, to which the first rank adds the bias.
+        """
+        cublas = self._configs[self._products[module]] is None
+        if cublas and adapters is None and len(x_TK) >= ADDED_FROM and not module.partial:
             if module.bias is not None:
                 residual_TH += module.bias
             residual_TH.addmm_(x_TK, module.weight.T)
             return None
         result = self._product(name, x_TK, module, layer, adapters, later)
-        if module.bias is not None and not (module.partial and self._model.group.rank):  # once in the ranks' sum
+        if module.bias is not None and (not module.partial or self._model.group.rank == 0):
             result.parts_STN[0] += module.bias
         return result
 

@@ -114,6 +114,10 @@ class FusedExperts:
             padded = padded_from(self._shape, self._format, self._dtype, self._device) or 1
         return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS, MANY_TOKENS - 1, padded - 1} - {0})
 
+    def joins_norm(self, tokens: int) -> bool:
+        """True if norm and router of a step of `tokens` tokens are one launch."""
+        return not self._by_torch and tokens <= MOST_TOKENS and not self._deterministic
+
     def run(
         self,
         layer: DecoderLayer,
@@ -124,7 +128,7 @@ class FusedExperts:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One block. `parts_STH` is what is left to add of the mixer's output; the router writes to `kept` if given.
 
-        With `normed_TH` it is added, and this is the norm. A shard's result is its part of a sum over the ranks.
+        With `normed_TH` that is added already, and this is the norm. A shard's result is part of a sum over the ranks.
 
         Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
         """
@@ -140,7 +144,7 @@ class FusedExperts:
         elif normed_TH is not None:
             x_TH = normed_TH
             routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
-        elif tokens <= MOST_TOKENS and not self._deterministic:
+        elif self.joins_norm(tokens):
             assert parts_STH is not None, "so few tokens leave it"
             found = norm_route(
                 residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record, offset, self._shared
@@ -159,7 +163,7 @@ class FusedExperts:
         if block.biases is not None and block.adds_bias:  # of the down projection: each token's sum, weighted
             bias_EH = block.down_bias.float()
             weights_TE = bias_EH.new_zeros(tokens, len(bias_EH))
-            weights_TE.scatter_(1, routing.experts_TK.long(), routing.weights_TK)
+            weights_TE.scatter_add_(1, routing.experts_TK.long(), routing.weights_TK)
             parts_STH[0].addmm_(weights_TE, bias_EH)
         if block.shared is not None:  # by torch, after the experts: their kernels follow each other without a wait
             parts_STH = parts_STH.float()
