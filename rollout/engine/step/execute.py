@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 from rollout.engine.device.streams import Device, Event, Stream
 from rollout.engine.kv.page_mover import PageMover
@@ -25,6 +26,7 @@ from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step import verify
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import DecodeGraphs
+from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, StepInput, Upload
 from rollout.engine.step_output import StepOutput
@@ -59,10 +61,24 @@ class Streams:
             stream.close()
 
 
+class Orders(Protocol):
+    """Tells the other ranks of a tensor group, in order, what this rank enqueues on its compute stream."""
+
+    def step(self, upload: Upload) -> None:
+        """The next step."""
+
+    def draw(self, masks: StepMasks) -> None:
+        """The draw of the last step, whose masks are written."""
+
+    def swap(self, version: int) -> None:
+        """The copy of the update that all ranks have prepared; `version` is that of later steps."""
+
+
 class Executor:
     """Runs steps: `step` says what they do, `graphs` are the captured ones.
 
-    The movers, which copy KV and states to the host and back, end with it.
+    The movers, which copy KV and states to the host and back, end with it. The first rank of a tensor group gives
+    `orders` to the others; these have `downloads` = False, as nobody reads their outputs.
     """
 
     def __init__(
@@ -73,6 +89,8 @@ class Executor:
         graphs: DecodeGraphs | None = None,
         mover: PageMover | None = None,
         state_mover: PageMover | None = None,
+        orders: Orders | None = None,
+        downloads: bool = True,
     ) -> None:
         self.device = device
         self.streams = streams
@@ -81,9 +99,13 @@ class Executor:
         self.graphs = graphs
         self.mover = mover
         self.state_mover = state_mover
+        self._orders = orders
+        self._downloads = downloads
 
     def execute(self, upload: Upload, slot: Slot) -> None:
         """Enqueue a step; returns without waiting for anything."""
+        if self._orders is not None:
+            self._orders.step(upload)
         header, step = upload.header, slot.input_for(upload)
         self.h2d.record(slot.h2d_start)
         self.h2d.run(functools.partial(step.receive, upload.words))
@@ -100,6 +122,12 @@ class Executor:
     def draw(self, header: Header, slot: Slot, at: Seq[int]) -> None:
         """Enqueue the draw of a step that waits for masks; mask i belongs to the drawing row `at[i]`."""
         slot.masks.set_rows(at)
+        if self._orders is not None:
+            self._orders.draw(slot.masks)
+        self.draw_with_masks(header, slot)
+
+    def draw_with_masks(self, header: Header, slot: Slot) -> None:
+        """Enqueue the same draw with the masks that the slot has."""
         self.h2d.run(slot.masks.copy)
         self.h2d.record(slot.masks.arrived)
         self.compute.wait(slot.masks.arrived)
@@ -115,6 +143,8 @@ class Executor:
 
     def _finish(self, header: Header, slot: Slot) -> None:
         self.compute.record(slot.end)
+        if not self._downloads:
+            return
         self.d2h.wait(slot.end)
         self.d2h.record(slot.d2h_start)
         self.d2h.run(functools.partial(slot.download, header))
@@ -158,10 +188,12 @@ class Executor:
 
     # --- between the steps --------------------------------------------------------------------------------------------
 
-    def enqueue(self, work: Callable[[], object], start: Event, end: Event) -> None:
-        """Run `work` on the compute stream between the last launched step and the next."""
+    def swap(self, version: int, copy: Callable[[], object], start: Event, end: Event) -> None:
+        """Run the copy of an update on the compute stream, between the last launched step and the next."""
+        if self._orders is not None:
+            self._orders.swap(version)
         self.compute.record(start)
-        self.compute.run(work)
+        self.compute.run(copy)
         self.compute.record(end)
 
     def finish(self) -> None:
