@@ -233,6 +233,11 @@ class EngineSettings(_Section):
         "Needs Linux; on a CPU the ranks are processes that share it. Excludes adapters, speculation, sleep, "
         "host_kv_gib, and models that run through transformers' own code or have linear or latent attention",
     )
+    check_ranks: bool = Field(
+        False,
+        description="compare the tokens that the ranks of tensor_parallel drew after every step, and end the worker "
+        "where they differ; for debugging",
+    )
     stop_check_every: int = Field(4, ge=1, description="tokens between two searches for stop strings")
     max_faults: int = Field(
         3, ge=0, description="engine faults in an hour that are repaired by a rebuild; one more ends the worker"

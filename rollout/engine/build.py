@@ -349,7 +349,8 @@ def _build_executor(
     except BaseException:
         Executor(device, streams, step, graphs, mover, state_mover).close()
         raise
-    return Executor(device, streams, step, graphs, mover, state_mover, orders, downloads=not site.follows)
+    checked = model.group if engine.check_ranks and isinstance(model, Decoder) and model.group.size > 1 else None
+    return Executor(device, streams, step, graphs, mover, state_mover, orders, not site.follows, checked)
 
 
 def _mover(site: _Site, kv: KVCache, compute: Stream, host_memory: HostMemory | None) -> PageMover | None:

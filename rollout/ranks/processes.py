@@ -32,7 +32,7 @@ from rollout_kernels.parallel import TensorGroup
 from rollout.config import Settings
 from rollout.process.scratch import ScratchFolder
 from rollout.ranks.orders import Orders
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import Number, Reports
 from rollout.ranks.ring import RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates
 
@@ -113,7 +113,7 @@ class Ranks:
         return self.updates
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Have `on_lost` called, on the watching thread, once the group is lost; until now the process ended at once."""
+        """Have `on_lost` called, on the watching thread, once the group is lost. Before, the process ends at once."""
         self._on_lost = on_lost
 
     def check(self) -> None:
@@ -123,7 +123,7 @@ class Ranks:
 
     def status(self) -> list[dict[str, Any]]:
         """The followers, for `status`."""
-        names = ("sequence", "launched", "swapped")
+        names: tuple[Number, ...] = ("sequence", "launched", "swapped")
         columns = [self.reports.get(name) for name in names] if self.size > 1 else []
         return [
             {"rank": rank, "pid": process.pid, **dict(zip(names, numbers, strict=True))}
@@ -160,7 +160,7 @@ class Ranks:
         process.stdin.close()
         return process
 
-    # --- the watching thread -------------------------------------------------------------------------------------------
+    # --- the watching thread ------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         count = len(self._processes)

@@ -66,8 +66,9 @@ class WeightReceiver:
 
     `version` is the version of the weights that `views` hold now. `gate` lets updates in and holds generation while one
     is written in place. `names` are those that an update may have or lack. `allocate` makes device memory for staged
-    updates. The other `ranks` of a tensor group take every update together with this one. The weight socket is bound on return (`endpoint`). Raises ValueError when it cannot be bound, when it needs
-    CURVE, or when staged updates have no room.
+    updates. The other `ranks` of a tensor group take every update together with this one. The weight socket is bound on
+    return (`endpoint`). Raises ValueError when it cannot be bound, when it needs CURVE, or when staged updates have no
+    room.
     """
 
     def __init__(

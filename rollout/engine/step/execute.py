@@ -20,6 +20,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+from rollout_kernels.parallel import TensorGroup
+
 from rollout.engine.device.streams import Device, Event, Stream
 from rollout.engine.kv.page_mover import PageMover
 from rollout.engine.sequence.features import PLAIN, Feature
@@ -78,7 +81,8 @@ class Executor:
     """Runs steps: `step` says what they do, `graphs` are the captured ones.
 
     The movers, which copy KV and states to the host and back, end with it. The first rank of a tensor group gives
-    `orders` to the others; these have `downloads` = False, as nobody reads their outputs.
+    `orders` to the others; these have `downloads` = False, as nobody reads their outputs. After each step the tokens of
+    the ranks of `checked` are compared.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Executor:
         state_mover: PageMover | None = None,
         orders: Orders | None = None,
         downloads: bool = True,
+        checked: TensorGroup | None = None,
     ) -> None:
         self.device = device
         self.streams = streams
@@ -101,6 +106,7 @@ class Executor:
         self.state_mover = state_mover
         self._orders = orders
         self._downloads = downloads
+        self._checked = checked
 
     def execute(self, upload: Upload, slot: Slot) -> None:
         """Enqueue a step; returns without waiting for anything."""
@@ -167,6 +173,7 @@ class Executor:
             if not header.features & _NOT_PLAIN:
                 self.graphs.run(slot, header.size)
                 self._accept(header, slot)
+                self._compare(header, slot)
                 return
             forwarded = self.graphs.forward(step, slot.experts)
         if forwarded is not None and header.tops:
@@ -181,6 +188,11 @@ class Executor:
         if forwarded is not None:
             self.step.sample(*forwarded, Feature(header.features), slot.output, slot.masks)
             self._accept(header, slot)
+            self._compare(header, slot)
+
+    def _compare(self, header: Header, slot: Slot) -> None:
+        if self._checked is not None and header.draws:
+            compare_tokens(self._checked, slot.output[0, : header.draws])
 
     def _accept(self, header: Header, slot: Slot) -> None:
         if header.drafts:
@@ -216,3 +228,14 @@ class Executor:
         for mover in (self.mover, self.state_mover):
             if mover is not None:
                 mover.close()
+
+
+def compare_tokens(group: TensorGroup, tokens_S: torch.Tensor) -> None:
+    """Fail, on every rank and on its stream, if the ranks drew different tokens."""
+    drawn_RS = group.all_gather(tokens_S)
+    same = (drawn_RS == drawn_RS[0]).all()
+    message = "the ranks drew different tokens"
+    if tokens_S.is_cuda:
+        torch._assert_async(same, message)
+    elif not same:
+        raise RuntimeError(f"{message}: {drawn_RS.tolist()}")
