@@ -116,7 +116,7 @@ class FusedExperts:
 
     def joins_norm(self, tokens: int) -> bool:
         """True if norm and router of a step of `tokens` tokens are one launch."""
-        return not self._by_torch and tokens <= MOST_TOKENS and not self._deterministic
+        return self._rule is None and tokens <= MOST_TOKENS and not self._deterministic
 
     def run(
         self,

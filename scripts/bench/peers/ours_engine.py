@@ -44,8 +44,8 @@ class OursEngine:
 
     With `routing` every completion gets its expert records. `adapters` is the number of loaded adapters of rank 16;
     requests use the first `use_adapters` of them in turn. `changes` are other engine settings. Requests have the
-    settings `sampling`, each with its own seed. With `fallback` the model is transformers' own code. With a `group` it is
-    this rank's shard; all ranks must do the same.
+    settings `sampling`, each with its own seed. With `fallback` the model is transformers' own code. With a `group` it
+    is this rank's shard; all ranks must do the same.
     """
 
     keeps_prefixes = True
