@@ -94,7 +94,8 @@ def steps_to_rehearse(
     largest = largest_prompts(max_rows, chunk_tokens, max_context)
     one = min(chunk_tokens, max_context)
     kernel_sizes = [] if isinstance(forward, Decoder) else forward.kernel_sizes()
-    prefills = [size for size in kernel_sizes if one < size < sum(largest)]
+    # The largest step runs without an adapter, too: some kernels of many tokens do not take adapters.
+    prefills = [size for size in sorted({*kernel_sizes, sum(largest)}) if one < size <= sum(largest)]
     lengths = sorted({*_SPAN_LENGTHS, *kernel_sizes})
     prompts = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in lengths)]
     prompts += [(_spans(size, one), PLAIN) for size in prefills]
