@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from rollout.engine.messages import Delta, RequestDone, VersionRuns
 from rollout.engine.sequence.experts import ExpertPages
 from rollout.engine.sequence.sequence import Group, Sequence
+from rollout.engine.sequence.sequence_kv import PrefixHit
 from rollout.metrics.definitions import DRAFT_AGES
 
 #: Error of a completion whose next token could not be drawn.
@@ -27,6 +29,7 @@ class Counters:
     prompt_tokens: int = 0  # of admitted sequences
     cached_tokens: int = 0  # prompt tokens whose KV was there
     snapshot_loads: int = 0  # rows that went on from a snapshot
+    prefix_hits: Counter[PrefixHit] = field(default_factory=Counter)  # rows that did not compute their whole prompt
     drafted: int = 0  # tokens that verify steps tried
     accepted: int = 0  # drafts that equalled the token drawn
     saved_s: float = 0.0  # of the device, by verify steps: plain ones of as many tokens would take so much longer

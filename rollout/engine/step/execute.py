@@ -143,7 +143,7 @@ class Executor:
                 return
             forwarded = self.graphs.forward(step, slot.experts)
         if forwarded is not None and header.tops:
-            slot.scores.take_tops(forwarded[0], step["top_at"], self.step.exact_sums)
+            slot.scores.take_tops(self.step.whole_logits(forwarded[0]), step["top_at"], self.step.exact_sums)
         slot.forwarded = forwarded
         if not header.features & _CONSTRAIN:
             self.run_draw(header, slot)

@@ -13,6 +13,8 @@ import pytest
 
 from scripts.bench.long_rows import growth
 from scripts.bench.replay_drafter import ReplayDrafter, accepted_length, chance_of
+from scripts.bench.shapes import OTHER_SHAPES
+from tests.support.kernels.grids import nightly
 
 
 def load_script(name: str) -> ModuleType:
@@ -185,6 +187,15 @@ def test_a_right_engine_passes(correctness, monkeypatch, tmp_path):
     assert status == 0 and [one["family"] for one in found] == families
     assert all(0.5 <= one["entropy"] <= 2.0 and one["logits"]["ours"]["rms"] < 1e-5 for one in found)
     assert all(one["depths"]["equal"]["logprobs_equal"] for one in found)
+
+
+@pytest.mark.parametrize("shape", ["qwen3.5-35b-a3b", *nightly(*OTHER_SHAPES)])
+def test_layers_of_a_real_shape_pass(correctness, monkeypatch, tmp_path, shape):
+    """Looks at logits leave the states of linear attention as they were, or all later tokens would be wrong."""
+    arguments = ("--size", "toy", "--dtype", "float32", "--shapes", shape)
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    assert status == 0 and found["family"] == shape and found["layers"] >= 3
+    assert found["logits"]["ours"]["rms"] < 1e-4 and found["depths"]["equal"]["logprobs_equal"]
 
 
 @pytest.mark.parametrize("damage", ["rope", "page"])
