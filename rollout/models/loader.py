@@ -36,6 +36,7 @@ from rollout.models.checkpoint_tensors import (
     join_mxfp4,
     list_tensors,
     stored_dtype,
+    turn,
 )
 from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
@@ -153,6 +154,8 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     whole, spec = spec, shard_spec(spec, group.rank, group.size)
     tensors = _needed(join_mxfp4(source.tensors), spec.tied_names, lambda name: name.startswith(spec.unused))
     outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)  # shapes without memory
+    if spec.turned_files:
+        tensors = turn(tensors, outline.hf_views(), spec.turned_files)
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
     _check_memory(outline.parameters(), source.folder, device)

@@ -344,6 +344,7 @@ class Family:
     #: Flags that must be false or absent, because neither transformers nor this code does what they ask for.
     unsupported: tuple[str, ...] = ()
     moe: MoEFamily | None = None
+    turned_experts: bool = False  # files have tensors of all experts with inputs before outputs; updates have not
     mxfp4: bool = False  # checkpoints may have experts in this format; they are decoded when they are loaded
     #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images.
     unused: tuple[str, ...] = (
@@ -860,6 +861,28 @@ MULTIMODAL: dict[str, Multimodal] = {
         beginnings=_INSIDE,
         tower=TowerFamily(model_type="qwen3_vl_vision", module="Qwen3VLVisionModel", single_frames=True),
     ),
+    "Qwen3VLMoeForConditionalGeneration": Multimodal(
+        model_type="qwen3_vl_moe",
+        models="Qwen3-VL-MoE",
+        language_models=(
+            Family(
+                model_type="qwen3_vl_moe_text",
+                qkv_bias=_ATTENTION_BIAS,
+                o_bias=_ATTENTION_BIAS,
+                qk_norm="head",
+                rope_turns=(24, 20, 20),
+                turned_experts=True,
+                moe=MoEFamily(
+                    experts=Key("num_experts"),
+                    intermediate=Key("moe_intermediate_size"),
+                    renormalize=True,
+                    sparse=sparse_by_step,
+                ),
+            ),
+        ),
+        beginnings=_INSIDE,
+        tower=TowerFamily(model_type="qwen3_vl_moe_vision", module="Qwen3VLMoeVisionModel", single_frames=True),
+    ),
     "Qwen2_5_VLForConditionalGeneration": Multimodal(
         model_type="qwen2_5_vl",
         models="Qwen2.5-VL",
@@ -1012,12 +1035,19 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
         logit_softcap=_value(config, family.logit_softcap),
         unit_offset=family.unit_offset,
         unused=_unused(config, family, tower),
+        turned_files=_turned_files(family),
         tower=tower,
     )
 
 
 def _quantization(config: Any) -> Any:
     return config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+
+
+def _turned_files(family: Family) -> tuple[str, ...]:
+    if family.moe is None or not family.turned_experts:
+        return ()
+    return family.moe.names.stacked_gate_up, family.moe.names.stacked_down
 
 
 def _unused(config: Any, family: Family, tower: TowerSpec | None) -> tuple[str, ...]:

@@ -612,6 +612,9 @@ class ModelSpec:
     unit_offset: bool = False  # the weights of all norms are stored less 1
     #: Beginnings of the names of tensors that checkpoints and updates may have and that text needs none of.
     unused: tuple[str, ...] = ()
+    turned_files: tuple[
+        str, ...
+    ] = ()  # endings of tensors whose files have the last two dimensions the other way round
     tower: TowerSpec | None = None  # of a model that is served with images
     shard: Shard | None = None  # the blocks are those of one rank, and so is its part of the vocabulary
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from rollout.models.names import Region
@@ -109,4 +111,10 @@ def _make_module(spec: TowerSpec, dtype: torch.dtype, device: torch.device) -> A
     module_class = getattr(code, spec.family.module)
     with no_init_weights(), torch.device(device):
         module = module_class._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    module.patch_embed.forward = partial(_embed_patches, module.patch_embed.proj)
     return module.requires_grad_(False).eval()
+
+
+def _embed_patches(proj: nn.Conv3d, patches_NV: torch.Tensor) -> torch.Tensor:
+    """What the module's convolution computes: its kernel is as large as a patch, so it is a product."""
+    return F.linear(patches_NV, proj.weight.flatten(1), proj.bias)

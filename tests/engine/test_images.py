@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from rollout.config import ModelSettings
-from rollout.engine.messages import Prior
+from rollout.engine.build import rebuild_engine
+from rollout.engine.messages import Done, Prior
 from rollout.models import load_model
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder
 from tests.support.engine.harness import Bench, watch_prefills
 from tests.support.engine.images import encoded, submit
+from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
 from tests.support.models.images import (
@@ -320,3 +322,38 @@ def test_the_largest_image_fits_in_the_buffer(models: Any) -> None:
     bench.close()
     with pytest.raises(ValueError, match="image_tokens"):
         Bench(models["Qwen3-VL"][1], image_tokens=64, image_patches=450)
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize("name", ["Qwen3-VL", "Qwen3.5"])
+def test_a_sleep_leaves_nothing_of_the_encodings(name: str, models: Any, tmp_path: Path) -> None:
+    reference = make_model(name, tmp_path)
+    bench = Sleeping(load(tmp_path), max_rows=2, prefill_chunk_tokens=8, image_tokens=64, image_patches=64)
+    prompts = {f"r{i}": prompt_with(3, picture(4, 10, i), 4, seed=i) for i in range(4)}
+    for each, prompt in prompts.items():
+        submit(bench, each, prompt, 20)
+    for ticks in (2, 3, 12):
+        for _ in range(ticks):
+            bench.engine.tick()
+        assert isinstance(bench.sleep(), Done)
+        assert not bench.pages.backed and bench.engine.roster.allocator.encodings.used == 0
+        assert isinstance(bench.wake(), Done)
+    bench.run()
+    for each, prompt in prompts.items():
+        check_greedy(bench, reference, each, prompt)
+    bench.close()
+
+
+def test_an_engine_that_is_built_anew_encodes_anew(models: Any) -> None:
+    reference, model = models["Qwen3-VL"]
+    bench, prompt = Bench(model), prompt_with(3, picture(4, 10), 4)
+    submit(bench, "before", prompt)
+    bench.run()
+    buffer = bench.engine.executor.step.encoder.buffer_PW
+    rebuild_engine(bench.engine, bench.settings)
+    buffer.fill_(float("nan"))
+    submit(bench, "after", prompt)
+    bench.run()
+    check_greedy(bench, reference, "after", prompt)
+    assert bench.engine.executor.step.encoder.buffer_PW is buffer and encoded(bench) == 2
+    bench.close()

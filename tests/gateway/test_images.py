@@ -17,6 +17,8 @@ from tests.support.gateway.harness import gateway
 from tests.support.gateway.image_folder import END, EOT, START, TURN, add_processor
 from tests.support.models.images import IMAGE, ImagePrompt, Picture, logits_of, make_model, picture, prompt_with
 from tests.support.worker.harness import assert_idle, launch
+from trainer_bridge import MediaItem, MediaPrompt, RolloutClient
+from trainer_bridge.client import spatial
 from trainer_bridge.client.launch import WorkerProcess
 
 LIMITS = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -134,6 +136,25 @@ def test_processed_pixels_need_no_second_processor(served: Any) -> None:
     ):
         error = client.post("/inference/v1/generate", json=body | {"media": [item | change]})
         assert (error.status_code, error.json()["param"]) == (400, param), error.text
+
+
+def test_a_point_in_an_image_is_of_the_words_for_places(served: Any) -> None:
+    """The constraint of the skill `point`, with an image: of the allowed words the likeliest are drawn."""
+    worker, _, reference, _ = served
+    prompt, places = prompt_with(4, picture(4, 6, 5), 3), [12, 30, 31, 77]
+    grammar = spatial.point(spatial.vocabulary(f"w{token}" for token in places))
+    media = [MediaItem(place, prompt.length(0), image.grid, image.pixels) for place, image in prompt.places]
+    with RolloutClient(worker.endpoint) as client:
+        result = client.generate(
+            MediaPrompt(np.array(prompt.ids, np.int32), tuple(media)),
+            max_tokens=5,
+            temperature=0.0,
+            constraint={"grammar": grammar},
+        )
+    tokens = result.completions[0].token_ids.tolist()
+    assert result.completions[0].finish_reason == "stop" and len(tokens) == 3
+    logits = logits_of(reference, prompt, tokens)[len(prompt.ids) - 1 : -1]
+    assert [places[int(each)] for each in logits[:2, places].argmax(-1)] == tokens[:2]
 
 
 BAD_URLS = {

@@ -44,6 +44,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         _INTERLEAVED | {"deepstack_visual_indexes": [0, 2]},
         {"tie_word_embeddings": False},
     ),
+    "Qwen3-VL-MoE": (
+        "Qwen3VLMoe",
+        {"head_dim": 16, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 18} | _rope(4, 2, 2),
+        _INTERLEAVED | {"deepstack_visual_indexes": [0, 2]},
+        {"tie_word_embeddings": False},
+    ),
     "Qwen2.5-VL": (
         "Qwen2_5_VL",
         _rope(1, 2, 3),
@@ -66,7 +72,7 @@ _LARGE: dict[str, dict[str, Any]] = {
     | _rope(4, 2, 2, partial_rotary_factor=0.25),
 }
 #: Models in which each frame of a video stands on its own in a prompt.
-SINGLE_FRAMES = ("Qwen3-VL", "Qwen3.5", "Qwen3.5-MoE")
+SINGLE_FRAMES = ("Qwen3-VL", "Qwen3-VL-MoE", "Qwen3.5", "Qwen3.5-MoE")
 
 
 def make_model(name: str, folder: Path, seed: int = 0, large: bool = False) -> Any:
