@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -66,7 +67,7 @@ def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
         version_span=versions[-1][0] - versions[0][0] if seq.finish and versions else 0,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == drawn.known else None,
+        **(_prompt_scores(seq.group) if seq.index == 0 and start == drawn.known else {}),
         # A change after tokens in flight may come earlier than it seems: how many they are is not known with drafts.
         adapter_versions=tuple(change for change in seq.adapter_use.version_changes if change[0] <= end),
         # Notes how far it has told, so nothing that may fail comes after it.
@@ -102,13 +103,14 @@ def make_request_done(group: Group, now_s: float) -> RequestDone:
         prefill_s=first_token - admitted,
         decode_s=now_s - first_token,
         total_s=now_s - group.arrived_s,
-        prompt_logprobs=_prompt_logprobs(group),
+        **_prompt_scores(group),
     )
 
 
-def _prompt_logprobs(group: Group) -> np.ndarray | None:
-    """A copy of the present values: later chunks still write to the group's array."""
-    return None if group.prompt_logprobs is None else group.prompt_logprobs.copy()
+def _prompt_scores(group: Group) -> dict[str, Any]:
+    """Copies of the present values: later chunks still write to the group's arrays."""
+    kept = {"prompt_logprobs": group.prompt_logprobs, "prompt_tops": group.prompt_tops}
+    return {name: values.copy() for name, values in kept.items() if values is not None}
 
 
 def _slice(values: array, start: int, end: int) -> np.ndarray:

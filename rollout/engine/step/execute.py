@@ -161,7 +161,8 @@ class Executor:
         self.d2h.record(slot.d2h_start)
         self.d2h.run(functools.partial(slot.download, header))
         if header.tops or header.scored:
-            self.d2h.run(functools.partial(slot.scores.copy, len(header.tops), header.scored))
+            asked = {"ranked": header.ranked, "prompt_tops": header.prompt_tops}
+            self.d2h.run(functools.partial(slot.scores.copy, len(header.tops), header.scored, **asked))
         self.d2h.record(slot.d2h_done)
 
     # --- on the compute stream ---------------------------------------------------------------------------------------
