@@ -12,6 +12,7 @@ they are used, so a machine without Triton can run the twins.
     delta       linear attention with a state: convolution, gated delta rule, gated norm
     sampling    penalties, bans, constraints, truncation, the draw
     step        the begin of a decode step
+    parallel    the ranks of a tensor group, and what they exchange
     common      what these share
 """
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout.models.checkpoint_folder import CheckpointError, Progress, read_json
+from rollout.models.cut import whole_shape
 from rollout.models.mxfp4 import BLOCKS, SCALES, decode_into, decoded_shape
 from rollout.models.names import Region, all_views, check_names
 
@@ -88,9 +89,9 @@ def check_tensors(folder: Path, tensors: dict[str, StoredTensor], regions: Seque
     views = all_views(regions)
     wanted = {name: stored for name, stored in tensors.items() if name in views}
     shapes = [
-        f"{name} {list(stored.shape)} for {list(views[name].shape)}"
+        f"{name} {list(stored.shape)} for {list(whole_shape(views[name]))}"
         for name, stored in wanted.items()
-        if stored.shape != tuple(views[name].shape)
+        if stored.shape != whole_shape(views[name])
     ]
     readable = {*_DTYPES, "MXFP4"}
     types = [f"{name} {stored.dtype}" for name, stored in wanted.items() if stored.dtype not in readable]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from rollout_kernels.moe.formats import Format
+from rollout_kernels.parallel import ONE_RANK, TensorGroup
 from torch import nn
 
 from rollout.models.batch import AttentionBatch, KVCache
@@ -32,7 +33,13 @@ class DecoderLayer(Block):
     """A mixer and a feed-forward block, each with its norms and added to the residual stream."""
 
     def __init__(
-        self, spec: ModelSpec, index: int, dtype: torch.dtype, device: torch.device, experts: Format = "plain"
+        self,
+        spec: ModelSpec,
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        experts: Format = "plain",
+        group: TensorGroup = ONE_RANK,
     ) -> None:
         super().__init__()
         layer, mixer = spec.layers[index], spec.layers[index].mixer
@@ -53,13 +60,13 @@ class DecoderLayer(Block):
             if isinstance(mixer, LatentSpec):
                 self.mixer = LatentAttention(mixer, index, kv_index, rope, dtype, device)
             else:
-                self.mixer = Attention(mixer, index, kv_index, rope, dtype, device)
+                self.mixer = Attention(mixer, index, kv_index, rope, dtype, device, group)
         self.feed_forward: DenseFeedForward | SparseFeedForward
         if isinstance(layer.feed_forward, MoESpec):
             sparse_index = spec.sparse_layers.index(index)
-            self.feed_forward = SparseFeedForward(layer.feed_forward, sparse_index, dtype, device, experts)
+            self.feed_forward = SparseFeedForward(layer.feed_forward, sparse_index, dtype, device, experts, group)
         else:
-            self.feed_forward = DenseFeedForward(layer.feed_forward, index, dtype, device)
+            self.feed_forward = DenseFeedForward(layer.feed_forward, index, dtype, device, group)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The residual stream after this layer."""
@@ -101,19 +108,30 @@ class Decoder(Block):
     """A language model over a paged KV cache. Its parameters are uninitialised until a loader has filled them.
 
     `experts` is the format of the experts' weights; everything else is of `dtype`, save routers' biases (float32).
+    With a spec of a shard, `group` has the ranks of the other shards, which run the same steps.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, experts: Format = "plain") -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        experts: Format = "plain",
+        group: TensorGroup = ONE_RANK,
+    ) -> None:
         super().__init__()
+        assert (group.rank, group.size) == (spec.shard or (0, 1)), "the spec is that of another rank"
         self.spec = spec
         self.experts = experts
-        self.embed = empty_parameter(spec.vocab, spec.hidden, dtype=dtype, device=device)
+        self.group = group
+        kept = len(spec.kept_vocab)
+        self.embed = empty_parameter(kept, spec.hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, index, dtype, device, experts) for index in range(len(spec.layers))
+            DecoderLayer(spec, index, dtype, device, experts, group) for index in range(len(spec.layers))
         )
         self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
         # A tied output layer is the embedding itself: one parameter, one name.
-        self.lm_head = self.embed if spec.tied else empty_parameter(spec.vocab, spec.hidden, dtype=dtype, device=device)
+        self.lm_head = self.embed if spec.tied else empty_parameter(kept, spec.hidden, dtype=dtype, device=device)
         rounded = torch.tensor(spec.embed_scale, dtype=dtype).item() if spec.embed_scale_rounded else spec.embed_scale
         self.embed_scale = rounded
         self.ropes = nn.ModuleList(Rope(rope, head_dim, device) for rope, head_dim in spec.ropes)
@@ -121,7 +139,7 @@ class Decoder(Block):
     @torch.inference_mode()
     def forward(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""
-        x_TH = F.embedding(token_ids_T, self.embed)
+        x_TH = self._embedded(token_ids_T)
         if self.embed_scale != 1.0:
             x_TH = x_TH * self.embed_scale
         cos_sin = tuple(rope(batch.positions_T) for rope in self.ropes)
@@ -130,30 +148,52 @@ class Decoder(Block):
             x_TH = layer(x_TH, context)
         return self.norm(x_TH)
 
+    def _embedded(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, [T, H]. Each is on one rank; the others add zeros."""
+        if self.spec.shard is None:
+            return F.embedding(token_ids_T, self.embed)
+        kept_T = token_ids_T - self.spec.kept_vocab.start
+        foreign_T = (kept_T < 0) | (kept_T >= len(self.embed))
+        x_TH = F.embedding(kept_T.masked_fill(foreign_T, 0), self.embed)
+        return self.group.all_reduce(x_TH.masked_fill_(foreign_T[:, None], 0.0))
+
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
-        """Logits of selected hidden states, float32 [S, V]."""
+        """Logits of selected hidden states, float32 [S, V]; of a shard, those of its part of the vocabulary."""
         logits_SV = float32_product(hidden_SH, self.lm_head)
         divisor, softcap = self.spec.logit_divisor, self.spec.logit_softcap
         if divisor != 1.0:
             logits_SV = logits_SV.div_(divisor)
         return logits_SV if softcap is None else logits_SV.div_(softcap).tanh_().mul_(softcap)
 
+    def join_logits(self, logits_SK: torch.Tensor) -> torch.Tensor:
+        """Logits of the whole vocabulary, float32 [S, V], on every rank; `logits_SK` are those of `compute_logits`."""
+        if self.spec.shard is None:
+            return logits_SK
+        count, kept = logits_SK.shape
+        shards = [self.spec.vocab_of(rank) for rank in range(self.group.size)]
+        gathered_RSK = self.group.all_gather(F.pad(logits_SK, (0, len(shards[0]) - kept)))
+        logits_SV = logits_SK.new_empty(count, self.spec.vocab)
+        for shard, part_SK in zip(shards, gathered_RSK, strict=True):
+            logits_SV[:, shard.start : shard.stop] = part_SK[:, : len(shard)]
+        return logits_SV
+
     def hf_regions(self) -> list[Region]:
         """The model's parameters, each once, under their Hugging Face names."""
-        names = self.spec.names
-        regions = [one_name(f"{names.embed}.weight", self.embed)]
+        names, cut = self.spec.names, self.spec.vocab_cut
+        regions = [one_name(f"{names.embed}.weight", self.embed, cut)]
         for index, layer in enumerate(self.layers):
             regions += layer.regions(names.layer.format(index))  # type: ignore[operator]
         regions.append(one_name(f"{names.norm}.weight", self.norm.weight))
         if not self.spec.tied:
-            regions.append(one_name(f"{names.lm_head}.weight", self.lm_head))
+            regions.append(one_name(f"{names.lm_head}.weight", self.lm_head, cut))
         return [with_spellings(region, names.spellings) for region in regions]
 
     def hf_views(self) -> dict[str, torch.Tensor]:
         """Hugging Face names of all layouts, and for each name a view of its part of a fused parameter.
 
         Names of different layouts cover the same memory; `check_names(hf_regions(), names, ...)` checks whether a set
-        of names covers everything once. A copy into a view changes the model; one into coded experts is quantised.
+        of names covers everything once. A copy into a view changes the model; one into coded experts is quantised. The
+        views of a shard take whole tensors and copy the shard's part (`CutView`).
         """
         return all_views(self.hf_regions())

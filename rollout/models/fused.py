@@ -18,6 +18,10 @@ a product adds its correction. With many tokens, or before experts, products are
 keys are normalised all heads together, or clipped, the operations between the q/k/v product and attention are the
 generic ones.
 
+The output and down products of a shard, and its experts, make parts of a sum over the ranks of its tensor group. The
+norm after them adds these up: in its own kernel if there are few tokens, else after an all-reduce. Such products are
+corrected in place.
+
 Legend: T tokens, S selected tokens, H hidden, K inputs, N outputs, I intermediate, V vocabulary.
 """
 
@@ -33,7 +37,9 @@ from rollout_kernels.lora import Correction
 from rollout_kernels.lora.triton_lora import adds_later, shrink_beside
 from rollout_kernels.moe import gluon_experts
 from rollout_kernels.moe.triton_padded_groups import PaddedGroups
+from rollout_kernels.moe.triton_router import sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
+from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm
 
 from rollout.models import deterministic as one_order
 from rollout.models.batch import AttentionBatch, KVCache, WantedTokens
@@ -111,6 +117,7 @@ class Unsummed(NamedTuple):
 
     parts_STN: torch.Tensor
     correction: Correction | None  # of adapters, not yet added
+    partial: bool = False  # one rank's part of a sum over the ranks; without a correction
 
 
 class Queries(NamedTuple):
@@ -176,7 +183,11 @@ class FusedDecoder:
         model = self._model
         self._begin(len(token_ids_T))
         first, *others = self._ropes
-        residual_TH, cos_sin = embed_rope(token_ids_T, batch.positions_T, model.embed, first.inv_freq_D, first.sign_D)
+        token = None if model.spec.shard is None else model.spec.kept_vocab.start
+        tables = (model.embed, first.inv_freq_D, first.sign_D)
+        residual_TH, cos_sin = embed_rope(token_ids_T, batch.positions_T, *tables, token)
+        if token is not None:
+            residual_TH = model.group.all_reduce(residual_TH)
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
         context = StepContext((cos_sin, *(rope(batch.positions_T) for rope in others)), slots_T, batch, kv)
         last, *before = reversed([cast(DecoderLayer, layer) for layer in model.layers])
@@ -264,9 +275,11 @@ class FusedDecoder:
         feed_forward, fused = layer.feed_forward, layer.feed_forward in self._fused
         experts = self._experts if fused and isinstance(feed_forward, SparseFeedForward) else None
         if experts is not None:
+            sharded = self._model.spec.shard is not None
+            normed_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight) if sharded else None
             parts = None if mixed is None else mixed.parts_STN
-            residual_TH, parts = experts.run(layer, residual_TH, parts, context.batch.experts)
-            return residual_TH, Unsummed(parts, None)
+            residual_TH, parts = experts.run(layer, residual_TH, parts, context.batch.experts, normed_TH)
+            return residual_TH, Unsummed(parts, None, sharded)
         x_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight)
         if not fused:
             return residual_TH, Unsummed(feed_forward(x_TH, context).value()[None], None)
@@ -276,8 +289,15 @@ class FusedDecoder:
         return residual_TH, self._output("down", gated_TI, feed_forward.down_proj, index, adapters, residual_TH)
 
     def _norm(self, residual_TH: torch.Tensor, added: Unsummed | None, weight_H: torch.Tensor) -> torch.Tensor:
-        parts, correction = (None, None) if added is None else added
         spec = self._model.spec
+        if added is None:
+            return add_rms_norm(residual_TH, None, weight_H, spec.eps, None, spec.unit_offset)
+        parts, correction, partial = added
+        if partial:
+            group, dtype = self._model.group, residual_TH.dtype
+            if group.peers is not None and group.peers.fits(len(residual_TH), spec.hidden, dtype):
+                return all_reduce_norm(residual_TH, parts, weight_H, spec.eps, group.peers, spec.unit_offset)
+            parts = group.all_reduce(sum_of_parts(parts, dtype))[None]
         return add_rms_norm(residual_TH, parts, weight_H, spec.eps, correction, spec.unit_offset)
 
     def _product(
@@ -291,10 +311,10 @@ class FusedDecoder:
     ) -> Unsummed:
         """`x W^T` in parts. Unless the correction may be added `later`, the first part contains it already."""
         config = self._configs[self._products[module]]
-        beside = later and adapters is not None and _adds_later(adapters, layer, name)
+        beside = later and not module.partial and adapters is not None and _adds_later(adapters, layer, name)
         weight = module.weight
         parts = F.linear(x_TK, weight)[None] if config is None else linear_parts(x_TK, weight, config, beside)
-        return Unsummed(parts, _correct(adapters, layer, name, parts[0], x_TK, beside))
+        return Unsummed(parts, _correct(adapters, layer, name, parts[0], x_TK, beside), module.partial)
 
     def _output(
         self,
@@ -307,13 +327,14 @@ class FusedDecoder:
         later: bool = True,
     ) -> Unsummed | None:
         """The last product of a block, and its bias. Of many tokens it is added to the residual stream: then None."""
-        if self._configs[self._products[module]] is None and adapters is None and len(x_TK) >= ADDED_FROM:
+        config, many = self._configs[self._products[module]], len(x_TK) >= ADDED_FROM
+        if config is None and adapters is None and many and not module.partial:
             if module.bias is not None:
                 residual_TH += module.bias
             residual_TH.addmm_(x_TK, module.weight.T)
             return None
         result = self._product(name, x_TK, module, layer, adapters, later)
-        if module.bias is not None:
+        if module.bias is not None and not (module.partial and self._model.group.rank):  # once in the ranks' sum
             result.parts_STN[0] += module.bias
         return result
 
@@ -342,7 +363,9 @@ class FusedDecoder:
         if spec.qk_norm != "full" and spec.clip_qkv is None:
             gates_TQD = x_TH.new_empty(len(x_TH), spec.heads, spec.head_dim) if spec.query_gate else None
             later = gates_TQD is None
-            parts, correction = self._product("qkv", x_TH, attention.qkv_proj, attention.layer, batch.adapters, later)
+            parts, correction, _ = self._product(
+                "qkv", x_TH, attention.qkv_proj, attention.layer, batch.adapters, later
+            )
             q_TQD = finish_qkv(
                 parts,
                 attention.qkv_proj.bias,

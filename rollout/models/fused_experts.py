@@ -4,6 +4,8 @@
     more            add_rms_norm -> moe_route -> experts              the router's weights are read once
     other routers   add_rms_norm -> logits -> `ROUTES` -> experts     by torch: float32, biases, groups, sigmoid ...
 
+A shared expert that is stored with the others is one of them here: the last choice of every token.
+
 The experts read the router's results before the kernels between the two have ended. So every kernel launched there must
 wait for the one before it. The kernels read the parameters themselves: the next step sees whatever is copied into them.
 
@@ -21,6 +23,7 @@ from rollout_kernels.linear.triton_linear import gate_up_silu, linear
 from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, padded_from, run_experts, table_entry
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import last_pairs
+from rollout_kernels.moe.triton_keep_experts import keep_experts
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route, router_scratch
 from rollout_kernels.moe.triton_router import MANY_TOKENS, Record, Routing, moe_route, router_logits, sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
@@ -65,11 +68,15 @@ class FusedExperts:
         # None: plans for any GPU. Those for this one may have kernels that know SiLU only.
         self._device = model.embed.device if spec.clamped is None else None
         self._by_torch = not spec.router.plain
-        self._shape = MoEShape(spec.experts, spec.router.top_k, spec.hidden, spec.intermediate)
+        self._kept = spec.kept_experts
+        self._all_kept = len(self._kept) == spec.experts
         blocks = (cast(DecoderLayer, layer).feed_forward for layer in model.layers)
         self._experts = {block: experts_of(block) for block in blocks if isinstance(block, SparseFeedForward)}
-        self._format = next(iter(self._experts.values())).gate_up.format
-        self._scratch = router_scratch(spec.experts, model.embed.device)
+        first = next(iter(self._experts))
+        self._shared, more = first.shared_choice, int(first.stacks_shared)
+        self._shape = MoEShape(len(self._kept) + more, spec.router.top_k + more, spec.hidden, spec.intermediate)
+        self._format = first.format
+        self._scratch = router_scratch(len(first.router), model.embed.device)
         self._deterministic = deterministic  # one plan, and one way to the router's logits, for any number of tokens
         self._plan: Plan | None = None  # of the step that is being launched
         self._chosen: list[torch.Tensor] | None = None  # its experts, if it is being captured
@@ -83,14 +90,17 @@ class FusedExperts:
         self._chosen = [] if self._scratch.arrived_T.is_cuda and torch.cuda.is_current_stream_capturing() else None
 
     def take_chosen(self) -> list[torch.Tensor]:
-        """Experts of each sparse layer, [T, K], of the step that was just captured; each replay writes them anew."""
+        """Experts of each sparse layer, [T, K], of the step that was just captured; each replay writes them anew.
+
+        Without a shared expert, which is every token's.
+        """
         chosen, self._chosen = self._chosen or [], None
         return chosen
 
     def sizes(self) -> list[int]:
         """Numbers of tokens up to which a step runs by the same kernels, ascending; above the last nothing changes."""
         bands = [most for most, _ in table_entry(self._shape, self._format).bands[:-1]]
-        grouping = [pairs // self._router.top_k for pairs in last_pairs()]
+        grouping = [pairs // self._shape.top_k for pairs in last_pairs()]
         if self._deterministic:
             return sorted({*grouping} - {0})
         padded = 1
@@ -104,8 +114,11 @@ class FusedExperts:
         residual_TH: torch.Tensor,
         parts_STH: torch.Tensor | None,
         kept: ExpertRecord | None = None,
+        normed_TH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One block. `parts_STH` is what is left to add of the mixer's output; the router writes to `kept` if given.
+
+        With `normed_TH` it is added, and this is the norm. A shard's result is its part of a sum over the ranks.
 
         Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
         """
@@ -114,7 +127,9 @@ class FusedExperts:
         norm_H, router_EH = layer.feed_forward_norm.weight, block.router
         how, offset = (self._router.top_k, self._router.renormalize), self._unit_offset
         if self._by_torch:
-            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
+            x_TH = normed_TH
+            if x_TH is None:
+                x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
             dtype = torch.float32 if self._router.float32 else x_TH.dtype
             parts_STE = router_logits(x_TH, router_EH, self._deterministic, dtype)
             logits_TE = sum_of_parts(parts_STE, dtype)
@@ -122,21 +137,26 @@ class FusedExperts:
                 logits_TE = logits_TE + block.logit_bias
             weights_TK, experts_TK = block.choose_experts(logits_TE, kept)
             routing = Routing(experts_TK.int(), weights_TK.float())
+        elif normed_TH is not None:
+            x_TH = normed_TH
+            routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
         elif tokens <= MOST_TOKENS and not self._deterministic:
             assert parts_STH is not None, "so few tokens leave it"
             found = norm_route(
-                residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record, offset
+                residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record, offset, self._shared
             )
             residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
         else:
             x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
-            routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
+            routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic, shared=self._shared)
         if self._chosen is not None:
-            self._chosen.append(routing.experts_TK)
+            self._chosen.append(routing.experts_TK[:, : self._router.top_k])
         assert self._plan is not None
         weights = self._experts[block]
+        if not self._all_kept:
+            routing = keep_experts(routing, self._kept.start, len(self._kept))
         parts_STH = run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True, glu=weights.glu)
-        if block.biases is not None:  # of the down projection: each token's sum, weighted
+        if block.biases is not None and block.adds_bias:  # of the down projection: each token's sum, weighted
             bias_EH = block.down_bias.float()
             weights_TE = bias_EH.new_zeros(tokens, len(bias_EH))
             weights_TE.scatter_(1, routing.experts_TK.long(), routing.weights_TK)

@@ -1,8 +1,9 @@
 """Blocks of the decoder: attention, and dense and sparse feed-forward blocks. Products that share an input are one.
 
 A block takes the normalised hidden states and returns its output. The layer that it belongs to owns the norms and the
-residual stream. Parameters are created empty; the loader or the random initialisation fills them. Each block names the
-Hugging Face tensors that its parameters consist of (see `rollout.models.names`).
+residual stream. A shard's block makes a part of its output, which becomes whole by a sum over the ranks of the block's
+tensor group (`Linear.complete`). Parameters are created empty; the loader or the random initialisation fills them. Each
+block names the Hugging Face tensors that its parameters consist of (see `rollout.models.names`).
 
 Legend: T tokens, H hidden, K inputs, N outputs, Q query heads, G KV heads, D head dimension, I intermediate, E experts.
 """
@@ -29,11 +30,13 @@ from rollout_kernels import (
     write_kv,
 )
 from rollout_kernels.moe import clamped_glu
-from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
+from rollout_kernels.moe.formats import ExpertWeights, Format, Shared, scale_shape
+from rollout_kernels.parallel import ONE_RANK, TensorGroup
 from torch import nn
 
 from rollout.models.batch import AttentionBatch, ExpertRecord, KVCache, LayerKV
 from rollout.models.coded_experts import CodedView
+from rollout.models.cut import Cut, CutView
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.names import Region, one_name
 from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, RouterSpec, Scoring
@@ -145,10 +148,12 @@ class LastProduct(NamedTuple):
 
     def value(self) -> torch.Tensor:
         """The output, [T, H]."""
-        return self._corrected(self.linear(self.x_TK))
+        return self.linear.complete(self._corrected(self.linear.product(self.x_TK)))
 
     def add_to(self, residual_TH: torch.Tensor) -> torch.Tensor:
         """`residual_TH` plus the output."""
+        if self.linear.partial:
+            return residual_TH + self.value()
         return self._corrected(self.linear.add_to(residual_TH, self.x_TK))
 
     def _corrected(self, y_TH: torch.Tensor) -> torch.Tensor:
@@ -161,32 +166,54 @@ class LastProduct(NamedTuple):
 
 
 class Linear(Block):
-    """`x W^T + b`, optionally added to a residual."""
+    """`x W^T + b`, optionally added to a residual.
 
-    def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> None:
+    Where a shard has a part of the inputs only, `product` is this rank's part of the sum that `complete` makes.
+    """
+
+    def __init__(
+        self, spec: LinearSpec, dtype: torch.dtype, device: torch.device, group: TensorGroup = ONE_RANK
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.partial = spec.input_cut is not None
+        self.group = group
         self.weight = empty_parameter(spec.outputs, spec.inputs, dtype=dtype, device=device)
         self.bias = empty_parameter(spec.outputs, dtype=dtype, device=device) if spec.bias else None
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         """[T, K] to [T, N]."""
-        return F.linear(x_TK, self.weight, self.bias)
+        return self.complete(self.product(x_TK))
+
+    def product(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """The result, [T, N], or this rank's part of it without the bias."""
+        return F.linear(x_TK, self.weight, None if self.partial else self.bias)
+
+    def complete(self, y_TN: torch.Tensor) -> torch.Tensor:
+        """The whole result of what `product` made on each rank."""
+        if not self.partial:
+            return y_TN
+        y_TN = self.group.all_reduce(y_TN)
+        return y_TN if self.bias is None else y_TN + self.bias
 
     def add_to(self, residual_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
-        """`residual_TN` plus the result, in one operation where there is no bias."""
+        """`residual_TN` plus the result, in one operation where there is no bias; not for a part of a sum."""
+        assert not self.partial
         if self.bias is None:
             return torch.addmm(residual_TN, x_TK, self.weight.t())
         return residual_TN + F.linear(x_TK, self.weight, self.bias)
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
-        _, modules, widths, _ = self.spec
-        weights = zip(modules, self.weight.split(widths), strict=True)
-        regions = [one_name(f"{prefix}{module}.weight", weight) for module, weight in weights]
+        modules, widths = self.spec.modules, self.spec.widths
+        cuts: tuple[Cut | None, ...] = self.spec.output_cuts or (None,) * len(modules)
+        weights = zip(modules, self.weight.split(widths), cuts, strict=True)
+        regions = [
+            one_name(f"{prefix}{module}.weight", weight, self.spec.input_cut or cut) for module, weight, cut in weights
+        ]
         if self.bias is not None:
-            biases = zip(modules, self.bias.split(widths), strict=True)
-            regions += [one_name(f"{prefix}{module}.bias", bias) for module, bias in biases]
+            biases = zip(modules, self.bias.split(widths), cuts, strict=True)
+            regions += [one_name(f"{prefix}{module}.bias", bias, cut) for module, bias, cut in biases]
         return regions
 
 
@@ -205,6 +232,33 @@ class RMSNorm(Block):
         return rms_norm(x, self.weight, self.eps, self.unit_offset)
 
 
+class HeadsNorm(RMSNorm):
+    """Root-mean-square normalisation of all heads together; a shard has some of them.
+
+    Each head is kept by equally many ranks, so the mean over all ranks is that over all heads.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        cut: Cut | None,
+        spec: AttentionSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TensorGroup,
+    ) -> None:
+        super().__init__(width, spec.eps, dtype, device, spec.unit_offset)
+        self.cut, self.group = cut, group
+
+    def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """[T, width] to the same."""
+        if self.group.size == 1:
+            return super().forward(x_TK)
+        mean_T1 = self.group.all_reduce(x_TK.float().pow(2).mean(-1, keepdim=True)) / self.group.size
+        weight = self.weight.float() + 1.0 if self.unit_offset else self.weight.float()
+        return (x_TK.float() * torch.rsqrt(mean_T1 + self.eps) * weight).to(x_TK.dtype)
+
+
 def gate_output(out_TK: torch.Tensor, gate_TK: torch.Tensor | None) -> torch.Tensor:
     """The output of a mixer, weighted by the sigmoid of its gates, if it has any."""
     return out_TK if gate_TK is None else out_TK * torch.sigmoid(gate_TK)
@@ -220,24 +274,32 @@ class Attention(Block):
     """
 
     def __init__(
-        self, spec: AttentionSpec, layer: int, kv_index: int, rope: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        kv_index: int,
+        rope: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TensorGroup = ONE_RANK,
     ) -> None:
         super().__init__()
         self.spec, self.layer, self.kv_index, self.rope = spec, layer, kv_index, rope
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.qkv_proj = Linear(spec.qkv, dtype, device)
-        self.o_proj = Linear(spec.o, dtype, device)
+        self.o_proj = Linear(spec.o, dtype, device, group)
         self.sinks = empty_parameter(spec.heads, dtype=dtype, device=device) if spec.sinks else None
-        gate = LinearSpec(spec.hidden, (spec.names.gate,), (spec.q_dim,), False)
-        self.gate_proj = Linear(gate, dtype, device) if spec.gate else None
+        gate = spec.output_gate
+        self.gate_proj = None if gate is None else Linear(gate, dtype, device)
         if spec.qk_norm == "head":
             self.qk_norm_weight = empty_parameter(2, spec.head_dim, dtype=dtype, device=device)
             kinds = torch.tensor([0] * spec.heads + [1] * spec.kv_heads, device=device)
             self.head_kinds: torch.Tensor  # which of the two weights a head takes
             self.register_buffer("head_kinds", kinds, persistent=False)
         elif spec.qk_norm == "full":
-            self.q_norm = RMSNorm(spec.q_dim, spec.eps, dtype, device, spec.unit_offset)
-            self.k_norm = RMSNorm(spec.kv_dim, spec.eps, dtype, device, spec.unit_offset)
+            q_cut, k_cut = (None, None) if spec.shard is None else (spec.q_cut(spec.head_dim), spec.kv_cut)
+            self.q_norm = HeadsNorm(spec.q_dim, q_cut, spec, dtype, device, group)
+            self.k_norm = HeadsNorm(spec.kv_dim, k_cut, spec, dtype, device, group)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""
@@ -342,13 +404,16 @@ class Attention(Block):
         if self.gate_proj is not None:
             regions += self.gate_proj.regions(prefix)
         if self.sinks is not None:
-            regions.append(one_name(f"{prefix}{self.spec.names.sinks}", self.sinks))
-        if self.spec.qk_norm == "none":
-            return regions
-        per_head = self.spec.qk_norm == "head"
-        weights = self.qk_norm_weight.unbind(0) if per_head else (self.q_norm.weight, self.k_norm.weight)
-        names = zip(self.spec.names.qk_norm, weights, strict=True)
-        return regions + [one_name(f"{prefix}{name}.weight", weight) for name, weight in names]
+            cut = None if self.spec.shard is None else self.spec.q_cut(1)
+            regions.append(one_name(f"{prefix}{self.spec.names.sinks}", self.sinks, cut))
+        q_name, k_name = (f"{prefix}{name}.weight" for name in self.spec.names.qk_norm)
+        if self.spec.qk_norm == "head":
+            q_weight, k_weight = self.qk_norm_weight.unbind(0)
+            regions += [one_name(q_name, q_weight), one_name(k_name, k_weight)]
+        elif self.spec.qk_norm == "full":
+            q_norm, k_norm = self.q_norm, self.k_norm
+            regions += [one_name(q_name, q_norm.weight, q_norm.cut), one_name(k_name, k_norm.weight, k_norm.cut)]
+        return regions
 
 
 # --- feed-forward blocks ---------------------------------------------------------------------------------------------
@@ -357,11 +422,13 @@ class Attention(Block):
 class DenseFeedForward(Block):
     """The gated feed-forward block of a dense layer."""
 
-    def __init__(self, spec: DenseSpec, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: DenseSpec, layer: int, dtype: torch.dtype, device: torch.device, group: TensorGroup = ONE_RANK
+    ) -> None:
         super().__init__()
         self.spec, self.layer = spec, layer
         self.gate_up_proj = Linear(spec.gate_up, dtype, device)
-        self.down_proj = Linear(spec.down, dtype, device)
+        self.down_proj = Linear(spec.down, dtype, device, group)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """The block's output for the normalised `x_TH`."""
@@ -378,7 +445,10 @@ class DenseFeedForward(Block):
 
 
 class SharedExpert(Block):
-    """The expert that every token takes, weighted by a sigmoid of the token if it has a gate; without adapters."""
+    """The expert that every token takes, weighted by a sigmoid of the token if it has a gate; without adapters.
+
+    That of a shard makes this rank's part of a sum; the block that it belongs to adds up the parts of all ranks.
+    """
 
     def __init__(self, spec: DenseSpec, gate: str | None, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -388,8 +458,8 @@ class SharedExpert(Block):
         self.gate = None if gate is None else Linear(LinearSpec(spec.hidden, (gate,), (1,), False), dtype, device)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Its output for the normalised `x_TH`, [T, H]."""
-        y_TH = self.down_proj(gated(self.gate_up_proj(x_TH), self.spec.activation))
+        """Its output for the normalised `x_TH`, [T, H], or this rank's part of it."""
+        y_TH = self.down_proj.product(gated(self.gate_up_proj(x_TH), self.spec.activation))
         return y_TH if self.gate is None else y_TH * torch.sigmoid(self.gate(x_TH))
 
     def regions(self, prefix: str) -> list[Region]:
@@ -401,25 +471,41 @@ class SharedExpert(Block):
 class SparseFeedForward(Block):
     """A mixture of gated feed-forward experts; their weights may be kept as e4m3 codes with scales.
 
-    `sparse_index` counts the sparse layers: the record of a step has one entry for each of them.
+    A shared expert of their shape is stored as one more of them (`stacks_shared`), which every token takes, and its
+    gate as one more row of the router; the kernels need no code for it then. It is kept apart where its width is
+    another one, or where the others are codes: the shared expert is always in the model's dtype.
+
+    `sparse_index` counts the sparse layers: the record of a step has one entry for each of them, without the shared
+    expert.
     """
 
     reads_host = True
 
     def __init__(
-        self, spec: MoESpec, sparse_index: int, dtype: torch.dtype, device: torch.device, format: Format = "plain"
+        self,
+        spec: MoESpec,
+        sparse_index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: Format = "plain",
+        group: TensorGroup = ONE_RANK,
     ) -> None:
         super().__init__()
-        self.spec, self.sparse_index, self.format = spec, sparse_index, format
-        self.router = empty_parameter(spec.experts, spec.hidden, dtype=dtype, device=device)
+        self.spec, self.sparse_index, self.format, self.group = spec, sparse_index, format, group
+        whole = spec.width_cut is None and spec.expert_cut is None
+        self.stacks_shared = spec.shared_is_like_others and format == "plain" and whole
+        #: How the kernels find a shared expert.
+        self.shared_choice: Shared = ("gated" if spec.shared_gate else "plain") if self.stacks_shared else "none"
+        logits = spec.experts + (self.shared_choice == "gated")
+        self.router = empty_parameter(logits, spec.hidden, dtype=dtype, device=device)
         self.router_bias: nn.Parameter | None = None
         if spec.router.bias:
             self.router_bias = empty_parameter(spec.experts, dtype=torch.float32, device=device)
         self.logit_bias: nn.Parameter | None = None
         if spec.router.logit_bias:
             self.logit_bias = empty_parameter(spec.experts, dtype=dtype, device=device)
-        self.shared: SharedExpert | None = None
-        if spec.shared is not None:
+        self.shared: SharedExpert | None = None  # that is kept apart
+        if spec.shared is not None and not self.stacks_shared:
             self.shared = SharedExpert(spec.shared, spec.names.shared_gate if spec.shared_gate else None, dtype, device)
         self.gate_up, self.gate_up_scales = self._empty(2 * spec.intermediate, spec.hidden, 2, dtype, device)
         self.down, self.down_scales = self._empty(spec.hidden, spec.intermediate, 1, dtype, device)
@@ -427,16 +513,20 @@ class SparseFeedForward(Block):
         self.activation: Callable[[torch.Tensor], torch.Tensor] = silu_mul
         if spec.clamped is not None:
             assert format == "plain", "check_format refuses codes of these experts"
-            self.gate_up_bias = empty_parameter(spec.experts, 2 * spec.intermediate, dtype=dtype, device=device)
-            self.down_bias = empty_parameter(spec.experts, spec.hidden, dtype=dtype, device=device)
+            kept = len(spec.kept_experts)
+            self.gate_up_bias = empty_parameter(kept, 2 * spec.intermediate, dtype=dtype, device=device)
+            self.down_bias = empty_parameter(kept, spec.hidden, dtype=dtype, device=device)
             self.biases = (self.gate_up_bias, self.down_bias)
             self.activation = functools.partial(clamped_glu, alpha=spec.clamped.alpha, limit=spec.clamped.limit)
 
     def _empty(
         self, outputs: int, inputs: int, halves: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Memory for a projection of all experts, [E, outputs, inputs], and for its scales, if the format has any."""
-        experts, format = self.spec.experts, self.format
+        """Memory for a projection of all experts, [E, outputs, inputs], and for its scales, if the format has any.
+
+        E counts a shared expert that is stored with the others.
+        """
+        experts, format = len(self.spec.kept_experts) + self.stacks_shared, self.format
         shape = scale_shape(experts, outputs, inputs, format, halves)
         if shape is None:
             return empty_parameter(experts, outputs, inputs, dtype=dtype, device=device), None
@@ -451,18 +541,27 @@ class SparseFeedForward(Block):
         return ExpertWeights(values.data, None if scales is None else scales.data, self.format, 2 if wide else 1)
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """The router's logits, [T, E], in float32 if its spec says so."""
+        """The router's logits, [T, E], in float32 if its spec says so. A row of the shared expert's gate comes last."""
         if self.spec.router.float32:
             return F.linear(x_TH.float(), self.router.float(), self.logit_bias)
         return F.linear(x_TH, self.router, self.logit_bias)
 
     def choose_experts(self, logits_TE: torch.Tensor, record: ExpertRecord | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and experts of each token, [T, K]; the experts also go to the step's record, if it has one."""
-        router = self.spec.router
-        weights_TK, experts_TK = ROUTES[router.scoring](logits_TE, self.router_bias, router)
+        """Weights and experts of each token, [T, K]; the experts also go to the step's record, if it has one.
+
+        A shared expert that is stored with the others comes last, and does not go to the record.
+        """
+        router, experts = self.spec.router, self.spec.experts
+        weights_TK, experts_TK = ROUTES[router.scoring](logits_TE[:, :experts], self.router_bias, router)
         if record is not None:
             record.layer(self.sparse_index, len(logits_TE)).copy_(experts_TK)
-        return weights_TK, experts_TK
+        if not self.stacks_shared:
+            return weights_TK, experts_TK
+        if self.spec.shared_gate:
+            weights_TK = torch.cat((weights_TK, logits_TE[:, experts:].sigmoid()), dim=1)
+        else:
+            weights_TK = F.pad(weights_TK, (0, 1), value=1.0)
+        return weights_TK, F.pad(experts_TK, (0, 1), value=experts)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
         """The weighted outputs of each token's experts."""
@@ -472,29 +571,49 @@ class SparseFeedForward(Block):
         if self.format != "plain":  # decodes all experts in each step: for comparison on a CPU
             both = (self.weights("gate_up"), self.weights("down"))
             gate_up, down = (weights.dequantized(torch.float32).to(x_TH.dtype) for weights in both)
-        y_TH = moe_experts(x_TH, weights_TK, experts_TK, gate_up, down, self.activation, self.biases)
-        return Computed(y_TH if self.shared is None else y_TH + self.shared(x_TH))
+        kept_TK = experts_TK - self.spec.kept_experts.start  # others than the kept ones add nothing
+        y_TH = moe_experts(x_TH, weights_TK, kept_TK, gate_up, down, self.activation, self.biases, self.adds_bias)
+        return Computed(self.group.all_reduce(y_TH if self.shared is None else y_TH + self.shared(x_TH)))
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank adds the biases of down projections: where all ranks have parts of them, one does."""
+        shard = self.spec.shard
+        return shard is None or shard.whole_experts or shard.shard.rank == 0
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`: one tensor an expert, or all experts stacked."""
         names = self.spec.names
         if self.biases is not None:
             return [*self._router_regions(prefix), *self._transposed_regions(prefix)]
-        gate_up, down = {}, {}
-        for expert in range(self.spec.experts):
+        gate_up, down, count = {}, {}, self.spec.experts
+        for expert in range(count):
             gate_up[f"{prefix}{names.gate.format(expert)}.weight"] = self._view("gate_up", expert, 0)
             gate_up[f"{prefix}{names.up.format(expert)}.weight"] = self._view("gate_up", expert, 1)
             down[f"{prefix}{names.down.format(expert)}.weight"] = self._view("down", expert)
         return [
             *self._router_regions(prefix),
-            *([] if self.shared is None else self.shared.regions(prefix)),
+            *self._shared_regions(prefix),
             Region((gate_up, {f"{prefix}{names.stacked_gate_up}": self._view("gate_up")})),
             Region((down, {f"{prefix}{names.stacked_down}": self._view("down")})),
         ]
 
+    def _shared_regions(self, prefix: str) -> list[Region]:
+        if not self.stacks_shared:
+            return [] if self.shared is None else self.shared.regions(prefix)
+        names, last = self.spec.names, self.spec.experts
+        assert self.spec.shared is not None
+        halves = zip(names.shared.gate_up, self.gate_up.data[last].split(self.spec.intermediate), strict=True)
+        regions = [one_name(f"{prefix}{name}.weight", half) for name, half in halves]
+        regions.append(one_name(f"{prefix}{names.shared.down}.weight", self.down.data[last]))
+        if self.spec.shared_gate:
+            regions.append(one_name(f"{prefix}{names.shared_gate}.weight", self.router.data[last:]))
+        return regions
+
     def _router_regions(self, prefix: str) -> list[Region]:
         names = self.spec.names
-        regions = [Region(tuple({f"{prefix}{name}.weight": self.router.data} for name in names.router))]
+        router_EH = self.router.data[: self.spec.experts]
+        regions = [Region(tuple({f"{prefix}{name}.weight": router_EH} for name in names.router))]
         if self.logit_bias is not None:
             regions.append(Region(tuple({f"{prefix}{name}.bias": self.logit_bias.data} for name in names.router)))
         if self.router_bias is not None:
@@ -504,24 +623,40 @@ class SparseFeedForward(Block):
 
     def _transposed_regions(self, prefix: str) -> list[Region]:
         """Of all experts, with inputs before outputs."""
-        names = self.spec.names
+        names, by_expert = self.spec.names, self.spec.expert_cut
+        gate_up, down = self.spec.gate_up_cut, self.spec.width_cut
         return [
-            one_name(f"{prefix}{names.stacked_gate_up}", self.gate_up.transpose(1, 2)),
-            one_name(f"{prefix}{names.stacked_gate_up}_bias", self.gate_up_bias),
-            one_name(f"{prefix}{names.stacked_down}", self.down.transpose(1, 2)),
-            one_name(f"{prefix}{names.stacked_down}_bias", self.down_bias),
+            one_name(f"{prefix}{names.stacked_gate_up}", self.gate_up.transpose(1, 2), by_expert or _at(gate_up, 2)),
+            one_name(f"{prefix}{names.stacked_gate_up}_bias", self.gate_up_bias, by_expert or _at(gate_up, 1)),
+            one_name(f"{prefix}{names.stacked_down}", self.down.transpose(1, 2), by_expert or _at(down, 1)),
+            one_name(f"{prefix}{names.stacked_down}_bias", self.down_bias, by_expert),
         ]
 
     def _view(
         self, projection: Literal["gate_up", "down"], expert: int | None = None, half: int | None = None
     ) -> torch.Tensor:
         """The destination of the weights of all experts, of one, or of its gate (half 0) or up (half 1) rows."""
-        view = (self.gate_up if projection == "gate_up" else self.down).data
-        if expert is not None:
+        wide, spec = projection == "gate_up", self.spec
+        view = (self.gate_up if wide else self.down).data
+        if self.stacks_shared:
+            view = view[: spec.experts]
+        cut = spec.gate_up_cut if wide and half is None else spec.width_cut
+        cut = cut if wide else _at(cut, 1)  # of one expert
+        if expert is None:
+            cut = spec.expert_cut or (None if cut is None else cut.at(cut.dim + 1))
+        elif expert in spec.kept_experts:
+            expert -= spec.kept_experts.start
             view = view[expert]
+        else:
+            outputs = view.shape[1] if half is None else view.shape[1] // 2
+            return CutView.of(view.new_empty(0, view.shape[2]), Cut(0, outputs, ((0, 0),)))
         if half is not None:
             view = view.unflatten(0, (2, -1))[half]
-        if self.format == "plain":
-            return view
-        weights = self.weights(projection)
-        return CodedView.of(weights if expert is None else weights.part(expert, half), tuple(view.shape))
+        if self.format != "plain":
+            weights = self.weights(projection)
+            view = CodedView.of(weights if expert is None else weights.part(expert, half), tuple(view.shape))
+        return CutView.of(view, cut)
+
+
+def _at(cut: Cut | None, dim: int) -> Cut | None:
+    return None if cut is None else cut.at(dim)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rollout_kernels.moe.formats import Format
+from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import ModelSettings
 from rollout.models.checkpoint_folder import (
@@ -42,6 +43,7 @@ from rollout.models.longrope import choose_factors
 from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
 from rollout.models.registry import is_native, spec_from_config
+from rollout.models.shard import shard_spec
 
 log = logging.getLogger(__name__)
 
@@ -87,16 +89,19 @@ def load_model(
     progress: Progress | None = None,
     folder: Path | None = None,
     experts: Format = "plain",
+    group: TensorGroup | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, or its shapes with random weights, onto `device`.
 
     `progress` is called with (values copied, values in all). `folder` is the result of `fetch`, if it was called
-    before. `experts` is the format of the experts' weights.
+    before. `experts` is the format of the experts' weights. With a `group` of several ranks the model is this rank's
+    shard; the views of `trainer_views` still take whole tensors of the checkpoint, and copy the shard's part of them.
 
     Raises:
         CheckpointError: the checkpoint cannot be found or read, or its tensors do not fit its architecture.
-        ValueError: the architecture, or an option in its config, is not supported.
+        ValueError: the architecture, or an option in its config, is not supported, or cannot be cut into shards.
     """
+    group = TensorGroup.single(device) if group is None else group
     folder = fetch(settings) if folder is None else folder
     check_links(folder)
     config, architecture = read_config(folder, settings.model_impl)
@@ -104,7 +109,7 @@ def load_model(
     tensors = {} if settings.load_format == "random" else list_tensors(folder)
     dtype = _pick_dtype(settings, getattr(config, "dtype", None) or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)
-    source = _Source(settings, folder, config, architecture, tensors, dtype, device, progress)
+    source = _Source(settings, folder, config, architecture, tensors, dtype, device, progress, group)
     native = is_native(architecture, settings.model_impl)
     model: LanguageModel = _load_native(source, experts) if native else _load_fallback(source, experts)
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
@@ -125,6 +130,7 @@ class _Source:
     dtype: torch.dtype
     device: torch.device
     progress: Progress | None
+    group: TensorGroup
 
     @property
     def random(self) -> bool:
@@ -141,14 +147,17 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
             f"{source.folder}/config.json lacks a value that {architecture} needs: {error}"
         ) from error
     check_format(spec, experts)
+    group = source.group
+    whole, spec = spec, shard_spec(spec, group.rank, group.size)
     tensors = _needed(join_mxfp4(source.tensors), spec.tied_names, lambda name: name.startswith(spec.unused))
-    outline = Decoder(spec, source.dtype, torch.device("meta"), experts)  # shapes without memory
+    outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)  # shapes without memory
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
     _check_memory(outline.parameters(), source.folder, device)
-    model = Decoder(spec, source.dtype, device, experts)
+    group.prepare(spec.hidden, source.dtype)
+    model = Decoder(spec, source.dtype, device, experts, group)
     if source.random:
-        fill_random(model, source.settings.random_seed)
+        fill_random(model, source.settings.random_seed, whole)
     else:
         copy_tensors(tensors, model.hf_views(), source.progress)
     return model.eval()
@@ -173,6 +182,11 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
 
     architecture, dtype, device = source.architecture, source.dtype, source.device
     cls = module_class(source.config, architecture)
+    if source.group.size > 1:
+        raise ValueError(
+            f"{architecture} runs through transformers' own code, which cannot be cut into {source.group.size} shards: "
+            "use one GPU a worker"
+        )
     if experts != "plain":
         raise ValueError(
             f"expert_dtype = {experts} is for native families, and {architecture} runs through transformers' own "

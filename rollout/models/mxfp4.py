@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from rollout.models.cut import CutView
+
 BLOCKS, SCALES = "_blocks", "_scales"
 #: Numbers that share an exponent.
 GROUP = 32
@@ -28,9 +30,15 @@ def decoded_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int
 
 
 def decode_into(view: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-    """Write the tensor [E, inputs, outputs] that `blocks` and `scales` hold to `view`, one expert after the other."""
+    """Write the tensor [E, inputs, outputs] that `blocks` and `scales` hold to `view`, one expert after the other.
+
+    A view of a shard takes the experts that it keeps, or its part of each one.
+    """
     numbers = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)), dtype=torch.float32)
-    for target, block, scale in zip(view, blocks, scales, strict=True):
+    targets = view.destinations() if isinstance(view, CutView) else view
+    for target, block, scale in zip(targets, blocks, scales, strict=True):
+        if target is None:
+            continue
         pairs = torch.stack((block & 15, block >> 4), dim=-1).flatten(-2).int()  # [outputs, groups, 32]
         values = torch.ldexp(numbers[pairs], scale.int()[..., None] - _BIAS)
         target.copy_(values.flatten(-2).t())

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rollout.models.cut import Cut, CutView
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -36,9 +38,9 @@ class NameCheck:
         return not (self.missing or self.unknown or self.doubled)
 
 
-def one_name(name: str, view: torch.Tensor) -> Region:
-    """A region that has only one name."""
-    return Region(({name: view.detach()},))
+def one_name(name: str, view: torch.Tensor, cut: Cut | None = None) -> Region:
+    """A region that has only one name; of a shard, a `cut` of the tensor of this name."""
+    return Region(({name: CutView.of(view.detach(), cut)},))
 
 
 def with_spellings(region: Region, spellings: Callable[[str], tuple[str, ...]]) -> Region:

@@ -13,43 +13,107 @@ embedding did keep a pair of tokens from predicting each other.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from rollout_kernels.moe.quantize import quantize_to
 
 from rollout.models.decoder import Decoder
+from rollout.models.spec import ModelSpec
 
 _SHARPNESS = 1.75
 #: With tied embeddings: the output of a block relative to the embedding, before its own losses.
 _TIED_GAIN = 8.0
 
 
-def fill_random(model: Decoder, seed: int) -> None:
-    """Fill all parameters in place, on their device. The values depend on the seed, the device type and the dtype."""
+def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None) -> None:
+    """Fill all parameters in place, on their device. The values depend on the seed, the device type and the dtype.
+
+    Those of a shard are its part of the values of the `whole` model, which are made one parameter at a time.
+    """
     generator = torch.Generator(device=model.embed.device).manual_seed(seed)
-    spec = model.spec
-    output_std = _SHARPNESS * math.sqrt(2 * math.log(spec.vocab)) * spec.hidden**-0.5
-    block_gain = max(1.0, _TIED_GAIN * output_std) if spec.tied else 1.0
+    if model.spec.shard is None:
+        _fill(model, model.embed.dtype, generator)
+        return
+    assert whole is not None
+    outline = Decoder(whole, model.embed.dtype, torch.device("meta"))  # shapes without memory
+    views, names = model.hf_views(), _names_by_storage(outline)
+    for parameter, values in _whole_values(outline, model.embed.device, generator):
+        for name, view in names[_storage(parameter)]:
+            views[name].copy_(values.as_strided(view.size(), view.stride(), view.storage_offset()))
+
+
+def _fill(model: Decoder, dtype: torch.dtype, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif name.endswith("a_log"):  # decays from nearly none to nearly all of a state
-            parameter.uniform_(0.01, 16.0, generator=generator).log_()
-        elif name.endswith("mixer.norm.weight"):  # of linear attention: never less 1
-            parameter.fill_(1.0)
-        elif name.endswith("norm.weight") or name.endswith("qk_norm_weight"):
-            parameter.fill_(0.0 if spec.unit_offset else 1.0)
-        elif name not in ("embed", "lm_head") and not name.endswith("_scales"):
-            ends_block = name.endswith(("o_proj.weight", "down_proj.weight", "feed_forward.down"))
-            gain = block_gain if ends_block else 1.0
-            coded = parameter.dtype == torch.uint8
-            weight = (
-                torch.empty(parameter.shape, dtype=model.embed.dtype, device=parameter.device) if coded else parameter
-            )
-            weight.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
-            if coded:  # the same weights as without codes
-                block = model.get_submodule(name.rpartition(".")[0])
-                quantize_to(weight, block.weights(name.rpartition(".")[2]))  # type: ignore[operator]
-    model.embed.normal_(0.0, 1.0, generator=generator)
-    model.lm_head.normal_(0.0, output_std, generator=generator)
-    model.norm.weight.bernoulli_(0.5, generator=generator).mul_(2.0).sub_(2.0 if spec.unit_offset else 1.0)
+        if name.endswith("_scales"):
+            continue
+        coded = parameter.dtype == torch.uint8
+        weight = torch.empty(parameter.shape, dtype=dtype, device=parameter.device) if coded else parameter
+        _fill_parameter(name, weight, model.spec, generator)
+        if coded:  # the same weights as without codes
+            block = model.get_submodule(name.rpartition(".")[0])
+            quantize_to(weight, block.weights(name.rpartition(".")[2]))  # type: ignore[operator]
+    _fill_ends(model.embed, model.lm_head, model.norm.weight, model.spec, generator)
+
+
+def _whole_values(
+    outline: Decoder, device: torch.device, generator: torch.Generator
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Every parameter of a model without memory, with the values that `_fill` gives it."""
+
+    def memory(parameter: torch.Tensor) -> torch.Tensor:
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+
+    ends = (outline.embed, outline.lm_head, outline.norm.weight)
+    for name, parameter in outline.named_parameters():
+        if not any(parameter is end for end in ends):
+            values = memory(parameter)
+            _fill_parameter(name, values, outline.spec, generator)
+            yield parameter, values
+    embed = memory(outline.embed)
+    lm_head = embed if outline.spec.tied else memory(outline.lm_head)
+    norm = memory(outline.norm.weight)
+    _fill_ends(embed, lm_head, norm, outline.spec, generator)
+    yield from zip(ends[: 1 if outline.spec.tied else 2], (embed, lm_head), strict=False)
+    yield outline.norm.weight, norm
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _names_by_storage(model: Decoder) -> dict[int, list[tuple[str, torch.Tensor]]]:
+    """The names of checkpoints that cover each parameter once, with their views of it."""
+    names: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for region in model.hf_regions():
+        for name, view in region.alternatives[0].items():
+            names.setdefault(_storage(view), []).append((name, view))
+    return names
+
+
+def _output_std(spec: ModelSpec) -> float:
+    return _SHARPNESS * math.sqrt(2 * math.log(spec.vocab)) * spec.hidden**-0.5
+
+
+def _fill_parameter(name: str, parameter: torch.Tensor, spec: ModelSpec, generator: torch.Generator) -> None:
+    """Fill a parameter of a layer; embedding and output layer come last."""
+    if name.endswith("bias"):
+        parameter.zero_()
+    elif name.endswith("a_log"):  # decays from nearly none to nearly all of a state
+        parameter.uniform_(0.01, 16.0, generator=generator).log_()
+    elif name.endswith("mixer.norm.weight"):  # of linear attention: never less 1
+        parameter.fill_(1.0)
+    elif name.endswith("norm.weight") or name.endswith("qk_norm_weight"):
+        parameter.fill_(0.0 if spec.unit_offset else 1.0)
+    elif name not in ("embed", "lm_head"):
+        ends_block = name.endswith(("o_proj.weight", "down_proj.weight", "feed_forward.down"))
+        gain = max(1.0, _TIED_GAIN * _output_std(spec)) if ends_block and spec.tied else 1.0
+        parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
+
+
+def _fill_ends(
+    embed: torch.Tensor, lm_head: torch.Tensor, norm: torch.Tensor, spec: ModelSpec, generator: torch.Generator
+) -> None:
+    embed.normal_(0.0, 1.0, generator=generator)
+    lm_head.normal_(0.0, _output_std(spec), generator=generator)
+    norm.bernoulli_(0.5, generator=generator).mul_(2.0).sub_(2.0 if spec.unit_offset else 1.0)

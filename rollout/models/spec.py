@@ -10,6 +10,9 @@ built from its own spec alone, so layers may differ in everything but the width 
                        | DeltaNetSpec                        mixes tokens, keeps one state a row
         feed_forward   DenseSpec | MoESpec with a RouterSpec  works on each token alone
 
+The spec of a shard says what one rank of a tensor group has: its numbers of heads and widths are the rank's, and the
+products say which parts of the checkpoint's tensors they hold (`rollout.models.shard`).
+
 A new variant is a field with a default where a block changes a little, and a class of its own where the block is
 another one. Specs also hold the names of their tensors in checkpoints: module names, after the prefix of the layer.
 """
@@ -21,6 +24,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+
+from rollout.models.cut import Cut
 
 RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope"]
 #: none; each head alone, with one weight for all heads; all heads together.
@@ -67,6 +72,24 @@ class KVShape(NamedTuple):
         return self.heads * ((self.k_dim + self.v_dim) * dtype.itemsize + scales)
 
 
+class Shard(NamedTuple):
+    """A rank of a tensor group: its part of a width is one of `size` equal ones."""
+
+    rank: int
+    size: int
+
+    def part(self, kept: int) -> tuple[int, int]:
+        """The range of a width of which each rank keeps `kept`."""
+        return self.rank * kept, (self.rank + 1) * kept
+
+    def cut(self, *kept: int) -> Cut:
+        """The cut of outputs that hold several modules side by side; of each of them every rank keeps so many."""
+        begins = [sum(kept[:index]) * self.size for index in range(len(kept))]
+        parts = [self.part(width) for width in kept]
+        ranges = tuple((at + begin, at + end) for at, (begin, end) in zip(begins, parts, strict=True))
+        return Cut(0, sum(kept) * self.size, ranges)
+
+
 class LinearSpec(NamedTuple):
     """A matrix product whose weight holds one or more modules of a checkpoint, side by side along the outputs."""
 
@@ -74,11 +97,25 @@ class LinearSpec(NamedTuple):
     modules: tuple[str, ...]
     widths: tuple[int, ...]  # outputs of each module
     bias: bool
+    #: Of a shard: what it keeps of the outputs of each module; empty if all.
+    output_cuts: tuple[Cut, ...] = ()
+    #: Of a shard: what it keeps of the inputs. The product is then a part of a sum over the ranks.
+    input_cut: Cut | None = None
 
     @property
     def outputs(self) -> int:
         """Outputs of all modules."""
         return sum(self.widths)
+
+
+def _joined(cuts: tuple[Cut, ...]) -> Cut:
+    """The cut of a tensor that holds several modules side by side."""
+    ranges: list[tuple[int, int]] = []
+    whole = 0
+    for cut in cuts:
+        ranges += [(whole + begin, whole + end) for begin, end in cut.ranges]
+        whole += cut.whole
+    return Cut(0, whole, tuple(ranges))
 
 
 def _widths(modules: tuple[str, ...], widths: tuple[int, ...]) -> tuple[int, ...]:
@@ -106,6 +143,18 @@ class QueryGrowth(NamedTuple):
     positions: int
 
 
+class HeadShard(NamedTuple):
+    """A rank's part of the heads of attention. A KV head belongs to several ranks if there are fewer than ranks."""
+
+    shard: Shard
+    kv_heads: int  # of the whole model
+
+    def kv_range(self, kept: int) -> tuple[int, int]:
+        """The rank's KV heads, of which it keeps `kept`."""
+        begin = self.shard.rank * self.kv_heads // self.shard.size
+        return begin, begin + kept
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention over the paged cache."""
@@ -129,6 +178,7 @@ class AttentionSpec:
     sinks: bool = False  # each head has a score that takes part in the softmax and has no value
     gate: bool = False  # a sigmoid of a product of the token weights the output, each value of each head on its own
     query_gate: bool = False  # the same, but the product is part of that of the queries: each head's gate follows it
+    shard: HeadShard | None = None  # the heads above are those of one rank
 
     @property
     def q_dim(self) -> int:
@@ -145,12 +195,37 @@ class AttentionSpec:
         """The product that makes queries (with their gates, if there are any), keys and values."""
         q_width = 2 * self.q_dim if self.query_gate else self.q_dim
         widths = _widths(self.names.qkv, (q_width, self.kv_dim, self.kv_dim))
-        return LinearSpec(self.hidden, self.names.qkv, widths, self.qkv_bias)
+        cuts: tuple[Cut, ...] = ()
+        if self.shard is not None:
+            cuts = (self.q_cut(q_width // self.heads), self.kv_cut, self.kv_cut)
+            cuts = cuts if len(self.names.qkv) > 1 else (_joined(cuts),)
+        return LinearSpec(self.hidden, self.names.qkv, widths, self.qkv_bias, cuts)
+
+    def q_cut(self, width: int) -> Cut:
+        """What a shard keeps of a tensor that has `width` entries for each query head."""
+        assert self.shard is not None
+        return self.shard.shard.cut(self.heads * width)
+
+    @property
+    def kv_cut(self) -> Cut:
+        """What a shard keeps of the keys, and of the values."""
+        assert self.shard is not None
+        begin, end = self.shard.kv_range(self.kv_heads)
+        return Cut(0, self.shard.kv_heads * self.head_dim, ((begin * self.head_dim, end * self.head_dim),))
+
+    @property
+    def output_gate(self) -> LinearSpec | None:
+        """The product that makes gates of the output, where it is one of its own."""
+        if not self.gate:
+            return None
+        cuts = () if self.shard is None else (self.q_cut(self.head_dim),)
+        return LinearSpec(self.hidden, (self.names.gate,), (self.q_dim,), False, cuts)
 
     @property
     def o(self) -> LinearSpec:
         """The output product."""
-        return LinearSpec(self.q_dim, (self.names.o,), (self.hidden,), self.o_bias)
+        cut = None if self.shard is None else self.q_cut(self.head_dim).at(1)
+        return LinearSpec(self.q_dim, (self.names.o,), (self.hidden,), self.o_bias, (), cut)
 
     @property
     def turned(self) -> tuple[RopeSpec, int]:
@@ -335,17 +410,23 @@ class DenseSpec:
     bias: bool
     names: DenseNames = DenseNames()
     activation: Activation = "silu"
+    shard: Shard | None = None  # the intermediate width is that of one rank
 
     @property
     def gate_up(self) -> LinearSpec:
         """The product that makes gate and values."""
         widths = _widths(self.names.gate_up, (self.intermediate, self.intermediate))
-        return LinearSpec(self.hidden, self.names.gate_up, widths, self.bias)
+        cuts: tuple[Cut, ...] = ()
+        if self.shard is not None:
+            one = self.shard.cut(self.intermediate)
+            cuts = (one, one) if len(self.names.gate_up) > 1 else (_joined((one, one)),)
+        return LinearSpec(self.hidden, self.names.gate_up, widths, self.bias, cuts)
 
     @property
     def down(self) -> LinearSpec:
         """The output product."""
-        return LinearSpec(self.intermediate, (self.names.down,), (self.hidden,), self.bias)
+        cut = None if self.shard is None else self.shard.cut(self.intermediate).at(1)
+        return LinearSpec(self.intermediate, (self.names.down,), (self.hidden,), self.bias, (), cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +474,13 @@ class ClampedGLU(NamedTuple):
     limit: float
 
 
+class ExpertShard(NamedTuple):
+    """A rank's part of the experts: a part of each one's intermediate width, or some whole experts."""
+
+    shard: Shard
+    whole_experts: bool
+
+
 @dataclass(frozen=True, slots=True)
 class MoESpec:
     """A mixture of gated feed-forward experts with SiLU, or with biases and a clamped GLU.
@@ -401,13 +489,49 @@ class MoESpec:
     """
 
     hidden: int
-    experts: int
-    intermediate: int  # of one expert
+    experts: int  # of the whole model: those that the router chooses from
+    intermediate: int  # of one expert; of a shard with parts of them, the rank's
     router: RouterSpec
     names: MoENames = MoENames()
     shared: DenseSpec | None = None  # an expert that every token takes, added to the others
     shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
     clamped: ClampedGLU | None = None
+    shard: ExpertShard | None = None
+
+    @property
+    def kept_experts(self) -> range:
+        """The experts that are kept: all, or those of one rank."""
+        if self.shard is None or not self.shard.whole_experts:
+            return range(self.experts)
+        return range(*self.shard.shard.part(self.experts // self.shard.shard.size))
+
+    @property
+    def expert_cut(self) -> Cut | None:
+        """What a shard keeps of a tensor of all experts, if it keeps some whole ones."""
+        if self.shard is None or not self.shard.whole_experts:
+            return None
+        return self.shard.shard.cut(len(self.kept_experts))
+
+    @property
+    def width_cut(self) -> Cut | None:
+        """What a shard keeps of an expert's intermediate width, if it keeps a part of each one."""
+        if self.shard is None or self.shard.whole_experts:
+            return None
+        return self.shard.shard.cut(self.intermediate)
+
+    @property
+    def gate_up_cut(self) -> Cut | None:
+        """The same of gates and values together: gates first, or alternating with a clamped GLU."""
+        if self.shard is None or self.shard.whole_experts:
+            return None
+        if self.clamped is not None:
+            return self.shard.shard.cut(2 * self.intermediate)
+        return self.shard.shard.cut(self.intermediate, self.intermediate)
+
+    @property
+    def shared_is_like_others(self) -> bool:
+        """True if the shared expert has the shape of the others: it may be stored as one more of them."""
+        return self.shared is not None and self.shared.intermediate == self.intermediate and self.clamped is None
 
 
 FeedForwardSpec = DenseSpec | MoESpec
@@ -485,6 +609,28 @@ class ModelSpec:
     unit_offset: bool = False  # the weights of all norms are stored less 1
     #: Beginnings of the names of tensors that checkpoints and updates may have and that text needs none of.
     unused: tuple[str, ...] = ()
+    shard: Shard | None = None  # the blocks are those of one rank, and so is its part of the vocabulary
+
+    @property
+    def kept_vocab(self) -> range:
+        """The tokens whose rows of embedding and output layer are kept: all, or those of one rank."""
+        return range(self.vocab) if self.shard is None else self.vocab_of(self.shard.rank)
+
+    def vocab_of(self, rank: int) -> range:
+        """The tokens that a rank of this shard's group keeps; the first ranks keep equally many.
+
+        A rank's first token is a multiple of four, as a draw makes four random numbers at a time.
+        """
+        assert self.shard is not None
+        most = -(-self.vocab // (4 * self.shard.size)) * 4
+        return range(min(self.vocab, rank * most), min(self.vocab, (rank + 1) * most))
+
+    @property
+    def vocab_cut(self) -> Cut | None:
+        """What a shard keeps of embedding and output layer."""
+        if self.shard is None:
+            return None
+        return Cut(0, self.vocab, ((self.kept_vocab.start, self.kept_vocab.stop),))
 
     @functools.cached_property
     def plain_stream(self) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from rollout.models.cut import CutView
 from rollout.weights.parameter_map import Fit
 from rollout.weights.staging import DeviceShadow
 from trainer_bridge.transports.tensors import TORCH_DTYPES, typed_view
@@ -125,7 +126,8 @@ class InPlaceDestination:
             part = self._parts.pop(numbers[other], None)
             if part is not None:
                 entry = self._entries[numbers[other]]
-                _check_equal(kept, other, views[kept], typed_view(part, _at_zero(entry)), views[kept].dtype)
+                view, sent = views[kept], typed_view(part, _at_zero(entry))
+                _check_equal(kept, other, view, view.cut.take(sent) if isinstance(view, CutView) else sent, view.dtype)
 
     def abandon(self) -> None:
         """Return when this update writes no more; free the gathered parts."""
@@ -137,7 +139,7 @@ class InPlaceDestination:
         view = self._views[entry.name]
         self._missing[i] -= data.numel()
         alias = entry.name in self._aliases
-        plain = type(view) in (torch.Tensor, torch.nn.Parameter)  # others quantise, which takes a whole tensor
+        plain = type(view) in (torch.Tensor, torch.nn.Parameter)  # others quantise or cut a whole tensor
         if plain and view.is_contiguous() and not alias:
             typed = data.view(TORCH_DTYPES[entry.dtype])
             first = at // typed.element_size()

@@ -7,6 +7,8 @@ parameter exactly once.
     fused parameter   |============ qkv ============|
     views offered     |--- q ---|-- k --|--- v -----|        each a list of byte runs [start, end)
 
+The views of a shard take whole tensors and keep a part of each, so a worker checks that its part is whole.
+
 Two kinds of tensors need not match: one that an update may leave out keeps its value, and one that the worker has no
 use for is received and dropped (`UpdateNames`).
 
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollout.models.cut import whole_shape
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
@@ -72,7 +75,9 @@ class ParameterMap:
 
         Tensors that are not used may take as much again.
         """
-        return (2 if self.names.unused else 1) * sum(4 * view.numel() + 64 for view in self.views.values())
+        return (2 if self.names.unused else 1) * sum(
+            4 * math.prod(whole_shape(view)) + 64 for view in self.views.values()
+        )
 
     def check(self, manifest: Manifest, whole: bool = False) -> Fit:
         """Decide whether the manifest's tensors make a whole update. With `whole` no tensor may be left out.
@@ -92,9 +97,9 @@ class ParameterMap:
         if unknown:
             raise _rejected("unknown tensors", unknown, _advice(unknown[0], self.views))
         misshaped = [
-            f"{entry.name} {list(entry.shape)} (expected {list(self.views[entry.name].shape)})"
+            f"{entry.name} {list(entry.shape)} (expected {list(whole_shape(self.views[entry.name]))})"
             for entry in entries
-            if tuple(entry.shape) != tuple(self.views[entry.name].shape)
+            if tuple(entry.shape) != whole_shape(self.views[entry.name])
         ]
         if misshaped:
             raise _rejected("wrong shapes", misshaped, "send each tensor whole, in the checkpoint's shape")

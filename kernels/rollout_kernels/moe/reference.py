@@ -47,6 +47,7 @@ def moe_experts(
     down_EHI: torch.Tensor,
     activation: Callable[[torch.Tensor], torch.Tensor] = silu_mul,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    adds_bias: bool = True,
 ) -> torch.Tensor:
     """Weighted sum of each token's experts, [T, H] in x's dtype; summed in float32.
 
@@ -56,25 +57,29 @@ def moe_experts(
     Args:
         x_TH: the layer's input.
         weights_TK: float32 weight of each token's experts.
-        experts_TK: int64.
+        experts_TK: int64; others than 0 .. E - 1 add nothing.
         gate_up_EGH: [E, 2 I, H], gate rows first.
         down_EHI: the down projections.
         activation: from [..., 2 I] to [..., I].
         biases: of both projections, [E, 2 I] and [E, H], or None.
+        adds_bias: whether that of the down projection is added.
     """
-    tokens, top_k = experts_TK.shape
+    (tokens, top_k), experts = experts_TK.shape, gate_up_EGH.shape[0]
     experts_P = experts_TK.reshape(-1)
+    experts_P = torch.where((experts_P < 0) | (experts_P > experts), experts, experts_P)
     order_P = torch.argsort(experts_P, stable=True)
-    counts = torch.bincount(experts_P, minlength=gate_up_EGH.shape[0]).tolist()
+    counts = torch.bincount(experts_P, minlength=experts + 1).tolist()
     sorted_x_PH = x_TH.index_select(0, order_P // top_k)
     sorted_y_PH = torch.empty_like(sorted_x_PH)
     start = 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(counts[:experts]):
         if count:
             bias_G, bias_H = (None, None) if biases is None else (bias[expert] for bias in biases)
+            bias_H = bias_H if adds_bias else None
             hidden = activation(F.linear(sorted_x_PH[start : start + count], gate_up_EGH[expert], bias_G))
             sorted_y_PH[start : start + count] = F.linear(hidden, down_EHI[expert], bias_H)
             start += count
+    sorted_y_PH[start:] = 0.0
     y_PH = torch.empty_like(sorted_y_PH)
     y_PH[order_P] = sorted_y_PH
     y_TKH = y_PH.view(tokens, top_k, -1)

@@ -434,10 +434,13 @@ def _embed_rope_kernel(
     residual_ptr,
     cos_sin_ptr,
     rows,
+    first_token,
+    tokens,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SHARD: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -462,7 +465,13 @@ def _embed_rope_kernel(
         h = (part - 1) * BLOCK + tl.arange(0, BLOCK)
         follow()
         token = tl.load(token_ids_ptr + b)
-        tl.store(residual_ptr + b * H + h, tl.load(embed_ptr + token * H + h, mask=h < H), mask=h < H)
+        if SHARD:
+            token -= first_token
+            width = tl.where((token >= 0) & (token < tokens), H, 0)
+            x = tl.load(embed_ptr + token * H + h, mask=h < width, other=0.0)
+        else:
+            x = tl.load(embed_ptr + token * H + h, mask=h < H)
+        tl.store(residual_ptr + b * H + h, x, mask=h < H)
 
 
 def embed_rope(
@@ -471,6 +480,7 @@ def embed_rope(
     embed_VH: torch.Tensor,
     inv_freq_D: torch.Tensor,
     sign_D: torch.Tensor,
+    first_token: int | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """The embeddings of a step's tokens, and the cosines and sines of their positions, in one launch.
 
@@ -480,6 +490,8 @@ def embed_rope(
         embed_VH: the embedding table, contiguous.
         inv_freq_D: see `rope_cos_sin`; D is even.
         sign_D: likewise.
+        first_token: of a table with a part of the vocabulary, the token of its first row; the embeddings of others are
+            zeros. None: the table has all.
 
     Returns:
         The embeddings [B, H], newly allocated in the dtype of `embed_VH`, and the result of `rope_cos_sin`.
@@ -497,8 +509,11 @@ def embed_rope(
         residual_BH,
         cos_sin_2B1D,
         count,
+        first_token or 0,
+        len(embed_VH),
         H=hidden,
         D=dim,
+        SHARD=first_token is not None,
         BLOCK=_EMBED_BLOCK,
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=4,

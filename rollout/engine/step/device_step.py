@@ -69,10 +69,14 @@ class DeviceStep:
         self.kv = kv
         self.rows = rows
         self.adapters = adapters
-        self.sample = Sampler(rows)
+        self.sample = Sampler(rows, self.whole_logits)
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
         self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
+
+    def whole_logits(self, logits_SK: torch.Tensor) -> torch.Tensor:
+        """Logits of the whole vocabulary; a shard's forward leaves those of its own part."""
+        return self.model.join_logits(logits_SK) if isinstance(self.model, Decoder) else logits_SK
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same over another KV cache."""
@@ -183,7 +187,11 @@ class DeviceStep:
         self.rows.ints[rows_C, LENGTH] = step["lengths"]
         if header.scored:
             at_N, targets_N = step["scored_at"], step["scored_targets"]
-            scores.score_prompt(hidden_TD, at_N, targets_N, self.forward.compute_logits, self.exact_sums)
+
+            def compute_logits(hidden_SD: torch.Tensor) -> torch.Tensor:
+                return self.whole_logits(self.forward.compute_logits(hidden_SD))
+
+            scores.score_prompt(hidden_TD, at_N, targets_N, compute_logits, self.exact_sums)
         if header.draws == 0:
             return None
         return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]

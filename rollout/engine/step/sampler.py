@@ -8,6 +8,8 @@ Legend: S rows that sample, V vocabulary, I and F columns of the row state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from rollout_kernels import Sampled, SamplingRows, change_logits, sample
 
@@ -44,10 +46,17 @@ _FLOAT_FIELDS = [
 
 
 class Sampler:
-    """Draws tokens for rows of one row state; everything runs on the compute stream."""
+    """Draws tokens for rows of one row state; everything runs on the compute stream.
 
-    def __init__(self, rows: RowState) -> None:
+    `whole_logits` makes logits of the whole vocabulary of those that a forward leaves. The ranks of a tensor group draw
+    the same tokens: from the same logits, with the same random numbers.
+    """
+
+    def __init__(
+        self, rows: RowState, whole_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits
+    ) -> None:
         self.rows = rows
+        self._whole_logits = whole_logits
 
     def __call__(
         self,
@@ -61,6 +70,7 @@ class Sampler:
 
         `masks` is read only with `Feature.CONSTRAIN`.
         """
+        logits_SV = self._whole_logits(logits_SV)
         if logits_SV.is_cuda:
             self._draw_on_gpu(logits_SV, rows_S, features, output_4R, masks)
         else:

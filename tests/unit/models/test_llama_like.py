@@ -18,10 +18,9 @@ from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.registry import FAMILIES
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
-from tests.support.engine.harness import Bench, load
-from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
+from tests.support.models.llama_like import CONFIGS, SIZES, make_llama_like
 from tests.support.models.paged import PROMPT, check
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 from trainer_bridge.wire.errors import WeightsRejected
@@ -29,111 +28,6 @@ from trainer_bridge.wire.manifest import pack
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {
-    "vocab_size": 91, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}  # fmt: skip
-ROPES_BY_TYPE = {
-    "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 2.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
-}
-LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
-EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-#: By the stem of transformers' classes, and a word where one has two configs: what is not its default, and whether the
-#: fused kernels take the model.
-CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
-    "Mistral": ({"sliding_window": 6, "head_dim": 20}, True),
-    "Phi3": ({"sliding_window": 6, "tie_word_embeddings": False}, True),
-    "Phi3 long": (
-        {
-            "head_dim": 16, "hidden_size": 64, "tie_word_embeddings": True, "original_max_position_embeddings": 128,
-            "rope_parameters": {
-                "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
-                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
-            },
-        },
-        True,
-    ),
-    "Ministral": ({"sliding_window": 6, "layer_types": LAYER_TYPES, "head_dim": 12}, True),
-    "Ministral3": (
-        {
-            "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 5,
-                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
-            },
-            "head_dim": 20, "max_position_embeddings": 512,
-        },
-        True,
-    ),
-    "Glm": ({"attention_bias": True, "head_dim": 16}, True),
-    "Glm4": ({"attention_bias": True, "head_dim": 16}, False),
-    "Gemma2": (
-        {
-            "sliding_window": 6, "layer_types": LAYER_TYPES, "head_dim": 20, "query_pre_attn_scalar": 7,
-            "attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0,
-        },
-        False,
-    ),
-    "Gemma3": (
-        {
-            "sliding_window": 6, "layer_types": LAYER_TYPES, "head_dim": 20, "query_pre_attn_scalar": 7,
-            "rope_parameters": ROPES_BY_TYPE, "tie_word_embeddings": True,
-        },
-        False,
-    ),
-    "SmolLM3": ({"no_rope_layers": [1, 0, 1], "attention_bias": False, "use_sliding_window": False}, True),
-    "SeedOss": ({"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "head_dim": 20}, True),
-    "Qwen2Moe": (
-        EXPERTS | {
-            "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": False,
-            "use_sliding_window": True, "sliding_window": 6, "layer_types": LAYER_TYPES,
-        },
-        True,
-    ),
-    "Glm4Moe": (
-        EXPERTS | {
-            "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
-            "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "head_dim": 16,
-            "attention_bias": True, "num_mtp_layers": 2,
-        },
-        True,
-    ),
-    "MiniMaxM2": (EXPERTS | {"num_local_experts": 6, "head_dim": 16, "rotary_dim": 8}, True),
-    "Afmoe": (
-        EXPERTS | {
-            "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True, "head_dim": 12,
-            "sliding_window": 6, "layer_types": LAYER_TYPES,
-        },
-        False,
-    ),
-    "GptOss": (
-        {
-            "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 6,
-            "layer_types": LAYER_TYPES, "swiglu_limit": 0.9,
-            "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64,
-                "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-            },
-        },
-        True,
-    ),
-    "Granite": (
-        {
-            "attention_multiplier": 0.2, "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.5,
-            "attention_bias": True,
-        },
-        False,
-    ),
-    "Olmo2": ({"attention_bias": False}, False),
-    "Olmo3": (
-        {
-            "sliding_window": 6, "layer_types": LAYER_TYPES, "rope_parameters": ROPES_BY_TYPE,
-        },
-        False,
-    ),
-}  # fmt: skip
-
-
 #: One for each mechanism that the fused kernels meet here: rotary embeddings of each kind, windows by layer, layers
 #: without positions, queries that grow, modules in one tensor, norms of queries and keys, biases, sinks, routers.
 STEPS_BY_KERNELS = {"Phi3 long", "Ministral", "Ministral3", "Glm", "SmolLM3", "Glm4Moe", "MiniMaxM2", "GptOss"}
@@ -147,14 +41,10 @@ def with_kernels(quick: set[str]) -> list[Any]:
     return [*((stem, stem in quick) for stem in CONFIGS), *nightly(*slow)]
 
 
-def save(stem: str, folder: Path, seed: int = 0) -> Any:
-    return make_checkpoint(stem.split()[0], folder, seed, **(SIZES | CONFIGS[stem][0]))
-
-
 @pytest.mark.parametrize(("stem", "kernels"), with_kernels(STEPS_BY_KERNELS))
 def test_steps_and_names_are_those_of_transformers(stem: str, kernels: bool, tmp_path: Path) -> None:
     fused = CONFIGS[stem][1]
-    reference = save(stem, tmp_path)
+    reference = make_llama_like(stem, tmp_path)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     assert loaded.spec.plain_stream == fused
     check(loaded, reference, fused=kernels)
@@ -171,7 +61,7 @@ def test_steps_and_names_are_those_of_transformers(stem: str, kernels: bool, tmp
 
 @pytest.mark.parametrize(("stem", "kernels"), with_kernels(ADAPTERS_BY_KERNELS))
 def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, kernels: bool, tmp_path: Path) -> None:
-    reference = save(stem, tmp_path)
+    reference = make_llama_like(stem, tmp_path)
     modules = ATTENTION if hasattr(reference.config, "num_experts_per_tok") else ALL
     adapter = make_adapter(reference, tmp_path / "adapter", 0, modules)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
@@ -184,41 +74,10 @@ def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, kernels: b
     check(loaded, exact, slots, atol=1e-3, fused=kernels)  # merged weights round otherwise
 
 
-@pytest.mark.parametrize("count", [40, *nightly(200)])
-@pytest.mark.parametrize("stem", CONFIGS)
-def test_greedy_tokens_of_the_engine_are_those_of_transformers(stem: str, count: int, tmp_path: Path) -> None:
-    """Prompts in chunks, rows that come and go, and other weights in the middle, by which KV is computed again."""
-    references = [save(stem, tmp_path / str(seed), seed) for seed in range(2)]
-    model, other = (load(tmp_path / str(seed)) for seed in range(2))
-    count = min(count, model.spec.max_positions - 80)
-    mailbox = Mailbox()
-    bench = Bench(model, receiver=mailbox, max_rows=3, kv_on_swap="recompute")
-    prompts = {
-        f"r{i}": torch.randint(0, 91, (length,), generator=torch.Generator().manual_seed(i)).tolist()
-        for i, length in enumerate((3, 80, 17, 31))
-    }
-    for name, prompt in prompts.items():
-        bench.submit(name, prompt, count)
-    swap_in_the_middle(bench, mailbox, Update(1, other, model), 20)
-    for name, prompt in prompts.items():
-        tokens, versions = bench.tokens(name), bench.completions[name, 0].versions
-        assert len(tokens) == count
-        with torch.inference_mode():
-            ids = torch.tensor([prompt + tokens])
-            logits = torch.stack([reference(ids).logits[0, len(prompt) - 1 : -1] for reference in references])
-        logits = logits[torch.tensor(versions), torch.arange(count)]
-        assert logits.argmax(-1).tolist() == tokens
-        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        raw = torch.tensor(bench.completions[name, 0].raw_logprobs)
-        assert torch.allclose(raw, logprobs, atol=1e-4, rtol=0)
-    assert set(bench.completions["r0", 0].versions) == {0, 1}
-    bench.close()
-
-
 @pytest.mark.parametrize("stem", ["Glm4Moe", "MiniMaxM2", "Afmoe", "GptOss"])
 def test_a_trainers_parameters_are_a_whole_update(stem: str, tmp_path: Path) -> None:
     """`named_parameters()` has no buffers; tensors of layers for further tokens may come with them."""
-    reference = save(stem, tmp_path)
+    reference = make_llama_like(stem, tmp_path)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     parameters = ParameterMap(loaded.trainer_views(), UpdateNames(loaded.kept_if_absent(), loaded.spec.unused))
     rows = [(name, "float32", list(tensor.shape)) for name, tensor in reference.named_parameters()]

@@ -1,0 +1,136 @@
+"""The ranks that run one model together, and the two operations by which they exchange tensors.
+
+    all_reduce    the sum over ranks, in float32 and in the order of the ranks: every rank gets the same bits
+    all_gather    the tensors of all ranks, in the order of the ranks
+
+A rank is a process with a device of its own. A group of one rank exchanges nothing: its operations return what they are
+given, and launch nothing. Other groups use a process group of torch.distributed that is connected already: gloo on a
+CPU, NCCL on GPUs. All ranks must call the same operations in the same order, with tensors of the same shape and type.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from rollout_kernels.parallel.peer_buffers import PeerBuffers, connect_peers
+
+log = logging.getLogger(__name__)
+
+#: Rows that are added over peers' memory; more rows, as in prefills, by NCCL.
+MOST_PEER_ROWS = 256
+
+
+class TensorGroup:
+    """One rank's view of a tensor group. This class is the group of one rank; `connected` makes the others."""
+
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not one of {size} ranks")
+        self.rank = rank
+        self.size = size
+        self.device = torch.device("cpu") if device is None else device
+        self.peers: PeerBuffers | None = None  # for sums of few rows, where the ranks have been prepared for them
+
+    @staticmethod
+    def single(device: torch.device | None = None) -> TensorGroup:
+        """The group of one rank."""
+        return TensorGroup(device=device)
+
+    @staticmethod
+    def connected(processes: dist.ProcessGroup, device: torch.device) -> TensorGroup:
+        """The group of the ranks of a connected process group: gloo for a CPU, NCCL for a GPU.
+
+        Raises ValueError for a backend that does not fit the device.
+        """
+        if processes.size() == 1:
+            return TensorGroup.single(device)
+        backend, wanted = dist.get_backend(processes), "nccl" if device.type == "cuda" else "gloo"
+        if backend != wanted:
+            raise ValueError(f"ranks on {device.type} need a process group of {wanted}, and this one is of {backend}")
+        return NcclGroup(processes, device) if device.type == "cuda" else GlooGroup(processes, device)
+
+    def prepare(self, width: int, dtype: torch.dtype) -> None:
+        """Get ready for sums of rows of `width` values. All ranks call this before the first one."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of `x` over the ranks, in its dtype; added in float32. The memory of `x` may be that of the sum."""
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, [ranks, ...]."""
+        return x[None]
+
+
+#: The group of one rank, on any device.
+ONE_RANK = TensorGroup()
+
+
+class GlooGroup(TensorGroup):
+    """Ranks on a CPU."""
+
+    def __init__(self, processes: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(processes.rank(), processes.size(), device)
+        self._processes = processes
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As `TensorGroup.all_reduce`: every rank adds the gathered tensors itself."""
+        first, *others = self.all_gather(x)
+        total = first.float()
+        for other in others:
+            total += other
+        return total.to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As `TensorGroup.all_gather`."""
+        gathered = x.new_empty((self.size, *x.shape))
+        # Bytes: gloo does not know every dtype.
+        sent, received = x.contiguous().view(-1).view(torch.uint8), gathered.view(self.size, -1).view(torch.uint8)
+        dist.all_gather(list(received.unbind(0)), sent, group=self._processes)
+        return gathered
+
+
+class NcclGroup(TensorGroup):
+    """Ranks on GPUs of one host. Operations run on the current stream, and can be captured in a graph.
+
+    Sums of few rows go over peers' memory (`triton_all_reduce`), if the GPUs can reach it, and all else by NCCL.
+    """
+
+    def __init__(self, processes: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(processes.rank(), processes.size(), device)
+        self._processes = processes
+
+    def prepare(self, width: int, dtype: torch.dtype) -> None:
+        """As `TensorGroup.prepare`: connects the memory of the peers."""
+        values = 2 if dtype.itemsize == 2 else 1
+        if self.peers is not None or width % values:
+            return
+        peers, problem = None, None
+        try:
+            peers = connect_peers(self._processes, self.device, MOST_PEER_ROWS, width // values)
+        except RuntimeError as error:
+            problem = error
+        connected = torch.tensor([peers is not None], device=self.device)
+        if bool(self.all_gather(connected).all()):  # all ranks take the same way
+            self.peers = peers
+        else:
+            log.warning("sums over ranks are slow: the GPUs cannot reach each other's memory: %s", problem or "a peer")
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As `TensorGroup.all_reduce`. NCCL chooses the order of more than two ranks; all have the same bits."""
+        if self.peers is not None and x.dim() == 2 and self.peers.fits(x.shape[0], x.shape[1], x.dtype):
+            from rollout_kernels.parallel.triton_all_reduce import all_reduce_rows
+
+            return all_reduce_rows(x.contiguous()[None], self.peers)
+        # The sum of two values is rounded once either way. NCCL rounds each partial sum of more to their dtype.
+        total = x.contiguous() if self.size == 2 or x.dtype == torch.float32 else x.float()
+        dist.all_reduce(total, group=self._processes)
+        return total.to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As `TensorGroup.all_gather`."""
+        gathered = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._processes)
+        return gathered

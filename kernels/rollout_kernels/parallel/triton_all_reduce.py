@@ -1,0 +1,245 @@
+"""The sum of few rows over the ranks of a host, alone or with the residual sum and the norm that follow it.
+
+    each program, for its row:
+        parts of the product  -> added, rounded to the dtype, written to every peer as words with the exchange's number
+        words of every peer   -> read until all have this number
+        all ranks' rows       -> added in float32 in the order of the ranks [-> residual -> norm]
+
+A word's data and number arrive together (`peer_buffers`), so an exchange takes one way over the link, and neither a
+barrier nor a fence. Everything that a program reads of its peers is in this GPU's own memory.
+
+Rounding is that of `all_reduce` and `add_rms_norm` one after the other. So a step may take either way.
+
+Waiting is bounded: after `MOST_SPINS` reads of missing words a program sets `PeerBuffers.fault` and goes on with what
+it has, and no program waits any more. The host must read the flag and throw the results away.
+
+Legend: M rows, S parts, H width, R ranks, W words.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout_kernels.common.triton_math import (
+    INTERPRETED,
+    TRITON_DTYPES,
+    follow_options,
+    let_next_begin,
+    narrow,
+    wait_for_last,
+)
+from rollout_kernels.parallel.peer_buffers import PeerBuffers
+
+#: Reads of missing words, each of half a microsecond or more: over 10 seconds.
+MOST_SPINS = 20_000_000
+
+
+@triton.jit
+def _send(at, word, live):
+    """Store words, each at once and visible to the other GPUs of the host."""
+    if INTERPRETED:
+        tl.store(at, word, mask=live)
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,l,r",
+            [at, word, live.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _receive(at, live, number, fault_ptr, most_spins):
+    """The data of words, int32, once all of them have this number."""
+    word = tl.load(at, mask=live, other=0, volatile=True)
+    waiting = tl.max((live & ((word >> 32).to(tl.int32) != number)).to(tl.int32))
+    spins = 0
+    while waiting != 0:
+        word = tl.load(at, mask=live, other=0, volatile=True)
+        # All threads must agree on the end of the loop, so the flag is a part of what they find the maximum of.
+        fault = tl.load(fault_ptr + tl.zeros_like(word), volatile=True)
+        missing = live & ((word >> 32).to(tl.int32) != number) & (fault == 0)
+        waiting = tl.max(missing.to(tl.int32))
+        spins += 1
+        if (waiting != 0) & (spins >= most_spins):
+            tl.store(fault_ptr, 1)
+            waiting = 0
+    return word.to(tl.int32)
+
+
+@triton.jit
+def _row_at(first_ptr, at, halves, PAIRS: tl.constexpr):
+    """Pointers to a row's values, two a word if they have 16 bits: [W, 2], or [W]."""
+    if PAIRS:
+        return first_ptr + 2 * at[:, None] + halves[None, :]
+    else:
+        return first_ptr + at
+
+
+@triton.jit
+def _all_reduce_kernel(
+    parts_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    addresses_ptr,
+    exchanges_ptr,
+    fault_ptr,
+    rows,
+    row_words,
+    most_rows,
+    eps,
+    most_spins,
+    H: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    words: tl.constexpr = H // 2 if PAIRS else H
+    w = tl.arange(0, BLOCK_W)
+    halves = tl.arange(0, 2)
+    live_W = w < words
+    if PAIRS:
+        live = tl.broadcast_to(live_W[:, None], [BLOCK_W, 2])
+    else:
+        live = live_W
+    if NORM:
+        weight = tl.load(_row_at(weight_ptr, w, halves, PAIRS), mask=live, other=0.0).to(tl.float32)
+    let_next_begin()
+    wait_for_last()
+    number = tl.load(exchanges_ptr + row) + 1
+    added = tl.load(_row_at(parts_ptr + row * H, w, halves, PAIRS), mask=live, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        added += tl.load(_row_at(parts_ptr + (part * rows + row) * H, w, halves, PAIRS), mask=live, other=0.0)
+    own = narrow(added, dtype)
+    if PAIRS:
+        low, high = tl.split(own)
+        low = low.to(tl.int16, bitcast=True).to(tl.int32) & 65535
+        data = low | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        data = own.to(tl.int32, bitcast=True)
+    word = (data.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    turn = (number & 1).to(tl.int64)
+    for step in tl.static_range(1, RANKS):
+        peer = tl.load(addresses_ptr + (RANK + step) % RANKS).to(tl.pointer_type(tl.int64))
+        _send(peer + ((turn * RANKS + RANK) * most_rows + row) * row_words + w, word, live_W)
+    if NORM:
+        x = tl.load(_row_at(residual_ptr + row * H, w, halves, PAIRS), mask=live, other=0.0).to(tl.float32)
+    mine = tl.load(addresses_ptr + RANK).to(tl.pointer_type(tl.int64))
+    total = tl.zeros_like(added)
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            total += own.to(tl.float32)
+        else:
+            at = mine + ((turn * RANKS + rank) * most_rows + row) * row_words + w
+            data = _receive(at, live_W, number, fault_ptr, most_spins)
+            if PAIRS:
+                low = (data & 65535).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+                high = (data >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+                total += tl.join(low, high)
+            else:
+                total += data.to(tl.float32, bitcast=True)
+    tl.store(exchanges_ptr + row, number)
+    total = narrow(total, dtype)
+    if NORM:
+        stored = narrow(x + total.to(tl.float32), dtype)
+        tl.store(_row_at(residual_ptr + row * H, w, halves, PAIRS), stored, mask=live)
+        x = stored.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x) / H + eps)
+        if UNIT_OFFSET:
+            total = narrow(x * scale * (weight + 1.0), dtype)
+        else:
+            total = narrow(narrow(x * scale, dtype).to(tl.float32) * weight, dtype)
+    tl.store(_row_at(out_ptr + row * H, w, halves, PAIRS), total, mask=live)
+
+
+def _launch(
+    parts_SMH: torch.Tensor,
+    out_MH: torch.Tensor,
+    residual_MH: torch.Tensor | None,
+    weight_H: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    peers: PeerBuffers,
+    most_spins: int,
+) -> torch.Tensor:
+    parts, rows, width = parts_SMH.shape
+    dtype = out_MH.dtype
+    assert parts_SMH.is_contiguous() and dtype in TRITON_DTYPES
+    assert peers.fits(rows, width, dtype), "more than the buffers were made for"
+    pairs = dtype.itemsize == 2
+    block = triton.next_power_of_2(width // 2 if pairs else width)
+    _all_reduce_kernel[(rows,)](
+        parts_SMH,
+        residual_MH,
+        weight_H,
+        out_MH,
+        peers.addresses_R,
+        peers.exchanges_M,
+        peers.fault,
+        rows,
+        peers.words,
+        peers.rows,
+        eps,
+        most_spins,
+        H=width,
+        BLOCK_W=block,
+        PARTS=parts,
+        RANK=peers.rank,
+        RANKS=peers.size,
+        NORM=residual_MH is not None,
+        UNIT_OFFSET=unit_offset,
+        PAIRS=pairs,
+        num_warps=max(1, min(16, block // 64)),
+        **follow_options(out_MH.device),
+    )
+    return out_MH
+
+
+def all_reduce_rows(parts_SMH: torch.Tensor, peers: PeerBuffers, most_spins: int = MOST_SPINS) -> torch.Tensor:
+    """The sum of a row's parts over the ranks, [M, H] in their dtype.
+
+    Args:
+        parts_SMH: contiguous; several parts are added in float32 first.
+        peers: with room for M rows of H values.
+        most_spins: reads of missing words before the fault flag is set.
+    """
+    out_MH = torch.empty(parts_SMH.shape[1:], dtype=parts_SMH.dtype, device=parts_SMH.device)
+    return _launch(parts_SMH, out_MH, None, None, 0.0, False, peers, most_spins)
+
+
+def all_reduce_norm(
+    residual_MH: torch.Tensor,
+    parts_SMH: torch.Tensor,
+    weight_H: torch.Tensor,
+    eps: float,
+    peers: PeerBuffers,
+    unit_offset: bool = False,
+    most_spins: int = MOST_SPINS,
+) -> torch.Tensor:
+    """Add the sum of the parts of all ranks to the residual stream, and normalise it: `add_rms_norm` over ranks.
+
+    Args:
+        residual_MH: changed in place; contiguous, in the model's dtype, equal on all ranks.
+        parts_SMH: this rank's partial sums of a product, contiguous: float32, or one in the model's dtype.
+        weight_H: weights of the norm.
+        eps: of the norm.
+        peers: with room for M rows of H values.
+        unit_offset: the weights are stored less 1.
+        most_spins: reads of missing words before the fault flag is set.
+
+    Returns:
+        The norm of the new residual, [M, H] in its dtype.
+    """
+    out_MH = torch.empty_like(residual_MH)
+    return _launch(parts_SMH, out_MH, residual_MH, weight_H, eps, unit_offset, peers, most_spins)

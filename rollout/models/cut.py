@@ -1,0 +1,83 @@
+"""The parts of a checkpoint's tensors that one rank of a tensor group keeps, and views that copy these parts.
+
+A cut takes ranges of one dimension, side by side. More than one range is needed where a tensor holds several modules:
+
+    gate_up [2 I, H] of a checkpoint    |====== gate ======|======= up =======|
+    rank 1 of 2 keeps                             |=========|         |========|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+
+class Cut(NamedTuple):
+    """Ranges [begin, end) of a tensor's dimension `dim`, which has `whole` entries; each range in ascending order."""
+
+    dim: int
+    whole: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def kept(self) -> int:
+        """Entries that are kept."""
+        return sum(end - begin for begin, end in self.ranges)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a whole tensor: a view if there is one range, else a copy."""
+        parts = [tensor.narrow(self.dim, begin, end - begin) for begin, end in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+
+    def at(self, dim: int) -> Cut:
+        """The same ranges of another dimension."""
+        return self._replace(dim=dim)
+
+
+class CutView(torch.Tensor):
+    """A view of what a rank keeps of one tensor of a checkpoint; what is copied into it is the whole tensor.
+
+    Its own shape is that of the kept part. `whole_shape` gives the shape of the tensor that it takes.
+    """
+
+    cut: Cut
+    _kept: torch.Tensor
+    #: Results of operations on it are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, kept: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+        """The view by which `kept` takes whole tensors; `kept` itself if nothing is cut."""
+        if cut is None:
+            return kept
+        assert kept.shape[cut.dim] == cut.kept, "a cut has as many entries as the memory for it"
+        view = kept.detach().as_subclass(cls)
+        view.cut, view._kept = cut, kept.detach() if type(kept) is torch.nn.Parameter else kept
+        return view
+
+    def copy_(self, whole: torch.Tensor, non_blocking: bool = False) -> CutView:  # type: ignore[override]
+        """Copy the kept part of a whole tensor, from any device."""
+        if tuple(whole.shape) != whole_shape(self):
+            raise ValueError(f"a tensor of shape {list(whole.shape)} is no whole one of {list(whole_shape(self))}")
+        self._kept.copy_(self.cut.take(whole), non_blocking)
+        return self
+
+    def destinations(self) -> Iterator[torch.Tensor | None]:
+        """For each entry of the whole tensor's first dimension the view that takes it, or None if it is not kept."""
+        cut = self.cut
+        if cut.dim > 0:
+            yield from (CutView.of(part, cut.at(cut.dim - 1)) for part in self._kept)
+            return
+        kept = iter(self._kept)
+        for index in range(cut.whole):
+            yield next(kept) if any(begin <= index < end for begin, end in cut.ranges) else None
+
+
+def whole_shape(view: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the tensor that is copied into a view."""
+    shape = list(view.shape)
+    if isinstance(view, CutView):
+        shape[view.cut.dim] = view.cut.whole
+    return tuple(shape)

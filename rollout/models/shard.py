@@ -1,0 +1,101 @@
+"""The spec of one rank's shard of a model.
+
+    attention        query heads by rank with their KV heads; a KV head is kept by several ranks if there are fewer
+    dense blocks     intermediate width by rank
+    experts          intermediate width by rank where each part is whole blocks of 128; else whole experts by rank
+    embedding,       vocabulary by rank
+      output layer
+    norms, routers   whole on every rank
+
+Each block reads the whole hidden state, which is the same on all ranks, and makes a part of a sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollout.models.spec import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertShard,
+    FeedForwardSpec,
+    HeadShard,
+    LatentSpec,
+    LayerSpec,
+    MixerSpec,
+    ModelSpec,
+    MoESpec,
+    Shard,
+)
+
+#: A part of an expert's width is a multiple of this: the kernels' tiles, and blocks of codes that share a scale.
+EXPERT_BLOCK = 128
+
+
+def shard_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
+    """The spec of what rank `rank` of `size` ranks keeps of a model; `spec` itself for one rank.
+
+    Raises:
+        ValueError: the model cannot be cut into `size` shards, with the reason.
+    """
+    if size == 1:
+        return spec
+    shard = Shard(rank, size)
+    try:
+        layers = {layer: _layer(layer, shard) for layer in dict.fromkeys(spec.layers)}
+        if not replace(spec, shard=Shard(size - 1, size)).kept_vocab:
+            raise _CannotCutError(f"its vocabulary has {spec.vocab} tokens")
+    except _CannotCutError as error:
+        raise ValueError(f"this {spec.architecture} cannot be cut into {size} shards: {error}") from error
+    return replace(spec, layers=tuple(layers[layer] for layer in spec.layers), shard=shard)
+
+
+class _CannotCutError(Exception):
+    """Why a model cannot be cut."""
+
+
+def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
+    return replace(layer, mixer=_mixer(layer.mixer, shard), feed_forward=_feed_forward(layer.feed_forward, shard))
+
+
+def _mixer(mixer: MixerSpec, shard: Shard) -> MixerSpec:
+    if isinstance(mixer, AttentionSpec):
+        return _attention(mixer, shard)
+    kind = "latent" if isinstance(mixer, LatentSpec) else "linear"
+    raise _CannotCutError(f"it has {kind} attention, for which this is not implemented; use one GPU a worker")
+
+
+def _attention(mixer: AttentionSpec, shard: Shard) -> AttentionSpec:
+    heads, kv_heads, size = mixer.heads, mixer.kv_heads, shard.size
+    if heads % size:
+        raise _CannotCutError(f"{heads} attention heads are no multiple of {size}")
+    if kv_heads % size and size % kv_heads:
+        raise _CannotCutError(f"{kv_heads} KV heads are neither a multiple of {size} nor a divisor of it")
+    kept = HeadShard(shard, kv_heads)
+    return replace(mixer, heads=heads // size, kv_heads=max(1, kv_heads // size), shard=kept)
+
+
+def _dense(block: DenseSpec, shard: Shard) -> DenseSpec:
+    if block.intermediate % shard.size:
+        raise _CannotCutError(
+            f"the width {block.intermediate} of its feed-forward blocks is no multiple of {shard.size}"
+        )
+    return replace(block, intermediate=block.intermediate // shard.size, shard=shard)
+
+
+def _feed_forward(block: FeedForwardSpec, shard: Shard) -> FeedForwardSpec:
+    return _dense(block, shard) if isinstance(block, DenseSpec) else _experts(block, shard)
+
+
+def _experts(block: MoESpec, shard: Shard) -> MoESpec:
+    shared = None if block.shared is None else _dense(block.shared, shard)
+    size = shard.size
+    if block.intermediate % (EXPERT_BLOCK * size) == 0:
+        width = block.intermediate // size
+        return replace(block, intermediate=width, shared=shared, shard=ExpertShard(shard, whole_experts=False))
+    if block.experts % size:
+        raise _CannotCutError(
+            f"{block.experts} experts are no multiple of {size}, nor is their width {block.intermediate} one of "
+            f"{EXPERT_BLOCK} times {size}"
+        )
+    return replace(block, shared=shared, shard=ExpertShard(shard, whole_experts=True))

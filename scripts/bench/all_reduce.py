@@ -1,0 +1,207 @@
+"""Latency of sums over the GPUs of one host, inside a captured graph: ours, ours with residual and norm, NCCL, torch.
+
+    python -m scripts.bench.all_reduce [--gpus 2] [--width 4096] [--calls 64] [--out FILE]
+
+One process a GPU. A graph holds many calls; the median of its replays, divided by the calls, is the latency of one.
+Before that each way is checked: the sum against float64, and that all ranks have the same bits. "nccl, then norm" is
+what the fused kernel replaces. torch's one-shot kernel (`--torch`) reads memory of its own, so a copy to it is a part
+of its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
+from rollout_kernels.parallel import TensorGroup
+from rollout_kernels.parallel.peer_buffers import PeerBuffers, connect_peers
+from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
+
+from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
+
+#: bf16 rows of the width: 8 KB to 8 MB at 4,096.
+ROWS = (1, 2, 4, 8, 9, 16, 32, 64, 128, 256, 512, 1024)
+#: More rows than ours is made for.
+MOST_ROWS = 256
+EPS = 1e-6
+Work = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Bench:
+    """One rank's measurements."""
+
+    def __init__(self, group: TensorGroup, peers: PeerBuffers, args: argparse.Namespace) -> None:
+        self.group, self.peers, self.args, self.device = group, peers, args, group.device
+        generator = torch.Generator(self.device).manual_seed(1)
+        self.weight = torch.rand(args.width, generator=generator, device=self.device).add_(0.5).bfloat16()
+
+    def inputs(self, rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Part of this rank, and a residual that is the same on all ranks."""
+        shape, parts = (rows, self.args.width), []
+        for rank in range(self.group.size + 1):
+            generator = torch.Generator(self.device).manual_seed(1000 * seed + rank)
+            parts.append(torch.randn(shape, generator=generator, device=self.device).bfloat16())
+        return parts[self.group.rank], parts[-1]
+
+    def ways(self, rows: int) -> dict[str, Work]:
+        """From this rank's part to a sum, by name."""
+        residual = self.inputs(rows, 7)[1]
+
+        def ours_with_norm(x: torch.Tensor) -> torch.Tensor:
+            return all_reduce_norm(residual, x[None], self.weight, EPS, self.peers)
+
+        def nccl_and_norm(x: torch.Tensor) -> torch.Tensor:
+            return add_rms_norm(residual, self.nccl(x)[None], self.weight, EPS)
+
+        ways: dict[str, Work] = {"nccl": self.nccl, "nccl, then norm": nccl_and_norm}
+        if rows <= MOST_ROWS:
+            ways = {"ours": lambda x: all_reduce_rows(x[None], self.peers), "ours with norm": ours_with_norm} | ways
+        symmetric = self.symmetric(rows)
+        return ways if symmetric is None else ways | {"torch one-shot": symmetric}
+
+    def nccl(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum by NCCL, in place."""
+        dist.all_reduce(x)
+        return x
+
+    def symmetric(self, rows: int) -> Work | None:
+        """The one-shot kernel of torch over symmetric memory; it adds bf16 and has barriers."""
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        if not self.args.torch or rows * self.args.width * 2 > 1 << 20:
+            return None
+        memory = symmetric_memory.empty(rows, self.args.width, dtype=torch.bfloat16, device=self.device)
+        symmetric_memory.rendezvous(memory, dist.group.WORLD)
+        name = dist.group.WORLD.group_name
+        memory.zero_()
+        return lambda x: torch.ops.symm_mem.one_shot_all_reduce(memory.copy_(x), "sum", name)
+
+    def check(self, rows: int) -> dict[str, float]:
+        """Relative errors against float64, by name. Raises AssertionError if ranks have other bits."""
+        part, residual = self.inputs(rows, rows)
+        exact = self.group.all_gather(part).double().sum(0)
+        errors = {}
+        sums: dict[str, Work] = {"nccl": lambda x: self.nccl(x.clone())}
+        if rows <= MOST_ROWS:
+            sums["ours"] = lambda x: all_reduce_rows(x[None], self.peers)
+        for name, work in sums.items():
+            errors[name] = self._error(work(part), exact)
+        if rows <= MOST_ROWS:
+            stream = residual.clone()
+            normed = all_reduce_norm(stream, part[None], self.weight, EPS, self.peers)
+            total = residual.double() + exact
+            errors["ours, residual"] = self._error(stream, total)
+            scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS)
+            errors["ours with norm"] = self._error(normed, total * scale * self.weight.double())
+        assert self.peers.fault.item() == 0, "a peer's words did not come"
+        return errors
+
+    def _error(self, found: torch.Tensor, exact: torch.Tensor) -> float:
+        ranks = self.group.all_gather(found)
+        assert all(torch.equal(ranks[0], other) for other in ranks), "ranks have other bits"
+        error = ((found.double() - exact).norm() / exact.norm()).item()
+        assert error < 1e-2, f"relative error {error}"  # false for NaN, too
+        return error
+
+    def latency_us(self, work: Work, rows: int) -> float:
+        """Median microseconds of a call in a graph of many."""
+        start = self.inputs(rows, 3)[0]
+
+        def chain() -> list[torch.Tensor]:
+            x = start.clone()
+            return [work(x) for _ in range(self.args.calls)]
+
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            chain()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            kept = chain()
+            graph.capture_end()
+            times = []
+            for _ in range(self.args.runs + 3):
+                dist.barrier(device_ids=[self.device.index])
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                graph.replay()  # ranks have met when the measured one begins
+                begin.record()
+                graph.replay()
+                end.record()
+                stream.synchronize()
+                times.append(begin.elapsed_time(end) * 1e3 / self.args.calls)
+        del kept
+        return sorted(times[3:])[self.args.runs // 2]
+
+
+def measure(rank: int, args: argparse.Namespace, folder: str, errors: Any) -> None:
+    """One rank."""
+    try:
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
+        store = dist.FileStore(os.path.join(folder, "store"), args.gpus)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=args.gpus, device_id=device)
+        group = TensorGroup.connected(dist.group.WORLD, device)
+        bench = Bench(group, connect_peers(dist.group.WORLD, device, MOST_ROWS, args.width // 2), args)
+        rows_out = []
+        for rows in args.rows:
+            found: dict[str, Any] = {"rows": rows, "KB": rows * args.width * 2 / 1024}
+            checked = bench.check(rows)
+            for name, work in bench.ways(rows).items():
+                found[f"{name}, us"] = bench.latency_us(work, rows)
+                assert bench.peers.fault.item() == 0, "a peer's words did not come"
+            rows_out.append(found | {f"error: {name}": error for name, error in checked.items()})
+            if rank == 0:
+                print(json.dumps(rows_out[-1]), flush=True)
+        if rank == 0:
+            shown = ("ours, us", "ours with norm, us", "nccl, us", "nccl, then norm, us", "torch one-shot, us")
+            table = [{key: row.get(key, "") for key in ("rows", "KB", *shown)} for row in rows_out]
+            print_table(f"{args.gpus} GPUs, width {args.width}", table)
+            write_results(args.out, rows_out, gpus=args.gpus, width=args.width, calls=args.calls)
+        dist.barrier(device_ids=[rank])
+        dist.destroy_process_group()
+    except BaseException:
+        errors.put(f"rank {rank}: {traceback.format_exc()}")
+        os._exit(1)  # the other ranks wait for this one in kernels
+
+
+def main() -> None:
+    """Start a process a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--calls", type=int, default=64, help="calls of a graph")
+    parser.add_argument("--runs", type=int, default=21, help="replays")
+    parser.add_argument("--torch", action="store_true", help="measure torch's kernel, too")
+    parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "all_reduce.json")
+    args = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        errors = context.Queue()
+        processes = [context.Process(target=measure, args=(rank, args, folder, errors)) for rank in range(args.gpus)]
+        for process in processes:
+            process.start()
+        while any(process.is_alive() for process in processes):
+            for process in processes:
+                process.join(0.2)
+            if any(process.exitcode not in (None, 0) for process in processes):
+                for process in processes:
+                    process.kill()
+        failed = any(process.exitcode != 0 for process in processes)
+        while not errors.empty():
+            print(errors.get())
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

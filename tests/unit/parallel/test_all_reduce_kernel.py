@@ -1,0 +1,97 @@
+"""The kernel that adds rows over ranks, in Triton's interpreter: processes that write to each other's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rollout_kernels import rms_norm
+from rollout_kernels.parallel import TensorGroup
+from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
+
+from tests.support.parallel.ranks import Ranks
+from tests.support.parallel.shared_peers import share_buffers
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+EPS = 1e-5
+#: Rows of exchanges that follow each other: a row is not in all of them.
+ROWS = (3, 1, 4, 2, 4)
+
+
+def _parts(rank: int, exchange: int, rows: int, width: int, parts: int = 1) -> torch.Tensor:
+    return torch.randn(parts, rows, width, generator=torch.Generator().manual_seed(100 * exchange + rank))
+
+
+def _sums(group: TensorGroup, folder: Path, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    peers = share_buffers(group, folder, 4, width)
+    found = []
+    for exchange, rows in enumerate(ROWS):
+        parts = _parts(group.rank, exchange, rows, width).to(dtype)
+        found.append(all_reduce_rows(parts, peers))
+    assert peers.fault.item() == 0
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_added_in_float32_in_the_order_of_the_ranks(
+    dtype: torch.dtype, size: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    width = 44
+    results = start_ranks(size).run(_sums, tmp_path, width, dtype)
+    for exchange, rows in enumerate(ROWS):
+        total = torch.zeros(rows, width)
+        for rank in range(size):
+            total += _parts(rank, exchange, rows, width)[0].to(dtype).float()
+        for found in results:
+            assert found[exchange].dtype == dtype and torch.equal(found[exchange], total.to(dtype))
+
+
+def _norms(
+    group: TensorGroup, folder: Path, width: int, dtype: torch.dtype, parts: int, unit_offset: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    peers = share_buffers(group, folder, 4, width)
+    weight = torch.linspace(0.5, 1.5, width).to(dtype)
+    found = []
+    for exchange, rows in enumerate(ROWS):
+        residual = _parts(50, exchange, rows, width)[0].to(dtype)
+        product = _parts(group.rank, exchange, rows, width, parts)
+        product = product.to(dtype) if parts == 1 else product
+        normed = all_reduce_norm(residual, product, weight, EPS, peers, unit_offset)
+        expected = _parts(50, exchange, rows, width)[0].to(dtype) + group.all_reduce(product.sum(0).to(dtype))
+        found.append((residual - expected, normed - rms_norm(expected, weight, EPS, unit_offset)))
+    assert peers.fault.item() == 0
+    return found
+
+
+@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize(("dtype", "parts"), [(torch.float32, 2), (torch.bfloat16, 1), (torch.bfloat16, 3)])
+def test_the_norm_over_ranks_is_a_sum_and_a_norm_that_follow_each_other(
+    dtype: torch.dtype, parts: int, unit_offset: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    atol = 1e-5 if dtype == torch.float32 else 2e-2  # a sum of three parts may round to another neighbour
+    for found in start_ranks(2).run(_norms, tmp_path, 44, dtype, parts, unit_offset):
+        for residual, normed in found:
+            assert residual.abs().max() <= (0 if parts == 1 else atol)
+            assert normed.abs().max() < atol
+
+
+def _without_a_peer(group: TensorGroup, folder: Path) -> tuple[int, int, int]:
+    peers = share_buffers(group, folder, 4, 16)
+    parts = torch.ones(1, 2, 16)
+    before = peers.fault.item()
+    if group.rank == 0:  # the other rank does not come
+        all_reduce_rows(parts, peers, most_spins=50)
+        all_reduce_rows(parts, peers, most_spins=1 << 40)  # would spin for ever if it waited
+    exchanges = peers.exchanges_M[0].item()
+    group.all_gather(torch.zeros(1))
+    return before, peers.fault.item(), exchanges
+
+
+def test_a_missing_rank_sets_the_flag_and_nothing_waits_any_more(
+    tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    first, second = start_ranks(2).run(_without_a_peer, tmp_path)
+    assert first == (0, 1, 2) and second == (0, 0, 0)

@@ -1,0 +1,69 @@
+"""Ranks exchange tensors: sums have the same bits on every rank, and are those of float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from rollout_kernels.parallel import TensorGroup
+
+from tests.support.kernels.grids import nightly
+from tests.support.parallel.ranks import Ranks
+
+SIZES = [2, *nightly(4)]
+
+
+def _values(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(7, 33, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _sum(group: TensorGroup, dtype: torch.dtype) -> torch.Tensor:
+    return group.all_reduce(_values(group.rank, dtype))
+
+
+def _gathered(group: TensorGroup, dtype: torch.dtype) -> torch.Tensor:
+    return group.all_gather(_values(group.rank, dtype).t())  # with gaps
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_added_in_float32_in_the_order_of_the_ranks(
+    dtype: torch.dtype, size: int, start_ranks: Callable[[int], Ranks]
+) -> None:
+    total = torch.zeros(7, 33)
+    for rank in range(size):
+        total += _values(rank, dtype).float()
+    for result in start_ranks(size).run(_sum, dtype):
+        assert result.dtype == dtype and torch.equal(result, total.to(dtype))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_gathered_tensors_are_in_the_order_of_the_ranks(
+    dtype: torch.dtype, size: int, start_ranks: Callable[[int], Ranks]
+) -> None:
+    expected = torch.stack([_values(rank, dtype).t() for rank in range(size)])
+    assert all(torch.equal(result, expected) for result in start_ranks(size).run(_gathered, dtype))
+
+
+def test_one_rank_gives_back_what_it_is_given() -> None:
+    group, x = TensorGroup.single(), torch.randn(3, 5)
+    assert group.all_reduce(x) is x
+    assert group.all_gather(x).data_ptr() == x.data_ptr() and group.all_gather(x).shape == (1, 3, 5)
+
+
+def test_a_rank_outside_its_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
+        TensorGroup(2, 2)
+
+
+def _connect_to_a_gpu(group: TensorGroup) -> str:
+    with pytest.raises(ValueError, match="need a process group of nccl") as caught:
+        TensorGroup.connected(dist.group.WORLD, torch.device("cuda"))
+    return str(caught.value)
+
+
+def test_a_process_group_of_another_device_is_refused(start_ranks: Callable[[int], Ranks]) -> None:
+    assert all("gloo" in message for message in start_ranks(2).run(_connect_to_a_gpu))

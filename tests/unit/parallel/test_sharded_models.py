@@ -1,0 +1,241 @@
+"""Shards of every family that can be cut compute the logits of the whole model, and are filled from whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rollout_kernels.parallel import TensorGroup
+from safetensors.torch import save_file
+
+from rollout.config import ModelSettings
+from rollout.models import Decoder, LoadedModel, load_model
+from rollout.models.cut import CutView, whole_shape
+from rollout.weights.parameter_map import ParameterMap, UpdateNames
+from tests.support.models.families import FAMILIES, make_checkpoint
+from tests.support.models.hybrids import make_hybrid
+from tests.support.models.latent import make_latent
+from tests.support.models.paged import PROMPT, PagedRunner
+from tests.support.models.variants import CONFIGS, SIZES
+from tests.support.parallel.ranks import Ranks
+from trainer_bridge.wire.errors import WeightsRejected
+from trainer_bridge.wire.manifest import pack
+
+CPU = torch.device("cpu")
+GREEDY = 24
+#: What the sizes of the families need to be cut into two or four.
+EVEN: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 8, "num_key_value_heads": 1},
+    "qwen3_moe": {"num_attention_heads": 12, "num_key_value_heads": 2, "num_experts": 8},
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+}
+EXPERT_COUNTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
+#: Experts that are cut by width.
+WIDE = {"qwen3_moe": {"moe_intermediate_size": 512}, "mixtral": {"intermediate_size": 512}}
+
+
+class Case:
+    """A checkpoint by its name: a family or a variant of one; "wide" ones have experts that are cut by width."""
+
+    def __init__(self, name: str, folder: Path, seed: int = 0) -> None:
+        family, _, wide = name.partition(" wide")
+        config: dict[str, Any]
+        if family in FAMILIES:
+            config = EVEN.get(family, {}) | (WIDE[family] if name != family else {})
+        else:
+            own = CONFIGS[family][0]
+            counts = {key: count for key, count in EXPERT_COUNTS.items() if key in own}
+            config = SIZES | own | counts
+            if name != family:
+                key = "intermediate_size" if family == "GptOss" else "moe_intermediate_size"
+                config |= {key: 512}
+        self.reference = make_checkpoint(family.split()[0], folder, seed, **config)
+
+
+NAMES = [*FAMILIES, *CONFIGS, "qwen3_moe wide", "mixtral wide", "GptOss wide", "Glm4Moe wide"]
+#: Those that differ in how they are cut run with two ranks every time; all of them, and four ranks, at night.
+QUICK = {"llama", "qwen2", "qwen3_moe", "olmoe", "Phi3", "Glm4Moe", "GptOss", "Olmo3", "Gemma2", "Afmoe", "Qwen2Moe"}
+CASES = [
+    pytest.param(name, size, marks=[] if size == 2 and name.removesuffix(" wide") in QUICK else [pytest.mark.nightly])
+    for name in NAMES
+    for size in (2, 4)
+]
+
+
+def _load(folder: Path, group: TensorGroup | None = None, **settings: Any) -> LoadedModel:
+    return load_model(ModelSettings(path=str(folder), **settings), CPU, group=group)
+
+
+def _logits(model: Decoder, vocab: int) -> tuple[torch.Tensor, list[int]]:
+    """Logits of a prompt in two chunks and of given tokens, and the tokens of a greedy completion."""
+    runner = PagedRunner(model, rows=2, max_tokens=len(PROMPT) + GREEDY)
+    prompt = [token % vocab for token in PROMPT]
+    found = [runner.prefill(dict.fromkeys(range(2), part))[1] for part in (prompt[:7], prompt[7:11])]
+    found += [runner.decode(dict.fromkeys((1, 0), token), padding=1)[1][None] for token in prompt[11:]]
+    tokens: list[int] = []
+    last = found[-1][0]
+    for _ in range(GREEDY):
+        tokens.append(int(model.join_logits(last[None]).argmax()))
+        last = runner.decode({1: tokens[-1]})[1]
+    return model.join_logits(torch.cat(found)), tokens
+
+
+def _run_shard(group: TensorGroup, folder: Path) -> tuple[torch.Tensor, list[int], int]:
+    loaded = _load(folder, group)
+    logits, tokens = _logits(loaded.model, loaded.spec.vocab)
+    return logits, tokens, sum(parameter.numel() for parameter in loaded.model.parameters())
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_logits_and_greedy_tokens_are_those_of_one_rank(
+    name: str, size: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    Case(name, tmp_path)
+    whole = _load(tmp_path)
+    logits, tokens = _logits(whole.model, whole.spec.vocab)
+    results = start_ranks(size).run(_run_shard, tmp_path)
+    for shard_logits, shard_tokens, _ in results:
+        assert torch.equal(shard_logits, results[0][0]), "ranks have other bits"
+        assert (shard_logits - logits).abs().max() < 1e-4
+        assert shard_tokens == tokens
+    assert len({*logits.argmax(-1).tolist(), *tokens}) > 1
+    largest = max(values for *_, values in results)
+    assert largest < sum(parameter.numel() for parameter in whole.model.parameters()) * (0.8 if size == 2 else 0.65)
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+def _parameters(model: Decoder) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _update_shard(group: TensorGroup, folder: Path, other: Path, names: list[str], experts: str) -> bool:
+    """Load one checkpoint, copy the whole tensors of another one into it: the same as loading the other one."""
+    settings = ModelSettings(path=str(folder))
+    ours = load_model(settings, CPU, experts=experts, group=group)
+    fresh = load_model(ModelSettings(path=str(other)), CPU, experts=experts, group=group)
+    views, tensors = ours.trainer_views(), _load(other).trainer_views()
+    parameters = ParameterMap(views, UpdateNames(ours.kept_if_absent(), ours.spec.unused))
+    for name in ours.kept_if_absent():
+        views[name].copy_(tensors[name])
+    rows = [(name, "float32", list(tensors[name].shape)) for name in names]
+    for name in parameters.check(pack(1, rows, 1 << 20)).copied:
+        assert whole_shape(views[name]) == tuple(tensors[name].shape)
+        views[name].copy_(tensors[name])
+    expected, got = _parameters(fresh.model), _parameters(ours.model)
+    before = _parameters(load_model(settings, CPU, experts=experts, group=group).model)
+    return all(torch.equal(got[name], expected[name]) for name in expected) and any(
+        not torch.equal(got[name], before[name]) for name in expected
+    )
+
+
+def _names_of(loaded: LoadedModel, alternative: int) -> list[str]:
+    regions = loaded.model.hf_regions()
+    return [name for region in regions for name in region.alternatives[min(alternative, len(region.alternatives) - 1)]]
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        ("qwen2", "plain"), ("qwen3_moe", "plain"), ("qwen3_moe wide", "plain"), ("Phi3", "plain"), ("GptOss", "plain"),
+        ("GptOss wide", "plain"), ("Afmoe", "plain"), ("Glm4Moe wide", "plain"), ("Coded", "fp8"), ("Coded", "mxfp8"),
+    ],
+)  # fmt: skip
+def test_an_update_of_whole_tensors_fills_a_shard(
+    name: str, experts: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    """In each layout of names; those that an update may leave out are set beforehand."""
+    folders = [tmp_path / str(seed) for seed in range(2)]
+    for seed, folder in enumerate(folders):
+        if name == "Coded":
+            sizes = EVEN["qwen3_moe"] | WIDE["qwen3_moe"] | {"hidden_size": 128}
+            make_checkpoint("qwen3_moe", folder, seed, **sizes)
+        else:
+            Case(name, folder, seed)
+    for alternative in range(2):
+        names = _names_of(_load(folders[0]), alternative)
+        assert all(start_ranks(2).run(_update_shard, *folders, names, experts))
+
+
+def _random_shard(group: TensorGroup, folder: Path, reference: Path) -> bool:
+    random = _load(folder, group, load_format="random", random_seed=3)
+    loaded = _load(reference, group)
+    expected = _parameters(loaded.model)
+    return all(torch.equal(value, expected[name]) for name, value in _parameters(random.model).items())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "GptOss wide", "Afmoe"])
+def test_random_weights_of_shards_are_parts_of_those_of_one_rank(
+    name: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    """The whole random model, saved as a checkpoint, gives the shards that are made at random."""
+    Case(name, tmp_path / "shapes")
+    whole = _load(tmp_path / "shapes", load_format="random", random_seed=3)
+    tensors = {name: view.contiguous() for name, view in whole.model.hf_views().items()}
+    kept = {name: tensors[name] for name in _names_of(whole, 0)}
+    (tmp_path / "saved").mkdir()
+    save_file({name: tensor.clone() for name, tensor in kept.items()}, tmp_path / "saved" / "model.safetensors")
+    config = (tmp_path / "shapes" / "config.json").read_text()
+    (tmp_path / "saved" / "config.json").write_text(config)
+    assert all(start_ranks(2).run(_random_shard, tmp_path / "shapes", tmp_path / "saved"))
+
+
+def _load_as_shard(group: TensorGroup, folder: Path) -> str:
+    with pytest.raises(ValueError) as caught:
+        _load(folder, group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("qwen3", {"num_attention_heads": 5, "num_key_value_heads": 5}, "5 attention heads are no multiple of 2"),
+        ("qwen3_moe", {}, "3 KV heads are neither a multiple of 2 nor a divisor of it"),
+        ("mixtral", {}, "5 experts are no multiple of 2, nor is their width 44 one of 128 times 2"),
+        ("qwen2", {"intermediate_size": 71}, "width 71 of its feed-forward blocks is no multiple of 2"),
+        ("qwen2", {"vocab_size": 4}, "vocabulary has 4 tokens"),
+        ("Starcoder2", SIZES, "transformers' own code"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(
+    family: str, changes: dict[str, Any], reason: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    make_checkpoint(family, tmp_path, **changes)
+    for message in start_ranks(2).run(_load_as_shard, tmp_path):
+        assert reason in message and "2 shards" in message
+
+
+@pytest.mark.parametrize(
+    ("make", "family", "kind"), [(make_hybrid, "Qwen3_5", "linear"), (make_latent, "DeepseekV3", "latent")]
+)
+def test_mixers_without_shards_are_refused(
+    make: Callable[..., Any], family: str, kind: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    make(family, tmp_path)
+    assert all(f"{kind} attention" in message for message in start_ranks(2).run(_load_as_shard, tmp_path))
+
+
+def test_a_shard_takes_whole_tensors_only(tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:
+    Case("qwen2", tmp_path)
+    assert all(start_ranks(2).run(_copy_a_part, tmp_path))
+
+
+def _copy_a_part(group: TensorGroup, folder: Path) -> bool:
+    loaded = _load(folder, group)
+    view = loaded.trainer_views()["model.layers.0.mlp.down_proj.weight"]
+    assert isinstance(view, CutView) and whole_shape(view) == (48, 72) and tuple(view.shape) == (48, 36)
+    with pytest.raises(ValueError, match="no whole one"):
+        view.copy_(torch.zeros(48, 36))
+    parameters = ParameterMap(loaded.trainer_views(), UpdateNames())
+    rows = [(name, "float32", list(whole_shape(view))) for name, view in loaded.model.hf_views().items()]
+    cut = [(name, dtype, [48, 36] if name.endswith("0.mlp.down_proj.weight") else shape) for name, dtype, shape in rows]
+    with pytest.raises(WeightsRejected, match=r"down_proj.*expected \[48, 72\]"):
+        parameters.check(pack(1, cut, 1 << 20))
+    with pytest.raises(WeightsRejected, match="missing tensors: model.norm.weight"):
+        parameters.check(pack(1, [row for row in rows if row[0] != "model.norm.weight"], 1 << 20))
+    return True
