@@ -81,6 +81,7 @@ def test_a_follower_that_is_lost_ends_the_group_with_all_tokens_handed_back(
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         streams = [client.generate(prompt, stream="tokens", **LONG) for prompt in ("17:", "2024:")]
         for stream in streams:
+            next(stream)
             while any(len(part.token_ids) < 16 for part in stream.partials()):
                 next(stream)
         os.kill(follower, number)
