@@ -8,12 +8,15 @@ Each block of each layer is fused if the kernels take it, and otherwise run by i
 blocks is the same for both: the residual stream, which only the norms read and write, and the output of the last block,
 not yet added to it (`Unsummed`).
 
-Decode and prefill differ in the attention, few and many tokens in the products: products of few tokens are our own, as
-far as `rollout_kernels.linear.table` goes, the others are cuBLAS's. The residual stream is kept in the model's dtype.
-Products whose sum is added to it come in parts, float32 where there are several. A step with adapters has a small
-kernel beside each product, and SiLU is then a kernel of its own: the kernel that reads a product adds its correction.
-With many tokens, or before experts, products are corrected in place. Where queries and keys are normalised all heads
-together, or clipped, the operations between the q/k/v product and attention are the generic ones.
+Decode and prefill differ in the attention, few and many tokens in the products. Products of few tokens are our own, as
+far as `rollout_kernels.linear.table` goes; where their sum belongs to the residual stream they come in parts, float32
+where there are several. The other products are cuBLAS's, which add to the residual stream at once (`ADDED_FROM`). On
+Hopper the gated product of many tokens is our own again (`GATED`). The residual stream is kept in the model's dtype.
+
+A step with adapters has a small kernel beside each product, and SiLU is then a kernel of its own: the kernel that reads
+a product adds its correction. With many tokens, or before experts, products are corrected in place. Where queries and
+keys are normalised all heads together, or clipped, the operations between the q/k/v product and attention are the
+generic ones.
 
 The output and down products of a shard, and its experts, make parts of a sum over the ranks of its tensor group. The
 norm after them adds these up: in its own kernel if there are few tokens, else after an all-reduce. Such products are
@@ -32,9 +35,11 @@ from rollout_kernels.linear.table import Config, last_rows, linear_config
 from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
 from rollout_kernels.lora import Correction
 from rollout_kernels.lora.triton_lora import adds_later, shrink_beside
+from rollout_kernels.moe import gluon_experts
+from rollout_kernels.moe.triton_padded_groups import PaddedGroups
 from rollout_kernels.moe.triton_router import sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
-from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm
+from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 
 from rollout.models import deterministic as one_order
 from rollout.models.batch import AttentionBatch, KVCache, WantedTokens
@@ -100,6 +105,13 @@ def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
     return experts_take(spec, dtype) if isinstance(spec, MoESpec) else not spec.bias and spec.activation == "silu"
 
 
+#: Numbers of tokens for which the gated product of a dense layer is our own, with SiLU in its registers. Measured on an
+#: H100 (`scripts.bench.prefill_experts --parts dense`).
+GATED = range(4096, 8193)
+#: From this number of tokens on, the last product of a block is added to the residual stream by cuBLAS.
+ADDED_FROM = 1024
+
+
 class Unsummed(NamedTuple):
     """The result of a product as the kernel that reads it takes it."""
 
@@ -131,6 +143,8 @@ class FusedDecoder:
             raise ValueError(f"the fused kernels do not run the residual stream of {model.spec.architecture}")
         if deterministic:
             one_order.check_deterministic(model.spec)
+            if not model.group.one_order:
+                raise ValueError(f"deterministic is not possible with {model.group.size} GPUs a worker: use one or two")
         self._model = model
         self._deterministic = deterministic
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
@@ -156,8 +170,14 @@ class FusedDecoder:
             if isinstance(block, DenseFeedForward):
                 self._products[block.gate_up_proj] = kernel_product(block.spec.gate_up, "silu")
                 self._products[block.down_proj] = kernel_product(block.spec.down, "parts")
+        dense = [block.spec for block in feed_forwards if isinstance(block, DenseFeedForward)]
+        self._gates = not deterministic and any(
+            gluon_experts.takes_gated(model.embed.device, dtype, spec.hidden, spec.intermediate) for spec in dense
+        )
         self._kinds = tuple(dict.fromkeys(self._products.values()))
-        self._configs: dict[KernelProduct, Config | None] = {}  # of the step that is being launched
+        # Of the step that is being launched:
+        self._configs: dict[KernelProduct, Config | None] = {}
+        self._tiles: PaddedGroups | None = None  # of its rows, if our own kernel runs the gated products
 
     @torch.inference_mode()
     def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
@@ -195,7 +215,8 @@ class FusedDecoder:
 
         A step of a size between two of these may compile a kernel while serving, unless the next larger one ran before.
         """
-        return sorted({*last_rows(), *([] if self._experts is None else self._experts.sizes())})
+        gated = {GATED.start - 1, GATED.stop - 1} if self._gates else set()
+        return sorted({*last_rows(), ADDED_FROM - 1, *gated, *([] if self._experts is None else self._experts.sizes())})
 
     def take_chosen(self) -> list[torch.Tensor]:
         """Experts of each sparse layer, int32 [T, K], of the step that was just captured; a replay writes them anew."""
@@ -209,20 +230,23 @@ class FusedDecoder:
     def _begin(self, tokens: int) -> None:
         """Choose how `tokens` tokens are computed, from here on."""
         self._configs = {product: linear_config(*product, tokens, self._deterministic) for product in self._kinds}
+        device = self._model.embed.device
+        self._tiles = gluon_experts.all_rows(tokens, device) if tokens in GATED and self._gates else None
         if self._experts is not None:
             self._experts.begin_step(tokens)
 
     def _layer(
         self, layer: DecoderLayer, residual_TH: torch.Tensor, last: Unsummed | None, context: StepContext
-    ) -> tuple[torch.Tensor, Unsummed]:
-        """One layer; `last` is the last layer's output, not yet added. Returns the residual and this layer's output."""
+    ) -> tuple[torch.Tensor, Unsummed | None]:
+        """One layer; `last` is what is left to add of the one before. Returns the residual, and what this leaves."""
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
+        mixed: Unsummed | None
         if layer.mixer in self._fused and isinstance(layer.mixer, DeltaNet):
             mixed = self._linear_attention(layer.mixer, x_TH, context)
         elif layer.mixer in self._fused:
             assert isinstance(layer.mixer, Attention)
             queries = self._queries(layer.mixer, x_TH, context)
-            mixed = self._attention(layer, queries, context.batch, context.kv)
+            mixed = self._attention(layer, queries, context.batch, context.kv, residual_TH)
         else:
             mixed = Unsummed(layer.mixer(x_TH, context).value()[None], None)
         return self._feed_forward(layer, residual_TH, mixed, context)
@@ -243,27 +267,32 @@ class FusedDecoder:
         if not len(residual_SH):
             return residual_SH, None
         self._begin(len(residual_SH))
-        mixed = self._attention(layer, queries, wanted.batch, context.kv)
+        mixed = self._attention(layer, queries, wanted.batch, context.kv, residual_SH)
         return self._feed_forward(layer, residual_SH, mixed, context._replace(batch=wanted.batch))
 
     def _feed_forward(
-        self, layer: DecoderLayer, residual_TH: torch.Tensor, mixed: Unsummed, context: StepContext
-    ) -> tuple[torch.Tensor, Unsummed]:
-        """The second half of a layer. Returns the residual with `mixed`, and the layer's output."""
+        self, layer: DecoderLayer, residual_TH: torch.Tensor, mixed: Unsummed | None, context: StepContext
+    ) -> tuple[torch.Tensor, Unsummed | None]:
+        """The second half of a layer. Returns the residual with `mixed`, and what is left to add of the layer."""
         feed_forward, fused = layer.feed_forward, layer.feed_forward in self._fused
         experts = self._experts if fused and isinstance(feed_forward, SparseFeedForward) else None
         if experts is not None:
-            sharded = self._model.spec.shard is not None
-            normed_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight) if sharded else None
-            residual_TH, parts = experts.run(layer, residual_TH, mixed.parts_STN, context.batch.experts, normed_TH)
-            return residual_TH, Unsummed(parts, None, sharded)
+            normed_TH = None
+            parts = None if mixed is None else mixed.parts_STN
+            if mixed is not None and mixed.partial:
+                if experts.joins_norm(len(residual_TH)):
+                    parts = self._all_reduced(mixed.parts_STN, residual_TH.dtype)
+                else:
+                    normed_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight)
+            residual_TH, parts = experts.run(layer, residual_TH, parts, context.batch.experts, normed_TH)
+            return residual_TH, Unsummed(parts, None, self._model.spec.shard is not None)
         x_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight)
         if not fused:
             return residual_TH, Unsummed(feed_forward(x_TH, context).value()[None], None)
         assert isinstance(feed_forward, DenseFeedForward)
         index, adapters = feed_forward.layer, context.batch.adapters
         gated_TI = self._gated(x_TH, feed_forward, adapters)
-        return residual_TH, self._product("down", gated_TI, feed_forward.down_proj, index, adapters)
+        return residual_TH, self._output("down", gated_TI, feed_forward.down_proj, index, adapters, residual_TH)
 
     def _norm(self, residual_TH: torch.Tensor, added: Unsummed | None, weight_H: torch.Tensor) -> torch.Tensor:
         spec = self._model.spec
@@ -271,11 +300,18 @@ class FusedDecoder:
             return add_rms_norm(residual_TH, None, weight_H, spec.eps, None, spec.unit_offset)
         parts, correction, partial = added
         if partial:
-            group, dtype = self._model.group, residual_TH.dtype
-            if group.peers is not None and group.peers.fits(len(residual_TH), spec.hidden, dtype):
-                return all_reduce_norm(residual_TH, parts, weight_H, spec.eps, group.peers, spec.unit_offset)
-            parts = group.all_reduce(sum_of_parts(parts, dtype))[None]
+            peers = self._model.group.peers
+            if peers is not None and peers.fits(len(residual_TH), spec.hidden, residual_TH.dtype):
+                return all_reduce_norm(residual_TH, parts, weight_H, spec.eps, peers, spec.unit_offset)
+            parts = self._all_reduced(parts, residual_TH.dtype)
         return add_rms_norm(residual_TH, parts, weight_H, spec.eps, correction, spec.unit_offset)
+
+    def _all_reduced(self, parts_STH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The sum of the parts over all ranks, as one part."""
+        group = self._model.group
+        if group.peers is not None and group.peers.fits(parts_STH.shape[1], parts_STH.shape[2], dtype):
+            return all_reduce_rows(parts_STH, group.peers, dtype)[None]
+        return group.all_reduce(sum_of_parts(parts_STH, dtype))[None]
 
     def _product(
         self,
@@ -293,6 +329,31 @@ class FusedDecoder:
         parts = F.linear(x_TK, weight)[None] if config is None else linear_parts(x_TK, weight, config, beside)
         return Unsummed(parts, _correct(adapters, layer, name, parts[0], x_TK, beside), module.partial)
 
+    def _output(
+        self,
+        name: Product,
+        x_TK: torch.Tensor,
+        module: Linear,
+        layer: int,
+        adapters: StepAdapters | None,
+        residual_TH: torch.Tensor,
+        later: bool = True,
+    ) -> Unsummed | None:
+        """The last product of a block, and its bias. Of many tokens it is added to the residual stream: then None.
+
+        Of a shard it is this rank's part of a sum, to which the first rank adds the bias.
+        """
+        cublas = self._configs[self._products[module]] is None
+        if cublas and adapters is None and len(x_TK) >= ADDED_FROM and not module.partial:
+            if module.bias is not None:
+                residual_TH += module.bias
+            residual_TH.addmm_(x_TK, module.weight.T)
+            return None
+        result = self._product(name, x_TK, module, layer, adapters, later)
+        if module.bias is not None and (not module.partial or self._model.group.rank == 0):
+            result.parts_STN[0] += module.bias
+        return result
+
     def _gated(self, x_TH: torch.Tensor, block: DenseFeedForward, adapters: StepAdapters | None) -> torch.Tensor:
         """The gated input of the down product, [T, I]."""
         config, weight_2IH = self._configs[self._products[block.gate_up_proj]], block.gate_up_proj.weight
@@ -303,7 +364,13 @@ class FusedDecoder:
             else:
                 gate_up = linear(x_TH, weight_2IH, config, beside=beside)
             return silu_mul(gate_up, _correct(adapters, block.layer, "gate_up", gate_up, x_TH, beside))
-        return silu_mul(F.linear(x_TH, weight_2IH)) if config is None else gate_up_silu(x_TH, weight_2IH, config)
+        if config is not None:
+            return gate_up_silu(x_TH, weight_2IH, config)
+        if self._tiles is not None and gluon_experts.takes_gated(
+            x_TH.device, x_TH.dtype, block.spec.hidden, block.spec.intermediate
+        ):
+            return gluon_experts.dense(x_TH, self._tiles, weight_2IH, silu=True, at_once=8)
+        return silu_mul(F.linear(x_TH, weight_2IH))
 
     def _queries(self, attention: Attention, x_TH: torch.Tensor, context: StepContext) -> Queries:
         """Queries of the attention block and their gates; writes this layer's keys and values."""
@@ -336,8 +403,10 @@ class FusedDecoder:
             q_TQD, gate_TK = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
         return Queries(attention.grown(q_TQD, batch), gate_TK)
 
-    def _attention(self, layer: DecoderLayer, queries: Queries, batch: AttentionBatch, kv: KVCache) -> Unsummed:
-        """The attention block's output for these queries."""
+    def _attention(
+        self, layer: DecoderLayer, queries: Queries, batch: AttentionBatch, kv: KVCache, residual_TH: torch.Tensor
+    ) -> Unsummed | None:
+        """The attention block's output for these queries; None if the residual stream has it already."""
         attention = layer.mixer
         assert isinstance(attention, Attention)
         cache = kv.layer(attention.kv_index)
@@ -348,10 +417,7 @@ class FusedDecoder:
         else:
             out_TQD = attention.attend(queries.q_TQD, batch, cache)
         out_TK = gate_output(out_TQD.flatten(1), queries.gate_TK)
-        mixed = self._product("o", out_TK, attention.o_proj, attention.layer, batch.adapters, later)
-        if attention.o_proj.bias is not None and self._model.group.rank == 0:
-            mixed.parts_STN[0] += attention.o_proj.bias
-        return mixed
+        return self._output("o", out_TK, attention.o_proj, attention.layer, batch.adapters, residual_TH, later)
 
     def _linear_attention(self, mixer: DeltaNet, x_TH: torch.Tensor, context: StepContext) -> Unsummed:
         """The output of a linear attention block, by products that are added in one order; token by token."""

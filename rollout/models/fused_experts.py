@@ -23,7 +23,7 @@ from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import last_pairs
 from rollout_kernels.moe.triton_keep_experts import keep_experts
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route, router_scratch
-from rollout_kernels.moe.triton_router import Record, Routing, moe_route, router_logits, sum_of_parts
+from rollout_kernels.moe.triton_router import MANY_TOKENS, Record, Routing, moe_route, router_logits, sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from rollout.models.batch import ExpertRecord
@@ -99,19 +99,23 @@ class FusedExperts:
         padded = 1
         if self._device is not None:
             padded = padded_from(self._shape, self._format, self._dtype, self._device) or 1
-        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS, padded - 1} - {0})
+        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS, MANY_TOKENS - 1, padded - 1} - {0})
+
+    def joins_norm(self, tokens: int) -> bool:
+        """True if norm and router of a step of `tokens` tokens are one launch."""
+        return not self._by_torch and tokens <= MOST_TOKENS and not self._deterministic
 
     def run(
         self,
         layer: DecoderLayer,
         residual_TH: torch.Tensor,
-        parts_STH: torch.Tensor,
+        parts_STH: torch.Tensor | None,
         kept: ExpertRecord | None = None,
         normed_TH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block. `parts_STH` is the mixer's output, not yet added; the router writes to `kept` if it is given.
+        """One block. `parts_STH` is what is left to add of the mixer's output; the router writes to `kept` if given.
 
-        With `normed_TH` it is added, and this is the norm. A shard's result is its part of a sum over the ranks.
+        With `normed_TH` that is added already, and this is the norm. A shard's result is part of a sum over the ranks.
 
         Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
         """
@@ -133,7 +137,8 @@ class FusedExperts:
         elif normed_TH is not None:
             x_TH = normed_TH
             routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
-        elif tokens <= MOST_TOKENS and not self._deterministic:
+        elif self.joins_norm(tokens):
+            assert parts_STH is not None, "so few tokens leave it"
             found = norm_route(
                 residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record, offset
             )
@@ -151,7 +156,7 @@ class FusedExperts:
         if block.biases is not None and block.adds_bias:  # of the down projection: each token's sum, weighted
             bias_EH = block.down_bias.float()
             weights_TE = bias_EH.new_zeros(tokens, len(bias_EH))
-            weights_TE.scatter_(1, routing.experts_TK.long(), routing.weights_TK)
+            weights_TE.scatter_add_(1, routing.experts_TK.long(), routing.weights_TK)
             parts_STH[0].addmm_(weights_TE, bias_EH)
         if block.shared is not None:  # by torch, after the experts: their kernels follow each other without a wait
             parts_STH = parts_STH.float()

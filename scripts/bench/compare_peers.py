@@ -69,6 +69,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--contexts", type=int, nargs="+", default=list(usual.contexts))
     add("--context-steps", type=int, default=usual.context_steps)
     add("--context-groups", type=int, nargs="+", default=list(usual.context_groups), help="rows of one prompt")
+    add("--count-experts", action="store_true", help="count vLLM's distinct experts, too; its steps take 1%% longer")
     add("--post-rows", type=int, default=usual.post_rows)
     add("--post-new", type=int, default=usual.post_new)
     add("--short-requests", type=int, default=usual.short_requests)

@@ -1,6 +1,7 @@
 """Measures what prefill consists of on a Hopper GPU: expert products, attention, dense products, and whole layers.
 
-    PYTHONPATH=.:kernels python -m scripts.bench.prefill_experts [--parts experts attention dense layers] [--quick]
+    PYTHONPATH=.:kernels python -m scripts.bench.prefill_experts [--parts experts attention dense between layers]
+        [--quick]
 
 Each part runs in a process of its own with a time limit, so a candidate that hangs or faults does not stop the others.
 Every result is one line of JSON. A candidate that fails to compile or run gives a line with its error.
@@ -8,6 +9,7 @@ Every result is one line of JSON. A candidate that fails to compile or run gives
     experts    Qwen3-30B-A3B's layer of experts: today's plan, and the products over padded groups; each launch too
     attention  prefill attention: the paged kernel, and gather plus attention over gathered keys and values
     dense      the four products of Qwen3-8B's layer: cuBLAS (plus SiLU), and the experts' kernel with one expert
+    between    what lies between the products: norms, q/k/v, and the choice of experts by the tile of a program
     layers     kernels of a whole step of two layers, microseconds a layer, from torch's profiler
 
 `tflops` counts the products that have to be done: no padding, and for attention only the visible positions. `error` is
@@ -53,13 +55,13 @@ from rollout_kernels.attention.gluon_prefill import gathered_attention
 from rollout_kernels.attention.triton_gather_kv import gather_kv, gathered_rows
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.attention.triton_prefill_items import block_count, prefill_items
-from rollout_kernels.moe import gluon_experts
+from rollout_kernels.moe import gluon_experts, triton_router
 from rollout_kernels.moe.dispatch import GroupedPlan, run_experts
 from rollout_kernels.moe.triton_group_pairs import group_pairs
 from rollout_kernels.moe.triton_grouped_experts import GroupedConfig, combine, grouped_down, grouped_gate_up
 from rollout_kernels.moe.triton_padded_groups import gather_sum, pad_groups, spread_rows
-from rollout_kernels.moe.triton_router import Routing
-from rollout_kernels.norm_rope.triton_elementwise import silu_mul
+from rollout_kernels.moe.triton_router import Routing, moe_choose
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, silu_mul
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
@@ -68,8 +70,8 @@ from scripts.bench.moe_layers import SHAPES, Layer, Tokens, exact, make_layers, 
 from scripts.bench.shapes import model_config
 
 TOKENS = (512, 2048, 4096, 8192, 16384)
-PARTS = ("experts", "attention", "dense", "layers")
-_LIMIT_S = {"experts": 60, "attention": 60, "dense": 45, "layers": 60}
+PARTS = ("experts", "attention", "dense", "between", "layers")
+_LIMIT_S = {"experts": 60, "attention": 60, "dense": 45, "between": 60, "layers": 60}
 #: What a candidate may raise: compiling it, too much shared memory, the driver.
 _FAILURES = (CompilationError, OutOfResources, RuntimeError, AssertionError, ValueError)
 _SAMPLE = 64  # tokens whose error is computed
@@ -262,7 +264,7 @@ def bench_attention(quick: bool) -> None:
 
 def bench_dense(quick: bool) -> None:
     """Products of Qwen3-8B: cuBLAS, and our kernel with blocks of columns."""
-    for tokens in (16384,) if quick else (16384, 4096):
+    for tokens in (8192,) if quick else (16384, 8192, 4096):
         tiles = gluon_experts.all_rows(tokens, torch.device("cuda"))
         for name, outputs, inputs in (
             ("gate_up", 24576, 4096), ("down", 4096, 12288), ("qkv", 6144, 4096), ("o", 4096, 4096)
@@ -287,6 +289,10 @@ def bench_dense(quick: bool) -> None:
 
             facts = {"product": name, "tokens": tokens}
             attempt("dense", {"candidate": "cuBLAS", **facts}, lambda run=by_cublas, m=measured: m(run))
+            if name in ("down", "o"):
+                residual = torch.zeros(tokens, outputs, device="cuda", dtype=torch.bfloat16)
+                sums = {"candidate": "cuBLAS, added to the residual", **facts}
+                attempt("dense", sums, lambda x=x, w=w, r=residual: {"us": graph_us(lambda: r.addmm_(x, w.T))})
             if silu:
                 alone = {"candidate": "cuBLAS without SiLU", **facts}
                 attempt("dense", alone, lambda x=x, w=w: {"us": graph_us(lambda: F.linear(x, w))})
@@ -297,6 +303,39 @@ def bench_dense(quick: bool) -> None:
 
                 label = f"ours, {at_once} columns"
                 attempt("dense", {"candidate": label, **facts}, lambda run=ours, m=measured: m(run))
+
+
+# --- between the products ---------------------------------------------------------------------------------------------
+
+
+def bench_between(quick: bool) -> None:
+    """Norms, the choice of experts and the end of q/k/v for many tokens, by warps and tiles; with the floor."""
+    device, bandwidth = torch.device("cuda"), read_bandwidth()
+    for tokens in (16384,) if quick else (16384, 4096):
+        for hidden in (2048, 4096):
+            residual = torch.randn(tokens, hidden, device=device).bfloat16()
+            parts, weight = torch.randn_like(residual)[None], torch.ones(hidden, device=device).bfloat16()
+            us = graph_us(lambda r=residual, p=parts, w=weight: add_rms_norm(r, p, w, 1e-6))
+            floor_us = 4 * residual.nbytes / bandwidth * 1e6
+            say("between", op="norm", tokens=tokens, hidden=hidden, us=us, floor_us=floor_us)
+        for heads, kv_heads in ((32, 4), (32, 8)):
+            parts = torch.randn(1, tokens, (heads + 2 * kv_heads) * 128, device=device).bfloat16()
+            cos, sin = torch.randn(2, tokens, 1, 128, device=device)
+            norms = torch.ones(2, 128, device=device).bfloat16()
+            caches = torch.empty(2, tokens // _PAGE + 1, _PAGE, kv_heads, 128, device=device).bfloat16()
+            slots = torch.arange(tokens, device=device)
+
+            def run(p=parts, n=norms, c=cos, s=sin, at=slots, kv=caches, h=heads) -> torch.Tensor:
+                return finish_qkv(p, None, n, 1e-6, c, s, at, kv[0], kv[1], h)
+
+            floor_us = 2 * parts.nbytes / bandwidth * 1e6
+            say("between", op="qkv", tokens=tokens, kv_heads=kv_heads, us=graph_us(run), floor_us=floor_us)
+        for experts, top_k in ((128, 8), (256, 8)):
+            logits = torch.randn(1, tokens, experts, device=device).bfloat16()
+            for tile in (0, 1024, 2048, 4096, 8192):
+                triton_router.MANY_TOKENS, triton_router._TILE = (1 if tile else 1 << 30), tile
+                us = graph_us(lambda x=logits, k=top_k: moe_choose(x, torch.bfloat16, k, True))
+                say("between", op="choose", tokens=tokens, experts=experts, tile=tile, us=us)
 
 
 # --- whole layers ----------------------------------------------------------------------------------------------------
@@ -385,7 +424,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--here", action="store_true", help="run the parts in this process")
     args = parser.parse_args()
-    run = {"experts": bench_experts, "attention": bench_attention, "dense": bench_dense, "layers": bench_layers}
+    run = {
+        "experts": bench_experts,
+        "attention": bench_attention,
+        "dense": bench_dense,
+        "between": bench_between,
+        "layers": bench_layers,
+    }
     for part in args.parts:
         if args.here:
             run[part](args.quick)

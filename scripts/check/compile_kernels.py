@@ -41,9 +41,10 @@ from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
 from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.norm_rope import triton_elementwise
+from rollout_kernels.parallel import TensorGroup
 from rollout_kernels.parallel.peer_buffers import PeerBuffers
 from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
-from rollout_kernels.sampling import triton_truncate
+from rollout_kernels.sampling import VocabShard, triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
 from rollout_kernels.sampling.triton_draw import draw_and_advance
 from rollout_kernels.step import triton_begin
@@ -88,6 +89,17 @@ class _Driver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+class _TwoRanks(TensorGroup):
+    """Ranks without memory."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 2)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Memory for both."""
+        return x.new_empty(2, *x.shape)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -187,6 +199,9 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     for drawn in (None, floats(rows, shape.vocab)):
         logits, out = floats(rows, shape.vocab), ints(4, rows)
         yield "sampling, draw", lambda a=(logits, drawn, row_ids, *state, out, columns): draw_and_advance(*a)
+    part = VocabShard(_TwoRanks(), shape.vocab // 2, shape.vocab // 2)
+    half = floats(rows, shape.vocab // 2), None, row_ids, *state, ints(4, rows), columns
+    yield "sampling, draw over a part", lambda: draw_and_advance(*half, part)
     cut = SamplingRows(*state[1].T[:2], row_ids, row_ids, top_k_S=row_ids, top_p_S=floats(rows), min_p_S=floats(rows))
     yield "sampling, truncation", lambda: triton_truncate.truncate(floats(rows, shape.vocab), cut)
     masks = ints(rows, -(-shape.vocab // 32))

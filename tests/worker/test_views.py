@@ -48,11 +48,12 @@ def test_the_page_has_every_metric_of_the_report(worker: WorkerProcess, client: 
     pytest.importorskip("prometheus_client")
     before = client.status()["tokens"]
     client.generate("17:", n=3, max_tokens=40)
-    steps = until(lambda: (now := page(worker)).get("rollout_report_step", 0) >= 40 and now, "a report")
+    ended = "rollout_completion_finish_reason_length_total"
+    steps = until(lambda: (now := page(worker)).get(ended, 0) >= 3 and now, "a report with all three completions")
     always = [metric for metric in METRICS if not metric.name.startswith("mismatch/")]  # these once a trainer reports
     assert {prometheus_name(metric) for metric in always} <= steps.keys()
     assert steps[f'rollout_worker_info{{model="{ONES}"}}'] == 1.0 and steps["rollout_step_decode_ms"] > 0
-    assert steps["rollout_completion_finish_reason_length_total"] >= 3
+    assert steps["rollout_report_step"] >= 40
     assert steps["rollout_request_seconds_count"] >= 1 <= steps["rollout_queue_seconds_count"]
     assert steps["rollout_request_seconds_sum"] > steps["rollout_queue_seconds_sum"] >= 0
     assert client.status()["tokens"] >= before + 120

@@ -332,6 +332,11 @@ def _launch(
     )
 
 
+def takes_gated(device: torch.device, dtype: torch.dtype, inputs: int, width: int) -> bool:
+    """True if `dense` can run the gated product of a dense layer, of `width` gate rows and as many up rows."""
+    return is_hopper(device) and dtype in (torch.bfloat16, torch.float16) and inputs % _BLOCK_K == width % 1024 == 0
+
+
 def all_rows(tokens: int, device: torch.device) -> PaddedGroups:
     """Tiles of `tokens` rows of one expert: a dense layer."""
     first = torch.arange(0, tokens, TILE, dtype=torch.int32, device=device)

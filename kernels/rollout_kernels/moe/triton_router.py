@@ -3,6 +3,7 @@
     few tokens   triton_norm_router   norm, logits and choice in one launch
     more         moe_route            logits by a product that is split along H, so that its few outputs keep the chip
                                       busy; then a launch that adds the parts and chooses, with one program a token
+    a prefill    moe_route            the same, with several tokens a program, which finds their experts one by one
 
 Logits are rounded to the model's dtype, as the result of a matrix product is. Of equal logits the lower index comes
 first. NaN logits come last, so the experts are valid for any input; the weights of a token with NaN logits are NaN.
@@ -27,6 +28,10 @@ from rollout_kernels.linear.triton_linear import linear_parts
 #: Other experts that an expert is compared with at once, and the smallest length of vectors of experts.
 _COMPARED = tl.constexpr(128)
 _FEWEST = 32
+#: From this number of tokens on, a program chooses the experts of several tokens. On an H100, 16,384 tokens of 128
+#: experts take 16 us, and 160 with a program for each token (`scripts.bench.prefill_experts --parts between`).
+MANY_TOKENS = 1024
+_TILE = 1024  # logits of such a program
 #: Experts whose index fits beside a short logit.
 _MOST_SHORT = tl.constexpr(8192)
 
@@ -160,6 +165,64 @@ def _choose_kernel(
     )
 
 
+@triton.jit(do_not_specialize=["tokens", "record_stride"])
+def _choose_many_kernel(
+    parts_ptr,
+    experts_ptr,
+    weights_ptr,
+    record_ptr,
+    slots_ptr,
+    tokens,
+    record_stride,
+    E: tl.constexpr,
+    E2: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K2: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    RECORD: tl.constexpr,
+):
+    """As `choose` for BLOCK_T tokens: in each round the first of the experts that are left."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, E2)[None, :]
+    k = tl.arange(0, K2)[None, :]
+    live = (t < tokens)[:, None] & (e < E)
+    follow()
+    logits = tl.zeros([BLOCK_T, E2], tl.float32)
+    for part in tl.static_range(PARTS):
+        logits += tl.load(parts_ptr + (part * tokens + t[:, None]) * E + e, mask=live, other=0.0).to(tl.float32)
+    logits = tl.where(e < E, narrow(logits, DTYPE).to(tl.float32), float("-inf"))
+    SHORT: tl.constexpr = DTYPE != tl.float32 and E2 <= _MOST_SHORT
+    order = _order(logits, e, E2, SHORT)
+    last: tl.constexpr = -(2**31) if SHORT else -(2**63)  # after every expert
+    largest = tl.maximum(tl.max(tl.where(logits == logits, logits, float("-inf")), 1), -3e38)
+    weight = tl.where(e < E, tl.exp(logits - largest[:, None]), 0.0)
+    experts = tl.zeros([BLOCK_T, K2], tl.int32)
+    weights = tl.zeros([BLOCK_T, K2], tl.float32)
+    left = order
+    for place in tl.static_range(TOP_K):
+        first = left == tl.max(left, 1)[:, None]
+        experts = tl.where(k == place, tl.sum(tl.where(first, e, 0), 1)[:, None], experts)
+        weights = tl.where(k == place, tl.sum(tl.where(first, weight, 0.0), 1)[:, None], weights)
+        left = tl.where(first, last, left)
+    if RENORMALIZE:
+        # NaN counts even if its expert was not chosen, as in a softmax over all experts.
+        counts = (left != order) | (weight != weight)
+        weights = weights / tl.sum(tl.where(counts, weight, 0.0), 1)[:, None]
+    else:
+        weights = weights / tl.sum(weight, 1)[:, None]
+    kept = (t < tokens)[:, None] & (k < TOP_K)
+    at = t[:, None] * TOP_K + k
+    tl.store(experts_ptr + at, experts, mask=kept)
+    tl.store(weights_ptr + at, weights, mask=kept)
+    if RECORD:
+        slot = tl.load(slots_ptr + t, mask=t < tokens, other=-1)[:, None]
+        at = record_ptr + slot * record_stride + k
+        tl.store(at, experts.to(record_ptr.dtype.element_ty), mask=kept & (slot >= 0))
+
+
 def routing_outputs(tokens: int, top_k: int, device: torch.device, out: Routing | None) -> Routing:
     """`out`, or newly allocated memory for a routing."""
     if out is not None:
@@ -203,7 +266,7 @@ def moe_route(
             configuration for this router.
     """
     parts_STE = router_logits(x_TH, router_EH, deterministic)
-    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out)
+    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out, deterministic)
 
 
 def router_logits(
@@ -237,15 +300,41 @@ def moe_choose(
     renormalize: bool,
     record: Record | None = None,
     out: Routing | None = None,
+    deterministic: bool = False,
 ) -> Routing:
     """Choose experts from partial sums of logits, which are added and rounded to `dtype`; see `moe_route`.
 
-    The twin is `rollout_kernels.route`.
+    The choice does not depend on the number of tokens; with `deterministic` the bits of the weights do not either. The
+    twin is `rollout_kernels.route`.
     """
     parts, tokens, experts = parts_STE.shape
     assert parts_STE.is_contiguous() and 0 < top_k <= experts
     out = routing_outputs(tokens, top_k, parts_STE.device, out)
     kept, slots, stride = record_arguments(record, experts)
+    width, options = places(experts), follow_options(parts_STE.device)
+    if tokens >= MANY_TOKENS and not deterministic:
+        block = max(1, _TILE // width)
+        _choose_many_kernel[(triton.cdiv(tokens, block),)](
+            parts_STE,
+            out.experts_TK,
+            out.weights_TK,
+            kept,
+            slots,
+            tokens,
+            stride,
+            E=experts,
+            E2=width,
+            TOP_K=top_k,
+            K2=triton.next_power_of_2(top_k),
+            BLOCK_T=block,
+            PARTS=parts,
+            DTYPE=TRITON_DTYPES[dtype],
+            RENORMALIZE=renormalize,
+            RECORD=record is not None,
+            num_warps=4,
+            **options,
+        )
+        return out
     _choose_kernel[(tokens,)](
         parts_STE,
         out.experts_TK,
@@ -255,14 +344,14 @@ def moe_choose(
         tokens,
         stride,
         E=experts,
-        E2=places(experts),
+        E2=width,
         TOP_K=top_k,
         PARTS=parts,
         DTYPE=TRITON_DTYPES[dtype],
         RENORMALIZE=renormalize,
         RECORD=record is not None,
         num_warps=8 if experts > 256 else 4,
-        **follow_options(parts_STE.device),
+        **options,
     )
     return out
 

@@ -69,7 +69,8 @@ class DeviceStep:
         self.kv = kv
         self.rows = rows
         self.adapters = adapters
-        self.sample = Sampler(rows, self.whole_logits)
+        shard = model.vocab_shard if isinstance(model, Decoder) else None
+        self.sample = Sampler(rows, self.whole_logits, shard)
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
         self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted

@@ -127,10 +127,11 @@ class TransformersModel:
 
 
 class _States(MoeModelOutputWithPast):
-    """The result of a base model, with all that output layers ask it for."""
+    """The result of a base model. What it does not have is None: output layers pass on results of images and more."""
 
-    cross_attentions = None
-    image_hidden_states = None
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):  # Python's own protocols ask for these
+            raise AttributeError(name)
 
 
 class _GivenStates(nn.Module):

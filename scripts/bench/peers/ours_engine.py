@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from rollout_kernels.moe.dispatch import measured_table
 from rollout_kernels.moe.formats import Format
+from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.build import build_engine, local_links
@@ -33,8 +34,6 @@ from scripts.bench.shapes import write_checkpoint
 #: Share of the free memory for KV; the rest is for graphs, logits and the activations of a prefill.
 KV_SHARE = 0.88
 _KEPT_STEPS = 2000
-#: Tokens of a prefill step: close to vLLM's default (16,384).
-_CHUNK_TOKENS = 8192
 ADAPTER_RANK = 16
 _TOLD_EVERY = 256  # tokens between two deltas with experts, as in the service
 
@@ -44,14 +43,21 @@ class OursEngine:
 
     With `routing` every completion gets its expert records. `adapters` is the number of loaded adapters of rank 16;
     requests use the first `use_adapters` of them in turn. `changes` are other engine settings. Requests have the
-    settings `sampling`, each with its own seed.
+    settings `sampling`, each with its own seed. With a `group` the model is this rank's shard; all ranks must do the
+    same.
     """
 
     keeps_prefixes = True
     sees_tokens = True
 
     def __init__(
-        self, job: Job, depth: int, routing: bool = False, adapters: int = 0, changes: Mapping[str, Any] | None = None
+        self,
+        job: Job,
+        depth: int,
+        routing: bool = False,
+        adapters: int = 0,
+        changes: Mapping[str, Any] | None = None,
+        group: TensorGroup | None = None,
     ) -> None:
         device = make_device(job.device)
         settings = Settings(
@@ -59,7 +65,7 @@ class OursEngine:
             metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS),
         )
         began_s = time.perf_counter()
-        loaded = load_random(job.shape, device.torch_device, settings.engine.expert_format)
+        loaded = load_random(job.shape, device.torch_device, settings.engine.expert_format, group)
         loaded_s = time.perf_counter()
         self.vocab = loaded.spec.vocab
         self._depth = depth
@@ -173,12 +179,15 @@ class OursEngine:
         self.engine.executor.close()
 
 
-def load_random(shape: str, device: torch.device, experts: Format = "plain") -> LoadedModel:
-    """A shape's model with random weights, with its experts in a format."""
+def load_random(
+    shape: str, device: torch.device, experts: Format = "plain", group: TensorGroup | None = None
+) -> LoadedModel:
+    """A shape's model with random weights, with its experts in a format, or this rank's shard of it."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(write_checkpoint(shape, Path(folder)))
         with stage(f"filling the shapes of {shape}") as advance:
-            return load_model(ModelSettings(path=path, load_format="random"), device, advance, experts=experts)
+            settings = ModelSettings(path=path, load_format="random")
+            return load_model(settings, device, advance, experts=experts, group=group)
 
 
 def group_experts() -> None:
@@ -191,7 +200,7 @@ def group_experts() -> None:
 def engine_settings(
     job: Job, depth: int, routing: bool = False, adapters: int = 0, changes: Mapping[str, Any] | None = None
 ) -> EngineSettings:
-    """Our settings for a job: its rows and context, large prefill steps, otherwise defaults.
+    """Our settings for a job: its rows and context, otherwise defaults.
 
     Raises `SettingsError` for wrong `changes`.
     """
@@ -200,7 +209,6 @@ def engine_settings(
         "max_rows": job.most_rows,
         "max_context_tokens": job.most_context,
         "kv_memory_fraction": KV_SHARE,
-        "prefill_chunk_tokens": min(_CHUNK_TOKENS, job.most_rows * job.most_context),
         "kv_memory_max_gib": None if torch.cuda.is_available() else 0.25,
         "pipeline_depth": depth,
         "fused_experts": True,

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import statistics
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.bench.peers.arrivals import ArrivalLog
 from scripts.bench.peers.experiments import Finished, Row, Served
 from scripts.bench.peers.job import Job
 from scripts.bench.peers.workloads import Work
 from scripts.bench.shapes import model_config, write_checkpoint
+
+if TYPE_CHECKING:
+    import torch
 
 _MEMORY_SHARE = 0.92
 _STD = 0.02
@@ -53,6 +57,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         began_s = time.perf_counter()
+        self._experts = count_experts() if job.count_experts else []
         max_context = max(job.most_context, _LEAST_CONTEXT)
         self._folder = tempfile.TemporaryDirectory()
         self._llm = vllm.LLM(
@@ -101,6 +106,7 @@ class VllmEngine:
         """Make all completions of `work`, to their full lengths, all asked for at once."""
         engine, tokens = self._llm.llm_engine, 0
         ends: list[float] = []
+        self._rows = len(work.prompts) * work.n
         began_s = time.perf_counter()
         for prompt, length in zip(work.prompts, work.lengths, strict=True):
             sampling = self._sampling(max_tokens=length, n=work.n)
@@ -137,12 +143,44 @@ class VllmEngine:
         return self._facts
 
     def last_steps(self) -> Row:
-        """Empty: its statistics are off."""
-        return {}
+        """The mean number of distinct experts per layer in the last step, if the job counts them."""
+        if not self._experts:
+            return {}
+        counts = [kept.experts_TK[: self._rows].unique().numel() for kept in self._experts]  # type: ignore[index]
+        return {"distinct_experts": statistics.mean(counts)}
 
     def close(self) -> None:
         """Leave the rest to the end of the process, which is quicker."""
         self._folder.cleanup()
+
+
+class _KeptExperts:
+    """The experts of a layer in the newest step; a captured step writes them, too."""
+
+    def __init__(self) -> None:
+        self.experts_TK: torch.Tensor | None = None
+
+    def keep(self, experts_TK: torch.Tensor) -> None:
+        """Copy the experts into a buffer that the first call, which is the largest step, makes."""
+        if self.experts_TK is None:
+            self.experts_TK = experts_TK.clone()
+        self.experts_TK[: len(experts_TK)].copy_(experts_TK)
+
+
+def count_experts() -> list[_KeptExperts]:
+    """From now on every router that vLLM makes keeps its experts; the list grows with the routers."""
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    kept: list[_KeptExperts] = []
+    usual = BaseRouter.__init__
+
+    def make(router: Any, *args: Any, **kwargs: Any) -> None:
+        usual(router, *args, **kwargs)
+        kept.append(_KeptExperts())
+        router.set_capture_fn(kept[-1].keep)
+
+    BaseRouter.__init__ = make
+    return kept
 
 
 def capture_sizes(most_rows: int) -> list[int]:

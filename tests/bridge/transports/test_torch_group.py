@@ -45,11 +45,13 @@ class Peer:
     """Rank 0 of a group of two."""
 
     def __init__(self, worker: Worker, name: str = "mine") -> None:
-        self.worker, self.name, port = worker, name, free_port()
+        self.worker, self.name = worker, name
         self._closed = False
+        wait = timedelta(seconds=20)
+        # It listens before the worker is told where: the worker's time to connect is short in some tests.
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=wait, wait_for_workers=False)
         with ThreadPoolExecutor(1) as thread:
-            joined = thread.submit(worker.control, action="join", group=name, meeting=meeting(port))
-            store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, timeout=timedelta(seconds=20))
+            joined = thread.submit(worker.control, action="join", group=name, meeting=meeting(store.port))
             prefix = f"{name}/{name}//cpu/"
             self.group = BroadcastGroup(store, prefix, 0, 2, "127.0.0.1", torch.device("cpu"), 20)
             assert joined.result() == {"op": "ok"}

@@ -29,6 +29,14 @@ def scratch_for(experts: int) -> RouterScratch:
     return scratch
 
 
+@pytest.fixture(params=[False, True], ids=["one", "many"])
+def tokens_a_program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token a program chooses experts, or several, as in prefills."""
+    if request.param:
+        monkeypatch.setattr(triton_router, "MANY_TOKENS", 1)
+
+
+@pytest.mark.usefixtures("tokens_a_program")
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden"), [(1, 8, 2, 64), (3, 60, 4, 256), (11, 40, 8, 36), (2, 200, 6, 64)]
@@ -48,6 +56,7 @@ def test_the_router_is_its_twin(tokens, experts, top_k, hidden, renormalize, dty
     assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.usefixtures("tokens_a_program")
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("experts", [70, 128, 129, 300])
 def test_experts_are_chosen_from_logits_of_any_dtype(renormalize, experts):
@@ -59,6 +68,7 @@ def test_experts_are_chosen_from_logits_of_any_dtype(renormalize, experts):
         assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.usefixtures("tokens_a_program")
 def test_parts_of_logits_are_added_up_and_rounded_once():
     parts = normal(3, 4, 40, dtype=torch.float32)
     got = moe_choose(parts, torch.bfloat16, 5, True)
@@ -67,11 +77,13 @@ def test_parts_of_logits_are_added_up_and_rounded_once():
     assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.usefixtures("tokens_a_program")
 def test_of_equal_logits_the_lower_index_comes_first():
     logits = torch.tensor([[[0.0, 1.0, -0.0, 1.0, 0.0], [-0.0, 0.0, -0.0, 0.0, -1.0]]], device=DEVICE)
     assert moe_choose(logits, torch.float32, 3, True).experts_TK.tolist() == [[1, 3, 0], [0, 1, 2]]
 
 
+@pytest.mark.usefixtures("tokens_a_program")
 def test_nan_logits_give_valid_experts():
     logits = normal(3, 40, dtype=torch.float32)
     logits[0] = float("nan")
@@ -86,6 +98,7 @@ def test_nan_logits_give_valid_experts():
         assert weights[:2].isnan().all() and weights[2].isfinite().all(), "a NaN counts even if it was not chosen"
 
 
+@pytest.mark.usefixtures("tokens_a_program")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
 def test_experts_are_recorded_for_replay_where_a_slot_is_given(dtype):
     x, router = normal(4, 32), normal(16, 32)
@@ -96,6 +109,16 @@ def test_experts_are_recorded_for_replay_where_a_slot_is_given(dtype):
     assert kept[[5, 0, 2], 1].tolist() == got.experts_TK[[0, 2, 3]].tolist()
     assert kept[:, [0, 2]].tolist() == [[[99, 99]] * 2] * 6
     assert kept[[1, 3, 4], 1].tolist() == [[99, 99]] * 3
+
+
+def test_many_tokens_choose_the_experts_of_few_and_deterministically_the_same_weights():
+    logits = normal(1, 1100, 60, dtype=torch.float32)
+    few = [moe_choose(logits[:, i : i + 100].contiguous(), torch.bfloat16, 4, True) for i in range(0, 1100, 100)]
+    many = moe_choose(logits, torch.bfloat16, 4, True)
+    same = moe_choose(logits, torch.bfloat16, 4, True, deterministic=True)
+    assert torch.equal(many.experts_TK, torch.cat([each.experts_TK for each in few]))
+    assert torch.allclose(many.weights_TK, same.weights_TK, rtol=1e-5, atol=1e-7)
+    assert torch.equal(same.weights_TK, torch.cat([each.weights_TK for each in few]))
 
 
 def test_a_token_is_routed_as_if_it_were_alone():

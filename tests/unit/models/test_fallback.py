@@ -19,6 +19,7 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.build import check_model
@@ -27,6 +28,7 @@ from rollout.models.fallback.attention import PAGED, paged_attention
 from rollout.models.fallback.experts import by_kernels, kernels_take
 from rollout.models.fallback.host_reads import HostReads
 from rollout.models.fallback.masks import read_mask
+from rollout.models.fallback.model import TransformersModel
 from rollout.models.fallback.start import capture_obstacle
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.models.fallback import CONFIGS, make_checkpoint, make_model
@@ -236,6 +238,22 @@ def test_a_model_that_differs_from_its_own_eager_attention_is_not_served(
     monkeypatch.setitem(AttentionInterface._global_mapping, PAGED, wrong)
     with pytest.raises(ValueError, match="eager attention"):
         load(folder, load_format="random")
+
+
+def test_a_head_may_pass_on_results_that_its_base_model_has_beside_hidden_states() -> None:
+    """As models of images and sound do, under names that change between versions of transformers."""
+
+    class Passing(transformers.LlamaForCausalLM):
+        def forward(self, **inputs: Any) -> Any:
+            states = self.model(**inputs)
+            rest = (states.past_key_values, states.image_outputs, states.audio_hidden_states, states[1:])
+            return CausalLMOutputWithPast(logits=self.lm_head(states.last_hidden_state), hidden_states=rest)
+
+    module = make_model("LlamaForCausalLM")
+    module.__class__ = Passing
+    served = TransformersModel(module, 64)
+    hidden_SH = torch.randn(5, module.config.hidden_size)
+    torch.testing.assert_close(served.compute_logits(hidden_SH), module.lm_head(hidden_SH))
 
 
 def test_a_step_is_captured_unless_it_reads_the_device_or_has_no_kernels(tmp_path: Path) -> None:

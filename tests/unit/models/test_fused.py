@@ -13,7 +13,7 @@ from rollout_kernels.moe.dispatch import MoEShape, moe_plan
 from rollout_kernels.moe.triton_group_pairs import pairs_at_once
 
 from rollout.config import ModelSettings
-from rollout.models import Decoder, KVCache, fused_experts, load_model
+from rollout.models import Decoder, KVCache, fused, fused_experts, load_model
 from rollout.models.fused import FusedDecoder, supports, takes_feed_forward, takes_mixer
 from rollout.models.layers import Attention, DenseFeedForward, SparseFeedForward
 from rollout.models.random_init import fill_random
@@ -55,6 +55,22 @@ def test_a_dense_model_equals_transformers_in_float32(name: str, tmp_path: Path)
     _, generic, _ = steps(model, model, LONG)
     for mine, theirs in zip((*runner.kv.k, *runner.kv.v), (*generic.kv.k, *generic.kv.v), strict=True):
         assert torch.allclose(mine[1:], theirs[1:], atol=1e-5), "the same keys and values, and nothing elsewhere"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-odd", "qwen3_moe", "gpt_oss"])
+def test_products_of_many_tokens_are_added_to_the_residual_stream(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without biases, before dense layers and before experts."""
+    model, _ = make(name, tmp_path, "float32")
+    by_parts, _, _ = steps(model, FusedDecoder(model), LONG)
+    added, add = [], torch.Tensor.addmm_
+    monkeypatch.setattr(fused, "ADDED_FROM", 1)
+    monkeypatch.setattr(fused, "linear_config", lambda *_: None)
+    monkeypatch.setattr(fused_experts, "MOST_TOKENS", 0)
+    monkeypatch.setattr(torch.Tensor, "addmm_", lambda to, *of: added.append(to) or add(to, *of))
+    logits, _, _ = steps(model, FusedDecoder(model), LONG)
+    assert added and error(logits, by_parts) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3", *nightly("qwen3-odd", "llama")])
@@ -158,8 +174,8 @@ def test_layers_may_differ_in_heads_rope_window_and_width(kv_dtype: torch.dtype,
     assert [tuple(k.shape[2:]) for k in kv.k] == [(2, 16), (1, 32), (2, 16)]
     held = sum(tensor.nbytes for tensor in kv.tensors)
     assert held == 5 * 4 * spec.kv_bytes_per_token(kv_dtype) and kv.pages == 5
-    fused, by_generic = (steps(model, forward, LONG, kv_dtype)[0] for forward in (FusedDecoder(model), model))
-    assert error(fused, by_generic) < (1e-5 if kv_dtype == torch.float32 else 0.05)
+    by_kernels, by_generic = (steps(model, forward, LONG, kv_dtype)[0] for forward in (FusedDecoder(model), model))
+    assert error(by_kernels, by_generic) < (1e-5 if kv_dtype == torch.float32 else 0.05)
     whole = PagedRunner(model, rows=1, max_tokens=LONG + 2, kv_dtype=kv_dtype)
     assert error(whole.prefill({0: tokens(LONG + 2, spec.vocab, 1)})[0], by_generic[-LONG - 2 :]) < 1e-5
 
