@@ -343,8 +343,8 @@ class FusedDecoder:
 
         Of a shard it is this rank's part of a sum, to which the first rank adds the bias.
         """
-        cublas = self._configs[self._products[module]] is None
-        if cublas and adapters is None and len(x_TK) >= ADDED_FROM and not module.partial:
+        config, many = self._configs[self._products[module]], len(x_TK) >= ADDED_FROM
+        if config is None and adapters is None and many and not module.partial:
             if module.bias is not None:
                 residual_TH += module.bias
             residual_TH.addmm_(x_TK, module.weight.T)

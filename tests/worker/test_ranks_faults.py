@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,6 +96,7 @@ def test_a_follower_that_is_lost_ends_the_group_with_all_tokens_handed_back(
     assert "rank 1" in worker.log_path.read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_idle_worker_notices_that_a_follower_is_lost(
     start: Callable[..., WorkerProcess], number: signal.Signals
@@ -110,7 +110,7 @@ def test_an_idle_worker_notices_that_a_follower_is_lost(
     assert is_gone(follower)
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_followers_end_with_rank_0_even_if_they_are_stopped(start: Callable[..., WorkerProcess], stopped: bool) -> None:
     worker = start(tensor_parallel=4)
     followers = followers_of(worker.pid)
@@ -121,6 +121,7 @@ def test_followers_end_with_rank_0_even_if_they_are_stopped(start: Callable[...,
     until(lambda: all(is_gone(pid) for pid in followers), "the end of the followers", 10.0)
 
 
+@pytest.mark.nightly
 def test_a_group_whose_rank_0_was_stopped_goes_on(start: Callable[..., WorkerProcess]) -> None:
     worker = start()
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
@@ -134,6 +135,7 @@ def test_a_group_whose_rank_0_was_stopped_goes_on(start: Callable[..., WorkerPro
     check("17:", completion, COUNT)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_follower_that_is_lost_during_an_update_gives_the_publisher_an_answer(
     start: Callable[..., WorkerProcess], number: signal.Signals
@@ -150,6 +152,7 @@ def test_a_follower_that_is_lost_during_an_update_gives_the_publisher_an_answer(
     assert ended(worker) == FAULT
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_follower_that_is_lost_at_the_start_ends_the_worker(tmp_path: Path, number: signal.Signals) -> None:
     command = rollout("serve", str(ONES), "--tensor-parallel=2", "--device=cpu", "--bind=tcp://127.0.0.1:0")
@@ -170,6 +173,7 @@ def test_a_follower_that_is_lost_at_the_start_ends_the_worker(tmp_path: Path, nu
         assert process.returncode == 1 and "rank 1 was ended by signal 9" in log.read_text()
 
 
+@pytest.mark.nightly
 def test_a_worker_drains_on_a_signal_to_all_of_its_processes(start: Callable[..., WorkerProcess]) -> None:
     worker = start()
     followers = followers_of(worker.pid)
@@ -184,6 +188,7 @@ def test_a_worker_drains_on_a_signal_to_all_of_its_processes(start: Callable[...
     assert all(is_gone(pid) for pid in followers)
 
 
+@pytest.mark.nightly
 def test_a_supervisor_starts_a_lost_group_again_on_its_endpoint(start: Callable[..., WorkerProcess]) -> None:
     worker = start(workers=2, restart_backoff_s=0.1)
     ready = facts(worker.log_path)[0]
@@ -202,7 +207,6 @@ def test_a_supervisor_starts_a_lost_group_again_on_its_endpoint(start: Callable[
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--speculation=suffix"], "speculation = off"),
         (["--adapter-slots=2", "--sleep"], "adapter_slots = 0 and sleep = false"),
         (["--host-kv-gib=1"], "host_kv_gib = 0"),
         (["--apply=in_place"], "apply"),
@@ -213,4 +217,3 @@ def test_what_a_group_cannot_do_is_refused_with_the_reason(flags: list[str], say
     command = rollout("serve", str(ONES), "--tensor-parallel=2", "--device=cpu", "--bind=tcp://127.0.0.1:0", *flags)
     done = subprocess.run(command, capture_output=True, text=True, env=subprocess_environment(), timeout=240)
     assert done.returncode != 0 and says in done.stderr, done.stderr
-    assert sys.platform == "linux"
