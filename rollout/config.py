@@ -246,7 +246,7 @@ class EngineSettings(_Section):
         ge=1,
         le=64,
         description="GPUs that run the model together, with a part of it each: ranks, a process each on this machine. "
-        "Needs Linux; on a CPU the ranks are processes that share it. Excludes adapters, speculation, sleep, "
+        "Needs Linux; on a CPU the ranks are processes that share it. Excludes adapters, sleep, "
         "host_kv_gib, and models that run through transformers' own code or have linear or latent attention",
     )
     check_ranks: bool = Field(
@@ -315,7 +315,6 @@ class EngineSettings(_Section):
             return self
         asked = {
             "adapter_slots = 0": self.adapter_slots > 0,
-            "speculation = off": self.speculation != "off",
             "sleep = false": self.sleep,
             "host_kv_gib = 0": self.host_kv_gib > 0,
         }

@@ -49,6 +49,7 @@ from rollout.engine.sizing import (
     weight_bytes,
 )
 from rollout.engine.speculation.drafter import DRAFTERS
+from rollout.engine.speculation.step_costs import StepCosts
 from rollout.engine.step.decode_costs import measure_decode_costs
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Orders, Streams
@@ -222,6 +223,7 @@ class _Steps:
     """What runs steps, and the bounds of their uploads."""
 
     executor: Executor
+    costs: StepCosts | None  # with speculation
     slots: list[Slot]
     routing: RoutingShape | None
     context: int  # longest sequence, tokens
@@ -248,8 +250,8 @@ def _build_steps(site: _Site, lasting: _Lasting | None, progress: Progress | Non
     speculates = engine.draft_rows > 0
     slots = [Slot(device, words, engine.step_rows, vocab, chunk, routing, speculates) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    executor = _build_executor(site, rows, adapters, states, encoder, slots, lasting, progress)
-    return _Steps(executor, slots, routing, context, chunk, prompt_words)
+    executor, costs = _build_executor(site, rows, adapters, states, encoder, slots, lasting, progress)
+    return _Steps(executor, costs, slots, routing, context, chunk, prompt_words)
 
 
 def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: Progress | None = None) -> EngineParts:
@@ -279,16 +281,15 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
         multiple, step.adapters is not None, sizes, shared, range(engine.max_rows + 1, engine.step_rows + 1)
     )
     words_of = functools.partial(upload_words, images=step.encoder is not None)
-    scheduler = Scheduler(limits, roster, words_of, _speculation(engine, executor, slots[0]))
+    scheduler = Scheduler(limits, roster, words_of, _speculation(engine, steps.costs))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 
-def _speculation(engine: EngineSettings, executor: Executor, slot: Slot) -> Speculation | None:
-    if engine.speculation == "off":
+def _speculation(engine: EngineSettings, costs: StepCosts | None) -> Speculation | None:
+    if costs is None:
         return None
     adapts = engine.speculation == "auto"
     drafter = DRAFTERS["suffix" if adapts else engine.speculation](engine.speculation_kept_tokens)
-    costs = measure_decode_costs(executor, slot, engine.step_rows)
     return Speculation(drafter, engine.speculation_tokens, engine.speculation_rows, costs, adapts)
 
 
@@ -339,8 +340,11 @@ def _build_executor(
     slots: list[Slot],
     lasting: _Lasting | None,
     progress: Progress | None,
-) -> Executor:
-    """The device's side: streams, KV pool, captured steps. On an error the streams end."""
+) -> tuple[Executor, StepCosts | None]:
+    """The device's side: streams, KV pool, captured steps; and what steps cost, for speculation.
+
+    On an error the streams end.
+    """
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
     context = context_limit(settings, model)
     kv = _allocate_kv(model, _LEAST_PAGES, engine, states) if lasting is None else lasting.kv
@@ -361,15 +365,19 @@ def _build_executor(
         if graph_rows is not None:
             graphs = DecodeGraphs(step, streams.compute, context, graph_rows)
             graphs.capture(slots, progress)
+        costs = None
+        if engine.speculation != "off":
+            costs = measure_decode_costs(Executor(device, streams, step, graphs), slots[0], engine.step_rows)
         orders = None
-        if site.lead is not None:
+        if site.lead is not None:  # from here on the other ranks run what they are ordered to
             words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
             orders = site.lead(words, engine.step_rows, width, chunk_tokens(engine, model))
     except BaseException:
         Executor(device, streams, step, graphs, mover, state_mover).close()
         raise
     checked = model.group if engine.check_ranks and isinstance(model, Decoder) and model.group.size > 1 else None
-    return Executor(device, streams, step, graphs, mover, state_mover, orders, not site.follows, checked)
+    movers = mover, state_mover
+    return Executor(device, streams, step, graphs, *movers, orders, not site.follows, checked), costs
 
 
 def _mover(site: _Site, kv: KVCache, compute: Stream, host_memory: HostMemory | None) -> PageMover | None:

@@ -95,7 +95,10 @@ class Follower:
         elif head.kind == DRAW:
             assert self._last is not None, "a draw follows its step"
             header, slot = self._last
-            slot.masks.take(*read_draw(layout, rest))
+            at, refused, masks_CW = read_draw(layout, rest)
+            slot.masks.arrived.synchronize()  # the masks of two steps before are read
+            slot.masks.set_rows(at, refused)
+            slot.masks.host[: len(at)].copy_(masks_CW)
             self._executor.draw_with_masks(header, slot)
             reports.add(self._number, "drawn")
         elif head.kind == PREPARE:

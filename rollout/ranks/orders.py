@@ -39,8 +39,8 @@ class Orders:
 
     def draw(self, masks: StepMasks) -> None:
         """Give the draw of the last step."""
-        at_C, masks_CW = masks.host_parts
-        self._write(DRAW, list(masks_CW.shape), _bytes(at_C), _bytes(masks_CW))
+        at, refused = masks.rows
+        self._write(DRAW, [at, refused, masks.host.shape[1]], _bytes(masks.host[: len(at)]))
 
     def prepare(self, total_bytes: int, manifest_bytes: int) -> int:
         """Give an update to prepare; returns its number. Any thread may call it."""
@@ -74,12 +74,10 @@ def read_step(layout: memoryview, words: memoryview) -> Upload:
     return Upload(header, torch.from_numpy(np.frombuffer(words, dtype=np.int32)))
 
 
-def read_draw(layout: memoryview, body: memoryview) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places and masks of a DRAW, in the ring."""
-    rows, width = msgpack.unpackb(layout)
-    at_C = np.frombuffer(body[: 8 * rows], dtype=np.int64)
-    masks_CW = np.frombuffer(body[8 * rows :], dtype=np.int32).reshape(rows, width)
-    return torch.from_numpy(at_C), torch.from_numpy(masks_CW)
+def read_draw(layout: memoryview, body: memoryview) -> tuple[list[int], list[int], torch.Tensor]:
+    """The rows of a DRAW (`StepMasks.set_rows`) and their masks, which are in the ring."""
+    at, refused, width = msgpack.unpackb(layout)
+    return at, refused, torch.from_numpy(np.frombuffer(body, dtype=np.int32).reshape(len(at), width))
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

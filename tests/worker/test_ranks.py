@@ -48,7 +48,11 @@ class Pair:
         return list(zip(*results, strict=True))
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
+#: Ranks and speculation of the second worker.
+CASES = [(2, "off"), *(pytest.param(case, marks=pytest.mark.nightly) for case in [(2, "suffix"), (4, "off")])]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     from transformers import AutoTokenizer
 
@@ -58,7 +62,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     make_tokenizer_folder(folder)
     logs = tmp_path_factory.mktemp("logs")
     one = launch(folder, log=logs / "one", wait=False, **FLAGS | {"check_ranks": False})
-    several = launch(folder, log=logs / "several", wait=False, tensor_parallel=request.param, **FLAGS)
+    flags = dict(zip(("tensor_parallel", "speculation"), request.param, strict=True))
+    several = launch(folder, log=logs / "several", wait=False, **flags, **FLAGS)
     with one, several:
         for worker in (one, several):
             worker.wait_ready(240)
@@ -149,8 +154,10 @@ def test_an_update_amid_a_completion_is_swapped_by_all_ranks_or_by_none(pair: Pa
         ):
             stream = client.generate(**greedy | {"max_tokens": 170}, stream="tokens")
             next(stream)
+            client.pause("keep")
             (report,) = publisher.publish(new, 1).applied(60)
             assert report.version == 1
+            client.resume()
             (completion,) = stream.wait().completions
             assert [version for version, _ in completion.versions] == [0, 1]
             with pytest.raises(Exception, match="missing tensors"):

@@ -101,15 +101,10 @@ class StepMasks:
         self._refused_host_R[: len(refused)] = torch.tensor(list(refused), dtype=torch.int64)
 
     @property
-    def host_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places (int64 [C]) and masks (int32 [C, W]) as they are on the host."""
-        return self._at_host_R[: self._count], self._host_RW[: self._count]
-
-    def take(self, at_C: torch.Tensor, masks_CW: torch.Tensor) -> None:
-        """Write what `host_parts` of another rank gave."""
-        self._count = len(at_C)
-        for mine, theirs in zip(self.host_parts, (at_C, masks_CW), strict=True):
-            mine.copy_(theirs)
+    def rows(self) -> tuple[list[int], list[int]]:
+        """What `set_rows` was given."""
+        at, refused = self._at_host_R[: self._count], self._refused_host_R[: self._refused_count]
+        return at.tolist(), refused.tolist()
 
     def copy(self) -> None:
         """Copy host to device; runs on the H2D stream."""
