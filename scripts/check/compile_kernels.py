@@ -72,6 +72,7 @@ class Shape(NamedTuple):
 
 DENSE = Shape(4096, 32, 8, 128, 12288, 151936)  # Qwen3-8B
 SPARSE = Shape(2048, 32, 4, 128, 768, 151936, 128, 8)  # Qwen3-30B-A3B
+HALF = Shape(2048, 16, 2, 128, 384, 75968, 128, 8)  # Qwen3-30B-A3B on each of two GPUs
 Case = tuple[str, Callable[[], Any]]
 
 
@@ -420,10 +421,12 @@ def main() -> None:
 
     compile_instead(args.capability, seen)
     for rows in args.rows:
-        for shape, label in ((DENSE, "dense"), (SPARSE, "moe")):
+        for shape, label in ((DENSE, "dense"), (SPARSE, "moe"), (HALF, "half of moe")):
             cases = [*products(shape, rows), *dense_step(shape, rows)]
             cases += [] if shape.experts else adapters(shape, rows)
-            if shape.experts:
+            if shape is HALF:
+                cases += sparse_step(shape, rows)
+            elif shape.experts:
                 cases += [*sparse_step(shape, rows), *linear_attention(rows), *latent_attention(rows)]
             for case, run in cases:
                 name = f"{label}, {rows} rows: {case}"
