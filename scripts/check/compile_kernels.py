@@ -74,7 +74,6 @@ class Shape(NamedTuple):
 
 DENSE = Shape(4096, 32, 8, 128, 12288, 151936)  # Qwen3-8B
 SPARSE = Shape(2048, 32, 4, 128, 768, 151936, 128, 8)  # Qwen3-30B-A3B
-<<<<<<< HEAD
 #: Sizes that other families bring, with `--families`.
 OTHERS = {
     "qwen3.5-27b": Shape(5120, 24, 4, 256, 17408, 248320),
@@ -85,9 +84,7 @@ OTHERS = {
     "olmo-3-7b": Shape(4096, 32, 32, 128, 11008, 100278),
     "gemma-3-12b": Shape(3840, 16, 8, 256, 15360, 262208),
 }
-=======
 HALF = Shape(2048, 16, 2, 128, 384, 75968, 128, 8)  # Qwen3-30B-A3B on each of two GPUs
->>>>>>> tpb
 Case = tuple[str, Callable[[], Any]]
 
 
@@ -452,8 +449,8 @@ def main() -> None:
 
     compile_instead(args.capability, seen)
     for rows in args.rows:
-<<<<<<< HEAD
-        chosen = [(label, OTHERS[label]) for label in args.families or ()] or [("dense", DENSE), ("moe", SPARSE)]
+        usual = [("dense", DENSE), ("moe", SPARSE), ("half of moe", HALF)]
+        chosen = [(label, OTHERS[label]) for label in args.families or ()] or usual
         for label, shape in chosen:
             cases = [*products(shape, rows), *dense_step(shape, rows)]
             cases += [] if shape.experts or args.families else adapters(shape, rows)
@@ -461,15 +458,6 @@ def main() -> None:
                 cases += sparse_step(shape, rows)
             if shape is SPARSE:
                 cases += [*linear_attention(rows), *latent_attention(rows)]
-=======
-        for shape, label in ((DENSE, "dense"), (SPARSE, "moe"), (HALF, "half of moe")):
-            cases = [*products(shape, rows), *dense_step(shape, rows)]
-            cases += [] if shape.experts else adapters(shape, rows)
-            if shape is HALF:
-                cases += sparse_step(shape, rows)
-            elif shape.experts:
-                cases += [*sparse_step(shape, rows), *linear_attention(rows), *latent_attention(rows)]
->>>>>>> tpb
             for case, run in cases:
                 name = f"{label}, {rows} rows: {case}"
                 if any(only in name for only in args.only):
