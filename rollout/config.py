@@ -6,6 +6,7 @@ A setting comes from a TOML file, then the environment, then the command line; t
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -240,6 +241,19 @@ class EngineSettings(_Section):
         description="tokens of prompts and completions that are kept to draft from, beside those of running "
         "completions; one takes about 300 bytes of host memory",
     )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="GPUs that run the model together, with a part of it each: ranks, a process each on this machine. "
+        "Needs Linux; on a CPU the ranks are processes that share it. Excludes adapters, sleep, "
+        "host_kv_gib, and models that run through transformers' own code or have linear or latent attention",
+    )
+    check_ranks: bool = Field(
+        False,
+        description="compare the tokens that the ranks of tensor_parallel drew after every step, and end the worker "
+        "where they differ; for debugging",
+    )
     stop_check_every: int = Field(4, ge=1, description="tokens between two searches for stop strings")
     max_faults: int = Field(
         3, ge=0, description="engine faults in an hour that are repaired by a rebuild; one more ends the worker"
@@ -293,6 +307,24 @@ class EngineSettings(_Section):
             raise ValueError(f"adapters lists {len(given)}: raise max_adapters (now {self.max_adapters})")
         if self.adapter_slots and self.deterministic:
             raise ValueError("deterministic excludes adapters: set adapter_slots = 0")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_can_do_it(self) -> EngineSettings:
+        if self.tensor_parallel == 1:
+            return self
+        asked = {
+            "adapter_slots = 0": self.adapter_slots > 0,
+            "sleep = false": self.sleep,
+            "host_kv_gib = 0": self.host_kv_gib > 0,
+        }
+        if wrong := [setting for setting, is_asked in asked.items() if is_asked]:
+            raise ValueError(
+                f"tensor_parallel = {self.tensor_parallel} is not implemented with this: set {' and '.join(wrong)}, or "
+                "tensor_parallel = 1"
+            )
+        if not sys.platform.startswith("linux"):
+            raise ValueError("tensor_parallel needs Linux: set it to 1")
         return self
 
     @model_validator(mode="after")

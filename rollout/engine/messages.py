@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from rollout.constraints.matcher import Constraint
+from trainer_bridge.wire.prompt_tops import PromptTops
 from trainer_bridge.wire.sampling_rules import SamplingRules
 
 if TYPE_CHECKING:
@@ -262,6 +263,7 @@ class Request:
     session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
     top_logprobs: int = 0  # top tokens to return at each position, up to MAX_TOP_LOGPROBS
     prompt_logprobs: bool = False  # return log-probs of the prompt, which is then computed as a whole
+    prompt_tops: int | None = None  # with them ranks and so many top tokens, up to MAX_TOP_LOGPROBS; None: neither
     adapter: str | None = None  # name of the low-rank adapter that its rows use
     routing_from: int | None = None  # return routing from this position in prompt and completion on; None: no routing
 
@@ -415,6 +417,7 @@ class Delta:
     top_ids: np.ndarray | None = None  # int32 [k, tops], likeliest first, if requested
     top_logprobs: np.ndarray | None = None  # float32 [k, tops], of the model's plain distribution
     prompt_logprobs: np.ndarray | None = None  # as in `RequestDone`; with the first delta of completion 0
+    prompt_tops: PromptTops | None = None  # the same
     #: All so far, if the request names an adapter: (token, version): from this token on the adapter had that version.
     adapter_versions: tuple[tuple[int, int], ...] = ()
 
@@ -432,6 +435,7 @@ class RequestDone:
     decode_s: float
     total_s: float
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens]; NaN for the first and for missing ones
+    prompt_tops: PromptTops | None = None  # of the same tokens, if asked for
 
 
 @dataclass(frozen=True, slots=True)

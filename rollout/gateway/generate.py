@@ -147,8 +147,9 @@ class Generate:
             "prompt_logprobs": None,
             "usage": usage([result]),
         }
-        if result.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_entries(body.token_ids, result.prompt_logprobs, gateway.text.token_text)
+        if params.prompt_logprobs is not None:
+            most, name = params.prompt_logprobs, gateway.text.token_text
+            answer["prompt_logprobs"] = await prompt_entries(body.token_ids, result, most, name)
         if body.return_token_ids:
             answer["prompt_token_ids"] = body.token_ids
         return json_answer(answer)

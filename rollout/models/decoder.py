@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
+from rollout_kernels.sampling import VocabShard
 from torch import nn
 
 from rollout.models.batch import AttentionBatch, KVCache
@@ -172,6 +173,12 @@ class Decoder(Block):
         if divisor != 1.0:
             logits_SV = logits_SV.div_(divisor)
         return logits_SV if softcap is None else logits_SV.div_(softcap).tanh_().mul_(softcap)
+
+    @property
+    def vocab_shard(self) -> VocabShard | None:
+        """The part of the vocabulary that `compute_logits` gives the logits of; None if all."""
+        spec = self.spec
+        return None if spec.shard is None else VocabShard(self.group, spec.kept_vocab.start, len(spec.vocab_of(0)))
 
     def join_logits(self, logits_SK: torch.Tensor) -> torch.Tensor:
         """Logits of the whole vocabulary, float32 [S, V], on every rank; `logits_SK` are those of `compute_logits`."""

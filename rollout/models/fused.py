@@ -39,7 +39,7 @@ from rollout_kernels.moe import gluon_experts
 from rollout_kernels.moe.triton_padded_groups import PaddedGroups
 from rollout_kernels.moe.triton_router import sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
-from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm
+from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 
 from rollout.models import deterministic as one_order
 from rollout.models.batch import AttentionBatch, KVCache, WantedTokens
@@ -87,13 +87,10 @@ def obstacle(model: Decoder, experts: bool) -> str | None:
     return "its attention and its feed-forward blocks are variants that no kernel has"
 
 
-def takes_mixer(spec: MixerSpec, deterministic: bool = False) -> bool:
-    """True if the kernels run this mixer: attention with a rope by halves and without a gate of its own product.
-
-    They run the products of linear attention with `deterministic` only; otherwise cuBLAS does.
-    """
+def takes_mixer(spec: MixerSpec) -> bool:
+    """True if the kernels run this mixer: attention with a rope by halves and no own gate, or linear attention."""
     if not isinstance(spec, AttentionSpec):
-        return deterministic and isinstance(spec, DeltaNetSpec)
+        return isinstance(spec, DeltaNetSpec)
     return not (spec.gate or spec.rope.interleaved)
 
 
@@ -143,11 +140,13 @@ class FusedDecoder:
             raise ValueError(f"the fused kernels do not run the residual stream of {model.spec.architecture}")
         if deterministic:
             one_order.check_deterministic(model.spec)
+            if not model.group.one_order:
+                raise ValueError(f"deterministic is not possible with {model.group.size} GPUs a worker: use one or two")
         self._model = model
         self._deterministic = deterministic
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
         dtype, layers = model.embed.dtype, [cast(DecoderLayer, layer) for layer in model.layers]
-        mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec, deterministic)}
+        mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec)}
         feed_forwards = {layer.feed_forward for layer in layers if takes_feed_forward(layer.feed_forward.spec, dtype)}
         self._fused: set[Block] = {*mixers, *feed_forwards}
         self._generic_blocks = len(self._fused) < 2 * len(layers)
@@ -221,7 +220,8 @@ class FusedDecoder:
     @property
     def takes_wanted(self) -> bool:
         """True if steps may name the tokens whose hidden states are wanted."""
-        return self._model.layers[-1].mixer in self._fused and not self._deterministic
+        last = self._model.layers[-1].mixer
+        return last in self._fused and isinstance(last, Attention) and not self._deterministic
 
     def _embed(
         self, token_ids_T: torch.Tensor, batch: AttentionBatch, rope: Rope
@@ -251,7 +251,7 @@ class FusedDecoder:
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
         mixed: Unsummed | None
         if layer.mixer in self._fused and isinstance(layer.mixer, DeltaNet):
-            mixed = self._linear_attention(layer.mixer, x_TH, context)
+            mixed = self._linear_attention(layer, layer.mixer, x_TH, residual_TH, context)
         elif layer.mixer in self._fused:
             assert isinstance(layer.mixer, Attention)
             queries = self._queries(layer.mixer, x_TH, context)
@@ -286,11 +286,15 @@ class FusedDecoder:
         feed_forward, fused = layer.feed_forward, layer.feed_forward in self._fused
         experts = self._experts if fused and isinstance(feed_forward, SparseFeedForward) else None
         if experts is not None:
-            sharded = self._model.spec.shard is not None
-            normed_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight) if sharded else None
+            normed_TH = None
             parts = None if mixed is None else mixed.parts_STN
+            if mixed is not None and mixed.partial:
+                if experts.joins_norm(len(residual_TH)):
+                    parts = self._all_reduced(mixed.parts_STN, residual_TH.dtype)
+                else:
+                    normed_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight)
             residual_TH, parts = experts.run(layer, residual_TH, parts, context.batch.experts, normed_TH)
-            return residual_TH, Unsummed(parts, None, sharded)
+            return residual_TH, Unsummed(parts, None, self._model.spec.shard is not None)
         x_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight)
         if not fused:
             return residual_TH, Unsummed(feed_forward(x_TH, context).value()[None], None)
@@ -305,11 +309,18 @@ class FusedDecoder:
             return add_rms_norm(residual_TH, None, weight_H, spec.eps, None, spec.unit_offset)
         parts, correction, partial = added
         if partial:
-            group, dtype = self._model.group, residual_TH.dtype
-            if group.peers is not None and group.peers.fits(len(residual_TH), spec.hidden, dtype):
-                return all_reduce_norm(residual_TH, parts, weight_H, spec.eps, group.peers, spec.unit_offset)
-            parts = group.all_reduce(sum_of_parts(parts, dtype))[None]
+            peers = self._model.group.peers
+            if peers is not None and peers.fits(len(residual_TH), spec.hidden, residual_TH.dtype):
+                return all_reduce_norm(residual_TH, parts, weight_H, spec.eps, peers, spec.unit_offset)
+            parts = self._all_reduced(parts, residual_TH.dtype)
         return add_rms_norm(residual_TH, parts, weight_H, spec.eps, correction, spec.unit_offset)
+
+    def _all_reduced(self, parts_STH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The sum of the parts over all ranks, as one part."""
+        group = self._model.group
+        if group.peers is not None and group.peers.fits(parts_STH.shape[1], parts_STH.shape[2], dtype):
+            return all_reduce_rows(parts_STH, group.peers, dtype)[None]
+        return group.all_reduce(sum_of_parts(parts_STH, dtype))[None]
 
     def _product(
         self,
@@ -337,15 +348,18 @@ class FusedDecoder:
         residual_TH: torch.Tensor,
         later: bool = True,
     ) -> Unsummed | None:
-        """The last product of a block, and its bias. Of many tokens it is added to the residual stream: then None."""
-        config, many = self._configs[self._products[module]], len(x_TK) >= ADDED_FROM
-        if config is None and adapters is None and many and not module.partial:
+        """The last product of a block, and its bias. Of many tokens it is added to the residual stream: then None.
+
+        Of a shard it is this rank's part of a sum, to which the first rank adds the bias.
+        """
+        cublas = self._configs[self._products[module]] is None
+        if cublas and adapters is None and len(x_TK) >= ADDED_FROM and not module.partial:
             if module.bias is not None:
                 residual_TH += module.bias
             residual_TH.addmm_(x_TK, module.weight.T)
             return None
         result = self._product(name, x_TK, module, layer, adapters, later)
-        if module.bias is not None and not (module.partial and self._model.group.rank):  # once in the ranks' sum
+        if module.bias is not None and (not module.partial or self._model.group.rank == 0):
             result.parts_STN[0] += module.bias
         return result
 
@@ -405,21 +419,38 @@ class FusedDecoder:
         attention = layer.mixer
         assert isinstance(attention, Attention)
         cache = kv.layer(attention.kv_index)
-        # Experts take the sum of the product's parts, so nothing may be added to it later.
-        later = not (layer.feed_forward in self._fused and isinstance(layer.feed_forward, SparseFeedForward))
         if self._deterministic:
             out_TQD = one_order.attend(queries.q_TQD, batch, cache, attention.scale, attention.spec.window)
         else:
             out_TQD = attention.attend(queries.q_TQD, batch, cache)
         out_TK = gate_output(out_TQD.flatten(1), queries.gate_TK)
+        later = self._adds_to_mixers(layer)
         return self._output("o", out_TK, attention.o_proj, attention.layer, batch.adapters, residual_TH, later)
 
-    def _linear_attention(self, mixer: DeltaNet, x_TH: torch.Tensor, context: StepContext) -> Unsummed:
-        """The output of a linear attention block, by products that are added in one order; token by token."""
-        config = self._configs[self._products[mixer.in_proj]]
-        assert config is not None, "check_deterministic"
-        gated_TV = mixer.mix(linear(x_TH, mixer.in_proj.weight, config), context, one_by_one=True)
-        return self._product("o", gated_TV, mixer.o_proj, mixer.layer, None)
+    def _linear_attention(
+        self,
+        layer: DecoderLayer,
+        mixer: DeltaNet,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        context: StepContext,
+    ) -> Unsummed | None:
+        """The output of a linear attention block; None if the residual stream has it already.
+
+        With `deterministic` tokens go through it one by one.
+        """
+        config, adapters = self._configs[self._products[mixer.in_proj]], context.batch.adapters
+        weight = mixer.in_proj.weight
+        inputs_TN = F.linear(x_TH, weight) if config is None else linear(x_TH, weight, config)
+        if adapters is not None:
+            adapters.add(mixer.layer, "in", inputs_TN, x_TH)
+        gated_TV = mixer.mix(inputs_TN, context, one_by_one=self._deterministic)
+        later = self._adds_to_mixers(layer)
+        return self._output("o", gated_TV, mixer.o_proj, mixer.layer, adapters, residual_TH, later)
+
+    def _adds_to_mixers(self, layer: DecoderLayer) -> bool:
+        """Whether something may be added later to the output of a layer's mixer: experts take the sum of its parts."""
+        return not (layer.feed_forward in self._fused and isinstance(layer.feed_forward, SparseFeedForward))
 
 
 #: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.

@@ -1,6 +1,7 @@
 """Low-rank adapters on the device: slots for every product that they may correct, and how a step uses them.
 
-A slot has room for one adapter of up to `rank` in all mixers and dense feed-forward blocks. Weights are stored in
+A slot has room for one adapter of up to `rank` in all mixers and dense feed-forward blocks; that of a shard for the
+parts of A and B that belong to the inputs and outputs which the shard keeps. Weights are stored in
 the layout of the kernels (`rollout_kernels.lora`): ranks are padded with zeros and scaling is folded into B. So a step
 needs nothing but the slot of each token. Slot 0 means no adapter.
 
@@ -16,6 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank
 
+from rollout.models.cut import Cut
 from rollout.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec
 
 Product = Literal["qkv", "q_b", "in", "o", "gate_up", "down"]
@@ -57,6 +59,26 @@ class CorrectedModule(NamedTuple):
     begin: int  # the first of its outputs in the product
     outputs: int
     inputs: int
+    output_cut: Cut | None = None  # of a shard: what it keeps of the module's outputs
+    input_cut: Cut | None = None  # and of its inputs
+
+    @property
+    def whole_outputs(self) -> int:
+        """Outputs of the module in checkpoints."""
+        return self.outputs if self.output_cut is None else self.output_cut.whole
+
+    @property
+    def whole_inputs(self) -> int:
+        """Inputs of the module in checkpoints."""
+        return self.inputs if self.input_cut is None else self.input_cut.whole
+
+    def kept_a(self, a_RK: torch.Tensor) -> torch.Tensor:
+        """The part of an adapter's A that belongs to the kept inputs."""
+        return a_RK if self.input_cut is None else self.input_cut.take(a_RK)
+
+    def kept_b(self, b_NR: torch.Tensor) -> torch.Tensor:
+        """The part of an adapter's B that belongs to the kept outputs."""
+        return b_NR if self.output_cut is None else self.output_cut.take(b_NR)
 
 
 def corrected_modules(spec: ModelSpec) -> dict[str, CorrectedModule]:
@@ -65,7 +87,8 @@ def corrected_modules(spec: ModelSpec) -> dict[str, CorrectedModule]:
     for (layer, product), linear in model_products(spec).items():
         for index, (name, width) in enumerate(zip(linear.modules, linear.widths, strict=True)):
             begin = sum(linear.widths[:index])
-            module = CorrectedModule(layer, product, index, begin, width, linear.inputs)
+            cut = linear.output_cuts[index] if linear.output_cuts else None
+            module = CorrectedModule(layer, product, index, begin, width, linear.inputs, cut, linear.input_cut)
             modules |= {prefix + name: module for prefix in spec.layer_prefixes(layer)}
     return modules
 

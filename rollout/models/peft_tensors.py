@@ -64,8 +64,8 @@ class AdapterPlan:
                 parts[key] = (a, b)
             a, b = parts[key]
             first = module.number * rank
-            a[first : first + tensors_of.rank] = tensors[tensors_of.a]
-            scaled = tensors[tensors_of.b].float() * tensors_of.scaling
+            a[first : first + tensors_of.rank] = module.kept_a(tensors[tensors_of.a])
+            scaled = module.kept_b(tensors[tensors_of.b]).float() * tensors_of.scaling
             b[module.begin : module.begin + module.outputs, : tensors_of.rank] = scaled
         return AdapterWeights(max(module.rank for module in self.modules), parts)
 
@@ -157,7 +157,7 @@ def _module(
         missing = "B" if "A" in pair else "A"
         raise CheckpointError(f"{where}: {name:.200} has no lora_{missing}")
     rank = config.rank_of(name)
-    for tensor, wanted in ((pair["A"], (rank, module.inputs)), (pair["B"], (module.outputs, rank))):
+    for tensor, wanted in ((pair["A"], (rank, module.whole_inputs)), (pair["B"], (module.whole_outputs, rank))):
         if tuple(shapes[tensor]) != wanted:
             raise CheckpointError(f"{where}: {tensor:.200} is {list(shapes[tensor])!s:.100}; it must be {list(wanted)}")
     return ModuleTensors(module, rank, config.scaling(name), pair["A"], pair["B"])

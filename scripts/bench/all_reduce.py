@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
-import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +24,7 @@ from rollout_kernels.parallel.peer_buffers import PeerBuffers, connect_peers
 from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
+from scripts.bench.ranks import run_ranks
 
 #: bf16 rows of the width: 8 KB to 8 MB at 4,096.
 ROWS = (1, 2, 4, 8, 9, 16, 32, 64, 128, 256, 512, 1024)
@@ -143,39 +140,28 @@ class Bench:
         return sorted(times[3:])[self.args.runs // 2]
 
 
-def measure(rank: int, args: argparse.Namespace, folder: str, errors: Any) -> None:
+def measure(group: TensorGroup, args: argparse.Namespace) -> None:
     """One rank."""
-    try:
-        torch.cuda.set_device(rank)
-        device = torch.device("cuda", rank)
-        store = dist.FileStore(os.path.join(folder, "store"), args.gpus)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=args.gpus, device_id=device)
-        group = TensorGroup.connected(dist.group.WORLD, device)
-        bench = Bench(group, connect_peers(dist.group.WORLD, device, MOST_ROWS, args.width // 2), args)
-        rows_out = []
-        for rows in args.rows:
-            found: dict[str, Any] = {"rows": rows, "KB": rows * args.width * 2 / 1024}
-            checked = bench.check(rows)
-            for name, work in bench.ways(rows).items():
-                found[f"{name}, us"] = bench.latency_us(work, rows)
-                assert bench.peers.fault.item() == 0, "a peer's words did not come"
-            rows_out.append(found | {f"error: {name}": error for name, error in checked.items()})
-            if rank == 0:
-                print(json.dumps(rows_out[-1]), flush=True)
-        if rank == 0:
-            shown = ("ours, us", "ours with norm, us", "nccl, us", "nccl, then norm, us", "torch one-shot, us")
-            table = [{key: row.get(key, "") for key in ("rows", "KB", *shown)} for row in rows_out]
-            print_table(f"{args.gpus} GPUs, width {args.width}", table)
-            write_results(args.out, rows_out, gpus=args.gpus, width=args.width, calls=args.calls)
-        dist.barrier(device_ids=[rank])
-        dist.destroy_process_group()
-    except BaseException:
-        errors.put(f"rank {rank}: {traceback.format_exc()}")
-        os._exit(1)  # the other ranks wait for this one in kernels
+    bench = Bench(group, connect_peers(dist.group.WORLD, group.device, MOST_ROWS, args.width // 2), args)
+    found = []
+    for rows in args.rows:
+        row: dict[str, Any] = {"rows": rows, "KB": rows * args.width * 2 / 1024}
+        checked = bench.check(rows)
+        for name, work in bench.ways(rows).items():
+            row[f"{name}, us"] = bench.latency_us(work, rows)
+            assert bench.peers.fault.item() == 0, "a peer's words did not come"
+        found.append(row | {f"error: {name}": error for name, error in checked.items()})
+        if group.rank == 0:
+            print(json.dumps(found[-1]), flush=True)
+    if group.rank == 0:
+        shown = ("ours, us", "ours with norm, us", "nccl, us", "nccl, then norm, us", "torch one-shot, us")
+        table = [{key: row.get(key, "") for key in ("rows", "KB", *shown)} for row in found]
+        print_table(f"{args.gpus} GPUs, width {args.width}", table)
+        write_results(args.out, found, gpus=args.gpus, width=args.width, calls=args.calls)
 
 
 def main() -> None:
-    """Start a process a GPU."""
+    """Measure on all GPUs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--width", type=int, default=4096)
@@ -185,22 +171,7 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="measure torch's kernel, too")
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "all_reduce.json")
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        errors = context.Queue()
-        processes = [context.Process(target=measure, args=(rank, args, folder, errors)) for rank in range(args.gpus)]
-        for process in processes:
-            process.start()
-        while any(process.is_alive() for process in processes):
-            for process in processes:
-                process.join(0.2)
-            if any(process.exitcode not in (None, 0) for process in processes):
-                for process in processes:
-                    process.kill()
-        failed = any(process.exitcode != 0 for process in processes)
-        while not errors.empty():
-            print(errors.get())
-    raise SystemExit(1 if failed else 0)
+    raise SystemExit(run_ranks(measure, args, args.gpus))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,15 @@ SHAPES: dict[str, dict[str, tuple[int, int, Kind]]] = {
         "head": (151936, 4096, "whole"),
     },
     "30b-a3b": {"qkv": (5120, 2048, "parts"), "o": (2048, 4096, "parts"), "head": (151936, 2048, "whole")},
+    # On each of two GPUs.
+    "8b-tp2": {
+        "qkv": (3072, 4096, "parts"),
+        "o": (4096, 2048, "parts"),
+        "gate_up": (12288, 4096, "silu"),
+        "down": (4096, 6144, "parts"),
+        "head": (75968, 4096, "whole"),
+    },
+    "30b-a3b-tp2": {"qkv": (2560, 2048, "parts"), "o": (2048, 2048, "parts"), "head": (75968, 2048, "whole")},
     "1.7b": {
         "qkv": (4096, 2048, "parts"),
         "o": (2048, 2048, "parts"),

@@ -53,6 +53,7 @@ class GenerateFields(SamplingFields, total=False):
     # for workers whose `status.capabilities` list them
     logprobs: int  # also the k likeliest tokens at each position: `top_ids`; the token's own log-prob always comes
     prompt_logprobs: bool  # also log-probs of the prompt's tokens, in the result
+    prompt_top_logprobs: int  # these, their ranks, and the k likeliest tokens at each position: `prompt_tops`
     min_complete: int | None
     return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
     constraint: Mapping[str, Any] | None
@@ -125,6 +126,8 @@ def plan_request(
         sent["stop"] = _stop(sent["stop"])
     if isinstance(sent.get("logprobs"), bool):  # the log-prob of each token comes without asking
         del sent["logprobs"]
+    if "prompt_top_logprobs" in sent:
+        sent["prompt_logprobs"] = True
     prior = _add_prior(sent) if "continue_from" in sent else None
     if stream:
         sent["stream"] = stream

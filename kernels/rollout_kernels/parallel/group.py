@@ -52,11 +52,16 @@ class TensorGroup:
             raise ValueError(f"ranks on {device.type} need a process group of {wanted}, and this one is of {backend}")
         return NcclGroup(processes, device) if device.type == "cuda" else GlooGroup(processes, device)
 
+    @property
+    def one_order(self) -> bool:
+        """True if the values of a sum are added in the order of the ranks, however many rows it has."""
+        return True
+
     def prepare(self, width: int, dtype: torch.dtype) -> None:
         """Get ready for sums of rows of `width` values. All ranks call this before the first one."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of `x` over the ranks, in its dtype; added in float32. The memory of `x` may be that of the sum."""
+        """The sum of `x` over the ranks, in its dtype; added in float32. The sum may take the memory of `x`."""
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,6 +107,11 @@ class NcclGroup(TensorGroup):
         super().__init__(processes.rank(), processes.size(), device)
         self._processes = processes
 
+    @property
+    def one_order(self) -> bool:
+        """As `TensorGroup.one_order`: NCCL may begin with any rank, which two values do not show."""
+        return self.size == 2
+
     def prepare(self, width: int, dtype: torch.dtype) -> None:
         """As `TensorGroup.prepare`: connects the memory of the peers."""
         values = 2 if dtype.itemsize == 2 else 1
@@ -112,7 +122,7 @@ class NcclGroup(TensorGroup):
             peers = connect_peers(self._processes, self.device, MOST_PEER_ROWS, width // values)
         except RuntimeError as error:
             problem = error
-        connected = torch.tensor([peers is not None], device=self.device)
+        connected = torch.tensor([int(peers is not None)], device=self.device)
         if bool(self.all_gather(connected).all()):  # all ranks take the same way
             self.peers = peers
         else:

@@ -30,7 +30,7 @@ TURNS = 2
 
 @dataclass(frozen=True, slots=True)
 class PeerBuffers:
-    """One rank's buffer, the addresses of those of all ranks in this process, and its counters."""
+    """One rank's buffer, the addresses of all ranks' buffers in this process, and its counters."""
 
     rank: int
     words_2RMW: torch.Tensor  # int64, zero at first
@@ -61,7 +61,7 @@ class PeerBuffers:
 
     @classmethod
     def of(cls, rank: int, words_2RMW: torch.Tensor, addresses: list[int], owner: Any = None) -> PeerBuffers:
-        """Buffers whose memory is connected already: `addresses` are those of all ranks' `words_2RMW`."""
+        """Buffers whose memory is connected already: `addresses` has one of each rank's `words_2RMW`."""
         device = words_2RMW.device
         return cls(
             rank,

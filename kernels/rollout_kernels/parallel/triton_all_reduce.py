@@ -206,15 +206,18 @@ def _launch(
     return out_MH
 
 
-def all_reduce_rows(parts_SMH: torch.Tensor, peers: PeerBuffers, most_spins: int = MOST_SPINS) -> torch.Tensor:
-    """The sum of a row's parts over the ranks, [M, H] in their dtype.
+def all_reduce_rows(
+    parts_SMH: torch.Tensor, peers: PeerBuffers, dtype: torch.dtype | None = None, most_spins: int = MOST_SPINS
+) -> torch.Tensor:
+    """The sum of a row's parts over the ranks, [M, H].
 
     Args:
         parts_SMH: contiguous; several parts are added in float32 first.
         peers: with room for M rows of H values.
+        dtype: of the sum, to which each rank rounds its own first; None: that of the parts.
         most_spins: reads of missing words before the fault flag is set.
     """
-    out_MH = torch.empty(parts_SMH.shape[1:], dtype=parts_SMH.dtype, device=parts_SMH.device)
+    out_MH = torch.empty(parts_SMH.shape[1:], dtype=dtype or parts_SMH.dtype, device=parts_SMH.device)
     return _launch(parts_SMH, out_MH, None, None, 0.0, False, peers, most_spins)
 
 

@@ -39,15 +39,16 @@ def philox_4x32(even_2N: torch.Tensor, odd_2N: torch.Tensor, key_2N: torch.Tenso
     return even_2N, odd_2N
 
 
-def row_words(seed_S: torch.Tensor, index_S: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` 32-bit words for each row, int64 [S, count].
+def row_words(seed_S: torch.Tensor, index_S: torch.Tensor, count: int, first: int = 0) -> torch.Tensor:
+    """`count` 32-bit words for each row from word `first` on, a multiple of 4; int64 [S, count].
 
     The key is `seed_S` (int64, 63 bits). The counter is (word // 4, index, 0, 0), where `index_S` (int64) is the
     token's position in its completion. So a word does not depend on `count`.
     """
+    assert first % 4 == 0, "a counter makes four words"
     blocks = -(-count // 4)
     even = torch.zeros(2, 1, blocks, dtype=torch.int64, device=seed_S.device)
-    even[0, 0] = torch.arange(blocks, device=seed_S.device)
+    even[0, 0] = torch.arange(first // 4, first // 4 + blocks, device=seed_S.device)
     odd = torch.stack([index_S & _MASK, torch.zeros_like(index_S)])[:, :, None]
     key = torch.stack([seed_S & _MASK, seed_S >> 32])[:, :, None]
     even, odd = philox_4x32(even, odd, key)
@@ -55,12 +56,14 @@ def row_words(seed_S: torch.Tensor, index_S: torch.Tensor, count: int) -> torch.
     return words.reshape(len(seed_S), blocks * 4)[:, :count]
 
 
-def gumbel_noise(seed_S: torch.Tensor, index_S: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Standard Gumbel noise for each row and token id, float32 [S, vocab].
+def gumbel_noise(seed_S: torch.Tensor, index_S: torch.Tensor, vocab: int, first: int = 0) -> torch.Tensor:
+    """Standard Gumbel noise for each row and token id, float32 [S, vocab]; for token ids from `first` on.
 
     argmax(logits + noise) is a draw from softmax(logits) (the Gumbel-max trick). The uniform number u is
     (word + 1/2) / 2**32, and the noise is -log(-log(1 - u)): large noise comes from u near zero, where floats are
     dense. So tokens with a probability down to 2**-33 can be drawn.
     """
-    uniform = (row_words(seed_S, index_S, vocab).to(torch.float32) + 0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    uniform = (
+        (row_words(seed_S, index_S, vocab, first).to(torch.float32) + 0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    )
     return uniform.neg_().log1p_().neg_().log_().neg_()

@@ -9,6 +9,9 @@ The noise and the order of operations are those of `rollout_kernels.sampling.sam
 logarithm is the GPU's approximate instruction, so noise differs by about 3e-6. Pass 1 is bound by arithmetic, not by
 memory.
 
+Each rank of a tensor group draws over its part of the vocabulary: pass 1 runs over that part with the random numbers of
+its tokens, the ranks exchange the results of all blocks, and pass 2 merges them on every rank.
+
 Legend: S rows that sample, V vocabulary, P planes of partial results, B blocks, R rows of the state, I and F columns of
 its integers and floats.
 """
@@ -20,9 +23,11 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_math import INTERPRETED
+from rollout_kernels.sampling.sharded import VocabShard
 
 _BLOCK = 2048
-#: Pass 1 writes five planes: best noisy logit, its token, and the log-sums of raw, tempered and drawn logits.
+#: Pass 1 writes five planes: best noisy logit, its token, and the log-sums of raw, tempered and drawn logits. Of a part
+#: of the vocabulary there is a sixth: the raw logit of that token.
 _PLANES = 5
 
 
@@ -71,6 +76,7 @@ def _pass_1(
     partial_ptr,
     V,
     blocks,
+    first_token,
     INTS: tl.constexpr,
     FLOATS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -80,6 +86,7 @@ def _pass_1(
     NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
     DRAWN: tl.constexpr,
+    SHARD: tl.constexpr,
 ):
     sampled = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -106,11 +113,17 @@ def _pass_1(
         drawn_sum = _log_sum(drawn)
     noisy = drawn
     if noise_scale != 0.0:
-        noisy = drawn + _gumbel(seed, index, block * BLOCK, BLOCK) * noise_scale
+        noise_from = block * BLOCK
+        if SHARD:
+            noise_from += first_token
+        noisy = drawn + _gumbel(seed, index, noise_from, BLOCK) * noise_scale
     # A NaN is never the best. The host notices it, because the log-probs become NaN.
     noisy = tl.where(live & (noisy == noisy), noisy, -float("inf"))
     best = tl.max(noisy)
     token = tl.min(tl.where(live & (noisy == best), v, 2147483647))
+    if SHARD:
+        tl.store(out + 5 * plane, tl.sum(tl.where(v == token, logits, 0.0)))
+        token = tl.where(token == 2147483647, token, token + first_token)
     tl.store(out, best)
     tl.store(out + plane, token.to(tl.float32, bitcast=True))
     tl.store(out + 2 * plane, plain_sum)
@@ -137,18 +150,27 @@ def _pass_2(
     TEMPERATURE: tl.constexpr,
     BLOCKS: tl.constexpr,
     DRAWN: tl.constexpr,
+    SHARDS: tl.constexpr,
 ):
     sampled = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + sampled)
     b = tl.arange(0, BLOCKS)
     live = b < blocks
-    at = partial_ptr + sampled * blocks + b
     plane = tl.num_programs(0).to(tl.int64) * blocks
+    if SHARDS == 1:
+        at = partial_ptr + sampled * blocks + b
+    else:  # all planes of the first rank, then those of the next
+        live = b < blocks * SHARDS
+        at = partial_ptr + b // blocks * (6 * plane) + sampled * blocks + b % blocks
     noisy = tl.load(at, mask=live, other=-float("inf"))
     tokens = tl.load(at + plane, mask=live, other=0.0).to(tl.int32, bitcast=True)
     best = tl.max(noisy)
     token = tl.min(tl.where(live & (noisy == best), tokens, 2147483647))
-    logit = tl.load(logits_ptr + sampled * V + token)
+    if SHARDS == 1:
+        logit = tl.load(logits_ptr + sampled * V + token)
+    else:
+        of_winner = live & (noisy == best) & (tokens == token)
+        logit = tl.sum(tl.where(of_winner, tl.load(at + 5 * plane, mask=live, other=0.0), 0.0))
     temperature = tl.load(floats_ptr + row * FLOATS + TEMPERATURE)
     tempered = logit / temperature
     drawn = tempered
@@ -175,6 +197,7 @@ def draw_and_advance(
     floats_RF: torch.Tensor,
     output_4S: torch.Tensor,
     columns: dict[str, int],
+    shard: VocabShard | None = None,
 ) -> None:
     """Draw a token for each row, write it and its log-probs to the output, and advance the row's state by one token.
 
@@ -187,10 +210,15 @@ def draw_and_advance(
         floats_RF: float32 row state.
         output_4S: int32 [4, >= S]: token ids, then log-probs, raw log-probs and drawn log-probs as float32 bits.
         columns: columns of LAST, LENGTH, PROMPT, SEED in `ints_RI`, and of TEMPERATURE, NOISE in `floats_RF`.
+        shard: if the logits are those of one rank's part of the vocabulary; not with `drawn_SV`. All ranks call this.
     """
     count, vocab = logits_SV.shape
-    blocks = triton.cdiv(vocab, _BLOCK)
-    partial_PSB = torch.empty(_PLANES, count, blocks, dtype=torch.float32, device=logits_SV.device)
+    most, planes, shards = vocab, _PLANES, 1
+    if shard is not None:
+        assert drawn_SV is None, "rules that change the logits need all of them"
+        most, planes, shards = shard.most_tokens, _PLANES + 1, shard.group.size
+    blocks = triton.cdiv(most, _BLOCK)
+    partial_PSB = torch.empty(planes, count, blocks, dtype=torch.float32, device=logits_SV.device)
     sizes = {"INTS": ints_RI.shape[1], "FLOATS": floats_RF.shape[1]}
     _pass_1[(count, blocks)](
         logits_SV,
@@ -201,6 +229,7 @@ def draw_and_advance(
         partial_PSB,
         vocab,
         blocks,
+        0 if shard is None else shard.first_token,
         LENGTH=columns["LENGTH"],
         PROMPT=columns["PROMPT"],
         SEED=columns["SEED"],
@@ -208,9 +237,12 @@ def draw_and_advance(
         NOISE=columns["NOISE"],
         BLOCK=_BLOCK,
         DRAWN=drawn_SV is not None,
+        SHARD=shard is not None,
         num_warps=8,
         **sizes,
     )
+    if shard is not None:
+        partial_PSB = shard.group.all_gather(partial_PSB)
     _pass_2[(count,)](
         logits_SV,
         drawn_SV,
@@ -225,8 +257,9 @@ def draw_and_advance(
         LAST=columns["LAST"],
         LENGTH=columns["LENGTH"],
         TEMPERATURE=columns["TEMPERATURE"],
-        BLOCKS=triton.next_power_of_2(blocks),
+        BLOCKS=triton.next_power_of_2(blocks * shards),
         DRAWN=drawn_SV is not None,
-        num_warps=1,
+        SHARDS=shards,
+        num_warps=1 if shards == 1 else 4,
         **sizes,
     )

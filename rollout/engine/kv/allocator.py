@@ -284,8 +284,8 @@ class PageAllocator:
         most = min(len(theirs), len(tokens))
         differ = np.flatnonzero(theirs[:most] != tokens[:most])
         same = int(differ[0]) if len(differ) else most
-        if same == len(theirs) == len(tokens):
-            return other, same
+        if same == len(tokens) and (same == len(theirs) or same % self.page_size == 0):
+            return other, same  # its last page will be copied
         usable = min(same, len(tokens) - 1) // self.page_size * self.page_size
         return (other, usable) if usable > max(found, other.kv.length) else None
 

@@ -66,6 +66,7 @@ class Drafts(NamedTuple):
     length: int
     path: list[int]  # tokens expected from position `begin` on
     begin: int
+    age: int | None = None  # versions between the weights that the path comes from and the step's; None: from none
 
     def tokens(self, position: int, width: int) -> list[int]:
         """The drafts if the first is at `position`, as `verify.set_up` takes them from a path padded to `width`."""

@@ -34,6 +34,7 @@ from rollout.engine.schedule.speculation import Speculation
 from rollout.engine.sequence.sequence import Group, Sequence, State
 from rollout.engine.sequence.sequence_kv import Prefill
 from rollout.engine.step_output import Scores, StepOutput
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 
 class Scheduler:
@@ -248,6 +249,10 @@ class Scheduler:
                         break
             if seq.state is leaving and not seq.finalized:
                 roster.settle(seq)
+        if plan.drafts:
+            assert output.accepted is not None
+            for draft in plan.drafts:
+                counters.note_drafts(draft.age, draft.length, output.accepted[draft.place])
         if plan.kind == "decode":
             counters.decode_rows += plan.rows
         else:
@@ -314,9 +319,23 @@ def note_scores(plan: Plan, scores: Scores, accepted: list[int] | None = None) -
             tops.add(ids_K, logprobs_K)
     taken = 0
     for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():
-        logprobs = seq.group.prompt_logprobs
+        logprobs, prompt_tops = seq.group.prompt_logprobs, seq.group.prompt_tops
         if prompt is not None and prompt.scored and logprobs is not None:
-            if start == 0:
-                logprobs[:] = np.nan  # an earlier prefill may have left values of other weights
-            logprobs[start + 1 : start + 1 + prompt.scored] = scores.prompt_N[taken : taken + prompt.scored]
+            here, found = slice(start + 1, start + 1 + prompt.scored), slice(taken, taken + prompt.scored)
+            if start == 0:  # an earlier prefill may have left values of other weights
+                logprobs[:] = np.nan
+                if prompt_tops is not None:
+                    prompt_tops.forget()
+            logprobs[here] = scores.prompt_N[found]
+            if prompt_tops is not None:
+                _note_prompt_tops(prompt_tops, here, scores, found)
             taken += prompt.scored
+
+
+def _note_prompt_tops(tops: PromptTops, here: slice, scores: Scores, found: slice) -> None:
+    assert scores.prompt_ranks_N is not None, "the step knows who asks"
+    tops.ranks[here] = scores.prompt_ranks_N[found]
+    if k := tops.ids.shape[1]:
+        assert scores.prompt_ids_NK is not None and scores.prompt_logprobs_NK is not None
+        tops.ids[here] = scores.prompt_ids_NK[found, :k]
+        tops.logprobs[here] = scores.prompt_logprobs_NK[found, :k]

@@ -44,6 +44,7 @@ from rollout.engine.sequence.features import features_of
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence_kv import SequenceKV
 from rollout.engine.sequence.session import Session
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 SEED_MASK = (1 << 63) - 1
 
@@ -94,6 +95,7 @@ class Group:
     admitted_s: float | None = None
     first_token_s: float | None = None
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens], NaN where not known yet; None if not asked for
+    prompt_tops: PromptTops | None = None  # of the same tokens
     prompt_due: bool = False  # the leader has to compute them
 
     @property
@@ -106,6 +108,8 @@ class Group:
         if self.request.prompt_logprobs:
             self.prompt_due = True
             self.prompt_logprobs = np.full(len(self.request.prompt), np.nan, np.float32)
+            if self.request.prompt_tops is not None:
+                self.prompt_tops = PromptTops.unknown(len(self.request.prompt), self.request.prompt_tops)
 
 
 class Sequence:

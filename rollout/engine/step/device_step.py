@@ -71,7 +71,8 @@ class DeviceStep:
         self.kv = kv
         self.rows = rows
         self.adapters = adapters
-        self.sample = Sampler(rows, self.whole_logits)
+        shard = model.vocab_shard if isinstance(model, Decoder) else None
+        self.sample = Sampler(rows, self.whole_logits, shard)
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
         self.encoder = encoder
@@ -204,7 +205,8 @@ class DeviceStep:
             def compute_logits(hidden_SD: torch.Tensor) -> torch.Tensor:
                 return self.whole_logits(self.forward.compute_logits(hidden_SD))
 
-            scores.score_prompt(hidden_TD, at_N, targets_N, compute_logits, self.exact_sums)
+            asked = {"ranked": header.ranked, "tops": header.prompt_tops}
+            scores.score_prompt(hidden_TD, at_N, targets_N, compute_logits, self.exact_sums, **asked)
         if header.draws == 0:
             return None
         return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]

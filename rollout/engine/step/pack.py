@@ -12,6 +12,7 @@ The bound on the size of an upload stands here too, next to what fills it; the s
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 from rollout_kernels import PROMPT_BIT
@@ -75,7 +76,7 @@ class Packer:
             layout = _put_prefill(plan.spans, staging)
         _put_states(plan, staging)
         _put_images(plan, staging)
-        scored = 0
+        scored: dict[str, Any] = {}
         if plan.kind == "prefill":
             if not layout:
                 _put_known(plan.spans, staging)
@@ -93,7 +94,7 @@ class Packer:
             size=size,
             layout=layout,
             tops=tops,
-            scored=scored,
+            **scored,
             drafts=max((draft.length for draft in plan.drafts), default=0),
         ).with_encodes(plan.encodes)
 
@@ -119,7 +120,7 @@ class Packer:
             return
         paths_MW = np.zeros((len(plan.drafts), plan.path_tokens), dtype=np.int64)
         verified, drafts, draft_rows = [], [], iter(self._draft_rows)
-        for which, (seq, place, count, path, begin) in enumerate(plan.drafts):
+        for which, (seq, place, count, path, begin, _) in enumerate(plan.drafts):
             verified.append((seq.row, place, count, begin))
             drafts += [(next(draft_rows), seq.row, ahead, which) for ahead in range(1, count + 1)]
             paths_MW[which, : len(path)] = path
@@ -133,14 +134,20 @@ class Packer:
         if copies := [prompt.copy for *_, prompt in spans if prompt is not None and prompt.copy is not None]:
             staging.put("copies", np.array(copies, dtype=np.int32))
 
-    def _put_scored(self, spans: Seq[Span], staging: Staging) -> int:
-        at, targets, begin = [], [], 0
+    def _put_scored(self, spans: Seq[Span], staging: Staging) -> dict[str, Any]:
+        """Put what is scored of prompts. Returns the header's fields of it."""
+        at, targets, begin, most = [], [], 0, -1
         for seq, start, tokens_in, _, prompt in spans:
             if prompt is not None and prompt.scored:
                 at.append(np.arange(begin, begin + prompt.scored))
                 targets.append(seq.group.request.prompt.token_ids[start + 1 : start + 1 + prompt.scored])
+                if (tops := seq.group.request.prompt_tops) is not None:
+                    most = max(most, tops)
             begin += tokens_in
-        return put_scored(staging, np.concatenate(at), np.concatenate(targets), self.scored_multiple) if at else 0
+        if not at:
+            return {}
+        scored = put_scored(staging, np.concatenate(at), np.concatenate(targets), self.scored_multiple)
+        return {"scored": scored, "ranked": most >= 0, "prompt_tops": most > 0}
 
 
 def _put_states(plan: Plan, staging: Staging) -> None:

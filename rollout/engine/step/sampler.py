@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from rollout_kernels import Sampled, SamplingRows, change_logits, sample
+from rollout_kernels.sampling import VocabShard, sample_shard
 
 from rollout.engine.sequence.features import FEATURES, Feature
 from rollout.engine.step.masks import StepMasks
@@ -48,15 +49,19 @@ _FLOAT_FIELDS = [
 class Sampler:
     """Draws tokens for rows of one row state; everything runs on the compute stream.
 
-    `whole_logits` makes logits of the whole vocabulary of those that a forward leaves. The ranks of a tensor group draw
-    the same tokens: from the same logits, with the same random numbers.
+    `whole_logits` makes logits of the whole vocabulary of those that a forward leaves. If these are a `shard`, rules
+    that change them take all; without such rules each rank draws over its part. All ranks draw the same tokens.
     """
 
     def __init__(
-        self, rows: RowState, whole_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits
+        self,
+        rows: RowState,
+        whole_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+        shard: VocabShard | None = None,
     ) -> None:
         self.rows = rows
         self._whole_logits = whole_logits
+        self._shard = shard
 
     def __call__(
         self,
@@ -70,11 +75,13 @@ class Sampler:
 
         `masks` is read only with `Feature.CONSTRAIN`.
         """
-        logits_SV = self._whole_logits(logits_SV)
+        shard = None if features.reshapes else self._shard
+        if shard is None:
+            logits_SV = self._whole_logits(logits_SV)
         if logits_SV.is_cuda:
-            self._draw_on_gpu(logits_SV, rows_S, features, output_4R, masks)
+            self._draw_on_gpu(logits_SV, rows_S, features, output_4R, masks, shard)
         else:
-            self._draw(logits_SV, rows_S, features, output_4R, masks)
+            self._draw(logits_SV, rows_S, features, output_4R, masks, shard)
         if features & Feature.PENALIZE:
             one = torch.ones((), dtype=torch.int32, device=rows_S.device)
             tokens_S = output_4R[0, : len(rows_S)].long()
@@ -87,10 +94,11 @@ class Sampler:
         features: Feature,
         output_4R: torch.Tensor,
         masks: StepMasks | None,
+        shard: VocabShard | None,
     ) -> None:
         ints_SI = self.rows.ints.index_select(0, rows_S)
         settings = self._settings(rows_S, ints_SI, features, masks)
-        sampled = sample(logits_SV, settings)
+        sampled = sample(logits_SV, settings) if shard is None else sample_shard(logits_SV, settings, shard)
         ints_SI[:, LAST] = sampled.tokens_S
         ints_SI[:, LENGTH] += 1
         self.rows.ints.index_copy_(0, rows_S, ints_SI)
@@ -103,6 +111,7 @@ class Sampler:
         features: Feature,
         output_4R: torch.Tensor,
         masks: StepMasks | None,
+        shard: VocabShard | None,
     ) -> None:
         from rollout_kernels.sampling.triton_draw import draw_and_advance
         from rollout_kernels.sampling.triton_truncate import truncate
@@ -113,7 +122,8 @@ class Sampler:
             drawn_SV = change_logits(logits_SV, settings) / settings.temperature_S[:, None]
             if settings.top_k_S is not None:
                 truncate(drawn_SV, settings)
-        draw_and_advance(logits_SV, drawn_SV, rows_S, self.rows.ints, self.rows.floats, output_4R, _COLUMNS)
+        state = (rows_S, self.rows.ints, self.rows.floats)
+        draw_and_advance(logits_SV, drawn_SV, *state, output_4R, _COLUMNS, shard)
 
     def _settings(
         self, rows_S: torch.Tensor, ints_SI: torch.Tensor, features: Feature, masks: StepMasks | None

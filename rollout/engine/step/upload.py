@@ -66,7 +66,7 @@ class Section(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a step is, beside its arrays. Integers, strings and tuples of them."""
+    """What a step is, beside its arrays. Integers, strings, flags and tuples of them."""
 
     rows: int  # that take part
     tokens: int  # that go in
@@ -79,6 +79,8 @@ class Header(NamedTuple):
     layout: tuple[tuple[int, int, int, int], ...] = ()
     tops: tuple[int, ...] = ()  # which of the drawing rows report their likeliest tokens
     scored: int = 0  # positions of prompts that are scored
+    ranked: bool = False  # they have ranks, too
+    prompt_tops: bool = False  # and their likeliest tokens
     drafts: int = 0  # most drafts of a row; 0 in a step without drafts
 
     def to_fields(self) -> dict[str, Any]:

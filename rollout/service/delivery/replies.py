@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.messages import EngineStatus, RequestDone, SequenceStatus
+from rollout.engine.messages import Delta, EngineStatus, RequestDone, SequenceStatus
 from rollout.service.errors import ServiceError
 from rollout.service.served_model import ServedModel
 from trainer_bridge.wire.codec import JOINED_ARRAYS, PROTOCOL_VERSION
@@ -74,13 +74,18 @@ def result_reply(
         "seed": seed,
         "worker": worker,
     }
-    if done.prompt_logprobs is not None:
-        reply["prompt_logprobs"] = done.prompt_logprobs
+    reply |= prompt_scores(done)
     if metadata is not None:
         reply["metadata"] = metadata
     if media:
         reply["media"] = list(media)
     return reply
+
+
+def prompt_scores(event: Delta | RequestDone) -> dict[str, Any]:
+    """The fields of a reply with what an event tells of the prompt's tokens."""
+    fields = {} if event.prompt_logprobs is None else {"prompt_logprobs": event.prompt_logprobs}
+    return fields if event.prompt_tops is None else fields | event.prompt_tops.fields()
 
 
 def status_reply(

@@ -29,6 +29,7 @@ from rollout.service.requests.schema import GenerateMessage, MediaMessage, Sampl
 from rollout.service.served_model import ServedModel
 from rollout.service.text.codec import TextCodec, check_chars
 from rollout.service.text.stop_strings import StopText
+from trainer_bridge.wire.prompt_tops import reply_bytes
 
 _MIN_DEADLINE_S = 1e-3
 _ROUTING_EVERY = 256  # tokens; expert records are large, and the loop should not copy all of them at once
@@ -137,7 +138,8 @@ class Intake:
             session=None if message.session is None else (key[0], message.session),
             session_lease_s=message.session_lease_s or self._settings.session_lease_s,
             top_logprobs=message.logprobs,
-            prompt_logprobs=message.prompt_logprobs,
+            prompt_logprobs=message.prompt_logprobs or message.prompt_top_logprobs is not None,
+            prompt_tops=message.prompt_top_logprobs,
             adapter=message.adapter,
             routing_from=first_position(message.return_routing, message.continue_from, len(prompt)),
         )
@@ -181,8 +183,9 @@ class Intake:
                 self._check_ids(message.continue_from.top_ids, "continue_from.top_ids")
         self._check_ids(np.array(message.stop.token_ids, np.int64), "stop.token_ids")
         self._check_ids(np.array(list(message.sampling.logit_bias), np.int64), "sampling.logit_bias")
-        if message.logprobs > self._model.vocab_size:
-            raise bad_request(f"the vocabulary has {self._model.vocab_size} tokens; lower 'logprobs'", "logprobs")
+        for name in ("logprobs", "prompt_top_logprobs"):
+            if (getattr(message, name) or 0) > self._model.vocab_size:
+                raise bad_request(f"the vocabulary has {self._model.vocab_size} tokens; lower '{name}'", name)
         if message.sampling.rules["top_k"] > self._model.vocab_size:
             raise bad_request(
                 f"the vocabulary has {self._model.vocab_size} tokens; set 'top_k' to at most that, or 0",
@@ -251,8 +254,10 @@ class Intake:
         """Refuse a request whose reply could exceed `max_reply_bytes`."""
         shape = self._model.routing if message.return_routing else None
         consumed = max_tokens + (prompt_tokens if message.return_routing == "all" else 0)
+        prompt_tops = message.prompt_top_logprobs
         sizes = {
             "logprobs": message.n * max_tokens * message.logprobs * 8,
+            "prompt_top_logprobs": 0 if prompt_tops is None else reply_bytes(prompt_tokens, prompt_tops),
             "return_routing": 0 if shape is None else message.n * consumed * shape.bytes_per_token,
         }
         most = self._settings.max_reply_bytes

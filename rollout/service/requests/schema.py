@@ -131,6 +131,7 @@ class GenerateMessage(RequestHeader):
     continue_from: ContinueFrom | None = None
     logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     prompt_logprobs: bool = False
+    prompt_top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     min_complete: int | None = Field(None, ge=1)
     constraint: ConstraintFields | None = None
     max_version_span: int | None = Field(None, ge=0)

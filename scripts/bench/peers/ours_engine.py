@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from rollout_kernels.moe.dispatch import measured_table
 from rollout_kernels.moe.formats import Format
+from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.build import build_engine, local_links
@@ -43,7 +44,8 @@ class OursEngine:
 
     With `routing` every completion gets its expert records. `adapters` is the number of loaded adapters of rank 16;
     requests use the first `use_adapters` of them in turn. `changes` are other engine settings. Requests have the
-    settings `sampling`, each with its own seed. With `fallback` the model is transformers' own code.
+    settings `sampling`, each with its own seed. With `fallback` the model is transformers' own code. With a `group` it
+    is this rank's shard; all ranks must do the same.
     """
 
     keeps_prefixes = True
@@ -57,6 +59,7 @@ class OursEngine:
         adapters: int = 0,
         changes: Mapping[str, Any] | None = None,
         fallback: bool = False,
+        group: TensorGroup | None = None,
     ) -> None:
         device = make_device(job.device)
         settings = Settings(
@@ -64,7 +67,7 @@ class OursEngine:
             metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS),
         )
         began_s = time.perf_counter()
-        loaded = load_random(job.shape, device.torch_device, settings.engine.expert_format, job.layers, fallback)
+        loaded = load_random(job.shape, device.torch_device, settings.engine.expert_format, job.layers, fallback, group)
         loaded_s = time.perf_counter()
         self.vocab = loaded.spec.vocab
         self._depth = depth
@@ -187,15 +190,20 @@ class OursEngine:
 
 
 def load_random(
-    shape: str, device: torch.device, experts: Format = "plain", layers: int = 0, fallback: bool = False
+    shape: str,
+    device: torch.device,
+    experts: Format = "plain",
+    layers: int = 0,
+    fallback: bool = False,
+    group: TensorGroup | None = None,
 ) -> LoadedModel:
-    """A shape's model, or its first `layers` layers, with random weights and its experts in a format."""
+    """A shape's model, or its first `layers` layers, or this rank's shard of it, with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(write_checkpoint(shape, Path(folder), layers))
         impl: Literal["auto", "transformers"] = "transformers" if fallback else "auto"
         settings = ModelSettings(path=path, load_format="random", model_impl=impl)
         with stage(f"filling the shapes of {shape}") as advance:
-            return load_model(settings, device, advance, experts=experts)
+            return load_model(settings, device, advance, experts=experts, group=group)
 
 
 def group_experts() -> None:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from rollout_kernels.parallel import TensorGroup
 
+from tests.support.quick_interpreter import make_quick
+
 #: More than any test takes on a busy machine.
 TIMEOUT_S = 240
 
@@ -74,6 +76,8 @@ class Ranks:
 
 def _serve(rank: int, size: int, store: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        make_quick()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
     group = TensorGroup.connected(dist.group.WORLD, torch.device("cpu"))

@@ -56,7 +56,7 @@ def _by_kernels(group: TensorGroup, folder: Path, shared: Path | None, dtype: st
 
 
 @pytest.mark.parametrize(
-    ("name", "over_memory"), [("Qwen3", False), ("Qwen3", True), *nightly(("Phi3", True), ("SmolLM3", False))]
+    ("name", "over_memory"), [("Qwen3", True), *nightly(("Qwen3", False), ("Phi3", True), ("SmolLM3", False))]
 )
 def test_shards_by_the_kernels_give_the_logits_of_one_rank(
     name: str, over_memory: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
@@ -76,12 +76,14 @@ def _by_both(group: TensorGroup, folder: Path) -> tuple[torch.Tensor, torch.Tens
     return _steps(model, FusedDecoder(model)), _steps(model, model)
 
 
-@pytest.mark.parametrize(("name", "width"), [("Qwen2Moe", 32), *nightly(("Qwen3Moe", 256))])
+@pytest.mark.parametrize(("name", "width"), [("Qwen2Moe", 32), ("GptOss", 64), *nightly(("Qwen3Moe", 256))])
 def test_experts_of_shards_by_the_kernels_are_as_close_to_float32_as_by_torch(
     name: str, width: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
     """Whole experts by rank, and parts of each one."""
     config = EXPERTS | {"moe_intermediate_size": width}
+    if name == "GptOss":  # its biases of down projections are added by expert
+        config = SIZES | CONFIGS[name][0] | {"num_local_experts": 4, "hidden_size": 64}
     reference = make_checkpoint(name, tmp_path, **config)
     with torch.no_grad():
         for parameter in reference.parameters():
