@@ -6,12 +6,15 @@ where the constraint is complete, and are the only choice where it allows nothin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 WORD_BITS = 32
+#: Tokens by which a matcher can go back.
+MOST_UNDONE = 32
 
 
 def mask_words(vocab: int) -> int:
@@ -27,6 +30,9 @@ class Matcher(Protocol):
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         """Write the mask of the next token into a row of an int32 tensor on the host."""
+
+    def undo(self, tokens: int) -> None:
+        """Go back by the last `tokens` accepted tokens, `MOST_UNDONE` at most."""
 
 
 class Constraint(Protocol):
@@ -64,6 +70,9 @@ class AllowList:
         """Write the mask of the list."""
         masks_RW[row].copy_(self._mask_W)
 
+    def undo(self, tokens: int) -> None:
+        """No-op."""
+
 
 class GrammarConstraint:
     """A compiled grammar, from which matchers are forked.
@@ -98,16 +107,23 @@ class GrammarMatcher:
         self._matcher = matcher
         self._allowed_W = allowed_W
         self._after = after
-        self._next_W = after.get(last[-1]) if last else None  # holds for the next step alone
+        # For the next step alone, newest last; those before are for `undo`.
+        self._next = deque([after.get(last[-1]) if last else None], maxlen=MOST_UNDONE + 1)
 
     def accept(self, token: int) -> bool:
         """Advance by one token; False if the grammar does not allow it here."""
-        self._next_W = self._after.get(token)
+        self._next.append(self._after.get(token))
         return self._matcher.accept_token(token)
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         """Write the mask of the next token."""
         self._matcher.fill_next_token_bitmask(masks_RW, row)
         masks_RW[row] &= self._allowed_W
-        if self._next_W is not None:
-            masks_RW[row] &= self._next_W
+        if (next_W := self._next[-1]) is not None:
+            masks_RW[row] &= next_W
+
+    def undo(self, tokens: int) -> None:
+        """Go back."""
+        self._matcher.rollback(tokens)
+        for _ in range(tokens):
+            self._next.pop()

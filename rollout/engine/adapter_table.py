@@ -78,7 +78,7 @@ class AdapterUse:
 
     adapter: Adapter | None
     slot: AdapterSlot | None = None  # while the sequence has a row
-    #: (token, version): that token is the first by it.
+    #: (token, version): that token is the first by it. Tokens in flight count with all of their drafts.
     version_changes: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -95,6 +95,15 @@ class AdapterUse:
             changes.pop()
         if not changes or changes[-1][1] != version:
             changes.append((token, version))
+
+    def drafts_refused(self, count: int, after: int) -> None:
+        """A step whose tokens begin at `after` had this many drafts refused: changes noted since come earlier."""
+        changes = self.version_changes
+        for i in range(len(changes) - 1, -1, -1):
+            token, version = changes[i]
+            if token <= after:
+                return
+            changes[i] = token - count, version
 
 
 class AdapterRegistry:

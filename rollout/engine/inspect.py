@@ -16,6 +16,7 @@ from rollout.engine.loop import Engine
 from rollout.engine.messages import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence, State
+from rollout.engine.sequence.sequence_kv import PREFIX_HITS
 from rollout.metrics.definitions import percent
 from rollout.metrics.recording import Recording
 from rollout.metrics.step_timing import StepTiming
@@ -61,6 +62,7 @@ class Inspector:
             tokens_per_s=tokens_per_s,
             gpu_active_pct=active_pct,
             preemptions=roster.counters.preemptions,
+            prefix_hits={kind: roster.counters.prefix_hits[kind] for kind in PREFIX_HITS},
             uptime_s=now - engine.started_s,
             tokens=roster.counters.tokens,
             tokens_by_second=meter.tokens_by_second(now),
@@ -81,6 +83,7 @@ class Inspector:
                 "kv/session_pct": percent(roster.allocator.sessions.pages, pool.total),
                 "state/snapshots_used_pct": percent(0 if snapshots is None else snapshots.used, places),
                 "state/snapshot_loads": counters.snapshot_loads,
+                **{f"prefix/hits_{kind}": counters.prefix_hits[kind] for kind in PREFIX_HITS},
                 "kv/prefix_hit_pct": percent(counters.cached_tokens, counters.prompt_tokens),
                 "prefill/tokens_computed": counters.prefilled_tokens,
                 "prefill/tokens_shared": counters.cached_tokens,

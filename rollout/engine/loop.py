@@ -26,7 +26,6 @@ from rollout.engine.recomputation import Recomputation
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
-from rollout.engine.sequence.features import Feature
 from rollout.engine.sleep import Sleeper
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.masks import MaskBuilder, usual_threads
@@ -124,10 +123,10 @@ class Engine:
         committed = parts.pipeline.in_flight > 1 and self.commit_oldest()
         step = parts.pipeline.oldest()
         assert step is not None and step.plan is plan, "masks are made after all earlier commits"
-        places = [i for i, seq in enumerate(plan.sampled) if seq.features & Feature.CONSTRAIN and not seq.finalized]
-        for seq, reason in self.masks.build([plan.sampled[i] for i in places], step.slot.masks):
+        made = self.masks.of_step(plan, step.slot.masks)
+        for seq, reason in made.failed:
             parts.roster.fail(seq, reason)
-        parts.executor.draw(step.header, step.slot, places)
+        parts.executor.draw(step.header, step.slot, made.at, made.refused)
         return committed
 
     def commit_oldest(self) -> bool:
@@ -143,7 +142,7 @@ class Engine:
         commit_s = time.perf_counter() - committing_s
         record = _record(step, counters.tokens - tokens, counters.zombie_rows - zombies, committing_s, commit_s)
         self.meter.step(record)
-        parts.scheduler.ran(step.plan, record.tokens, record.ran_s)
+        parts.scheduler.ran(step.plan, record.tokens, record.end_s - record.start_s)  # the wait for masks, too
         if spent_s := self.recomputation.committed(step.plan, record.ran_s):
             self.meter.add("weights/recompute_s", spent_s)
         parts.pipeline.retire(step)

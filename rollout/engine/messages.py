@@ -461,6 +461,7 @@ class EngineStatus:
     gpu_active_pct: float = 0.0
     reclaimed: int = 0
     preemptions: int = 0
+    prefix_hits: Mapping[str, int] = field(default_factory=dict)  # rows by `PrefixHit`, since start
     uptime_s: float = 0.0
     last_tick_s: float = 0.0  # seconds since the last tick of the loop
     faults: int = 0  # faults of the engine, which was built anew after each

@@ -108,6 +108,7 @@ _SPEEDUP = Panel("GPU", "Pipeline speed-up")
 _ROWS = Panel("Rollout", "Rows and queue")
 _DECODE_STEP = Panel("Steps and memory", "Decode step")
 _KV = Panel("Steps and memory", "KV")
+_HITS = Panel("Steps and memory", "Prefix hits")
 _PREFILL = Panel("Steps and memory", "Prompt tokens")
 _SPECULATION = Panel("Speculation", "Drafts")
 _SAVED = Panel("Speculation", "Device time saved")
@@ -224,6 +225,23 @@ METRICS: tuple[Metric[Stretch], ...] = (
     Metric(
         "state/snapshot_loads", "counter", "rows",
         "rows that went on from a snapshot: of their group's prompt, of an equal prompt or of a turn, since start", _KV,
+    ),
+    Metric(
+        "prefix/hits_group", "counter", "rows",
+        "rows that took the KV of their group's prompt, since start", _HITS,
+    ),
+    Metric(
+        "prefix/hits_pages", "counter", "rows",
+        "rows that took full pages of a known prefix from the cache, since start", _HITS,
+    ),
+    Metric(
+        "prefix/hits_prompt_end", "counter", "rows",
+        "rows that went on from the end of a known prompt: an equal one or, with linear attention, one that theirs "
+        "begins with, since start", _HITS,
+    ),
+    Metric(
+        "prefix/hits_turn_end", "counter", "rows",
+        "rows that went on from the last turn of their session, since start", _HITS,
     ),
     Metric(
         "kv/prefix_hit_pct", "gauge", "%",

@@ -210,6 +210,8 @@ def read_config(folder: Path, impl: ModelImpl = "native") -> tuple[Any, str]:
             content = _text_config(content, file)
         family = family_of(names[0], content.get("model_type"))
         rules, read_as = config_rules(family), family.model_type if nested else family.read_as
+        if content.get("model_type") in family.other_types:
+            read_as = family.model_type
     check_config(content, rules, where)
     for name, part in content.items():
         if name.endswith("_config") and isinstance(part, dict):  # of a language model, a vision tower

@@ -56,9 +56,11 @@ def layer_products(layer: LayerSpec) -> dict[str, KernelProduct]:
         found["gate_up"] = kernel_product(layer.feed_forward.gate_up, "silu")
         found["down"] = kernel_product(layer.feed_forward.down, "parts")
         return found
-    found["router"] = (layer.feed_forward.experts, layer.feed_forward.hidden, "parts")
-    if layer.feed_forward.shared is not None:
-        found |= shared_products(layer.feed_forward.shared)
+    block = layer.feed_forward
+    stacked_gate = block.shared_is_like_others and block.shared_gate
+    found["router"] = (block.experts + stacked_gate, block.hidden, "parts")
+    if block.shared is not None:
+        found |= shared_products(block.shared)
     return found
 
 

@@ -339,18 +339,15 @@ class FusedDecoder:
         residual_TH: torch.Tensor,
         later: bool = True,
     ) -> Unsummed | None:
-        """The last product of a block, and its bias. Of many tokens it is added to the residual stream: then None.
-
-        Of a shard it is this rank's part of a sum, to which the first rank adds the bias.
-        """
-        cublas = self._configs[self._products[module]] is None
-        if cublas and adapters is None and len(x_TK) >= ADDED_FROM and not module.partial:
+        """The last product of a block, and its bias. Of many tokens it is added to the residual stream: then None."""
+        config, many = self._configs[self._products[module]], len(x_TK) >= ADDED_FROM
+        if config is None and adapters is None and many and not module.partial:
             if module.bias is not None:
                 residual_TH += module.bias
             residual_TH.addmm_(x_TK, module.weight.T)
             return None
         result = self._product(name, x_TK, module, layer, adapters, later)
-        if module.bias is not None and (not module.partial or self._model.group.rank == 0):
+        if module.bias is not None and not (module.partial and self._model.group.rank):  # once in the ranks' sum
             result.parts_STN[0] += module.bias
         return result
 

@@ -4,6 +4,8 @@
     more            add_rms_norm -> moe_route -> experts              the router's weights are read once
     other routers   add_rms_norm -> logits -> `ROUTES` -> experts     by torch: float32, biases, groups, sigmoid ...
 
+A shared expert that is stored with the others is one of them here: the last choice of every token.
+
 The experts read the router's results before the kernels between the two have ended. So every kernel launched there must
 wait for the one before it. The kernels read the parameters themselves: the next step sees whatever is copied into them.
 
@@ -68,11 +70,13 @@ class FusedExperts:
         self._by_torch = not spec.router.plain
         self._kept = spec.kept_experts
         self._all_kept = len(self._kept) == spec.experts
-        self._shape = MoEShape(len(self._kept), spec.router.top_k, spec.hidden, spec.intermediate)
         blocks = (cast(DecoderLayer, layer).feed_forward for layer in model.layers)
         self._experts = {block: experts_of(block) for block in blocks if isinstance(block, SparseFeedForward)}
-        self._format = next(iter(self._experts.values())).gate_up.format
-        self._scratch = router_scratch(spec.experts, model.embed.device)
+        first = next(iter(self._experts))
+        self._shared, more = first.shared_choice, int(first.stacks_shared)
+        self._shape = MoEShape(len(self._kept) + more, spec.router.top_k + more, spec.hidden, spec.intermediate)
+        self._format = first.format
+        self._scratch = router_scratch(len(first.router), model.embed.device)
         self._deterministic = deterministic  # one plan, and one way to the router's logits, for any number of tokens
         self._plan: Plan | None = None  # of the step that is being launched
         self._chosen: list[torch.Tensor] | None = None  # its experts, if it is being captured
@@ -86,14 +90,17 @@ class FusedExperts:
         self._chosen = [] if self._scratch.arrived_T.is_cuda and torch.cuda.is_current_stream_capturing() else None
 
     def take_chosen(self) -> list[torch.Tensor]:
-        """Experts of each sparse layer, [T, K], of the step that was just captured; each replay writes them anew."""
+        """Experts of each sparse layer, [T, K], of the step that was just captured; each replay writes them anew.
+
+        Without a shared expert, which is every token's.
+        """
         chosen, self._chosen = self._chosen or [], None
         return chosen
 
     def sizes(self) -> list[int]:
         """Numbers of tokens up to which a step runs by the same kernels, ascending; above the last nothing changes."""
         bands = [most for most, _ in table_entry(self._shape, self._format).bands[:-1]]
-        grouping = [pairs // self._router.top_k for pairs in last_pairs()]
+        grouping = [pairs // self._shape.top_k for pairs in last_pairs()]
         if self._deterministic:
             return sorted({*grouping} - {0})
         padded = 1
@@ -140,14 +147,14 @@ class FusedExperts:
         elif self.joins_norm(tokens):
             assert parts_STH is not None, "so few tokens leave it"
             found = norm_route(
-                residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record, offset
+                residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record, offset, self._shared
             )
             residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
         else:
             x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
-            routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
+            routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic, shared=self._shared)
         if self._chosen is not None:
-            self._chosen.append(routing.experts_TK)
+            self._chosen.append(routing.experts_TK[:, : self._router.top_k])
         assert self._plan is not None
         weights = self._experts[block]
         if not self._all_kept:

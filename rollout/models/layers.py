@@ -30,7 +30,7 @@ from rollout_kernels import (
     write_kv,
 )
 from rollout_kernels.moe import clamped_glu
-from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
+from rollout_kernels.moe.formats import ExpertWeights, Format, Shared, scale_shape
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 from torch import nn
 
@@ -471,7 +471,12 @@ class SharedExpert(Block):
 class SparseFeedForward(Block):
     """A mixture of gated feed-forward experts; their weights may be kept as e4m3 codes with scales.
 
-    `sparse_index` counts the sparse layers: the record of a step has one entry for each of them.
+    A shared expert of their shape is stored as one more of them (`stacks_shared`), which every token takes, and its
+    gate as one more row of the router; the kernels need no code for it then. It is kept apart where its width is
+    another one, or where the others are codes: the shared expert is always in the model's dtype.
+
+    `sparse_index` counts the sparse layers: the record of a step has one entry for each of them, without the shared
+    expert.
     """
 
     reads_host = True
@@ -487,15 +492,20 @@ class SparseFeedForward(Block):
     ) -> None:
         super().__init__()
         self.spec, self.sparse_index, self.format, self.group = spec, sparse_index, format, group
-        self.router = empty_parameter(spec.experts, spec.hidden, dtype=dtype, device=device)
+        whole = spec.width_cut is None and spec.expert_cut is None
+        self.stacks_shared = spec.shared_is_like_others and format == "plain" and whole
+        #: How the kernels find a shared expert.
+        self.shared_choice: Shared = ("gated" if spec.shared_gate else "plain") if self.stacks_shared else "none"
+        logits = spec.experts + (self.shared_choice == "gated")
+        self.router = empty_parameter(logits, spec.hidden, dtype=dtype, device=device)
         self.router_bias: nn.Parameter | None = None
         if spec.router.bias:
             self.router_bias = empty_parameter(spec.experts, dtype=torch.float32, device=device)
         self.logit_bias: nn.Parameter | None = None
         if spec.router.logit_bias:
             self.logit_bias = empty_parameter(spec.experts, dtype=dtype, device=device)
-        self.shared: SharedExpert | None = None
-        if spec.shared is not None:
+        self.shared: SharedExpert | None = None  # that is kept apart
+        if spec.shared is not None and not self.stacks_shared:
             self.shared = SharedExpert(spec.shared, spec.names.shared_gate if spec.shared_gate else None, dtype, device)
         self.gate_up, self.gate_up_scales = self._empty(2 * spec.intermediate, spec.hidden, 2, dtype, device)
         self.down, self.down_scales = self._empty(spec.hidden, spec.intermediate, 1, dtype, device)
@@ -512,8 +522,11 @@ class SparseFeedForward(Block):
     def _empty(
         self, outputs: int, inputs: int, halves: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Memory for a projection of the experts, [E, outputs, inputs], and for its scales, if the format has any."""
-        experts, format = len(self.spec.kept_experts), self.format
+        """Memory for a projection of all experts, [E, outputs, inputs], and for its scales, if the format has any.
+
+        E counts a shared expert that is stored with the others.
+        """
+        experts, format = len(self.spec.kept_experts) + self.stacks_shared, self.format
         shape = scale_shape(experts, outputs, inputs, format, halves)
         if shape is None:
             return empty_parameter(experts, outputs, inputs, dtype=dtype, device=device), None
@@ -528,18 +541,27 @@ class SparseFeedForward(Block):
         return ExpertWeights(values.data, None if scales is None else scales.data, self.format, 2 if wide else 1)
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """The router's logits, [T, E], in float32 if its spec says so."""
+        """The router's logits, [T, E], in float32 if its spec says so. A row of the shared expert's gate comes last."""
         if self.spec.router.float32:
             return F.linear(x_TH.float(), self.router.float(), self.logit_bias)
         return F.linear(x_TH, self.router, self.logit_bias)
 
     def choose_experts(self, logits_TE: torch.Tensor, record: ExpertRecord | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and experts of each token, [T, K]; the experts also go to the step's record, if it has one."""
-        router = self.spec.router
-        weights_TK, experts_TK = ROUTES[router.scoring](logits_TE, self.router_bias, router)
+        """Weights and experts of each token, [T, K]; the experts also go to the step's record, if it has one.
+
+        A shared expert that is stored with the others comes last, and does not go to the record.
+        """
+        router, experts = self.spec.router, self.spec.experts
+        weights_TK, experts_TK = ROUTES[router.scoring](logits_TE[:, :experts], self.router_bias, router)
         if record is not None:
             record.layer(self.sparse_index, len(logits_TE)).copy_(experts_TK)
-        return weights_TK, experts_TK
+        if not self.stacks_shared:
+            return weights_TK, experts_TK
+        if self.spec.shared_gate:
+            weights_TK = torch.cat((weights_TK, logits_TE[:, experts:].sigmoid()), dim=1)
+        else:
+            weights_TK = F.pad(weights_TK, (0, 1), value=1.0)
+        return weights_TK, F.pad(experts_TK, (0, 1), value=experts)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
         """The weighted outputs of each token's experts."""
@@ -564,21 +586,34 @@ class SparseFeedForward(Block):
         names = self.spec.names
         if self.biases is not None:
             return [*self._router_regions(prefix), *self._transposed_regions(prefix)]
-        gate_up, down = {}, {}
-        for expert in range(self.spec.experts):
+        gate_up, down, count = {}, {}, self.spec.experts
+        for expert in range(count):
             gate_up[f"{prefix}{names.gate.format(expert)}.weight"] = self._view("gate_up", expert, 0)
             gate_up[f"{prefix}{names.up.format(expert)}.weight"] = self._view("gate_up", expert, 1)
             down[f"{prefix}{names.down.format(expert)}.weight"] = self._view("down", expert)
         return [
             *self._router_regions(prefix),
-            *([] if self.shared is None else self.shared.regions(prefix)),
+            *self._shared_regions(prefix),
             Region((gate_up, {f"{prefix}{names.stacked_gate_up}": self._view("gate_up")})),
             Region((down, {f"{prefix}{names.stacked_down}": self._view("down")})),
         ]
 
+    def _shared_regions(self, prefix: str) -> list[Region]:
+        if not self.stacks_shared:
+            return [] if self.shared is None else self.shared.regions(prefix)
+        names, last = self.spec.names, self.spec.experts
+        assert self.spec.shared is not None
+        halves = zip(names.shared.gate_up, self.gate_up.data[last].split(self.spec.intermediate), strict=True)
+        regions = [one_name(f"{prefix}{name}.weight", half) for name, half in halves]
+        regions.append(one_name(f"{prefix}{names.shared.down}.weight", self.down.data[last]))
+        if self.spec.shared_gate:
+            regions.append(one_name(f"{prefix}{names.shared_gate}.weight", self.router.data[last:]))
+        return regions
+
     def _router_regions(self, prefix: str) -> list[Region]:
         names = self.spec.names
-        regions = [Region(tuple({f"{prefix}{name}.weight": self.router.data} for name in names.router))]
+        router_EH = self.router.data[: self.spec.experts]
+        regions = [Region(tuple({f"{prefix}{name}.weight": router_EH} for name in names.router))]
         if self.logit_bias is not None:
             regions.append(Region(tuple({f"{prefix}{name}.bias": self.logit_bias.data} for name in names.router)))
         if self.router_bias is not None:
@@ -603,6 +638,8 @@ class SparseFeedForward(Block):
         """The destination of the weights of all experts, of one, or of its gate (half 0) or up (half 1) rows."""
         wide, spec = projection == "gate_up", self.spec
         view = (self.gate_up if wide else self.down).data
+        if self.stacks_shared:
+            view = view[: spec.experts]
         cut = spec.gate_up_cut if wide and half is None else spec.width_cut
         cut = cut if wide else _at(cut, 1)  # of one expert
         if expert is None:

@@ -306,6 +306,8 @@ class Family:
     model_type: str  # in config.json
     models: str = ""  # names of its models, for the docs
     read_as: str | None = None  # the model type that transformers reads config.json as; None: its own
+    #: Other names that `model_type` may have, of models with the same architecture; read as the first one.
+    other_types: tuple[str, ...] = ()
     activation: Key = declared(TEXT, Key("hidden_act"))
     qkv_bias: bool | Key = declared(FLAG, False)
     o_bias: bool | Key = declared(FLAG, False)
@@ -699,7 +701,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "DeepseekV3ForCausalLM": Family(
         model_type="deepseek_v3",
-        models="DeepSeek-V3, DeepSeek-R1, Moonlight",
+        other_types=("kimi_k2",),
+        models="DeepSeek-V3, DeepSeek-R1, Moonlight, Kimi-K2",
         interleaved_rope=Key("rope_interleave"),
         latent=LatentFamily(),
         unused_layers=Key("num_nextn_predict_layers", 0),
@@ -856,9 +859,12 @@ def check_supported(architecture: str) -> None:
 
 def check_model_type(architecture: str, model_type: Any) -> None:
     """Raise ValueError if the `model_type` of a config.json is not that of its architecture."""
-    expected = (MULTIMODAL.get(architecture) or FAMILIES[architecture]).model_type
-    if model_type != expected:
-        raise ValueError(f"model_type {model_type!r:.80} does not belong to {architecture}; it must be {expected!r}")
+    expected = [(MULTIMODAL.get(architecture) or FAMILIES[architecture]).model_type]
+    if architecture in FAMILIES:
+        expected += FAMILIES[architecture].other_types
+    if model_type not in expected:
+        allowed = " or ".join(map(repr, expected))
+        raise ValueError(f"model_type {model_type!r:.80} does not belong to {architecture}; it must be {allowed}")
 
 
 def has_text_config(architecture: str) -> bool:

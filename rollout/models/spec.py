@@ -528,6 +528,11 @@ class MoESpec:
             return self.shard.shard.cut(2 * self.intermediate)
         return self.shard.shard.cut(self.intermediate, self.intermediate)
 
+    @property
+    def shared_is_like_others(self) -> bool:
+        """True if the shared expert has the shape of the others: it may be stored as one more of them."""
+        return self.shared is not None and self.shared.intermediate == self.intermediate and self.clamped is None
+
 
 FeedForwardSpec = DenseSpec | MoESpec
 

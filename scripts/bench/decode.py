@@ -45,14 +45,16 @@ _WARM_TOKENS = 8
 _TRUNCATED = SamplingParams(top_k=50, top_p=0.95, min_p=0.05)
 
 
-def step_needs(shape: str, changes: dict[str, str]) -> StepBytes:
+def step_needs(shape: str, changes: dict[str, str], layers: int = 0) -> StepBytes:
     """The least bytes that a step reads, with experts and KV in the dtypes of these settings."""
-    need, kept = step_bytes(shape), {"mxfp8": 1 + 1 / 32, "fp8_block": 1 + 4 / 128**2, "fp8_row": 1.0}
+    need, kept = step_bytes(shape, layers=layers), {"mxfp8": 1 + 1 / 32, "fp8_block": 1 + 4 / 128**2, "fp8_row": 1.0}
     if changes.get("expert_dtype", "auto") != "auto":
         need = replace(need, expert=round(need.expert * kept[changes["expert_dtype"]] / 2))
     if changes.get("kv_dtype", "auto") != "auto":
         dim = model_config(shape)["head_dim"]
-        need = replace(need, kv_per_token=need.kv_per_token * (dim + 4) // (2 * dim))  # a scale for each head
+        windows = tuple((window, per_token * (dim + 4) // (2 * dim)) for window, per_token in need.windows)
+        per_token = need.kv_per_token * (dim + 4) // (2 * dim)  # a scale for each head
+        need = replace(need, kv_per_token=per_token, windows=windows)
     return need
 
 
@@ -61,7 +63,13 @@ def measure(engine: OursEngine, job: Job, rows: int, bandwidth: float | None, ne
     for seed, new in enumerate((_WARM_TOKENS, job.new)):
         engine.generate(uniform_work(rows, job.prompt, new, engine.vocab, seed))
     steps = engine.last_steps()
-    row = {"shape": job.shape, "rows": rows, **steps, "tokens_per_s": rows / steps["steady_ms"] * 1e3}
+    row = {
+        "shape": job.shape,
+        **({"layers": job.layers} if job.layers else {}),
+        "rows": rows,
+        **steps,
+        "tokens_per_s": rows / steps["steady_ms"] * 1e3,
+    }
     if bandwidth is not None:
         context = job.prompt + job.new * 3 // 4  # of the second half, on average
         chosen = steps.get("distinct_experts")
@@ -82,19 +90,20 @@ def measure_all(
     changes: dict[str, str],
     routing: bool = False,
     truncate: bool = False,
+    fallback: bool = False,
 ) -> tuple[list[Row], Row]:
     """A row of results for each number of rows, each with its own engine, and a sentence about it."""
-    engine = OursEngine(job, depth, routing, changes=changes)
+    engine = OursEngine(job, depth, routing, changes=changes, fallback=fallback)
     facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None, "settings": changes}
     print(json.dumps(facts), flush=True)
     results = []
     for rows in job.rows:
-        row = measure(engine, job, rows, bandwidth, step_needs(job.shape, changes))
+        row = measure(engine, job, rows, bandwidth, step_needs(job.shape, changes, job.layers))
         results.append(row | ({"routing": True} if routing else {}))
         print(json.dumps(results[-1]), flush=True)
         if truncate:
             plain, engine.sampling = results[-1], _TRUNCATED
-            row = measure(engine, job, rows, bandwidth, step_needs(job.shape, changes))
+            row = measure(engine, job, rows, bandwidth, step_needs(job.shape, changes, job.layers))
             results.append(row | {"truncated": True, "overhead_pct": overhead_pct(row, plain)})
             engine.sampling = SamplingParams()
             print(json.dumps(results[-1]), flush=True)
@@ -114,7 +123,9 @@ def measure_adapters(
         plain: Row | None = None
         for count in sorted(counts):
             engine.use_adapters = count
-            row = measure(engine, job, rows, bandwidth, step_needs(job.shape, changes)) | {"adapters": count}
+            row = measure(engine, job, rows, bandwidth, step_needs(job.shape, changes, job.layers)) | {
+                "adapters": count
+            }
             plain = row if count == 0 else plain
             if plain is not None and count:
                 row["overhead_pct"] = overhead_pct(row, plain)
@@ -135,6 +146,8 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="only the first ones of the shape; 0: all")
+    parser.add_argument("--fallback", action="store_true", help="transformers' own code as the model")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
@@ -149,7 +162,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     changes = dict(change.partition("=")[::2] for change in args.set)
-    job = Job(shape=args.shape, rows=tuple(args.rows), prompt=args.prompt, new=args.new, device=args.device)
+    job = Job(
+        shape=args.shape,
+        layers=args.layers,
+        rows=tuple(args.rows),
+        prompt=args.prompt,
+        new=args.new,
+        device=args.device,
+    )
     try:
         engine_settings(job, args.depth, changes=changes)
     except SettingsError as error:
@@ -159,7 +179,9 @@ def main() -> None:
     if args.adapters:
         results, facts = measure_adapters(job, args.depth, bandwidth, changes, args.adapters)
     else:
-        results, facts = measure_all(job, args.depth, bandwidth, changes, truncate=args.truncate)
+        results, facts = measure_all(
+            job, args.depth, bandwidth, changes, truncate=args.truncate, fallback=args.fallback
+        )
     if args.routing:
         free_memory()
         routed, _ = measure_all(job, args.depth, bandwidth, changes, routing=True)

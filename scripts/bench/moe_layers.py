@@ -29,6 +29,9 @@ SHAPES = {
     "qwen3-235b-a22b": MoEShape(experts=128, top_k=8, hidden=4096, inner=1536),
     "olmoe-1b-7b": MoEShape(experts=64, top_k=8, hidden=2048, inner=1024),
     "mixtral-8x7b": MoEShape(experts=8, top_k=2, hidden=4096, inner=14336),
+    "qwen3.5-35b-a3b": MoEShape(experts=257, top_k=9, hidden=2048, inner=512),  # with the shared expert
+    "gpt-oss-20b": MoEShape(experts=32, top_k=4, hidden=2880, inner=2880),
+    "glm-4.5-air": MoEShape(experts=129, top_k=9, hidden=4096, inner=1408),  # with the shared expert
 }
 #: Above so many tokens the path by output is not measured.
 MOST_WARP_TOKENS = 64

@@ -1,7 +1,8 @@
 """Reference models for checks of the engine: the same random weights in our model and in transformers.
 
 The weights come from `rollout.models.random_init`, with a next-token entropy of 0.5 to 2 nats. They are changed so that
-more errors are visible: norm weights differ from 1, and attention is sharp enough to show a lost page.
+more errors are visible: norm weights differ from 1, biases and sinks from 0, and attention is sharp enough to show a
+lost page.
 
 Legend: K tokens of a completion, V vocabulary.
 """
@@ -11,17 +12,20 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers.initialization import no_init_weights
 
 from rollout.config import ModelSettings
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
+from rollout.models.spec import AttentionSpec
 
 #: Factor on queries and keys; their products grow with its square.
 _SHARPER = 1.4
@@ -135,33 +139,55 @@ def config_of(family: str, size: str) -> dict[str, Any]:
 
 def make_checkpoint(family: str, size: str, dtype: str, device: str, folder: Path, seed: int = 0) -> Decoder:
     """Our model with random weights; `folder` becomes a checkpoint of it for transformers."""
-    torch_dtype = {"bfloat16": "bfloat16", "float32": "float32"}[dtype]
-    config = {**config_of(family, size), "torch_dtype": torch_dtype}
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    settings = ModelSettings(path=str(folder), load_format="random", dtype=dtype, device=device, random_seed=seed)
-    model = load_model(settings, torch.device(device)).model
-    _make_less_tame(model, seed)
-    tensors = {name: view.contiguous().clone() for region in model.hf_regions() for name, view in _first(region)}
+    model = make_model({**config_of(family, size), "torch_dtype": dtype}, dtype, device, folder, seed)
+    tensors = {name: view.contiguous().clone() for name, view in _once(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return model
 
 
-def _first(region: Any) -> Any:
-    return region.alternatives[0].items()
+def make_model(config: dict[str, Any], dtype: str, device: str, folder: Path, seed: int = 0) -> Decoder:
+    """Our model of a config.json, with random weights; `folder` gets the config alone."""
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    settings = ModelSettings(path=str(folder), load_format="random", dtype=dtype, device=device, random_seed=seed)  # type: ignore[arg-type]
+    model = load_model(settings, torch.device(device)).model
+    assert isinstance(model, Decoder), "a native family"
+    _make_less_tame(model, seed)
+    return model
+
+
+def _once(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter under the name that checkpoints usually have."""
+    for region in model.hf_regions():
+        yield from region.alternatives[0].items()
 
 
 @torch.no_grad()
 def _make_less_tame(model: Decoder, seed: int) -> None:
     generator = torch.Generator(device=model.embed.device).manual_seed(seed + 1)
-    views = model.hf_views()
-    for name, view in views.items():
+    spec = model.spec
+    attention = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
+    if not attention:  # latent attention
+        sharper = dict.fromkeys(("q_proj.weight", "q_b_proj.weight"), _SHARPER**2)
+    elif attention[0].qk_norm == "none":
+        sharper = dict.fromkeys(("q_proj.weight", "k_proj.weight"), _SHARPER)
+    else:
+        sharper = dict.fromkeys(("q_norm.weight", "k_norm.weight"), _SHARPER)
+    # A norm after a block makes its output of size 1, and embeddings may be much larger.
+    outputs = tuple(f"{layer.names.mixer_output_norm}.weight" for layer in spec.layers if layer.norms == "around")
+    outputs += tuple(f"{layer.names.feed_forward_output_norm}.weight" for layer in spec.layers if outputs)
+    louder = max(1.0, 0.5 * model.embed.float().std().item() * spec.embed_scale)
+    for name, view in _once(model):
         if name.endswith("norm.weight"):
-            view.mul_(torch.empty_like(view).uniform_(0.7, 1.3, generator=generator))
-    plain = model.spec.layers[0].mixer.qk_norm == "none"
-    wide = ("q_proj.weight", "k_proj.weight") if plain else ("q_norm.weight", "k_norm.weight")
-    for name, view in views.items():
-        if name.endswith(wide):
-            view.mul_(_SHARPER)
+            offset = spec.unit_offset and not name.endswith("linear_attn.norm.weight")
+            factor = torch.empty_like(view).uniform_(0.7, 1.3, generator=generator)
+            factor *= next((by for ending, by in sharper.items() if name.endswith(ending)), 1.0)
+            factor *= louder if outputs and name.endswith(outputs) else 1.0
+            view.copy_((view + 1) * factor - 1 if offset else view * factor)
+        elif name.endswith(("bias", "sinks")):  # zeros until now; in values that all dtypes have
+            noise = torch.empty(view.shape, device=view.device).normal_(0.0, 1.0, generator=generator)
+            view.copy_((noise * (1.0 if name.endswith("sinks") else 0.1)).bfloat16())
+        else:
+            view.mul_(next((by for ending, by in sharper.items() if name.endswith(ending)), 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +200,31 @@ class Recomputed:
 
 
 class Trainer:
-    """transformers' model of a checkpoint: in the dtype of a trainer, and in float32."""
+    """transformers' model with the weights of one of ours: in the dtype of a trainer, and in float32."""
 
-    def __init__(self, folder: Path, dtype: str, device: str) -> None:
-        from transformers import AutoModelForCausalLM
-
+    def __init__(self, model: Decoder, folder: Path, dtype: str, device: str) -> None:
         assert torch.get_float32_matmul_precision() == "highest", "a float32 reference needs float32 products"
-        torch_dtype = getattr(torch, dtype)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype, attn_implementation="sdpa")
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")
-        self._model: Any = model.to(torch.device(device)).eval()  # type: ignore[arg-type]
+        config = AutoConfig.from_pretrained(folder)
+        cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        attention = "sdpa" if cls._supports_sdpa else "eager"
+        with no_init_weights():  # on the CPU, as a checkpoint is loaded: it makes the frequencies of rope
+            module = cls._from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
+        module.tie_weights()
+        if cls._can_set_experts_implementation():
+            module.set_experts_implementation("eager")
+        self._model: Any = module.to(torch.device(device)).eval()
+        self._take_weights(model.hf_views())
         self._exact: Any = copy.deepcopy(self._model).float()
         self._device = device
+
+    @torch.no_grad()
+    def _take_weights(self, views: Mapping[str, torch.Tensor]) -> None:
+        """Copy our parameters, and those buffers that updates may have."""
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(views[name])
+        for name, buffer in self._model.named_buffers():
+            if name in views:
+                buffer.copy_(views[name])
 
     @torch.inference_mode()
     def recompute(self, prompt: Sequence[int], completion: Sequence[int]) -> Recomputed:

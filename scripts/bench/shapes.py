@@ -1,7 +1,11 @@
-"""Shapes of models for benchmarks with random weights, and the bytes that a decode step must read."""
+"""Shapes of models for benchmarks with random weights, and the bytes that a decode step must read.
+
+A shape may be cut to its first layers, as many as a card has memory for. `shrunk` makes a toy of a shape, for a CPU.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,42 +94,318 @@ _OWN: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
-SHAPES = tuple(_OWN)
+_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "torch_dtype": "bfloat16"}
+_THREE_LINEAR = ("linear_attention",) * 3 + ("full_attention",)
+_QWEN3_5: dict[str, Any] = {
+    **_TOKENS,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+    "vocab_size": 248320,
+}
+#: Families beside Qwen3, with the whole of their config.json.
+_OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3.5-27b": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "layer_types": _THREE_LINEAR * 16,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+    },
+    "qwen3.5-35b-a3b": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "layer_types": _THREE_LINEAR * 10,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    "gpt-oss-20b": {
+        **_TOKENS,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "layer_types": ("sliding_attention", "full_attention") * 12,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
+    "glm-4.5-air": {
+        **_TOKENS,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 0,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000, "partial_rotary_factor": 0.5},
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_qk_norm": False,
+        "vocab_size": 151552,
+    },
+    "glm-4.7-flash": {
+        **_TOKENS,
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 202752,
+        "mlp_layer_types": ("dense", *("sparse",) * 46),
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 20,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 47,
+        "num_key_value_heads": 20,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
+        "routed_scaling_factor": 1.8,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "v_head_dim": 256,
+        "vocab_size": 154880,
+    },
+    "moonlight-16b-a3b": {
+        **_TOKENS,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "attention_bias": False,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 8192,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000},
+        "routed_scaling_factor": 2.446,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
+    "gemma-3-12b": {
+        **_TOKENS,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "attention_bias": False,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "layer_types": (("sliding_attention",) * 5 + ("full_attention",)) * 8,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000, "factor": 8.0},
+        },
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "vocab_size": 262208,
+    },
+    "olmo-3-7b": {
+        **_TOKENS,
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "layer_types": (("sliding_attention",) * 3 + ("full_attention",)) * 8,
+        "max_position_embeddings": 65536,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500000,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "attention_factor": 1.2079441541679836,
+            },
+        },
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 100278,
+    },
+}
+OTHER_SHAPES = tuple(_OTHERS)
+SHAPES = (*_OWN, *_OTHERS)
+#: Sizes of a toy; a config gets those whose names it has.
+_TOY: dict[str, Any] = {
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "kv_lora_rank": 32,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 2048,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "query_pre_attn_scalar": 16,
+    "shared_expert_intermediate_size": 32,
+    "sliding_window": 24,
+    "v_head_dim": 16,
+    "vocab_size": 320,
+}
+#: Keys with an entry for each layer.
+_BY_LAYER = ("layer_types", "mlp_layer_types")
 
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """The least bytes that a decode step of a bfloat16 model reads."""
+    """The least bytes that a decode step of a bfloat16 model reads, and of states also writes."""
 
     weights: int  # once per step; without an embedding that is not the output layer
-    kv_per_token: int  # of context
+    kv_per_token: int  # of context, in layers without a window
     expert: int = 0  # one expert in every sparse layer; not part of `weights`
     experts: int = 0  # of a layer
     top_k: int = 0
+    state: int = 0  # of a row in linear attention: it is read and written
+    windows: tuple[tuple[int, int], ...] = ()  # of layers with windows: tokens that a row sees, bytes a token
 
     def of_step(self, rows: int, context_tokens: float, distinct: float | None = None) -> float:
         """Bytes of a step whose rows hold `context_tokens` together and choose `distinct` experts a layer.
 
-        Without `distinct`, the mean number under even routing.
+        Without `distinct`, the mean number under even routing. In layers with windows all rows count as equally long.
         """
         if distinct is None:
             distinct = self.even_experts(rows)
-        return self.weights + self.expert * distinct + self.kv_per_token * context_tokens
+        kept = self.kv_per_token * context_tokens + rows * 2 * self.state
+        kept += sum(min(rows * window, context_tokens) * per_token for window, per_token in self.windows)
+        return self.weights + self.expert * distinct + kept
 
     def even_experts(self, rows: int) -> float:
         """Distinct experts of a layer when every row chooses `top_k` of them at random."""
         return self.experts * (1 - (1 - self.top_k / self.experts) ** rows) if self.experts else 0.0
 
 
-def model_config(shape: str) -> dict[str, Any]:
-    """The `config.json` of a shape."""
-    return {**_QWEN3, **_OWN[shape], "max_window_layers": _OWN[shape]["num_hidden_layers"]}
+def model_config(shape: str, layers: int = 0) -> dict[str, Any]:
+    """The `config.json` of a shape, or of its first `layers` layers."""
+    if shape in _OTHERS:
+        config = json.loads(json.dumps(_OTHERS[shape]))  # as a file has it: lists
+    else:
+        config = {**_QWEN3, **_OWN[shape], "max_window_layers": _OWN[shape]["num_hidden_layers"]}
+    if not layers:
+        return config
+    if not 0 < layers <= config["num_hidden_layers"]:
+        raise ValueError(f"{shape} has {config['num_hidden_layers']} layers, not {layers}")
+    cut = {key: config[key][:layers] for key in _BY_LAYER if key in config}
+    counts = {key: layers for key in ("num_hidden_layers", "max_window_layers") if key in config}
+    return {**config, **cut, **counts}
 
 
-def write_checkpoint(shape: str, folder: Path) -> Path:
+def shrunk(config: dict[str, Any]) -> dict[str, Any]:
+    """The same kinds of layers with tiny sizes."""
+    toy = {**config, **{key: value for key, value in _TOY.items() if config.get(key) is not None}}
+    if "kv_lora_rank" in toy:  # each head has its own keys
+        toy["num_key_value_heads"] = toy["num_attention_heads"]
+    return toy
+
+
+def write_checkpoint(shape: str, folder: Path, layers: int = 0) -> Path:
     """Make `folder` a checkpoint without weights: the config that `load_format=random` needs."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model_config(shape), indent=1))
+    (folder / "config.json").write_text(json.dumps(model_config(shape, layers), indent=1))
     return folder
 
 
@@ -134,20 +414,44 @@ def kv_pages(rows: int, context_tokens: int, page_size: int) -> int:
     return rows * (context_tokens // page_size + 2) + 8
 
 
-def step_bytes(shape: str, width: int = 2) -> StepBytes:
-    """The least bytes that a decode step reads, with `width` bytes per number."""
-    c = model_config(shape)
-    hidden, dim = c["hidden_size"], c["head_dim"]
-    heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
-    attention = hidden * dim * (2 * heads + 2 * kv_heads) + 2 * dim
-    layers, experts = c["num_hidden_layers"], c.get("num_experts", 0)
-    block = hidden * experts if experts else 3 * hidden * c["intermediate_size"]
-    numbers = layers * (attention + block + 2 * hidden) + hidden + c["vocab_size"] * hidden
-    expert = layers * 3 * hidden * c["moe_intermediate_size"] if experts else 0
+@functools.lru_cache(maxsize=16)
+def step_bytes(shape: str, width: int = 2, layers: int = 0) -> StepBytes:
+    """The least bytes that a decode step reads, with `width` bytes per number; states are in float32."""
+    # Imported here: the process of vLLM needs its environment first.
+    import torch
+    from transformers import AutoConfig
+
+    from rollout.models.decoder import Decoder
+    from rollout.models.layers import SparseFeedForward
+    from rollout.models.registry import spec_from_config
+    from rollout.models.spec import AttentionSpec
+
+    config = model_config(shape, layers)
+    spec = spec_from_config(AutoConfig.for_model(**config).get_text_config(), config["architectures"][0])
+    dtype = {2: torch.bfloat16, 4: torch.float32}[width]
+    model = Decoder(spec, dtype, torch.device("meta"))  # shapes without memory
+    blocks = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
+    chosen = [tensor[: b.spec.experts] for b in blocks for tensor in (b.gate_up, b.down, *(b.biases or ()))]
+    of_experts = sum(tensor.nbytes for tensor in chosen)  # a shared expert that is stored with them is read anyway
+    everything = sum(parameter.nbytes for parameter in model.parameters())
+    windows: dict[int, int] = {}
+    kv = 0
+    for layer in spec.layers:
+        shape_of_kv = getattr(layer.mixer, "kv_shape", None)
+        if shape_of_kv is None:
+            continue
+        size = shape_of_kv.bytes_per_token(dtype)
+        window = layer.mixer.window if isinstance(layer.mixer, AttentionSpec) else None
+        if window is None:
+            kv += size
+        else:
+            windows[window] = windows.get(window, 0) + size
     return StepBytes(
-        numbers * width,
-        layers * kv_heads * dim * 2 * width,
-        expert * width,
-        experts,
-        c["num_experts_per_tok"] if experts else 0,
+        everything - of_experts - (0 if spec.tied else model.embed.nbytes),
+        kv,
+        of_experts // spec.moe.experts if spec.moe else 0,
+        spec.moe.experts if spec.moe else 0,
+        spec.moe.router.top_k if spec.moe else 0,
+        spec.state_bytes(dtype),
+        tuple(sorted(windows.items())),
     )

@@ -1,6 +1,7 @@
 """Compiles the kernels of a model's steps for Hopper on any machine: needs Triton, but no GPU.
 
     PYTHONPATH=.:kernels python -m scripts.check.compile_kernels [--only moe] [--rows 1 32] [--capability 90]
+        [--families gpt-oss-20b]
 
 It calls the functions that launch kernels with tensors that have a shape and a dtype, but no memory, and compiles each
 kernel instead of running it. It prints the registers and the stack (spilled bytes) of a thread, and the shared memory
@@ -26,7 +27,7 @@ import torch
 import triton
 from rollout_kernels import SamplingRows
 from rollout_kernels.attention import triton_decode
-from rollout_kernels.attention.gluon_prefill import gathered_attention
+from rollout_kernels.attention.gluon_prefill import HEAD_DIM, gathered_attention
 from rollout_kernels.attention.segments import SEGMENT_WORDS
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 from rollout_kernels.attention.triton_gather_kv import gather_kv
@@ -72,7 +73,17 @@ class Shape(NamedTuple):
 
 DENSE = Shape(4096, 32, 8, 128, 12288, 151936)  # Qwen3-8B
 SPARSE = Shape(2048, 32, 4, 128, 768, 151936, 128, 8)  # Qwen3-30B-A3B
-HALF = Shape(2048, 16, 2, 128, 384, 75968, 128, 8)  # Qwen3-30B-A3B on each of two GPUs
+#: Sizes that other families bring, with `--families`.
+OTHERS = {
+    "qwen3.5-27b": Shape(5120, 24, 4, 256, 17408, 248320),
+    "qwen3.5-35b-a3b": Shape(2048, 16, 2, 256, 512, 248320, 256, 8),
+    "gpt-oss-20b": Shape(2880, 64, 8, 64, 2880, 201088, 32, 4),
+    "glm-4.5-air": Shape(4096, 96, 8, 128, 1408, 151552, 128, 8),
+    "moonlight-16b-a3b": Shape(2048, 16, 16, 192, 1408, 163840, 64, 6),
+    "qwen3-30b-a3b-tp2": Shape(2048, 16, 2, 128, 384, 75968, 128, 8),  # on each of two GPUs
+    "olmo-3-7b": Shape(4096, 32, 32, 128, 11008, 100278),
+    "gemma-3-12b": Shape(3840, 16, 8, 256, 15360, 262208),
+}
 Case = tuple[str, Callable[[], Any]]
 
 
@@ -233,7 +244,7 @@ def _prefill(shape: Shape, cache, scales, window, variant: bool = False) -> None
     q, lens = empty(2048, shape.heads, shape.dim), ints(4, dtype=torch.int64)
     how = {"max_query": 2048, "scale": 0.1, "window": window, "scales_P2GS": scales, **_variant(shape, variant)}
     prefill_attention(q, cache, cache, ints(4, 1024), ints(5), lens, **how)
-    if capability_of_gluon():
+    if capability_of_gluon() and shape.dim == HEAD_DIM:
         kv = gather_kv(
             cache, cache, ints(4, 1024), lens, rows=8192, most=2048, dtype=torch.bfloat16, scales_P2GS=scales
         )
@@ -409,6 +420,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="compile only cases whose name contains one of these")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--families", nargs="+", choices=OTHERS, help="in the place of Qwen3's two shapes")
     parser.add_argument("--capability", type=int, default=90, help="compute capability times ten, such as 90")
     args = parser.parse_args()
     known: set[str] = set()
@@ -421,13 +433,14 @@ def main() -> None:
 
     compile_instead(args.capability, seen)
     for rows in args.rows:
-        for shape, label in ((DENSE, "dense"), (SPARSE, "moe"), (HALF, "half of moe")):
+        chosen = [(label, OTHERS[label]) for label in args.families or ()] or [("dense", DENSE), ("moe", SPARSE)]
+        for label, shape in chosen:
             cases = [*products(shape, rows), *dense_step(shape, rows)]
-            cases += [] if shape.experts else adapters(shape, rows)
-            if shape is HALF:
+            cases += [] if shape.experts or args.families else adapters(shape, rows)
+            if shape.experts:
                 cases += sparse_step(shape, rows)
-            elif shape.experts:
-                cases += [*sparse_step(shape, rows), *linear_attention(rows), *latent_attention(rows)]
+            if shape is SPARSE:
+                cases += [*linear_attention(rows), *latent_attention(rows)]
             for case, run in cases:
                 name = f"{label}, {rows} rows: {case}"
                 if any(only in name for only in args.only):

@@ -1,4 +1,4 @@
-"""Every family through the whole engine: its greedy tokens are transformers', whatever the scheduler does."""
+"""Damage in a running engine is seen by what the tests of all families compare (`test_every_family.py`)."""
 
 from __future__ import annotations
 
@@ -27,31 +27,9 @@ def agrees(hf_model, prompt: list[int], completion: Completion) -> bool:
     return close and logits.argmax(-1).tolist() == tokens
 
 
-@pytest.mark.parametrize("pages", [600, 75], ids=["roomy", "with preemptions"])
-def test_greedy_tokens_equal_transformers(family, pages):
-    model, hf_model = family
-    vocab = model.spec.vocab
-    bench = Bench(model, max_rows=5, kv_pages=pages, prefill_chunk_tokens=23)
-    prompts = {
-        f"r{i}": torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(i)).tolist()
-        for i, length in enumerate((3, 50, 17, 31, 4, 8))
-    }
-    for i, (name, prompt) in enumerate(prompts.items()):
-        bench.submit(name, prompt, 60 + 5 * i, n=2 if i == 1 else 1)
-        for _ in range(3):
-            bench.engine.tick()  # the batch changes as they come and go
-    bench.run()
-    assert (bench.engine.roster.counters.preemptions > 0) == (pages == 75)
-    for i, (name, prompt) in enumerate(prompts.items()):
-        assert len(bench.tokens(name)) == 60 + 5 * i
-        assert agrees(hf_model, prompt, bench.completions[name, 0])
-    assert bench.tokens("r1", 1) == bench.tokens("r1", 0)
-    bench.close()
-
-
 @pytest.mark.parametrize("damage", ["rope", "page", "kv"])
 def test_damage_in_a_running_engine_is_seen(family, damage, monkeypatch):
-    """What the test above compares is sharp enough to see one wrong position, one wrong page, one lost page of KV."""
+    """What they compare is sharp enough to see one wrong position, one wrong page, one lost page of KV."""
     model, hf_model = family
     prompt = torch.randint(0, model.spec.vocab, (30,), generator=torch.Generator().manual_seed(1)).tolist()
     bench = Bench(model)

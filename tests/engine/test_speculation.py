@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
 
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages import Cancel, StopAt
+from rollout.engine.messages import Cancel, Delta, PutAdapter, StopAt
 from rollout.engine.speculation.step_costs import StepCosts
 from tests.engine.test_invariants import run_watched
-from tests.support.engine.constraints import SIZE, Cycle, X, Y
+from tests.support.engine.adapted import bench_of, make_adapters, versions_of
+from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.drafting import drafting, row_by_row
 from tests.support.engine.harness import Bench, Completion, load, prompt_of
@@ -250,6 +252,188 @@ def test_a_completion_that_may_span_no_version_ends_whole(model, folders, monkey
     assert done.token_ids == six.tokens("r0")[: len(done.token_ids)]
 
 
+# --- constraints ---
+
+STOP = 5
+
+
+BAD = X[3]
+
+
+class Fragile(CyclePlace):
+    """Fails or hangs at `BAD` after some tokens; or allows nothing after it."""
+
+    def __init__(self, cycle: FragileCycle) -> None:
+        super().__init__(cycle)
+        self.cycle, self.said = cycle, []
+
+    def at_bad(self, how: str, said: list[int]) -> bool:
+        return self.cycle.how == how and len(said) > 4 and said[-1] == BAD
+
+    def accept(self, token: int) -> bool:
+        self.said.append(token)
+        if self.at_bad("raise", self.said):
+            raise RuntimeError("it breaks here")
+        return super().accept(token)
+
+    def fill(self, masks_RW, row: int) -> None:
+        super().fill(masks_RW, row)
+        if self.at_bad("hang", self.said):
+            self.cycle.let_go.wait()
+        if self.at_bad("nothing", self.said):
+            masks_RW[row] = 0
+
+    def undo(self, tokens: int) -> None:
+        super().undo(tokens)
+        del self.said[len(self.said) - tokens :]
+
+
+class FragileCycle(Cycle):
+    def __init__(self, how: str) -> None:
+        super().__init__([X, Y])
+        self.how, self.let_go = how, threading.Event()
+
+    def start(self) -> Fragile:
+        return Fragile(self)
+
+
+def submit_constrained(bench: Bench) -> None:
+    for i in range(6):
+        fields = {"stop": {"token_ids": (STOP,)}, "constraint": Cycle([X, Y, SIZE], STOP)} if i % 3 else {}
+        bench.submit(f"r{i}", prompt_of(9, i), 40, sampling={**RULES[i % len(RULES)], "seed": i}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ragged", "depth"), [(0.0, False, 2), (0.3, True, 2), (0.2, True, 1), (1.0, False, 2)]
+)
+def test_constrained_rows_draft_like_others(model, monkeypatch, wrong, ragged, depth):
+    plain = Bench(model)
+    submit_constrained(plain)
+    plain.run()
+    plain.close()
+    fields = {"speculation_tokens": 4, "pipeline_depth": depth}
+    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), wrong, depth, ragged, **fields)
+    submit_constrained(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, plain)
+    counters = bench.engine.roster.counters
+    assert counters.accepted == 0 if wrong == 1.0 else counters.accepted > 60
+    assert {completion.finish.reason for completion in plain.completions.values()} == {"stop", "length"}
+
+
+def test_drafts_of_constrained_rows_save_steps(model, monkeypatch):
+    plain = Bench(model)
+    plain.submit("a", prompt_of(9), 61, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
+    plain.run()
+    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.0, speculation_tokens=3)
+    bench.submit("a", prompt_of(9), 61, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
+    bench.run()
+    bench.close()
+    assert bench.tokens("a") == plain.tokens("a")
+    assert bench.engine.roster.counters.decode_rows == 15 and plain.engine.roster.counters.decode_rows == 60
+
+
+@pytest.mark.parametrize("how", ["raise", "hang", "nothing"])
+def test_a_constraint_that_fails_along_drafts_changes_no_completion(model, monkeypatch, how):
+    """Paths lead to where the constraint breaks. A row that does not go there goes on; one that does, ends there."""
+    seeds = range(1) if how == "hang" else range(4)
+    fields, length = {"mask_s": 0.4}, 60
+
+    def run(bench: Bench, how: str) -> Bench:
+        constraint = FragileCycle(how)
+        timer = threading.Timer(20, constraint.let_go.set)
+        timer.start()
+        for i in seeds:
+            bench.submit(f"r{i}", prompt_of(9, i), length, sampling={**SAMPLED, "seed": i}, constraint=constraint)
+        bench.run()
+        timer.cancel()
+        constraint.let_go.set()
+        bench.close()
+        return bench
+
+    paths = recorded(run(Bench(model, **fields), "").completions)
+    for path in paths.values():
+        path[6::2] = [BAD] * len(path[6::2])
+    plain = run(Bench(model, **fields), how)
+    bench, _ = drafting(monkeypatch, model, paths, 0.0, **fields)
+    assert_same(run(bench, how), plain)
+    assert any(completion.finish.reason == "error" for completion in plain.completions.values())
+    assert all(len(completion.token_ids) > 6 for completion in plain.completions.values())
+    counters = bench.engine.roster.counters
+    assert counters.drafted > counters.accepted > 0
+
+
+# --- adapters ---
+
+
+@pytest.fixture(scope="module")
+def adapters(hf_models, folders, tmp_path_factory):
+    return make_adapters(hf_models[0], folders[0], tmp_path_factory)
+
+
+def adapted(bench: Bench, adapters, count: int = 2) -> Bench:
+    for i in range(count):
+        bench.engine.inbox.put(PutAdapter(f"a{i}", adapters[i][0], token=i))
+    for i in range(6):
+        adapter = None if i % 3 == 2 else f"a{i % 3}"
+        fields = {"sampling": RULES[i % len(RULES)], "adapter": adapter, "n": 1 + i % 2}
+        bench.submit(f"r{i}", prompt_of(9, i // 3), 40, **fields)
+    return bench
+
+
+@pytest.mark.parametrize(("wrong", "ragged"), [(0.0, False), (0.3, True)])
+def test_rows_with_adapters_draft_like_others(model, monkeypatch, adapters, wrong, ragged):
+    slots = {"adapter_slots": 2, "adapter_rank": 16, "max_rows": 16}
+    plain = adapted(Bench(model, **slots), adapters)
+    plain.run()
+    plain.close()
+    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), wrong, ragged=ragged, **slots)
+    run_watched(adapted(bench, adapters))
+    bench.close()
+    assert_same(bench, plain)
+    assert bench.engine.roster.counters.accepted > 100
+    assert len({tuple(bench.tokens(f"r{i}")) for i in (0, 1, 2)}) == 3, "adapters and the model say other things"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_newer_adapter_is_stamped_at_its_first_token(model, monkeypatch, adapters, seed):
+    """With drafts in flight it is not known which one that is when the adapter changes."""
+    slots = {"adapter_slots": 2, "adapter_rank": 16}
+    old = bench_of(model, adapters, 1)
+    old.submit("r", prompt_of(10), 60, adapter="a0")
+    old.run()
+    rng = random.Random(seed)
+    bench, _ = drafting(monkeypatch, model, recorded(old.completions), 0.3, seed, **slots)
+    bench.engine.inbox.put(PutAdapter("a0", adapters[0][0]))
+    bench.submit("r", prompt_of(10), 60, stream_every=1, adapter="a0")
+    changes = 0
+    while bench.engine.busy or not bench.engine.inbox.empty():
+        if changes < 2 and len(bench.tokens("r")) > rng.randint(3, 12) + 20 * changes:
+            changes += 1
+            bench.engine.inbox.put(PutAdapter("a0", adapters[changes][0], version=changes))
+        bench.engine.tick()
+    bench.close()
+    got, versions = bench.tokens("r"), versions_of(bench, "r")
+    assert set(versions) == {0, 1, 2} and versions == sorted(versions)
+    first, second = versions.index(1), versions.index(2)
+    assert got[:first] == old.tokens("r")[:first]
+    # KV of tokens before a change is kept: what was drawn after it is what an engine without drafts draws.
+    steps, plain = [first, second], bench_of(model, adapters, 1, pipeline_depth=1)
+    plain.submit("r", prompt_of(10), 60, stream_every=1, adapter="a0")
+    plain.engine.tick()
+    while plain.engine.busy:
+        if steps and len(plain.tokens("r")) == steps[0]:
+            at = 3 - len(steps)
+            plain.engine.inbox.put(PutAdapter("a0", adapters[at][0], version=at))
+            steps.pop(0)
+        plain.engine.tick()
+    plain.close()
+    assert versions_of(plain, "r") == versions and plain.tokens("r") == got
+    marks = [event.adapter_versions for event in bench.events if isinstance(event, Delta)]
+    assert all(later[: len(mark)] == mark for mark, later in zip(marks, marks[1:], strict=False)), "told marks stay"
+
+
 # --- experts ---
 
 
@@ -293,7 +477,7 @@ def test_the_suffix_drafter_speeds_a_second_epoch_up(model, six):
 class FixedCosts(StepCosts):
     """Whatever steps take."""
 
-    def ran(self, rows, context, verifies, seconds):
+    def ran(self, rows, context, drafts, seconds):
         pass
 
 

@@ -20,6 +20,8 @@ import torch
 
 Format = Literal["plain", "fp8_row", "fp8_block", "mxfp8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+#: Whether a shared expert, which every token takes, is stored after the others, and whether a logit gates it.
+Shared = Literal["none", "plain", "gated"]
 #: Rows and columns of a block of `fp8_block`.
 BLOCK = 128
 #: Codes along K that share one scale of `mxfp8`.

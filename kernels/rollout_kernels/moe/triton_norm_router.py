@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_math import follow, follow_options, last_to_arrive, narrow
-from rollout_kernels.moe.triton_router import Record, Routing, choose, places, record_arguments, routing_outputs
+from rollout_kernels.moe.formats import Shared
+from rollout_kernels.moe.triton_router import (
+    Record,
+    Routing,
+    choose,
+    places,
+    record_arguments,
+    routing_outputs,
+)
 
 #: The most tokens for which this is faster: a token's residual and parts are read once for every `_BLOCK_E` experts.
 MOST_TOKENS = 8
@@ -32,9 +40,9 @@ class RouterScratch:
     arrived_T: torch.Tensor  # int32, zero between launches
 
 
-def router_scratch(experts: int, device: torch.device) -> RouterScratch:
-    """Scratch for routers with `experts` experts."""
-    logits_TE = torch.empty(MOST_TOKENS, experts, dtype=torch.float32, device=device)
+def router_scratch(logits: int, device: torch.device) -> RouterScratch:
+    """Scratch for routers with this number of logits."""
+    logits_TE = torch.empty(MOST_TOKENS, logits, dtype=torch.float32, device=device)
     return RouterScratch(logits_TE, torch.zeros(MOST_TOKENS, dtype=torch.int32, device=device))
 
 
@@ -74,14 +82,17 @@ def _norm_router_kernel(
     RENORMALIZE: tl.constexpr,
     RECORD: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
 ):
+    ROWS: tl.constexpr = E + 1 if GATED else E
     block = tl.program_id(0)
     token = tl.program_id(1)
     e = block * BLOCK_E + tl.arange(0, BLOCK_E)
     h = tl.arange(0, H2)
     live = h < H
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
-    w = tl.load(w_ptr + tl.minimum(e, E - 1)[:, None] * H + h[None, :], mask=live[None, :], other=0.0)
+    w = tl.load(w_ptr + tl.minimum(e, ROWS - 1)[:, None] * H + h[None, :], mask=live[None, :], other=0.0)
     norm = tl.load(norm_ptr + h, mask=live, other=0.0).to(tl.float32)
     follow()
     added = tl.zeros([H2], tl.float32)
@@ -100,11 +111,14 @@ def _norm_router_kernel(
         tl.store(new_residual_ptr + token * H + h, stored, mask=live)
         tl.store(x_ptr + token * H + h, x, mask=live)
     logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
-    tl.store(logits_ptr + token * E + e, narrow(logits, dtype).to(tl.float32), mask=e < E)
+    tl.store(logits_ptr + token * ROWS + e, narrow(logits, dtype).to(tl.float32), mask=e < ROWS)
     if last_to_arrive(arrived_ptr + token):
         every = tl.arange(0, E2)
         # Bypass the L1 cache, because programs on other multiprocessors wrote these logits.
-        written = tl.load(logits_ptr + token * E + every, mask=every < E, other=0.0, cache_modifier=".cg")
+        written = tl.load(logits_ptr + token * ROWS + every, mask=every < E, other=0.0, cache_modifier=".cg")
+        gate = tl.full([], 0.0, tl.float32)
+        if GATED:
+            gate = tl.load(logits_ptr + token * ROWS + E, cache_modifier=".cg")
         choose(
             written,
             token,
@@ -118,6 +132,10 @@ def _norm_router_kernel(
             TOP_K,
             RENORMALIZE,
             RECORD,
+            False,
+            gate,
+            SHARED,
+            GATED,
         )
 
 
@@ -132,6 +150,7 @@ def norm_route(
     scratch: RouterScratch,
     record: Record | None = None,
     unit_offset: bool = False,
+    shared: Shared = "none",
 ) -> NormRouting:
     """Add partial products to the residual stream, normalise it and choose experts, for up to `MOST_TOKENS` tokens.
 
@@ -146,16 +165,18 @@ def norm_route(
         scratch: from `router_scratch`.
         record: where to record the experts for replay, or None.
         unit_offset: the weights of the norm are stored less 1.
+        shared: as for `moe_route`.
     """
     tokens, hidden = residual_TH.shape
-    experts = router_EH.shape[0]
+    rows = router_EH.shape[0]
+    experts = rows - (shared == "gated")
     assert tokens <= MOST_TOKENS <= scratch.arrived_T.numel()
-    assert scratch.logits_TE.shape[1] == experts and 0 < top_k <= experts
+    assert scratch.logits_TE.shape[1] == rows and 0 < top_k <= experts
     assert residual_TH.is_contiguous() and parts_STH.is_contiguous() and router_EH.is_contiguous()
-    routing = routing_outputs(tokens, top_k, residual_TH.device, None)
+    routing = routing_outputs(tokens, top_k + (shared != "none"), residual_TH.device, None)
     out = NormRouting(torch.empty_like(residual_TH), torch.empty_like(residual_TH), routing)
     kept, slots, stride = record_arguments(record, experts)
-    _norm_router_kernel[(triton.cdiv(experts, _BLOCK_E), tokens)](
+    _norm_router_kernel[(triton.cdiv(rows, _BLOCK_E), tokens)](
         residual_TH,
         parts_STH,
         norm_H,
@@ -181,6 +202,8 @@ def norm_route(
         RENORMALIZE=renormalize,
         RECORD=record is not None,
         UNIT_OFFSET=unit_offset,
+        SHARED=shared != "none",
+        GATED=shared == "gated",
         num_warps=8 if experts > 256 else 4,
         **follow_options(residual_TH.device),
     )

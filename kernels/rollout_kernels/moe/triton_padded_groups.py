@@ -26,9 +26,10 @@ from rollout_kernels.common.triton_math import narrow
 ALIGN = 64
 #: Rows of a tile.
 TILE = 128
-#: `pad_groups` holds a row of this length for each of 128 pairs in registers.
-MOST_EXPERTS = 256
-_CHUNK, _AT_ONCE = 512, 128
+MOST_EXPERTS = 512
+_CHUNK = 512
+#: Pairs that `pad_groups` places at once: it holds a row with an entry for each expert for each of them in registers.
+_AT_ONCE, _ENTRIES = 128, 128 * 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def pad_groups(experts_TK: torch.Tensor, experts: int) -> PaddedGroups:
         chunks,
         E2=bins,
         CHUNK=_CHUNK,
-        AT_ONCE=_AT_ONCE,
+        AT_ONCE=min(_AT_ONCE, _ENTRIES // bins),
         ALIGN=ALIGN,
         TILE=TILE,
         BLOCK=32,

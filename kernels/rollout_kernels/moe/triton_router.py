@@ -5,6 +5,9 @@
                                       busy; then a launch that adds the parts and chooses, with one program a token
     a prefill    moe_route            the same, with several tokens a program, which finds their experts one by one
 
+A shared expert that is stored as the last one (E) is every token's last choice. Its weight is 1, or the sigmoid of a
+logit of its own: then the router has one more row.
+
 Logits are rounded to the model's dtype, as the result of a matrix product is. Of equal logits the lower index comes
 first. NaN logits come last, so the experts are valid for any input; the weights of a token with NaN logits are NaN.
 Sums have a fixed order, so a token does not depend on the other tokens.
@@ -24,6 +27,7 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.linear.triton_linear import linear_parts
+from rollout_kernels.moe.formats import Shared
 
 #: Other experts that an expert is compared with at once, and the smallest length of vectors of experts.
 _COMPARED = tl.constexpr(128)
@@ -38,7 +42,7 @@ _MOST_SHORT = tl.constexpr(8192)
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The chosen experts of each token and their weights."""
+    """The chosen experts of each token and their weights; the shared one, if it is stored with them, comes last."""
 
     experts_TK: torch.Tensor  # int32, the most likely first
     weights_TK: torch.Tensor  # float32
@@ -87,10 +91,13 @@ def choose(
     RENORMALIZE: tl.constexpr,
     RECORD: tl.constexpr,
     SHORT: tl.constexpr = False,
+    gate=0.0,
+    SHARED: tl.constexpr = False,
+    GATED: tl.constexpr = False,
 ):
     """Choose the experts of one token from its float32 logits [E2]; an expert's place is the number of earlier ones.
 
-    SHORT: see `_order`.
+    SHORT: see `_order`. SHARED: expert E comes last, weighted by the sigmoid of `gate` if GATED, else by 1.
     """
     e = tl.arange(0, E2)
     logits = tl.where(e < E, logits, float("-inf"))
@@ -114,9 +121,16 @@ def choose(
         weight = weight / tl.sum(tl.where(chosen | (weight != weight), weight, 0.0))
     else:
         weight = weight / tl.sum(weight)
-    out = token * TOP_K + place
+    CHOICES: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
+    out = token * CHOICES + place
     tl.store(experts_ptr + out, e, mask=chosen)
     tl.store(weights_ptr + out, weight, mask=chosen)
+    if SHARED:
+        tl.store(experts_ptr + token * CHOICES + TOP_K, E)
+        if GATED:
+            tl.store(weights_ptr + token * CHOICES + TOP_K, 1.0 / (1.0 + tl.exp(-gate)))
+        else:
+            tl.store(weights_ptr + token * CHOICES + TOP_K, 1.0)
     if RECORD:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
@@ -140,14 +154,20 @@ def _choose_kernel(
     DTYPE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     RECORD: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     token = tl.program_id(0)
     e = tl.arange(0, E2)
+    ROWS: tl.constexpr = E + 1 if GATED else E
     follow()
     logits = tl.zeros([E2], tl.float32)
+    gate = tl.full([], 0.0, tl.float32)
     for part in tl.static_range(PARTS):
-        at = parts_ptr + (part * tokens + token) * E + e
-        logits += tl.load(at, mask=e < E, other=0.0).to(tl.float32)
+        at = parts_ptr + (part * tokens + token) * ROWS
+        logits += tl.load(at + e, mask=e < E, other=0.0).to(tl.float32)
+        if GATED:
+            gate += tl.load(at + E).to(tl.float32)
     choose(
         narrow(logits, DTYPE).to(tl.float32),
         token,
@@ -162,6 +182,9 @@ def _choose_kernel(
         RENORMALIZE,
         RECORD,
         DTYPE != tl.float32 and E2 <= _MOST_SHORT,
+        narrow(gate, DTYPE).to(tl.float32),
+        SHARED,
+        GATED,
     )
 
 
@@ -183,16 +206,24 @@ def _choose_many_kernel(
     DTYPE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     RECORD: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """As `choose` for BLOCK_T tokens: in each round the first of the experts that are left."""
+    ROWS: tl.constexpr = E + 1 if GATED else E
+    CHOICES: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E2)[None, :]
     k = tl.arange(0, K2)[None, :]
     live = (t < tokens)[:, None] & (e < E)
     follow()
     logits = tl.zeros([BLOCK_T, E2], tl.float32)
+    gate = tl.zeros([BLOCK_T], tl.float32)
     for part in tl.static_range(PARTS):
-        logits += tl.load(parts_ptr + (part * tokens + t[:, None]) * E + e, mask=live, other=0.0).to(tl.float32)
+        row = parts_ptr + (part * tokens + t) * ROWS
+        logits += tl.load(row[:, None] + e, mask=live, other=0.0).to(tl.float32)
+        if GATED:
+            gate += tl.load(row + E, mask=t < tokens, other=0.0).to(tl.float32)
     logits = tl.where(e < E, narrow(logits, DTYPE).to(tl.float32), float("-inf"))
     SHORT: tl.constexpr = DTYPE != tl.float32 and E2 <= _MOST_SHORT
     order = _order(logits, e, E2, SHORT)
@@ -214,9 +245,15 @@ def _choose_many_kernel(
     else:
         weights = weights / tl.sum(weight, 1)[:, None]
     kept = (t < tokens)[:, None] & (k < TOP_K)
-    at = t[:, None] * TOP_K + k
+    at = t[:, None] * CHOICES + k
     tl.store(experts_ptr + at, experts, mask=kept)
     tl.store(weights_ptr + at, weights, mask=kept)
+    if SHARED:
+        tl.store(experts_ptr + t * CHOICES + TOP_K, tl.full([BLOCK_T], E, tl.int32), mask=t < tokens)
+        share = tl.full([BLOCK_T], 1.0, tl.float32)
+        if GATED:
+            share = 1.0 / (1.0 + tl.exp(-narrow(gate, DTYPE).to(tl.float32)))
+        tl.store(weights_ptr + t * CHOICES + TOP_K, share, mask=t < tokens)
     if RECORD:
         slot = tl.load(slots_ptr + t, mask=t < tokens, other=-1)[:, None]
         at = record_ptr + slot * record_stride + k
@@ -251,22 +288,24 @@ def moe_route(
     record: Record | None = None,
     out: Routing | None = None,
     deterministic: bool = False,
+    shared: Shared = "none",
 ) -> Routing:
     """Choose the experts of each token.
 
     Args:
         x_TH: the normalised input of the layer.
-        router_EH: weights of the router.
-        top_k: experts of a token.
+        router_EH: weights of the router; with "gated" its last row is that of the shared expert.
+        top_k: experts of a token, without the shared one.
         renormalize: True: the weights of a token add up to 1 (Qwen3-MoE with `norm_topk_prob`, Mixtral). False: they
             are those of the softmax over all experts (OLMoE).
         record: where to record the experts for replay, or None.
         out: memory for the result, or None to allocate it.
         deterministic: add the products of a logit in one order for every number of tokens, if `linear_config` has a
             configuration for this router.
+        shared: whether every token also has the shared expert, whose number is that of the others.
     """
     parts_STE = router_logits(x_TH, router_EH, deterministic)
-    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out, deterministic)
+    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out, deterministic, shared)
 
 
 def router_logits(
@@ -301,15 +340,17 @@ def moe_choose(
     record: Record | None = None,
     out: Routing | None = None,
     deterministic: bool = False,
+    shared: Shared = "none",
 ) -> Routing:
     """Choose experts from partial sums of logits, which are added and rounded to `dtype`; see `moe_route`.
 
     The choice does not depend on the number of tokens; with `deterministic` the bits of the weights do not either. The
     twin is `rollout_kernels.route`.
     """
-    parts, tokens, experts = parts_STE.shape
+    parts, tokens, rows = parts_STE.shape
+    experts = rows - (shared == "gated")
     assert parts_STE.is_contiguous() and 0 < top_k <= experts
-    out = routing_outputs(tokens, top_k, parts_STE.device, out)
+    out = routing_outputs(tokens, top_k + (shared != "none"), parts_STE.device, out)
     kept, slots, stride = record_arguments(record, experts)
     width, options = places(experts), follow_options(parts_STE.device)
     if tokens >= MANY_TOKENS and not deterministic:
@@ -331,6 +372,8 @@ def moe_choose(
             DTYPE=TRITON_DTYPES[dtype],
             RENORMALIZE=renormalize,
             RECORD=record is not None,
+            SHARED=shared != "none",
+            GATED=shared == "gated",
             num_warps=4,
             **options,
         )
@@ -350,6 +393,8 @@ def moe_choose(
         DTYPE=TRITON_DTYPES[dtype],
         RENORMALIZE=renormalize,
         RECORD=record is not None,
+        SHARED=shared != "none",
+        GATED=shared == "gated",
         num_warps=8 if experts > 256 else 4,
         **options,
     )

@@ -230,19 +230,24 @@ def _load(pointers, at, STORED: tl.constexpr, WIDTH: tl.constexpr, EVICT: tl.con
 
 #: The most loads of 16 bytes, 4 registers each, that a lane has in flight in `moe_down`.
 _MOST_LOADS = 24
+#: The most tiles of less than 512 bytes in a row.
+_MOST_NARROW = 8
 
 
 def _tile(weights: ExpertWeights) -> tuple[int, int]:
     """Width of a tile in stored elements, and the number of rows that a warp covers with one load.
 
     A warp loads 512 bytes of one row, 256 bytes of each of 2 rows or 128 of each of 4, so that tiles divide the row.
+    Loops over tiles are unrolled, and many of them spill all registers: then the last tile of a row is cut by a mask.
     """
-    element_bytes = 4 if weights.format == "plain" else 1
+    plain, whole = weights.format == "plain", 32 * LANE_BYTES
+    element_bytes = 4 if plain else 1
     row_bytes = weights.values_ENK.shape[2] * weights.values_ENK.element_size()
     for rows in (1, 2, 4):
-        if row_bytes % (32 * LANE_BYTES // rows) == 0:
-            return 32 * LANE_BYTES // rows // element_bytes, rows
-    return 32 * LANE_BYTES // element_bytes, 1
+        narrow_enough = rows == 1 or not plain or row_bytes * rows <= _MOST_NARROW * whole
+        if row_bytes % (whole // rows) == 0 and narrow_enough:
+            return whole // rows // element_bytes, rows
+    return whole // element_bytes, 1
 
 
 def _pieces(whole: int, most: int) -> int:

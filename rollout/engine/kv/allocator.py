@@ -35,7 +35,7 @@ from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.sequence.experts import ExpertPages
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
-from rollout.engine.sequence.sequence_kv import OffloadedKV, PlannedSnapshot, Point, Snapshot
+from rollout.engine.sequence.sequence_kv import OffloadedKV, PlannedSnapshot, Point, PrefixHit, Snapshot
 from rollout.engine.sequence.session import SessionKV
 
 
@@ -55,6 +55,7 @@ class Reusable:
     keys: PrefixKeys | None = None  # of the shared pages
     awaited: tuple[Sequence, int] | None = None  # computes more of it: up to this number of tokens
     place: int | None = None  # of the snapshot of the state after these tokens, which is loaded
+    hit: PrefixHit = "pages"  # where it was found
 
     @property
     def pages(self) -> list[int]:
@@ -67,7 +68,8 @@ class Reusable:
             return Reusable(keys=None if self.keys is None else self.keys.fork(0))
         tokens = len(self.shared) * page_size
         keys = None if self.keys is None else self.keys.fork(len(self.shared))
-        return Reusable(self.shared, None, tokens, min(tokens, self.session_tokens), keys)
+        hit: PrefixHit = "pages" if self.hit == "prompt_end" else self.hit
+        return Reusable(self.shared, None, tokens, min(tokens, self.session_tokens), keys, hit=hit)
 
 
 class PageAllocator:
@@ -146,6 +148,7 @@ class PageAllocator:
             return False
         kv = seq.kv
         kv.load_from = reusable.place
+        kv.hit = reusable.hit if reusable.tokens else None
         kv.add_pages([*reusable.shared, *new], self.page_size)
         kv.prefill_tokens = tokens
         kv.copy_source = reusable.copied
@@ -177,6 +180,7 @@ class PageAllocator:
         for i, page in targets:
             pages[i] = page
         kv = seq.kv
+        kv.hit = None
         kv.add_pages((page for page in pages if page is not None), self.page_size)
         kv.prefill_tokens = seq.history()
         kv.length, kv.uniform, kv.keys = offloaded.length, offloaded.uniform, offloaded.keys
@@ -232,7 +236,8 @@ class PageAllocator:
         full = (len(tokens) - 1) // self.page_size  # the page of the last token is never shared: it is written again
         if share is not None and share.version == version and not seq.tokens:
             keys = share.keys.fork(full) if share.keys else None
-            return Reusable(share.pages[:full], share.pages[full], len(tokens) - 1, keys=keys, place=share.place)
+            copied = share.pages[full]
+            return Reusable(share.pages[:full], copied, len(tokens) - 1, keys=keys, place=share.place, hit="group")
         if seq.scores_prompt:  # log-probs of the prompt need a forward of the whole prompt
             return Reusable(keys=self._no_keys(seq, version) if self.prefix_cache else None)
         if self.snapshots is not None:
@@ -248,11 +253,11 @@ class PageAllocator:
                 break
             found.shared.append(page)
             keys.append(key)
-            found.copied, found.tokens = None, len(found.shared) * self.page_size
+            found.copied, found.tokens, found.hit = None, len(found.shared) * self.page_size, "pages"
         else:
             key, page = self._find_last(keys, seq.content_between(full * self.page_size, len(tokens)), len(tokens))
             if page is not None and found.tokens < len(tokens) - 1:
-                found.copied, found.tokens = page, len(tokens) - 1
+                found.copied, found.tokens, found.hit = page, len(tokens) - 1, "prompt_end"
         if found.tokens < len(tokens) - 1 and (other := self._frontiers.get(key)) is not None:
             found.awaited = self._awaited(seq, tokens, other, found.tokens)
         return found
@@ -293,7 +298,7 @@ class PageAllocator:
         full = same // self.page_size
         copied = kv.pages[full] if same % self.page_size else None
         keys = kv.keys.fork(full) if kv.keys is not None else None
-        return Reusable(kv.pages[:full], copied, same, same, keys)
+        return Reusable(kv.pages[:full], copied, same, same, keys, hit="turn_end")
 
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -315,7 +320,7 @@ class PageAllocator:
                 cached, other = snapshots.find(key), self._frontiers.get(key)
                 if cached is not None and known and end > found.tokens:
                     reused = Reusable(list(pages), cached.page, end, found.session_tokens, keys.fork(len(pages)))
-                    reused.place, reused.awaited = cached.place, found.awaited
+                    reused.place, reused.awaited, reused.hit = cached.place, found.awaited, "prompt_end"
                     found = reused
                 elif other is not None and other.priority >= seq.priority and end > expected:
                     found.awaited, expected = (other, end + 1), end
@@ -344,7 +349,8 @@ class PageAllocator:
         full, after = divmod(snapshot.tokens, self.page_size)
         keys = None if kv.keys is None else kv.keys.fork(full)
         copied = kv.pages[full] if after else None
-        return Reusable(kv.pages[:full], copied, snapshot.tokens, snapshot.tokens, keys, place=snapshot.place)
+        hit: PrefixHit = "turn_end" if snapshot.tokens == len(kv.tokens) else "prompt_end"
+        return Reusable(kv.pages[:full], copied, snapshot.tokens, snapshot.tokens, keys, place=snapshot.place, hit=hit)
 
     def _plan_snapshot(self, seq: Sequence) -> None:
         """Take a place for the snapshot before the last token of the prompt, if its prefill goes past that."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from rollout.engine.messages import Delta, RequestDone, VersionRuns
 from rollout.engine.sequence.experts import ExpertPages
 from rollout.engine.sequence.sequence import Group, Sequence
+from rollout.engine.sequence.sequence_kv import PrefixHit
 
 #: Error of a completion whose next token could not be drawn.
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): look at the weights of this version"
@@ -26,6 +28,7 @@ class Counters:
     prompt_tokens: int = 0  # of admitted sequences
     cached_tokens: int = 0  # prompt tokens whose KV was there
     snapshot_loads: int = 0  # rows that went on from a snapshot
+    prefix_hits: Counter[PrefixHit] = field(default_factory=Counter)  # rows that did not compute their whole prompt
     drafted: int = 0  # tokens that verify steps tried
     accepted: int = 0  # drafts that equalled the token drawn
     saved_s: float = 0.0  # of the device, by verify steps: plain ones of as many tokens would take so much longer
@@ -54,7 +57,8 @@ def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == drawn.known else None,
-        adapter_versions=tuple(seq.adapter_use.version_changes),
+        # A change after tokens in flight may come earlier than it seems: how many they are is not known with drafts.
+        adapter_versions=tuple(change for change in seq.adapter_use.version_changes if change[0] <= end),
         # Notes how far it has told, so nothing that may fail comes after it.
         routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, kv.pages, seq.consumed),
     )

@@ -62,6 +62,11 @@ class Drafts(NamedTuple):
     path: list[int]  # tokens expected from position `begin` on
     begin: int
 
+    def tokens(self, position: int, width: int) -> list[int]:
+        """The drafts if the first is at `position`, as `verify.set_up` takes them from a path padded to `width`."""
+        places = [min(position - self.begin + i, width - 1) for i in range(self.length)]
+        return [self.path[i] if i < len(self.path) else 0 for i in places]
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -95,6 +100,11 @@ class Plan:
         if self.drafts:
             return [span.seq for span in self.spans for _ in range(span.draws)]
         return [span.seq for span in self.spans if span.draws]
+
+    @property
+    def path_tokens(self) -> int:
+        """Tokens of its longest path; the others are padded to this. 0 without drafts."""
+        return max((len(draft.path) for draft in self.drafts), default=0)
 
     @property
     def prompt_copies(self) -> list[tuple[Sequence, tuple[int, int] | None]]:

@@ -97,6 +97,8 @@ class Roster:
             seq.kv.begin_prefill(len(seq.tokens))
             self.counters.prompt_tokens += seq.prompt_len
             self.counters.cached_tokens += cached_tokens
+            if seq.kv.hit is not None:
+                self.counters.prefix_hits[seq.kv.hit] += 1
         if group.admitted_s is None:
             group.admitted_s, group.cached_tokens = self.clock(), cached_tokens
 

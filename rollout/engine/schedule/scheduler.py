@@ -54,7 +54,7 @@ class Scheduler:
         self._last_kind = "decode"
         self.admission_over = True  # sequences that still wait after the last plan wait for rows, pages or adapters
         self._upload_words = upload_words
-        self._speculation = speculation
+        self.speculation = speculation
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -147,8 +147,8 @@ class Scheduler:
             seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv.length < seq.kv.capacity]
         if not seqs:
             return None
-        if self._speculation is not None:
-            drafts = self._speculation.drafts(seqs, roster)
+        if self.speculation is not None:
+            drafts = self.speculation.drafts(seqs, roster)
             if drafts or any(seq.drafted for seq in seqs):
                 return make_verify_plan(seqs, drafts, roster.version, self._page_size, self._saves())
         return self._make_plan(decode_spans(seqs))
@@ -253,9 +253,9 @@ class Scheduler:
             self._note_first_tokens(plan)
 
     def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
-        """A committed step took `seconds` on the device, and `tokens` of its tokens were kept."""
-        if self._speculation is not None and plan.kind == "decode":
-            self._speculation.ran(plan, tokens, seconds, self.roster.counters)
+        """A committed step took `seconds` on the device, waits for masks too, and `tokens` of its tokens were kept."""
+        if self.speculation is not None and plan.kind == "decode":
+            self.speculation.ran(plan, tokens, seconds, self.roster.counters)
 
     def _settle_drafts(self, seq: Sequence, count: int, output: StepOutput, at: int) -> int:
         assert output.accepted is not None, "a step with drafts says how many were accepted"

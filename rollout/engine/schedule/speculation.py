@@ -14,15 +14,11 @@ import numpy as np
 from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.plan import Drafts, Plan
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.speculation.acceptance import Acceptance
 from rollout.engine.speculation.drafter import Drafter
 from rollout.engine.speculation.step_costs import StepCosts, worthwhile
 
-#: Rows with these draft nothing. A mask is made for one token; a change of an adapter is noted at a token that must be
-#: known.
-_NOT_DRAFTED = (Feature.CONSTRAIN | Feature.ADAPTER).value
 #: Of so many plans one asks the drafter while drafts do not pay.
 _ASKED_EVERY = 8
 
@@ -74,14 +70,14 @@ class Speculation:
 
     def ran(self, plan: Plan, tokens: int, seconds: float, counters: Counters) -> None:
         """A decode step was committed: it took this long on the device, and `tokens` of its tokens were kept."""
-        rows, draws = plan.rows, plan.draws
-        context = float(sum((span.start + 1) * span.draws for span in plan.spans))
-        if plan.drafts and tokens:
-            plain_s = self._costs.plain_s(rows, context * rows / draws) * tokens / rows
-            expected_s = float(self._costs.verify_s(np.array([draws]), np.array([context]))[0])
+        rows, drafts = plan.rows, plan.draws - plan.rows
+        context = float(sum(span.start + 1 for span in plan.spans))
+        if drafts and tokens:
+            plain_s = self._costs.plain_s(rows, context) * tokens / rows
+            expected_s = float(self._costs.verify_s(rows, context, np.array([drafts]))[0])
             counters.saved_s += plain_s - seconds
             counters.expected_saved_s += plain_s - expected_s
-        self._costs.ran(draws, context, bool(plan.drafts), seconds)
+        self._costs.ran(rows, context, drafts, seconds)
 
     def _wanted(self, paths: dict[Sequence, list[int]], seqs: list[Sequence]) -> dict[Sequence, int]:
         """The drafts that each row with a path should get, if its pages allow."""
@@ -98,7 +94,7 @@ class Speculation:
     def _path(self, seq: Sequence) -> list[int]:
         """The path of a row, if it reaches beyond the tokens in flight."""
         spare = seq.max_tokens - seq.launched - 1
-        if spare < 1 or seq.feature_bits & _NOT_DRAFTED:
+        if spare < 1 or not seq.may_draft:
             return []
         if seq not in self._followed:
             self._followed[seq] = Acceptance(self._all_rows)

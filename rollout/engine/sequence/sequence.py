@@ -117,6 +117,7 @@ class Sequence:
         "check_at",
         "computed",
         "drafted",
+        "may_draft",
         "drawn",
         "feature_bits",
         "features",
@@ -168,6 +169,7 @@ class Sequence:
         self.inflight_refs = 0
         self.launched = self.drawn.known
         self.drafted = 0
+        self.may_draft = True  # False once its constraint could not be followed along drafts
         self.check_at = 0  # tokens at which something is due again, if none of them stops it
         self.row = 0
         self.row_ready = False  # a launched step has set up the row's device state
@@ -210,6 +212,7 @@ class Sequence:
         self.drafted -= count
         self.launched -= count - accepted
         self.kv.take_back(count - accepted, self.prompt_len + len(self.tokens) + accepted)
+        self.adapter_use.drafts_refused(count - accepted, len(self.tokens))
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""

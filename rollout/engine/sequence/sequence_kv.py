@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from rollout.engine.sequence.prefix_keys import PrefixKeys
+
+#: Where KV was found that a sequence does not compute: with its group; full pages in the cache; a whole prompt in the
+#: cache; the end of the last turn of its session, or as much of it as the turn agrees with.
+PrefixHit = Literal["group", "pages", "prompt_end", "turn_end"]
+PREFIX_HITS: tuple[PrefixHit, ...] = get_args(PrefixHit)
 
 
 class Point(NamedTuple):
@@ -65,6 +70,7 @@ class SequenceKV(KVContent):
     capacity: int = 0  # tokens that fit in `pages`
     prefill_tokens: np.ndarray | None = None  # all tokens that the prefill under way goes through
     copy_source: int | None = None  # page to copy in the first chunk; referenced until that is launched
+    hit: PrefixHit | None = None  # where the KV came from that it did not compute, at its last admission
     wants_offload: bool = False  # preempted, with KV that is worth keeping
     offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
     prefills: list[Prefill] = field(default_factory=list)

@@ -3,8 +3,9 @@
     seconds(rows, context) = measured[rows] + constant + slope * context
 
 `measured` is a table from start-up: steps of this many rows with short contexts. Constant and slope correct it by the
-steps that were run: attention reads the context of each row, for each of its drafts again, and a verify step sets
-drafts up. Plain and verify steps have a correction each. That of verify steps begins at the one of plain steps.
+steps that were run: attention reads the context of each row, and a verify step sets drafts up. Plain and verify steps
+have a correction each. That of verify steps begins at the one of plain steps. A context counts again for each draft,
+unless attention reads shared pages once.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ class StepCosts:
     Args:
         measured: seconds of a decode step by its rows; one entry at least.
         padded: a step takes as long as the next larger entry (captured sizes), else costs lie between two entries.
+        shares: a row and its drafts read its context once, all together.
     """
 
-    def __init__(self, measured: Mapping[int, float], padded: bool) -> None:
+    def __init__(self, measured: Mapping[int, float], padded: bool, shares: bool = False) -> None:
+        self._shares = shares
         sizes = np.array(sorted(measured))
         # More rows are never cheaper: what says otherwise is noise.
         seconds = np.maximum.accumulate(np.array([measured[size] for size in sizes.tolist()]))
@@ -59,20 +62,26 @@ class StepCosts:
         constant, slope = self._of_plain
         return max(float(self._table(np.array([rows]))[0] + constant + slope * context / _UNIT), 1e-9)
 
-    def verify_s(self, rows_N: np.ndarray, contexts_N: np.ndarray) -> np.ndarray:
-        """Seconds [N] of verify steps of this many rows, drafts included; a draft counts its context again."""
+    def verify_s(self, rows: int, context: float, drafts_N: np.ndarray) -> np.ndarray:
+        """Seconds [N] of verify steps: as `plain_s`, with this many drafts more."""
         constant, slope = self._of_verify
-        return np.maximum(self._table(rows_N) + constant + slope * contexts_N / _UNIT, 1e-9)
+        contexts_N = self._read(rows, context, drafts_N)
+        return np.maximum(self._table(rows + drafts_N) + constant + slope * contexts_N / _UNIT, 1e-9)
 
-    def ran(self, rows: int, context: float, verifies: bool, seconds: float) -> None:
-        """A step of `rows` rows, drafts included, took this long on the device."""
-        beyond = seconds - float(self._table(np.array([rows]))[0])
-        if verifies:
+    def ran(self, rows: int, context: float, drafts: int, seconds: float) -> None:
+        """A step of `rows` rows and `drafts` drafts took this long on the device; `context` as in `plain_s`."""
+        beyond = seconds - float(self._table(np.array([rows + drafts]))[0])
+        if drafts:
+            context = float(self._read(rows, context, np.array([drafts]))[0])
             self._verify.add(context, beyond)
         else:
             self._plain.add(context, beyond)
             self._of_plain = self._plain.solve(np.zeros(2))
         self._of_verify = self._verify.solve(self._of_plain)
+
+    def _read(self, rows: int, context: float, drafts_N: np.ndarray) -> np.ndarray:
+        """Contexts [N] that attention reads."""
+        return np.full(len(drafts_N), context) if self._shares else context * (1 + drafts_N / rows)
 
     def _table(self, rows_N: np.ndarray) -> np.ndarray:
         return self._measured[np.minimum(rows_N, len(self._measured) - 1)]
@@ -84,7 +93,7 @@ def worthwhile(chances_MK: np.ndarray, rows: int, context: float, costs: StepCos
     Args:
         chances_MK: probability that a row's draft k and all before it are accepted, falling along K; 0: no such draft.
         rows: of the step, those without drafts included.
-        context: sum of their contexts, tokens.
+        context: sum of their contexts, tokens; of each row once.
         costs: of the steps.
         most: drafts of all rows.
     """
@@ -94,7 +103,7 @@ def worthwhile(chances_MK: np.ndarray, rows: int, context: float, costs: StepCos
         return [0] * len(chances_MK)
     drafts_N = np.arange(1, len(order) + 1)
     tokens_N = rows + np.cumsum(chances_N[order])
-    speeds_N = tokens_N / costs.verify_s(rows + drafts_N, context * (1 + drafts_N / rows))
+    speeds_N = tokens_N / costs.verify_s(rows, context, drafts_N)
     best = int(speeds_N.argmax())
     if speeds_N[best] < LEAST_GAIN * rows / costs.plain_s(rows, context):
         return [0] * len(chances_MK)

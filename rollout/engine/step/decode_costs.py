@@ -30,7 +30,7 @@ def measure_decode_costs(executor: Executor, slot: Slot, max_rows: int) -> StepC
     larger = [1 << i for i in range(max_rows.bit_length()) if 1 << i > (captured[-1] if captured else 0)]
     sizes = sorted({*captured, *larger, max_rows})
     measured = {rows: _seconds(executor, slot, rows) for rows in sizes}
-    return StepCosts(measured, padded=bool(captured))
+    return StepCosts(measured, bool(captured), executor.step.shares_pages)
 
 
 def _seconds(executor: Executor, slot: Slot, rows: int) -> float:

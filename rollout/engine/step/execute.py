@@ -97,9 +97,12 @@ class Executor:
         else:
             self._finish(header, slot)
 
-    def draw(self, header: Header, slot: Slot, at: Seq[int]) -> None:
-        """Enqueue the draw of a step that waits for masks; mask i belongs to the drawing row `at[i]`."""
-        slot.masks.set_rows(at)
+    def draw(self, header: Header, slot: Slot, at: Seq[int], refused: Seq[int] = ()) -> None:
+        """Enqueue the draw of a step that waits for masks; mask i belongs to the drawing row `at[i]`.
+
+        `refused` are the places of drafts that have no mask.
+        """
+        slot.masks.set_rows(at, refused)
         self.h2d.run(slot.masks.copy)
         self.h2d.record(slot.masks.arrived)
         self.compute.wait(slot.masks.arrived)
@@ -154,7 +157,10 @@ class Executor:
 
     def _accept(self, header: Header, slot: Slot) -> None:
         if header.drafts:
-            verify.accept(self.step.rows, StepInput(header, slot.input), slot.output, slot.accepted)
+            step = StepInput(header, slot.input)
+            if header.features & _CONSTRAIN and len(slot.masks.refused):
+                verify.refuse(self.step.rows, step, slot.masks.refused)
+            verify.accept(self.step.rows, step, slot.output, slot.accepted)
 
     # --- between the steps --------------------------------------------------------------------------------------------
 

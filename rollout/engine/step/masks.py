@@ -10,6 +10,11 @@ A matcher runs over a constraint that a client sent, and some never return. So m
 abandoned, and the completion whose matcher hangs ends as an error. A completion also ends when its masks take too long
 in sum: each token earns it a tenth of `mask_s`, and it may overdraw by one `mask_s`.
 
+The mask of a draft is that of the tokens before it: the matcher goes on along the drafts and back again. These masks
+are made after all others, and a completion does not end because of them. Drafts that cannot be followed, such as those
+after a stop token, have no mask and are refused. If the matcher fails or is slow there, it starts anew with the next
+mask, and its completion drafts no more.
+
 Legend: R rows, C constrained rows of a step, W words of a mask.
 """
 
@@ -22,20 +27,25 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from queue import Empty
+from typing import NamedTuple
 
 import torch
 
-from rollout.constraints.matcher import mask_words
+from rollout.constraints.matcher import WORD_BITS, mask_words
 from rollout.engine.device.streams import Device
+from rollout.engine.schedule.plan import Plan
+from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence
 from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
 
+_CONSTRAIN = Feature.CONSTRAIN.value  # flags of an enum are slow to test
 #: Matchers that may hang, each with a thread and a core; after that every constrained completion ends.
 MOST_LEFT_BEHIND = 4
 
 FAIR_PARTS = 8  # of `mask_s`: when the time runs out, a completion that used less is not the one that fails
 _TOKEN_PARTS = 10  # of `mask_s`: each token earns a completion one of them
 thread_seconds = time.thread_time  # CPU time of the calling thread, so that other threads do not count
+_FAILED = -1  # instead of a number of drafts: the matcher could not go on or back
 _SLOW = "the constraint takes too long to follow from here; make it simpler"
 GIVEN_UP = "too many constraints have hung this worker; send it to another one"
 _BROKEN = "a token was drawn that the constraint does not allow"
@@ -53,6 +63,9 @@ class StepMasks:
         self._masks_RW = torch.zeros(max_rows, words, dtype=torch.int32, device=device.torch_device)
         self._at_R = torch.zeros(max_rows, dtype=torch.int64, device=device.torch_device)
         self._count = 0
+        self._refused_host_R = device.host_buffer((max_rows,), torch.int64)
+        self._refused_R = torch.zeros(max_rows, dtype=torch.int64, device=device.torch_device)
+        self._refused_count = 0
         self.arrived = device.event()
 
     @property
@@ -66,6 +79,11 @@ class StepMasks:
         return self._masks_RW[: self._count]
 
     @property
+    def refused(self) -> torch.Tensor:
+        """Places of the drafts that are refused, int64, on the device."""
+        return self._refused_R[: self._refused_count]
+
+    @property
     def host(self) -> torch.Tensor:
         """Where masks are written, int32 [R, W]."""
         return self._host_RW
@@ -76,15 +94,35 @@ class StepMasks:
         fresh.copy_(self._host_RW)
         self._host_RW = fresh
 
-    def set_rows(self, at: Seq[int]) -> None:
-        """Mask i belongs to the drawing row `at[i]`."""
-        self._count = len(at)
+    def set_rows(self, at: Seq[int], refused: Seq[int] = ()) -> None:
+        """Mask i belongs to the drawing row `at[i]`; the drafts at the places `refused` are refused."""
+        self._count, self._refused_count = len(at), len(refused)
         self._at_host_R[: len(at)] = torch.tensor(list(at), dtype=torch.int64)
+        self._refused_host_R[: len(refused)] = torch.tensor(list(refused), dtype=torch.int64)
 
     def copy(self) -> None:
         """Copy host to device; runs on the H2D stream."""
         self.bits.copy_(self._host_RW[: self._count], non_blocking=True)
         self.at.copy_(self._at_host_R[: self._count], non_blocking=True)
+        if self._refused_count:
+            self.refused.copy_(self._refused_host_R[: self._refused_count], non_blocking=True)
+
+
+class Made(NamedTuple):
+    """The masks of a step: mask i belongs to the drawing row `at[i]`."""
+
+    at: list[int]
+    refused: list[int]  # places of drafts without a mask
+    failed: list[tuple[Sequence, str]]  # completions that cannot go on, and why
+
+
+class Ahead(NamedTuple):
+    """The masks of a row's drafts: that of draft i goes to row `first + i` of the masks."""
+
+    seq: Sequence
+    own: int  # row of the masks with that of the row itself
+    first: int
+    drafts: list[int]
 
 
 @dataclass(slots=True)
@@ -98,6 +136,7 @@ class _Portion:
     began_s: float = 0.0  # the mask under way
     thread_s: float = 0.0  # CPU time of the thread at its start
     reason: str = ""  # why the mask under way failed
+    ahead: list[int] = field(default_factory=list)  # drafts with a mask, of each row that is done
     stopped: bool = False  # no other mask is begun
     left_behind: bool = False  # abandoned: its results do not count
     lock: threading.Lock = field(default_factory=threading.Lock)  # of all of these
@@ -164,6 +203,31 @@ class MaskBuilder:
         """Threads that hang."""
         return sum(thread.left_behind for thread in self._threads)
 
+    def of_step(self, plan: Plan, masks: StepMasks) -> Made:
+        """Write the masks of a step whose earlier steps are committed."""
+        place, at, seqs = 0, [], []
+        for seq, _, _, draws, _ in plan.spans:
+            if draws and seq.feature_bits & _CONSTRAIN and not seq.finalized:
+                at.append(place)
+                seqs.append(seq)
+            place += draws
+        failed = self.build(seqs, masks)
+        if not plan.drafts:
+            return Made(at, [], failed)
+        own, hopeless = {seq: i for i, seq in enumerate(seqs)}, {seq for seq, _ in failed}
+        drafts = [draft for draft in plan.drafts if draft.seq in own and draft.seq not in hopeless]
+        ahead: list[Ahead] = []
+        for draft in drafts:
+            seq, first = draft.seq, draft.place + 1
+            tokens = draft.tokens(seq.prompt_len + len(seq.tokens), plan.path_tokens)
+            ahead.append(Ahead(seq, own[seq], len(at), tokens))
+            at += range(first, first + draft.length)
+        refused: list[int] = []
+        for draft, row, followed in zip(drafts, ahead, self.build_ahead(ahead, masks), strict=True):
+            masks.host[row.first + followed : row.first + draft.length] = -1
+            refused += range(draft.place + 1 + followed, draft.place + 1 + draft.length)
+        return Made(at, refused, failed)
+
     def build(self, seqs: list[Sequence], masks: StepMasks) -> list[tuple[Sequence, str]]:
         """Write the mask of `seqs[i]` to row i. Returns failures and their reasons; a failed row allows everything."""
         failed: list[tuple[Sequence, str]] = []
@@ -179,6 +243,34 @@ class MaskBuilder:
                 masks.host[place] = -1
                 failed.append((seqs[place], reason))
         return failed
+
+    def build_ahead(self, rows: list[Ahead], masks: StepMasks) -> list[int]:
+        """Write the masks of drafts, after those of their rows. Returns how many drafts of each row have one."""
+        followed = [0] * len(rows)
+        if self.left_behind >= MOST_LEFT_BEHIND:
+            return followed
+        limit_s = self.timeout_s / _TOKEN_PARTS
+        running = []
+        for i, thread in enumerate(self._threads[: len(rows)]):
+            places = list(range(i, len(rows), len(self._threads)))
+            portion = _Portion(places, [rows[place].seq for place in places])
+            work = functools.partial(_fill_ahead, portion, rows, masks.host, limit_s)
+            running.append((thread, portion, thread.start(work)))
+        until_s = time.perf_counter() + limit_s
+        for thread, portion, call in running:
+            self._wait(thread, portion, call, until_s)
+            for place, seq, count, took_s in zip(
+                portion.places, portion.seqs, portion.ahead, portion.took_s, strict=False
+            ):
+                followed[place] = max(count, 0)
+                seq.may_draft = took_s <= limit_s
+                if count == _FAILED:
+                    _start_anew(seq)
+            if portion.left_behind:
+                _start_anew(portion.seqs[portion.done])
+        if any(portion.left_behind for _, portion, _ in running):
+            masks.renew_host()
+        return followed
 
     def close(self) -> None:
         """End the threads."""
@@ -239,6 +331,50 @@ def _fill(portion: _Portion, new_tokens: list[list[int]], host_RW: torch.Tensor)
         if portion.reason:
             return
         portion.end()
+
+
+def _start_anew(seq: Sequence) -> None:
+    """The place of a matcher is not known: another one follows all tokens, and no drafts."""
+    seq.matcher, seq.matched, seq.may_draft = None, seq.drawn.known, False
+
+
+def _fill_ahead(portion: _Portion, rows: Seq[Ahead], host_RW: torch.Tensor, limit_s: float) -> None:
+    """Write the masks of the drafts of a portion."""
+    for place in portion.places:
+        if not portion.begin():
+            return
+        # A client's constraint must not end the engine, whatever the matcher does with it.
+        try:
+            count = _follow_drafts(rows[place], host_RW, time.perf_counter() + limit_s)
+        except Exception:
+            count = _FAILED
+        portion.ahead.append(count)
+        portion.end()
+
+
+def _follow_drafts(row: Ahead, host_RW: torch.Tensor, until_s: float) -> int:
+    """Write the masks of a row's drafts, as far as they can be followed; returns for how many."""
+    seq, matcher, before, followed, went = row.seq, row.seq.matcher, row.own, 0, 0
+    assert matcher is not None, "the mask of the row itself is made first"
+    for token in row.drafts if seq.may_draft else ():  # a step in flight may have drafts that it drafted before
+        place = row.first + followed
+        # A token that ends the completion, or cannot be drawn, has none after it.
+        if token in seq.stop_ids or not _allows(host_RW, before, token) or time.perf_counter() > until_s:
+            break
+        if not matcher.accept(token):
+            return _FAILED
+        went += 1
+        matcher.fill(host_RW, place)
+        if not host_RW[place].any():
+            break
+        followed, before = followed + 1, place
+    if went:
+        matcher.undo(went)
+    return followed
+
+
+def _allows(host_RW: torch.Tensor, row: int, token: int) -> bool:
+    return bool(int(host_RW[row, token // WORD_BITS]) >> token % WORD_BITS & 1)
 
 
 def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int) -> str:

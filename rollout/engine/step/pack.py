@@ -15,7 +15,6 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 from rollout_kernels import PROMPT_BIT
-from rollout_kernels.attention.segments import no_segments
 
 from rollout.engine.messages import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from rollout.engine.schedule.plan import Plan, Span
@@ -97,14 +96,12 @@ class Packer:
         )
 
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
-        seqs = [span.seq for span in plan.spans]
+        segments_SW = None if self._shared is None else self._shared.segments(plan, size)
         if plan.pages:
-            segments_SW = None if self._shared is None else no_segments(size)
             put_decode(staging, self._rows_with_drafts(plan), [], size, segments_SW)
             self._put_verify(plan, staging)
-            return
-        segments_SW = None if self._shared is None else self._shared.segments(seqs, size)
-        put_decode(staging, [seq.row for seq in seqs], plan.opens, size, segments_SW)
+        else:
+            put_decode(staging, [span.seq.row for span in plan.spans], plan.opens, size, segments_SW)
 
     def _rows_with_drafts(self, plan: Plan) -> list[int]:
         """The rows of a verify step: after each row those of its drafts."""
@@ -118,7 +115,7 @@ class Packer:
         staging.put("pages", np.array(plan.pages, dtype=np.int32))
         if not plan.drafts:
             return
-        paths_MW = np.zeros((len(plan.drafts), max(len(draft.path) for draft in plan.drafts)), dtype=np.int64)
+        paths_MW = np.zeros((len(plan.drafts), plan.path_tokens), dtype=np.int64)
         verified, drafts, draft_rows = [], [], iter(self._draft_rows)
         for which, (seq, place, count, path, begin) in enumerate(plan.drafts):
             verified.append((seq.row, place, count, begin))

@@ -4,18 +4,20 @@ Rows of a group, of a session or behind one system prompt hold the same pages. T
 next to each other, so what a row shares is what it has in common with its neighbours. Pages that two rows share stay
 shared while both run, and the page that a row writes to is its own; so the segments change only with the rows.
 
+The draft rows of a verify step stand behind their row and have its page table. So they share all positions before the
+first one that the step may write. That is a run of rows of its own within what the rows of a group share.
+
 Reading shared pages once costs time, too: more parts to combine, and neighbours that read the same pages at the same
-time find them in the L2 cache anyway. Below `LEAST_SAVED_BYTES` rows are told to share nothing.
+time find them in the L2 cache anyway. Below `LEAST_SAVED_BYTES` rows are told to share nothing. Draft rows need less:
+what each of them has alone is less than a tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
 import numpy as np
 from rollout_kernels.attention.segments import SHARED_TILES, make_segments, no_segments, rows_at_once
 
-from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.schedule.plan import Plan, Span
 from rollout.models.batch import KVCache
 from rollout.models.deterministic import CONFIG as DETERMINISTIC
 from rollout.models.spec import AttentionSpec, LatentSpec, ModelSpec
@@ -24,6 +26,8 @@ from rollout.models.spec import AttentionSpec, LatentSpec, ModelSpec
 #: by a fifth (8 rows of 4K + 2K, 32 of 1K + 1K), 230 MB (32 rows of 4K + 2K, 4 KV heads) left it as it was, and 460 MB
 #: made it a quarter faster: scripts/bench/group_attention.py.
 LEAST_SAVED_BYTES = 256 << 20
+#: The same in a verify step. Not measured yet: scripts/bench/speculation.py --least-saved.
+DRAFTS_LEAST_SAVED_BYTES = 64 << 20
 #: What rows share counts from so many positions on.
 LEAST_POSITIONS = 256
 _NOTHING = -1
@@ -37,20 +41,45 @@ class SharedPages:
         self._most_rows = most_rows
         self._position_bytes = position_bytes
         self._pages: list[list[int]] = []
+        self._drafts: list[tuple[int, int]] = []
         self._size = _NOTHING
         self._segments_SW = no_segments(0)
         # By the id of a row's pages: the pages of the row before it, its own, and how many both begin with.
         self._common: dict[int, tuple[list[int], list[int], int]] = {}
 
-    def segments(self, seqs: Seq[Sequence], size: int) -> np.ndarray:
-        """What these rows share in a step that is padded to `size` rows, int32 [2 size, W]."""
-        pages = [seq.kv.pages for seq in seqs]
-        if size != self._size or pages != self._pages:
-            self._segments_SW = self._make(pages, size)
-            self._pages, self._size = pages, size
+    def segments(self, plan: Plan, size: int) -> np.ndarray:
+        """What the rows of a decode step share if it is padded to `size` rows, int32 [2 size, W]."""
+        pages = [span.seq.kv.pages for span in plan.spans]
+        drafts = [self._draft_rows(span) for span in plan.spans] if plan.drafts else []
+        if size != self._size or pages != self._pages or drafts != self._drafts:
+            self._segments_SW = self._make(pages, drafts, size)
+            self._pages, self._drafts, self._size = pages, drafts, size
         return self._segments_SW
 
-    def _make(self, pages: list[list[int]], size: int) -> np.ndarray:
+    def _draft_rows(self, span: Span) -> tuple[int, int]:
+        """How many rows of drafts follow a row, and how many positions they share with it, in full pages."""
+        seq, start, _, draws, _ = span
+        known = start - seq.drafted  # with fewer of the drafts in flight accepted, the step writes from here on
+        return draws - 1, known // self._page_size * self._page_size
+
+    def _make(self, pages: list[list[int]], drafts: list[tuple[int, int]], size: int) -> np.ndarray:
+        common = self._among(pages)
+        if drafts:
+            common = [
+                positions
+                for (rows, own), next_one in zip(drafts, [*common, 0], strict=True)
+                for positions in (*(own,) * rows, next_one)
+            ][:-1]
+        segments_SW = make_segments(common, size, self._most_rows, max(LEAST_POSITIONS, self._page_size))
+        if segments_SW is None:
+            return no_segments(size)
+        shared_SW = segments_SW[size:]
+        saved = int(((shared_SW[:, 1] - 1).clip(0) * (shared_SW[:, 3] - shared_SW[:, 2])).sum())
+        least_bytes = DRAFTS_LEAST_SAVED_BYTES if drafts else LEAST_SAVED_BYTES
+        return segments_SW if saved * self._position_bytes >= least_bytes else no_segments(size)
+
+    def _among(self, pages: list[list[int]]) -> list[int]:
+        """For each row but the last, how many positions it shares with the next row."""
         common, known = [], {}
         for before, own in zip(pages, pages[1:], strict=False):
             found = self._common.get(id(own))
@@ -59,12 +88,7 @@ class SharedPages:
             known[id(own)] = found
             common.append(found[2] * self._page_size)
         self._common = known
-        segments_SW = make_segments(common, size, self._most_rows, max(LEAST_POSITIONS, self._page_size))
-        if segments_SW is None:
-            return no_segments(size)
-        shared_SW = segments_SW[size:]
-        saved = int(((shared_SW[:, 1] - 1).clip(0) * (shared_SW[:, 3] - shared_SW[:, 2])).sum())
-        return segments_SW if saved * self._position_bytes >= LEAST_SAVED_BYTES else no_segments(size)
+        return common
 
 
 def same_pages(a: list[int], b: list[int]) -> int:

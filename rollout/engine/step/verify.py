@@ -5,6 +5,7 @@
     its draft row s2          a copy of r, draft d2 at p + 2                drawn: x2
 
     set_up      before the forward: the draft rows, from the rows and their paths
+    refuse      before the draw, if a constraint could not be followed along some drafts
     accept      after the draw: of r's drafts, those before the first that differs: d1 = x0, d2 = x1
 
 The decode step in between knows nothing of drafts: each draft row writes the KV of its draft before any row attends,
@@ -22,6 +23,8 @@ import torch
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.upload import StepInput
+
+_NO_TOKEN = -1
 
 
 def tell_pages(rows: RowState, pages_N3: torch.Tensor) -> None:
@@ -59,6 +62,11 @@ def set_up(rows: RowState, step: StepInput) -> None:
         place_NN = torch.arange(len(draft_N), device=draft_N.device)[:, None].expand_as(before_NN)
         counts_NV.index_put_((place_NN, token_N.expand_as(before_NN)), before_NN.int(), accumulate=True)
         rows.counts.index_copy_(0, draft_N, counts_NV)
+
+
+def refuse(rows: RowState, step: StepInput, places_N: torch.Tensor) -> None:
+    """Let no draft at these places of a step equal a token."""
+    rows.drafts.index_fill_(0, step["rows"].index_select(0, places_N), _NO_TOKEN)
 
 
 def accept(rows: RowState, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor) -> None:

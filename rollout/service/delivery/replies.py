@@ -133,6 +133,7 @@ def status_reply(
         "results": results,
         "reclaimed": status.reclaimed,
         "preemptions": status.preemptions,
+        "prefix_hits": dict(status.prefix_hits),
         "uptime_s": status.uptime_s,
         "last_tick_s": status.last_tick_s,
         "faults": status.faults,

@@ -23,12 +23,15 @@ _ERROR_CHARS = 500
 
 def make_engine(job: Job) -> Engine:
     """The engine of a job, ready to generate. The modules of other engines are not imported."""
-    if job.engine in ("ours", "ours-blocking", "ours-grouped"):
-        from scripts.bench.peers.ours_engine import OursEngine, group_experts
+    if job.engine in ("ours", "ours-blocking", "ours-grouped", "ours-apart", "ours-fallback"):
+        from scripts.bench.peers.ours_engine import OursEngine, group_experts, keep_shared_apart
 
         if job.engine == "ours-grouped":
             group_experts()
-        return OursEngine(job, depth=1 if job.engine == "ours-blocking" else 2)
+        if job.engine == "ours-apart":
+            keep_shared_apart()
+        fallback = job.engine == "ours-fallback"
+        return OursEngine(job, depth=1 if job.engine == "ours-blocking" else 2, fallback=fallback)
     if job.engine == "service":
         from scripts.bench.peers.service_engine import ServiceEngine
 

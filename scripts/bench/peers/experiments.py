@@ -115,7 +115,9 @@ def _contexts(engine: Engine, job: Job) -> Iterator[Row]:
         yield {"skipped": "needs a prefix cache"}
         return
     longest = max(job.contexts)
-    for rows, context, n in product(sorted(job.rows, reverse=True), sorted(job.contexts), job.context_groups):
+    for rows, context, n in product(
+        sorted(job.context_rows or job.rows, reverse=True), sorted(job.contexts), job.context_groups
+    ):
         asked = {"rows": rows, "context": context, "new": job.context_steps + 1, "completions": n}
         if rows % n:
             continue

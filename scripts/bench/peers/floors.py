@@ -37,7 +37,8 @@ def job_floor(need: StepBytes, prompts: Sequence[int], lengths: Sequence[int], r
     """The floor if each completion, in order, takes the first free one of `rows` rows.
 
     `prompts` and `lengths` are tokens. Prefill is not counted. The first token of a completion comes with its prefill,
-    so a completion of n tokens takes part in n - 1 steps. Routing is taken to be even.
+    so a completion of n tokens takes part in n - 1 steps. Routing is taken to be even. KV of layers with windows is
+    left out.
     """
     free = [0] * min(rows, len(lengths))  # the step at which each row is free
     spans = []

@@ -11,8 +11,9 @@ from typing import Any
 from scripts.bench.peers.workloads import completion_lengths
 
 #: `ours-blocking` is our engine at pipeline depth 1, `ours-grouped` without experts by output (warp decode),
-#: `service` is our worker, measured by a client through its socket.
-ENGINES = ("ours", "ours-blocking", "ours-grouped", "service", "vllm", "transformers")
+#: `ours-apart` with shared experts apart from the others, `ours-fallback` with transformers' code as the model,
+#: `service` is our worker, measured by a client of its socket.
+ENGINES = ("ours", "ours-blocking", "ours-grouped", "ours-apart", "ours-fallback", "service", "vllm", "transformers")
 EXPERIMENTS = ("decode", "contexts", "post", "short", "long_job", "groups", "prefill", "arrivals")
 _SLACK_TOKENS = 16
 
@@ -23,9 +24,11 @@ class Job:
 
     engine: str = "ours"
     shape: str = "qwen3-8b"
+    layers: int = 0  # the first ones of the shape; 0: all
     experiments: tuple[str, ...] = ("decode",)
     device: str = "auto"
     rows: tuple[int, ...] = (1, 8, 32, 128)  # of decode and contexts
+    context_rows: tuple[int, ...] = ()  # of contexts, if they are others
     prompt: int = 128  # tokens; of decode and post
     new: int = 512  # tokens of a completion of decode
     repeats: int = 2  # of each timed run of decode and contexts; the best counts
@@ -74,7 +77,7 @@ class Job:
     @property
     def most_rows(self) -> int:
         """Rows that the engine must be able to decode at once."""
-        wanted = {"decode": max(self.rows), "contexts": max(self.rows), "post": self.post_rows}
+        wanted = {"decode": max(self.rows), "contexts": max(self.context_rows or self.rows), "post": self.post_rows}
         wanted |= {"groups": max(self.group_rows)}
         return max(wanted.get(name, self.job_rows) for name in self.experiments)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from rollout.engine.messages import Delta, Event, Prompt, PutAdapter, Rejected, 
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
 from rollout.models.lora_slots import random_adapter
+from rollout.models.spec import MoESpec
 from rollout.process.progress import stage
 from rollout.settings_sources import load_settings
 from scripts.bench.peers.arrivals import ArrivalLog
@@ -43,8 +44,8 @@ class OursEngine:
 
     With `routing` every completion gets its expert records. `adapters` is the number of loaded adapters of rank 16;
     requests use the first `use_adapters` of them in turn. `changes` are other engine settings. Requests have the
-    settings `sampling`, each with its own seed. With a `group` the model is this rank's shard; all ranks must do the
-    same.
+    settings `sampling`, each with its own seed. With `fallback` the model is transformers' own code. With a `group` it
+    is this rank's shard; all ranks must do the same.
     """
 
     keeps_prefixes = True
@@ -57,6 +58,7 @@ class OursEngine:
         routing: bool = False,
         adapters: int = 0,
         changes: Mapping[str, Any] | None = None,
+        fallback: bool = False,
         group: TensorGroup | None = None,
     ) -> None:
         device = make_device(job.device)
@@ -65,13 +67,14 @@ class OursEngine:
             metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS),
         )
         began_s = time.perf_counter()
-        loaded = load_random(job.shape, device.torch_device, settings.engine.expert_format, group)
+        loaded = load_random(job.shape, device.torch_device, settings.engine.expert_format, job.layers, fallback, group)
         loaded_s = time.perf_counter()
         self.vocab = loaded.spec.vocab
         self._depth = depth
         self._routing = routing
         self.use_adapters = adapters
         self.sampling = SamplingParams()
+        self.completions: dict[str, list[Delta]] = {}  # of the last run: what requests were told, by their numbers
         self._ends: list[float] = []
         self._arrivals: ArrivalLog | None = None
         self._runs = 0
@@ -98,7 +101,7 @@ class OursEngine:
         """Make all completions of `work`, to their full lengths, all asked for at once."""
         self._runs += 1
         prompts = [np.asarray(prompt, dtype=np.int32) for prompt in work.prompts]
-        self._ends, self._steps_before = [], self.engine.meter.steps
+        self._ends, self._steps_before, self.completions = [], self.engine.meter.steps, {}
         began_s, idle_s = time.perf_counter(), self._idle_s()
         for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
             key = (f"run{self._runs}", str(i))
@@ -142,6 +145,8 @@ class OursEngine:
                 raise ValueError(f"the engine refused a request: {event.message}")
             if isinstance(event, Delta) and self._arrivals is not None:
                 self._arrivals.tokens(int(event.key[1]), len(event.token_ids), event.finish is not None)
+            if isinstance(event, Delta) and self._arrivals is None:
+                self.completions.setdefault(event.key[1], []).append(event)
             if isinstance(event, Delta) and event.finish is not None:
                 if event.finish.reason != "length":
                     raise RuntimeError(f"a completion ended as {event.finish.reason}: {event.finish.error}")
@@ -157,12 +162,17 @@ class OursEngine:
         Milliseconds; absent if the meter kept too few steps. Also the share of the run in which the device ran a step,
         and for a mixture of experts the mean number of distinct experts per layer in the last captured step.
         """
+        full = self.full_steps()
+        most = full[0].rows if full else 0
+        steady = steady_figures(full[len(full) // 2 :])
+        return {**steady, "active_pct": self._active_pct, **self._distinct_experts(most)}
+
+    def full_steps(self) -> list[StepTiming]:
+        """The decode steps of the last run with all rows, as far as the meter kept them."""
         count = min(self.engine.meter.steps - self._steps_before, _KEPT_STEPS)
         recent = [step for step in self.engine.meter.recent_steps()[-count:] if step.kind == "decode"]
         most = max((step.rows for step in recent), default=0)
-        full = [step for step in recent if step.rows == most]
-        steady = steady_figures(full[len(full) // 2 :])
-        return {**steady, "active_pct": self._active_pct, **self._distinct_experts(most)}
+        return [step for step in recent if step.rows == most]
 
     def _distinct_experts(self, rows: int) -> Row:
         graphs = self.engine.executor.graphs
@@ -180,13 +190,19 @@ class OursEngine:
 
 
 def load_random(
-    shape: str, device: torch.device, experts: Format = "plain", group: TensorGroup | None = None
+    shape: str,
+    device: torch.device,
+    experts: Format = "plain",
+    layers: int = 0,
+    fallback: bool = False,
+    group: TensorGroup | None = None,
 ) -> LoadedModel:
-    """A shape's model with random weights, with its experts in a format, or this rank's shard of it."""
+    """A shape's model, its first `layers` layers, or a shard, with random weights and its experts in a format."""
     with tempfile.TemporaryDirectory() as folder:
-        path = str(write_checkpoint(shape, Path(folder)))
+        path = str(write_checkpoint(shape, Path(folder), layers))
+        impl: Literal["auto", "transformers"] = "transformers" if fallback else "auto"
+        settings = ModelSettings(path=path, load_format="random", model_impl=impl)
         with stage(f"filling the shapes of {shape}") as advance:
-            settings = ModelSettings(path=path, load_format="random")
             return load_model(settings, device, advance, experts=experts, group=group)
 
 
@@ -195,6 +211,11 @@ def group_experts() -> None:
     table = measured_table()
     for key, entry in table.items():
         table[key] = replace(entry, bands=tuple((most, plan) for most, plan in entry.bands if plan.path == "grouped"))
+
+
+def keep_shared_apart() -> None:
+    """From now on, store no shared expert with the others; shows the gain of that."""
+    MoESpec.shared_is_like_others = False  # type: ignore[assignment,method-assign]
 
 
 def engine_settings(
@@ -216,6 +237,8 @@ def engine_settings(
         "adapter_slots": adapters,
         "adapter_rank": ADAPTER_RANK,
     }
+    if "contexts" in job.experiments:  # a snapshot for each prompt, or linear attention computes it again
+        settings["state_snapshots"] = job.most_rows + 1
     flags = {f"engine.{name}": value for name, value in {**settings, **(changes or {})}.items()}
     return load_settings(None, {}, flags).engine
 

@@ -28,7 +28,19 @@ from scripts.bench.shapes import step_bytes
 _CHILD = "scripts.bench.peers.child"
 _TAIL_LINES = 25
 #: The fields that identify a row; a new row replaces an older one with the same values.
-_IDENTITY = ("shape", "engine", "experiment", "rows", "prompt", "new", "context", "requests", "completions", "scale")
+_IDENTITY = (
+    "shape",
+    "engine",
+    "experiment",
+    "rows",
+    "prompt",
+    "new",
+    "context",
+    "requests",
+    "completions",
+    "scale",
+    "layers",
+)
 #: The figure for comparing engines, and whether a smaller one is better.
 _FIGURES = {
     "decode": ("ms", True),
@@ -142,7 +154,7 @@ class Report:
 
     def add(self, job: Job, row: Row) -> None:
         """Print a row and write it to the file."""
-        named = {"shape": job.shape, "engine": job.engine}
+        named = {"shape": job.shape, "engine": job.engine, **({"layers": job.layers} if job.layers else {})}
         if "facts" in row:
             self._keep_fact({"run": self._run, **named, **row["facts"]})
             return
@@ -180,7 +192,7 @@ class Report:
 
 def floors(job: Job, row: Row, bandwidth: float) -> Row:
     """The floor of a row and the row's ratio to it; empty if the work is not decoding."""
-    need = step_bytes(row["shape"])
+    need = step_bytes(row["shape"], layers=job.layers)
     if row["experiment"] in ("decode", "contexts"):
         prompts = row["rows"] // row.get("completions", 1)  # the KV of each is read once
         context = prompts * row.get("context", row.get("prompt")) + row["rows"] * row["new"] / 2

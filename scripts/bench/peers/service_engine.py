@@ -32,7 +32,7 @@ class ServiceEngine:
         self._folder = tempfile.TemporaryDirectory()
         engine = engine_settings(job, depth=2)
         self._worker = start_worker(
-            write_checkpoint(job.shape, Path(self._folder.name)),
+            write_checkpoint(job.shape, Path(self._folder.name), job.layers),
             load_format="random",
             device=job.device,
             max_rows=engine.max_rows,

@@ -42,7 +42,7 @@ class TransformersEngine:
         began_s = time.perf_counter()
         cuda = torch.cuda.is_available() and job.device != "cpu"
         with tempfile.TemporaryDirectory() as folder, torch.device("cuda" if cuda else "cpu"):
-            config = AutoConfig.from_pretrained(write_checkpoint(job.shape, Path(folder)))
+            config = AutoConfig.from_pretrained(write_checkpoint(job.shape, Path(folder), job.layers))
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if cuda else torch.float32)
         model.eval().requires_grad_(False)
         attention = choose_attention(model)
@@ -179,5 +179,7 @@ def blocks_for(job: Job, cuda: bool) -> int:
     wanted = math.ceil(job.most_rows * (-(-job.most_context // _PAGE) + 1) * _FREE_SHARE) + 8
     if not cuda:
         return wanted
-    fits = int(torch.cuda.mem_get_info()[0] * _MEMORY_SHARE // (step_bytes(job.shape).kv_per_token * _PAGE))
+    fits = int(
+        torch.cuda.mem_get_info()[0] * _MEMORY_SHARE // (step_bytes(job.shape, layers=job.layers).kv_per_token * _PAGE)
+    )
     return min(wanted, fits)

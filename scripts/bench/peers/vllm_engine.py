@@ -7,6 +7,7 @@ the log-probs of tokens. Detokenization and output before the end of a completio
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import statistics
 import tempfile
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 _MEMORY_SHARE = 0.92
 _STD = 0.02
 _LEAST_CONTEXT = 4096  # a usual setting; a shorter one is not faster
+
+#: Language models that vLLM serves as a part of a model of text and images: its architecture and its model type.
+_INSIDE = {
+    "qwen3.5-27b": ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    "qwen3.5-35b-a3b": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+}
 
 #: Needed without a network, and with the engine in this process. Variables that are already set are kept.
 ENVIRONMENT = {
@@ -61,7 +68,7 @@ class VllmEngine:
         max_context = max(job.most_context, _LEAST_CONTEXT)
         self._folder = tempfile.TemporaryDirectory()
         self._llm = vllm.LLM(
-            model=str(write_checkpoint(job.shape, Path(self._folder.name))),
+            model=str(write_config(job, Path(self._folder.name))),
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
@@ -78,6 +85,7 @@ class VllmEngine:
                 "cudagraph_mode": "FULL_AND_PIECEWISE",
                 "cudagraph_capture_sizes": capture_sizes(job.most_rows),
             },
+            **({"language_model_only": True} if job.shape in _INSIDE else {}),
         )
         self._llm.apply_model(fill_like_a_model)
         self._numbers = itertools.count()
@@ -152,6 +160,17 @@ class VllmEngine:
     def close(self) -> None:
         """Leave the rest to the end of the process, which is quicker."""
         self._folder.cleanup()
+
+
+def write_config(job: Job, folder: Path) -> Path:
+    """The checkpoint of a job; language models that vLLM serves inside of others are put there."""
+    path, outer = write_checkpoint(job.shape, folder, job.layers), _INSIDE.get(job.shape)
+    if outer is not None:
+        architecture, model_type = outer
+        inner = model_config(job.shape, job.layers)
+        config = {"architectures": [architecture], "model_type": model_type, "text_config": inner}
+        (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False, "vision_config": {}}))
+    return path
 
 
 class _KeptExperts:

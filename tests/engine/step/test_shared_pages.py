@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from rollout_kernels.attention.segments import no_segments
 
+from rollout.engine.schedule.plan import Plan, Span
+from rollout.engine.sequence.features import Feature
 from rollout.engine.step import shared_pages
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.shared_pages import SharedPages, same_pages
+from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import Bench
 
 PAGE = 4
@@ -23,6 +26,7 @@ class Seen:
         self.steps = self.shared = self.most_levels = 0
         monkeypatch.setattr(shared_pages, "LEAST_POSITIONS", least)
         monkeypatch.setattr(shared_pages, "LEAST_SAVED_BYTES", 1)
+        monkeypatch.setattr(shared_pages, "DRAFTS_LEAST_SAVED_BYTES", 1)
         monkeypatch.setattr("rollout.engine.build._shares_pages", lambda site: True)
         begin = DeviceStep.begin_decode
 
@@ -76,6 +80,26 @@ def test_a_system_prompt_before_groups_is_a_second_level(model, prompt_of, seen)
     bench.close()
 
 
+@pytest.mark.parametrize("wrong", [0.0, 0.4])
+def test_drafts_are_read_with_their_row(model, prompt_of, monkeypatch, seen, wrong):
+    """Rows of a group and rows alone, each with three drafts: only what a step may write is a draft row's own."""
+    tokens: dict[tuple[str, int], list[int]] = {}
+    bench, _ = drafting(monkeypatch, model, tokens, wrong, max_rows=8, speculation_rows=24)
+    for each in (Bench(model, max_rows=8), bench):
+        each.submit("a", prompt_of(33, 1), 40, n=3)
+        each.submit("b", prompt_of(21, 2), 40)
+        seen.shared = seen.most_levels = 0
+        each.run()
+        each.engine.check_integrity()
+        each.close()
+        done = {key: completion.token_ids for key, completion in each.completions.items()}
+        assert tokens in ({}, done)
+        tokens.update(done)
+    assert seen.most_levels == 2, "the prompt of the group, and then each row with its drafts"
+    counters = bench.engine.roster.counters
+    assert seen.shared > counters.drafted > 100 and counters.accepted > 50
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_segments_stay_true_under_preemption_ends_and_arrivals(model, prompt_of, seen, seed):
     """Few pages, so that rows lose theirs and get others; ends at random; prompts of a few stems."""
@@ -110,6 +134,10 @@ class _Row:
         self.pages = pages
 
 
+def plan_of(rows: list[_Row]) -> Plan:
+    return Plan([Span(row, 0, 1, 1) for row in rows], 0, Feature.NONE, 1, len(rows), len(rows), [])
+
+
 def test_segments_are_made_again_only_when_rows_change(monkeypatch):
     made = []
     monkeypatch.setattr(
@@ -117,14 +145,14 @@ def test_segments_are_made_again_only_when_rows_change(monkeypatch):
     )
     shared = SharedPages(PAGE, 8, 1)
     rows = [_Row([1, 2, 3]), _Row([1, 2, 4]), _Row([1, 5])]
-    shared.segments(rows, 4)
+    shared.segments(plan_of(rows), 4)
     for row in rows:
         row.pages.append(100 + len(row.pages))  # a row that grows shares what it shared
-    shared.segments(rows, 4)
+    shared.segments(plan_of(rows), 4)
     assert made == [[2 * PAGE, PAGE]]
-    shared.segments(rows[:2], 4)
+    shared.segments(plan_of(rows[:2]), 4)
     rows[0].pages = [9, 2]  # preempted, and back with other pages
-    shared.segments(rows, 4)
+    shared.segments(plan_of(rows), 4)
     assert made[1:] == [[2 * PAGE], [0, PAGE]]
 
 

@@ -36,3 +36,6 @@ class CyclePlace:
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         AllowList(tuple(self.allowed()), VOCAB).fill(masks_RW, row)
+
+    def undo(self, tokens: int) -> None:
+        self.at -= tokens

@@ -35,7 +35,8 @@ _EXPERTS: dict[str, Any] = {
 #: By the stem of transformers' classes.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "Qwen3_5": {"head_dim": 16, "intermediate_size": 64, "rope_parameters": _PARTIAL_ROPE},
-    "Qwen3_5Moe": _EXPERTS,
+    # The shared expert is as wide as the others here, and another width in Qwen3Next.
+    "Qwen3_5Moe": {**_EXPERTS, "shared_expert_intermediate_size": 18},
     "Qwen3Next": {**_EXPERTS, "intermediate_size": 40, "mlp_only_layers": [1], "linear_num_value_heads": 6},
     "OlmoHybrid": {"intermediate_size": 64, "linear_num_key_heads": 4},
 }

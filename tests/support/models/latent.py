@@ -42,6 +42,7 @@ _YARN = {
 LATENT: dict[str, dict[str, Any]] = {
     # As DeepSeek-V3: the queries have a latent, experts come from groups, scores and turns are scaled by YaRN.
     "DeepseekV3": {
+        "n_shared_experts": 1,
         "n_group": 4,
         "topk_group": 2,
         "attention_bias": True,
@@ -60,7 +61,7 @@ LATENT: dict[str, dict[str, Any]] = {
     "DeepseekV2": {"q_lora_rank": None, "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
     "DeepseekV2 groups": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     # As GLM-4.7-Flash: values are wider than what does not turn.
-    "Glm4MoeLite": {"v_head_dim": 20, "norm_topk_prob": True},
+    "Glm4MoeLite": {"v_head_dim": 20, "norm_topk_prob": True, "n_shared_experts": 1},
 }
 
 
@@ -72,9 +73,9 @@ def config_of(name: str) -> dict[str, Any]:
     return config
 
 
-def make_latent(name: str, folder: Path, seed: int = 0) -> Any:
+def make_latent(name: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
     """Save a random model to `folder` and return it."""
-    model = make_model(name.split()[0], seed, **config_of(name))
+    model = make_model(name.split()[0], seed, **{**config_of(name), **changes})
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("_b_proj.weight", "_with_mqa.weight")):

@@ -58,6 +58,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("olmoe", {**_EVEN, "intermediate_size": 32, "num_hidden_layers": 2}),
+    # A shared expert that is stored with the others: with a gate, and without one beside a router that torch runs.
+    "shared-gated": (
+        "Qwen2Moe",
+        {
+            **{k: v for k, v in _EVEN.items() if k != "head_dim"},
+            "vocab_size": 71,
+            "num_hidden_layers": 2,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "shared": (
+        "Glm4Moe",
+        {
+            **_EVEN,
+            "vocab_size": 71,
+            "num_hidden_layers": 2,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
 }
 CPU = torch.device("cpu")
 #: Of the weights that errors in 16 bits are pooled over: those of one model alone differ by a tenth between CPU types.

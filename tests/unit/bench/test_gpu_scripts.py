@@ -6,12 +6,15 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
 from scripts.bench.long_rows import growth
+from scripts.bench.replay_drafter import ReplayDrafter, accepted_length, chance_of
+from scripts.bench.shapes import OTHER_SHAPES
+from tests.support.kernels.grids import nightly
 
 
 def load_script(name: str) -> ModuleType:
@@ -48,6 +51,59 @@ def test_the_pipeline_benchmark_runs_and_draws(pipeline, monkeypatch, tmp_path):
     picture.unlink()
     run(pipeline, monkeypatch, out, "--redraw")
     assert picture.stat().st_size > 1000
+
+
+def test_drafts_of_a_recorded_run_are_as_right_as_asked_for(tmp_path):
+    p = chance_of(2.5, 3)
+    assert accepted_length(p, 3) == pytest.approx(2.5) and chance_of(4, 3) == pytest.approx(1)
+    with pytest.raises(ValueError, match="1 to 4"):
+        chance_of(4.5, 3)
+    tokens = list(range(100, 1100))
+    key = SimpleNamespace(group=SimpleNamespace(key=("run", "a")))
+    for diverges in (False, True):
+        drafter = ReplayDrafter({"a": tokens}, p, 5000, diverges=diverges)
+        drawn, steps = 0, 0
+        while drawn < 900:
+            path = drafter.path(key, np.zeros(1, np.int32), tokens[:drawn], 3)
+            drawn += 1 + next((i for i, token in enumerate(path) if token != tokens[drawn + i]), 3)
+            steps += 1
+        assert drawn / steps == pytest.approx(2.5, abs=0.15)
+        wrong = [
+            path
+            for i in range(900)
+            if (path := drafter.path(key, np.zeros(1, np.int32), tokens[:i], 3))[0] != tokens[i]
+        ]
+        again = sum(path[1] == tokens[path[0] - 100] for path in wrong)
+        assert again == 0 if diverges else again > len(wrong) / 3
+
+
+def test_the_benchmark_of_drafts_compares_all_modes_with_plain_steps(tmp_path):
+    out = tmp_path / "s.json"
+    sizes = (
+        "--rows",
+        "1",
+        "2",
+        "--contexts",
+        "64",
+        "--new",
+        "60",
+        "--lengths",
+        "2.5",
+        "--least-saved",
+        "0",
+        "999",
+        "--set",
+        "kv_pages=40",
+    )
+    assert load_script("bench.speculation").main(["--shape", "toy", "--device", "cpu", *sizes, "--out", str(out)]) == 0
+    lines = json.loads(out.read_text())["rows"]
+    assert [(line["rows"], line.get("mode")) for line in lines] == [
+        (rows, mode) for rows in (1, 2) for mode in ("plain", "auto", "always", "always", "nothing")
+    ]
+    always = [line for line in lines if line["mode"] == "always"]
+    assert all(line["al"] > 1.5 and line["equal_pct"] > 90 for line in always)
+    assert all(line["accepted"] == 0 for line in lines if line["mode"] == "nothing")
+    assert always[0]["steps"] < lines[0]["steps"] / 1.5
 
 
 @pytest.mark.parametrize(
@@ -133,6 +189,15 @@ def test_a_right_engine_passes(correctness, monkeypatch, tmp_path):
     assert status == 0 and [one["family"] for one in found] == families
     assert all(0.5 <= one["entropy"] <= 2.0 and one["logits"]["ours"]["rms"] < 1e-5 for one in found)
     assert all(one["depths"]["equal"]["logprobs_equal"] for one in found)
+
+
+@pytest.mark.parametrize("shape", ["qwen3.5-35b-a3b", *nightly(*OTHER_SHAPES)])
+def test_layers_of_a_real_shape_pass(correctness, monkeypatch, tmp_path, shape):
+    """Looks at logits leave the states of linear attention as they were, or all later tokens would be wrong."""
+    arguments = ("--size", "toy", "--dtype", "float32", "--shapes", shape)
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    assert status == 0 and found["family"] == shape and found["layers"] >= 3
+    assert found["logits"]["ours"]["rms"] < 1e-4 and found["depths"]["equal"]["logprobs_equal"]
 
 
 @pytest.mark.parametrize("damage", ["rope", "page"])

@@ -21,7 +21,7 @@ from scripts.bench.peers.ours_engine import OursEngine, group_experts, load_rand
 from scripts.bench.peers.runs import Report, child_environment, run_child
 from scripts.bench.peers.vllm_engine import capture_sizes
 from scripts.bench.peers.workloads import Work, completion_lengths, long_job, nested_prompts, uniform_work
-from scripts.bench.shapes import StepBytes, step_bytes
+from scripts.bench.shapes import StepBytes, model_config, step_bytes
 
 TOY = Job(
     shape="toy",
@@ -112,6 +112,36 @@ def test_the_30b_shape_reads_what_it_should():
     everything = need.weights + need.experts * need.expert + 2 * 151936 * 2048  # and the embedding
     assert everything == pytest.approx(30.53e9 * 2, rel=0.001)
     assert need.of_step(1, 0) == pytest.approx(3.04e9 * 2, rel=0.01), "3.35e9 are active, the embedding is not read"
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [
+        ("qwen3.5-27b", 26.9e9),
+        ("qwen3.5-35b-a3b", 34.7e9),
+        ("gpt-oss-20b", 20.9e9),
+        ("glm-4.5-air", 106.9e9),
+        ("glm-4.7-flash", 29.9e9),
+        ("moonlight-16b-a3b", 15.96e9),
+        ("gemma-3-12b", 11.77e9),
+        ("olmo-3-7b", 7.30e9),
+    ],
+)
+def test_a_shape_has_as_many_parameters_as_its_model(shape, parameters):
+    """As their makers state them, without vision towers and the layers for several tokens at once."""
+    need, config = step_bytes(shape), model_config(shape)
+    embedding = 0 if config["tie_word_embeddings"] else 2 * config["vocab_size"] * config["hidden_size"]
+    assert need.weights + need.experts * need.expert + embedding == pytest.approx(2 * parameters, rel=0.005)
+
+
+def test_states_and_windows_count_by_row_and_layers_can_be_left_out():
+    need = StepBytes(weights=1000, kv_per_token=7, state=50, windows=((128, 3), (10, 2)))
+    assert need.of_step(2, 100) == 1000 + 700 + 2 * 2 * 50 + 100 * 3 + 2 * 10 * 2
+    whole, half = step_bytes("qwen3.5-27b"), step_bytes("qwen3.5-27b", layers=32)
+    assert (half.state, half.kv_per_token) == (whole.state // 2, whole.kv_per_token // 2)
+    assert step_bytes("gpt-oss-20b", layers=4).windows == ((128, 2 * 8 * 2 * 64 * 2),)
+    with pytest.raises(ValueError, match="64 layers"):
+        model_config("qwen3.5-27b", 65)
 
 
 @pytest.mark.parametrize("experts", [{}, {"expert": 90, "experts": 8, "top_k": 2}])

@@ -56,6 +56,29 @@ def write(constraint: Constraint, tokenizer, vocab: int, text: str) -> list[str]
 
 
 @pytest.mark.parametrize(
+    ("kind", "source", "text"),
+    [("json_schema", OBJECT, '{"k":7}'), ("json_schema", STRING, '"aé b"'), ("regex", "a+bc?", "aab")],
+)
+def test_a_matcher_goes_back_to_where_it_was(compiler, tokenizer, vocab, kind, source, text):
+    """From every place it goes ahead to every later one, to the stop token too, and allows the same tokens again."""
+    constraint = compiler.compile(ConstraintSpec(kind, source), (tokenizer.eos_token_id,), [])
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    matcher = constraint.start()
+    masks = torch.zeros(3, mask_words(vocab), dtype=torch.int32)
+    for place, token in enumerate(tokens):
+        matcher.fill(masks, 0)
+        for far in range(1, len(tokens) - place + 1):
+            for ahead in tokens[place : place + far]:
+                assert matcher.accept(ahead)
+                if ahead != tokens[-1]:
+                    matcher.fill(masks, 2)
+            matcher.undo(far)
+            matcher.fill(masks, 1)
+            assert torch.equal(masks[1], masks[0])
+        assert matcher.accept(token)
+
+
+@pytest.mark.parametrize(
     ("kind", "source", "text", "after"),
     [
         ("regex", "[ab]{2}c?", "", ["a", "b"]),

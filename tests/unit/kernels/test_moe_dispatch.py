@@ -121,7 +121,7 @@ def test_shapes_that_tiles_do_not_divide_are_not_padded(monkeypatch):
     monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 132)
     assert moe_plan(MoEShape(8, 2, 4096, 14336), "plain", torch.bfloat16, 512, device=device).path == "padded"
     assert moe_plan(MoEShape(8, 2, 4096, 14336), "plain", torch.bfloat16, 511, device=device).path == "grouped"
-    for shape in (MoEShape(8, 2, 384, 128), MoEShape(8, 2, 512, 192), MoEShape(512, 10, 512, 128)):
+    for shape in (MoEShape(8, 2, 384, 128), MoEShape(8, 2, 512, 192), MoEShape(1024, 10, 512, 128)):
         assert moe_plan(shape, "plain", torch.bfloat16, 1 << 20, device=device).path == "grouped"
 
 

@@ -35,6 +35,16 @@ def test_tiles_cover_each_pair_once_and_hold_one_expert(tokens, routing):
         assert mine == sorted(mine)
 
 
+def test_more_experts_than_a_power_of_two_are_sorted_alike():
+    """257 experts, such as 256 and a shared one that every token takes: the last choice."""
+    tokens, experts = 600, 257
+    routed = torch.stack([torch.randperm(experts - 1)[:3] for _ in range(tokens)])
+    experts_TK = torch.nn.functional.pad(routed, (0, 1), value=experts - 1).int().to(DEVICE)
+    groups, chosen = pad_groups(experts_TK, experts), experts_TK.flatten().tolist()
+    of_row = {row: expert for expert, first, count in tiles_of(groups) for row in range(first, first + count)}
+    assert [of_row[row] for row in groups.rows_P.tolist()] == chosen and len(of_row) == len(chosen)
+
+
 def by_tile(x_RH: torch.Tensor, groups: PaddedGroups, case: Layer) -> torch.Tensor:
     """What the products compute, in torch; rows without a pair stay NaN."""
     gate_up, down = case.gate_up.values_ENK.double(), case.down.values_ENK.double()

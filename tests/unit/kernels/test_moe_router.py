@@ -217,3 +217,33 @@ def test_logits_in_float32_are_rounded_nowhere(hidden, deterministic):
     assert logits.dtype == torch.float32 and (logits - exact).abs().max() < 1e-4
     rounded = sum_of_parts(router_logits(x, router, deterministic), torch.bfloat16)
     assert (rounded - exact).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("shared", ["plain", "gated"])
+@pytest.mark.parametrize(("experts", "renormalize"), [(16, True), (40, False), (128, True)])
+def test_a_shared_expert_is_the_last_choice_of_every_token(shared, experts, renormalize, monkeypatch):
+    """By one launch or two, and of prefills; the record is without it, and its logit is not one of a choice."""
+    tokens, hidden, top_k = 5, 96, 4
+    residual, norm = normal(tokens, hidden), normal(hidden).abs()
+    parts, router = normal(3, tokens, hidden, dtype=torch.float32), normal(experts + (shared == "gated"), hidden)
+    kept = torch.zeros(tokens, top_k, dtype=torch.uint8, device=DEVICE)
+    record = Record(kept, torch.arange(tokens, device=DEVICE))
+    scratch = scratch_for(len(router))
+    found = norm_route(residual, parts, norm, 1e-6, router, top_k, renormalize, scratch, record, shared=shared)
+    logits = scratch.logits_TE[:tokens].bfloat16()
+    weights, chosen = route(logits[:, :experts], top_k, renormalize)
+    gate = logits[:, experts:].float().sigmoid() if shared == "gated" else torch.ones(tokens, 1, device=DEVICE)
+    for got in (found.routing, moe_choose(logits[None], torch.bfloat16, top_k, renormalize, shared=shared)):
+        assert got.experts_TK[:, :top_k].tolist() == chosen.tolist() == kept.tolist()
+        assert torch.allclose(got.weights_TK[:, :top_k], weights, rtol=1e-5, atol=1e-7)
+        assert (got.experts_TK[:, top_k] == experts).all()
+        assert torch.allclose(got.weights_TK[:, top_k:], gate, rtol=1e-5)
+    monkeypatch.setattr(triton_router, "MANY_TOKENS", 1)
+    many = moe_choose(
+        logits[None], torch.bfloat16, top_k, renormalize, record, poisoned(tokens, top_k + 1), shared=shared
+    )
+    assert many.experts_TK.tolist() == found.routing.experts_TK.tolist() and kept.tolist() == chosen.tolist()
+    assert torch.allclose(many.weights_TK, found.routing.weights_TK, rtol=1e-5, atol=1e-7)
+    alone = moe_route(found.x_TH, router, top_k, renormalize, shared=shared)
+    assert alone.experts_TK.tolist() == found.routing.experts_TK.tolist()
+    assert torch.allclose(alone.weights_TK, found.routing.weights_TK, rtol=0.05)

@@ -31,7 +31,9 @@ def test_every_format_follows_float64(format, dtype):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("hidden", "inner", "top_k"), [(160, 96, 3), *nightly((1056, 32, 1), (32, 544, 2))])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "top_k"), [(160, 96, 3), *nightly((1056, 32, 1), (32, 544, 2), (32, 576, 2))]
+)
 def test_odd_shapes(format, hidden, inner, top_k):
     case = layer(2, format=format, hidden=hidden, inner=inner, top_k=top_k)
     assert_close(run(case), exact(case))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,20 @@ def test_a_config_that_asks_for_something_else_is_refused(name: str, wrong: dict
         setattr(config, key, value)
     with pytest.raises(ValueError, match=says):
         spec_from_config(config, f"{stem}ForCausalLM")
+
+
+def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
+    """Its config.json has the architecture of DeepSeek-V3 and a model type that transformers does not have."""
+    reference = make_latent(
+        "DeepseekV3", tmp_path, n_routed_experts=384, n_group=1, topk_group=1, moe_intermediate_size=6
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    changes = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
+    assert loaded.spec.moe is not None and loaded.spec.moe.experts == 384
+    check(loaded, reference, fused=False)
+    assert set(dict(reference.named_parameters())) <= set(loaded.trainer_views())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k3"}))
+    with pytest.raises(ValueError, match="'deepseek_v3' or 'kimi_k2'"):
+        load_model(ModelSettings(path=str(tmp_path)), CPU)

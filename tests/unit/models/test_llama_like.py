@@ -18,19 +18,16 @@ from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.registry import FAMILIES
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
-from tests.support.engine.harness import Bench, load
-from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
+from tests.support.models.llama_like import CONFIGS, SIZES, make_llama_like
 from tests.support.models.paged import PROMPT, check
-from tests.support.models.variants import CONFIGS, SIZES
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import pack
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 CPU = torch.device("cpu")
-
 #: One for each mechanism that the fused kernels meet here: rotary embeddings of each kind, windows by layer, layers
 #: without positions, queries that grow, modules in one tensor, norms of queries and keys, biases, sinks, routers.
 STEPS_BY_KERNELS = {"Phi3 long", "Ministral", "Ministral3", "Glm", "SmolLM3", "Glm4Moe", "MiniMaxM2", "GptOss"}
@@ -44,14 +41,10 @@ def with_kernels(quick: set[str]) -> list[Any]:
     return [*((stem, stem in quick) for stem in CONFIGS), *nightly(*slow)]
 
 
-def save(stem: str, folder: Path, seed: int = 0) -> Any:
-    return make_checkpoint(stem.split()[0], folder, seed, **(SIZES | CONFIGS[stem][0]))
-
-
 @pytest.mark.parametrize(("stem", "kernels"), with_kernels(STEPS_BY_KERNELS))
 def test_steps_and_names_are_those_of_transformers(stem: str, kernels: bool, tmp_path: Path) -> None:
     fused = CONFIGS[stem][1]
-    reference = save(stem, tmp_path)
+    reference = make_llama_like(stem, tmp_path)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     assert loaded.spec.plain_stream == fused
     check(loaded, reference, fused=kernels)
@@ -68,7 +61,7 @@ def test_steps_and_names_are_those_of_transformers(stem: str, kernels: bool, tmp
 
 @pytest.mark.parametrize(("stem", "kernels"), with_kernels(ADAPTERS_BY_KERNELS))
 def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, kernels: bool, tmp_path: Path) -> None:
-    reference = save(stem, tmp_path)
+    reference = make_llama_like(stem, tmp_path)
     modules = ATTENTION if hasattr(reference.config, "num_experts_per_tok") else ALL
     adapter = make_adapter(reference, tmp_path / "adapter", 0, modules)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
@@ -81,41 +74,10 @@ def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, kernels: b
     check(loaded, exact, slots, atol=1e-3, fused=kernels)  # merged weights round otherwise
 
 
-@pytest.mark.parametrize("count", [40, *nightly(200)])
-@pytest.mark.parametrize("stem", CONFIGS)
-def test_greedy_tokens_of_the_engine_are_those_of_transformers(stem: str, count: int, tmp_path: Path) -> None:
-    """Prompts in chunks, rows that come and go, and other weights in the middle, by which KV is computed again."""
-    references = [save(stem, tmp_path / str(seed), seed) for seed in range(2)]
-    model, other = (load(tmp_path / str(seed)) for seed in range(2))
-    count = min(count, model.spec.max_positions - 80)
-    mailbox = Mailbox()
-    bench = Bench(model, receiver=mailbox, max_rows=3, kv_on_swap="recompute")
-    prompts = {
-        f"r{i}": torch.randint(0, 91, (length,), generator=torch.Generator().manual_seed(i)).tolist()
-        for i, length in enumerate((3, 80, 17, 31))
-    }
-    for name, prompt in prompts.items():
-        bench.submit(name, prompt, count)
-    swap_in_the_middle(bench, mailbox, Update(1, other, model), 20)
-    for name, prompt in prompts.items():
-        tokens, versions = bench.tokens(name), bench.completions[name, 0].versions
-        assert len(tokens) == count
-        with torch.inference_mode():
-            ids = torch.tensor([prompt + tokens])
-            logits = torch.stack([reference(ids).logits[0, len(prompt) - 1 : -1] for reference in references])
-        logits = logits[torch.tensor(versions), torch.arange(count)]
-        assert logits.argmax(-1).tolist() == tokens
-        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        raw = torch.tensor(bench.completions[name, 0].raw_logprobs)
-        assert torch.allclose(raw, logprobs, atol=1e-4, rtol=0)
-    assert set(bench.completions["r0", 0].versions) == {0, 1}
-    bench.close()
-
-
 @pytest.mark.parametrize("stem", ["Glm4Moe", "MiniMaxM2", "Afmoe", "GptOss"])
 def test_a_trainers_parameters_are_a_whole_update(stem: str, tmp_path: Path) -> None:
     """`named_parameters()` has no buffers; tensors of layers for further tokens may come with them."""
-    reference = save(stem, tmp_path)
+    reference = make_llama_like(stem, tmp_path)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     parameters = ParameterMap(loaded.trainer_views(), UpdateNames(loaded.kept_if_absent(), loaded.spec.unused))
     rows = [(name, "float32", list(tensor.shape)) for name, tensor in reference.named_parameters()]

@@ -15,9 +15,6 @@ from rollout.models import CheckpointError, load_model
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
-from tests.support.engine.harness import Bench, load
-from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
-from tests.support.kernels.grids import nightly
 from tests.support.models.multimodal import MODELS, make_multimodal
 from tests.support.models.paged import check
 from tests.support.peft_adapters import ALL, make_adapter, merged
@@ -35,29 +32,6 @@ def test_steps_are_those_of_the_whole_model(name: str, tmp_path: Path, caplog: p
     check(loaded, reference, fused=False)
     assert loaded.spec.architecture == type(reference).__name__
     assert sum("vis" in record.getMessage() for record in caplog.records) == 1
-
-
-@pytest.mark.parametrize("name", ["Gemma 3", "Magistral", *nightly("Ministral 3", "Qwen3.5", "Qwen3.5-MoE")])
-def test_greedy_tokens_of_the_engine_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
-    references = [make_multimodal(name, tmp_path / str(seed), seed) for seed in range(2)]
-    model, other = (load(tmp_path / str(seed)) for seed in range(2))
-    mailbox = Mailbox()
-    bench = Bench(model, receiver=mailbox, max_rows=2, kv_on_swap="recompute")
-    prompts = {
-        f"r{i}": torch.randint(0, 91, (length,), generator=torch.Generator().manual_seed(i)).tolist()
-        for i, length in enumerate((3, 50, 17))
-    }
-    for request, prompt in prompts.items():
-        bench.submit(request, prompt, 40)
-    swap_in_the_middle(bench, mailbox, Update(1, other, model), 20)
-    for request, prompt in prompts.items():
-        tokens, versions = bench.tokens(request), bench.completions[request, 0].versions
-        with torch.inference_mode():
-            ids = torch.tensor([prompt + tokens])
-            logits = torch.stack([reference(input_ids=ids).logits[0, len(prompt) - 1 : -1] for reference in references])
-        assert logits[torch.tensor(versions), torch.arange(40)].argmax(-1).tolist() == tokens
-    assert set(bench.completions["r0", 0].versions) == {0, 1}
-    bench.close()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -39,7 +39,7 @@ def test_the_choice_is_the_fastest_of_all_numbers_of_drafts(rows):
     best, speed = 0, 1.03 * rows / costs.plain_s(rows, 0)
     ordered = np.sort(chances_MK.reshape(-1))[::-1]
     for drafts in range(1, 3 * rows + 1):
-        took_s = costs.verify_s(np.array([rows + drafts]), np.array([0.0]))[0]
+        took_s = costs.verify_s(rows, 0.0, np.array([drafts]))[0]
         if (rows + ordered[:drafts].sum()) / took_s > speed:
             best, speed = drafts, (rows + ordered[:drafts].sum()) / took_s
     assert sum(worthwhile(chances_MK, rows, 0, costs, 64)) == best
@@ -50,21 +50,32 @@ def test_a_captured_size_costs_the_same_for_all_rows_that_it_holds():
     assert [costs.plain_s(rows, 0) for rows in (1, 2, 4, 5, 8)] == [1.0, 3.0, 3.0, 3.0, 3.0]
 
 
-def test_costs_learn_what_contexts_and_drafts_add():
-    costs = StepCosts({1: 1e-3, 64: 1e-3}, padded=False)
+@pytest.mark.parametrize("shares", [False, True])
+def test_costs_learn_what_contexts_and_drafts_add(shares):
+    costs = StepCosts({1: 1e-3, 64: 1e-3}, padded=False, shares=shares)
     rng = np.random.default_rng(0)
     for context in rng.integers(1_000, 200_000, 300):
-        costs.ran(8, context, False, 1e-3 + 2e-8 * context)
-        costs.ran(16, context, True, 1.5e-3 + 3e-8 * context)
+        costs.ran(8, context, 0, 1e-3 + 2e-8 * context)
+        costs.ran(8, context, 8, 1.5e-3 + 3e-8 * context * (1 if shares else 2))
     assert costs.plain_s(8, 100_000) == pytest.approx(3e-3, rel=0.02)
-    assert costs.verify_s(np.array([16]), np.array([100_000]))[0] == pytest.approx(4.5e-3, rel=0.03)
+    assert costs.verify_s(8, 50_000, np.array([8]))[0] == pytest.approx(3e-3 if shares else 4.5e-3, rel=0.03)
 
 
-def test_verify_steps_are_assumed_to_cost_what_plain_ones_of_as_many_rows_do():
-    costs = StepCosts({1: 1e-3, 64: 1e-3}, padded=False)
+@pytest.mark.parametrize("shares", [False, True])
+def test_verify_steps_are_assumed_to_cost_what_plain_ones_do_that_read_as_much(shares):
+    costs = StepCosts({1: 1e-3, 64: 1e-3}, padded=False, shares=shares)
     for _ in range(200):
-        costs.ran(8, 50_000, False, 2e-3)
-    assert costs.verify_s(np.array([8]), np.array([50_000]))[0] == pytest.approx(costs.plain_s(8, 50_000))
+        costs.ran(8, 50_000, 0, 2e-3)
+    assumed_s = costs.verify_s(8, 50_000, np.array([8]))[0]
+    assert assumed_s == pytest.approx(costs.plain_s(8, 50_000 if shares else 100_000))
+
+
+def test_long_contexts_that_are_read_once_do_not_keep_rows_from_drafting():
+    for shares in (False, True):
+        costs = StepCosts({1: 1e-3, 64: 1e-3}, padded=False, shares=shares)
+        for _ in range(200):
+            costs.ran(8, 500_000, 0, 11e-3)
+        assert worthwhile(chances(0.6, 8), 8, 500_000, costs, 64) == [3 * shares] * 8
 
 
 def test_a_guess_is_compared_once_its_tokens_are_there():

@@ -1,0 +1,73 @@
+"""A drafter for benchmarks: the tokens of a recorded run, some of them wrong.
+
+A drafter whose tokens are right with probability p, each on its own, has k drafts accepted with probability p^k. So a
+verify step yields AL = 1 + p + p^2 + ... + p^k tokens on average: the accepted length, the step's own token included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from collections.abc import Sequence as Seq
+from typing import cast
+
+import numpy as np
+
+from rollout.engine.sequence.sequence import Sequence
+
+
+def accepted_length(p: float, k: int) -> float:
+    """AL of k drafts that are right with probability `p` each."""
+    return float(sum(p**j for j in range(k + 1)))
+
+
+def chance_of(length: float, k: int) -> float:
+    """The probability `p` at which k drafts have this AL. Raises ValueError if no probability has."""
+    if not 1 <= length <= k + 1:
+        raise ValueError(f"{k} drafts have an accepted length of 1 to {k + 1}, not {length}")
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if accepted_length(middle, k) < length else (low, middle)
+    return low
+
+
+class ReplayDrafter:
+    """Drafts from the recorded tokens of requests, by their names; a `Drafter`.
+
+    Args:
+        recorded: tokens of each request's first completion.
+        p: probability that a token is right. Which tokens are wrong is a matter of `seed`.
+        vocab: token ids.
+        diverges: after a wrong token the rest of a path is wrong as well, as with a drafter that goes on from its own
+            guess. Drafts of a step in flight that are refused then cost those of the next step, too.
+    """
+
+    def __init__(
+        self, recorded: Mapping[str, Seq[int]], p: float, vocab: int, seed: int = 0, diverges: bool = False
+    ) -> None:
+        self._drafts: dict[str, list[int]] = {}
+        self._lost: dict[str, list[int]] = {}
+        self._wrong_at: dict[str, list[int]] = {}
+        self._diverges = diverges
+        for i, (name, tokens) in enumerate(recorded.items()):
+            right = np.asarray(tokens, dtype=np.int64)
+            other = (right + 1) % vocab
+            is_wrong = np.random.default_rng([seed, i]).random(len(right)) >= p
+            self._drafts[name] = np.where(is_wrong, other, right).tolist()
+            self._lost[name] = other.tolist()
+            # The first wrong token at or after each position.
+            at = np.where(is_wrong, np.arange(len(right)), len(right))
+            self._wrong_at[name] = np.minimum.accumulate(at[::-1])[::-1].tolist()
+
+    def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int) -> list[int]:
+        """As `Drafter.path`; the key is the engine's sequence."""
+        name, begin = cast(Sequence, key).group.key[1], len(tokens)
+        drafts = self._drafts.get(name, [])
+        path = drafts[begin : begin + want]
+        if self._diverges and path:
+            right = self._wrong_at[name][begin] - begin
+            path[right:] = self._lost[name][begin + right : begin + len(path)]
+        return path
+
+    def ended(self, key: Hashable) -> None:
+        """As `Drafter.ended`."""

@@ -1,0 +1,252 @@
+"""Measures verify steps: tokens a second with drafts over those of plain steps, in one process and one engine.
+
+    PYTHONPATH=.:kernels python -m scripts.bench.speculation --shape qwen3-8b --contexts 4096 --out FILE
+
+Random weights of the real shapes. A plain run is recorded, and its tokens are the drafts of the other runs, corrupted
+so that a verify step of --most drafts yields an accepted length (AL, the step's own token included) of --lengths. For
+each number of rows and each context there are these runs:
+
+    plain     speculation is off
+    auto      drafts where they pay by acceptance and costs, as `speculation = auto`
+    always    drafts in every step, as `speculation = suffix`
+    diverge   auto, and after its first wrong token the rest of a path is wrong, too. So it is with real drafters: at a
+              pipeline of depth 2 a refused draft costs those of the next step as well
+    nothing   auto, and every draft is wrong: the price of a drafter that is never right
+
+`speedup` is tokens a second over those of the plain run, by the wall time between the commits of the first and last
+step with all rows; `al` the tokens that these steps yielded for a row, whatever was asked for. `floor_ms` is the time
+to read weights once and the KV of all rows once, over the bandwidth of a kernel that only reads, in the same run. With
+experts, every draft brings its own, under even routing.
+
+Prompts are random; they are prefilled once and come from the prefix cache then. At --temperature 100, the default,
+draws depend on seed and position nearly alone. So the recorded tokens stay right where rounding differs between steps
+of different sizes: `equal_pct` is the share of tokens that are as in the plain run. With `--set deterministic=true` all
+tokens and log-probs must be equal, else the script fails.
+
+--least-saved N ... repeats the runs of `always` for each N: attention reads the KV of a row and its drafts once if that
+saves N MiB in a layer (0: always; a large number: never). --set NAME=VALUE changes a setting of the engine, such as
+group_attention=false.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rollout.engine.messages import SamplingParams
+from rollout.engine.schedule.speculation import Speculation
+from rollout.engine.speculation.step_costs import StepCosts
+from rollout.engine.step import shared_pages
+from rollout.engine.step.decode_costs import measure_decode_costs
+from rollout.settings_sources import SettingsError
+from scripts.bench.cuda_timing import read_bandwidth
+from scripts.bench.decode import step_needs
+from scripts.bench.output import print_table, write_results
+from scripts.bench.peers.experiments import Row
+from scripts.bench.peers.floors import step_floor_s
+from scripts.bench.peers.job import Job
+from scripts.bench.peers.ours_engine import OursEngine, engine_settings, steady_figures
+from scripts.bench.peers.workloads import Work, nested_prompts
+from scripts.bench.replay_drafter import ReplayDrafter, chance_of
+from scripts.bench.shapes import SHAPES, StepBytes
+
+MODES = ("auto", "always", "diverge", "nothing")
+_WARM_TOKENS, _SKIPPED_STEPS = 8, 4
+#: Pages that a row needs beside those of its context and its new tokens, in tokens.
+_SPARE_TOKENS = 64
+_LEAST_SAVED_BYTES = shared_pages.DRAFTS_LEAST_SAVED_BYTES
+_SHOWN = ("rows", "context", "mode", "aim", "al", "speedup", "step_ms", "device_ms", "idle_ms", "host_ms", "floor_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A run: the tokens and log-probs of each request, and its tokens a second."""
+
+    tokens: dict[str, list[int]]
+    logprobs: dict[str, np.ndarray]
+    tokens_per_s: float
+
+    def same_as(self, other: Recorded) -> Row:
+        """Share of tokens that are equal, and whether tokens and log-probs are so bit for bit."""
+        same = sum(a == b for key in self.tokens for a, b in zip(self.tokens[key], other.tokens[key], strict=True))
+        bits = all(np.array_equal(self.logprobs[key], other.logprobs[key]) for key in self.tokens)
+        total = sum(map(len, self.tokens.values()))
+        return {"equal_pct": 100 * same / total, "equal_bits": same == total and bits}
+
+
+class Bench:
+    """One engine, and the runs of it. `most` drafts of a row in a step, at most."""
+
+    def __init__(self, engine: OursEngine, need: StepBytes, args: argparse.Namespace, bandwidth: float | None) -> None:
+        self.engine, self._need, self._bandwidth = engine, need, bandwidth
+        self._most = args.most
+        parts = engine.engine.parts
+        self._most_rows = args.draft_rows
+        step_rows = max(args.rows) + args.draft_rows
+        slot = parts.pipeline.free_slots[0]
+        self.costs: StepCosts = measure_decode_costs(parts.executor, slot, step_rows)
+
+    def plain(self, work: Work, context: int) -> tuple[Recorded, Row]:
+        """A run without a drafter."""
+        return self._run(work, context, None)
+
+    def drafted(self, work: Work, context: int, plain: Recorded, p: float, mode: str) -> Row:
+        """A run with the drafts of `plain`, each right with probability `p`."""
+        drafter, adapts = (
+            ReplayDrafter(plain.tokens, p, self.engine.vocab, diverges=mode == "diverge"),
+            mode != "always",
+        )
+        costs = copy.deepcopy(self.costs)  # what it learns is forgotten
+        speculation = Speculation(drafter, self._most, self._most_rows, costs, adapts)
+        run, row = self._run(work, context, speculation)
+        return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
+
+    def _run(self, work: Work, context: int, speculation: Speculation | None) -> tuple[Recorded, Row]:
+        engine = self.engine.engine
+        counters = engine.roster.counters
+        before = counters.drafted, counters.accepted
+        engine.scheduler.speculation = speculation
+        self.engine.generate(work)
+        engine.scheduler.speculation = None
+        steps = [step for step in self.engine.full_steps() if not step.zombie_rows][_SKIPPED_STEPS:]
+        if len(steps) < 3:
+            raise RuntimeError(f"only {len(steps)} steps had all rows; ask for more new tokens")
+        rows, tokens = steps[0].rows, sum(step.tokens for step in steps[1:])
+        assert steps[0].committed_at_s is not None and steps[-1].committed_at_s is not None
+        speed = tokens / (steps[-1].committed_at_s - steps[0].committed_at_s)
+        drafted, accepted = counters.drafted - before[0], counters.accepted - before[1]
+        figures = steady_figures(steps)
+        inputs = sum(step.input_tokens for step in steps) / len(steps)
+        row: Row = {
+            "al": tokens / (len(steps) - 1) / rows,
+            "tokens_per_s": speed,
+            "step_ms": figures.pop("steady_ms"),
+            **figures,
+            "steps": len(steps),
+            "step_tokens": inputs,
+            "drafted": drafted,
+            "accepted": accepted,
+        }
+        if self._bandwidth is not None:
+            reached = context + work.lengths[0] // 2
+            distinct = self._need.even_experts(round(inputs))
+            floor_s = step_floor_s(self._need, rows, rows * reached, self._bandwidth, distinct)
+            row |= {"floor_ms": floor_s * 1e3, "over_floor": row["step_ms"] / (floor_s * 1e3)}
+        told = self.engine.completions
+        recorded = {key: [token for delta in deltas for token in delta.token_ids] for key, deltas in told.items()}
+        logprobs = {key: np.concatenate([delta.logprobs for delta in deltas]) for key, deltas in told.items()}
+        return Recorded({key: list(map(int, of)) for key, of in recorded.items()}, logprobs, speed), row
+
+
+def measure(bench: Bench, args: argparse.Namespace) -> list[Row]:
+    """All runs of all rows and contexts."""
+    results: list[Row] = []
+
+    def note(row: Row) -> None:
+        results.append({"shape": args.shape, **row})
+        print(json.dumps(results[-1]), flush=True)
+
+    for context in sorted(args.contexts):
+        for rows in sorted(args.rows):
+            cell = {"rows": rows, "context": context}
+            needs = rows * (context + args.new + args.most + _SPARE_TOKENS)
+            if needs > bench.engine.capacity_tokens:
+                note({**cell, "skipped": f"needs KV of {needs} tokens, there are {bench.engine.capacity_tokens}"})
+                continue
+            prompts = nested_prompts(rows, context, max(args.contexts), bench.engine.vocab)
+            bench.plain(Work(prompts, [_WARM_TOKENS + 8] * rows), context)  # leaves the prompts in the prefix cache
+            work = Work(prompts, [args.new] * rows)
+            plain, row = bench.plain(work, context)
+            note({**cell, "mode": "plain", **row})
+            for mode, aim, least in _runs(args):
+                if least is not None:
+                    shared_pages.DRAFTS_LEAST_SAVED_BYTES = least << 20
+                p = 0.0 if aim is None else chance_of(aim, args.most)
+                row = bench.drafted(work, context, plain, p, mode)
+                note({**cell, "mode": mode, "aim": aim, "least_saved_mib": least, **row})
+                shared_pages.DRAFTS_LEAST_SAVED_BYTES = _LEAST_SAVED_BYTES
+    return results
+
+
+def _runs(args: argparse.Namespace) -> list[tuple[str, float | None, int | None]]:
+    """Mode, AL and least MiB of saved reads of each run with drafts; None where there is none or the usual one."""
+    lengths: dict[str, list[float | None]] = dict.fromkeys(MODES, args.lengths) | {"nothing": [None]}
+    least = dict.fromkeys(MODES, [None]) | {"always": args.least_saved or [None]}
+    return [(mode, aim, mib) for mode in args.modes for aim in lengths[mode] for mib in least[mode]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 1 if deterministic runs differ."""
+    args = _parse(argv)
+    began_s = time.perf_counter()
+    on_gpu = torch.cuda.is_available() and args.device != "cpu"
+    bandwidth = read_bandwidth() if on_gpu else None
+    engine = OursEngine(_job(args), args.depth, changes=args.changes)
+    engine.sampling = replace(SamplingParams(), temperature=args.temperature)
+    bench = Bench(engine, step_needs(args.shape, args.changes), args, bandwidth)
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    table = {size: round(bench.costs.plain_s(size, 0) * 1e3, 3) for size in sizes if size <= args.step_rows}
+    facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None, "step_ms_by_rows": table}
+    facts |= {"most": args.most, "settings": args.changes}
+    print(json.dumps(facts), flush=True)
+    results = measure(bench, args)
+    engine.close()
+    print_table(args.shape, [{name: row.get(name, "") for name in _SHOWN} for row in results if "skipped" not in row])
+    write_results(args.out, results, **facts, total_s=time.perf_counter() - began_s)
+    if args.changes.get("deterministic") == "true" and not all(row.get("equal_bits", True) for row in results):
+        print("FAILED: deterministic, and tokens or log-probs differ from the plain run", flush=True)
+        return 1
+    return 0
+
+
+def _job(args: argparse.Namespace) -> Job:
+    context = max(args.contexts)
+    return Job(shape=args.shape, rows=tuple(args.rows), prompt=context, new=args.new, device=args.device)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="qwen3-8b")
+    add("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
+    add("--contexts", type=int, nargs="+", default=[4096], help="tokens of the prompts")
+    add("--new", type=int, default=256, help="tokens of a completion")
+    add("--lengths", type=float, nargs="+", default=[1.7, 2.5, 3.3], help="accepted lengths of the drafts")
+    add("--most", type=int, default=3, help="drafts of a row in a step")
+    add("--modes", nargs="+", choices=MODES, default=["auto", "always", "nothing"])
+    add("--draft-rows", type=int, help="drafts of all rows in a step; by default --most for each row")
+    add("--temperature", type=float, default=100.0)
+    add("--least-saved", type=int, nargs="+", metavar="MIB", help="reads saved in a layer, from which on drafts share")
+    add("--depth", type=int, choices=(1, 2), default=2)
+    add("--device", default="auto")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine setting; repeatable")
+    add("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    args.draft_rows = args.draft_rows or max(args.rows) * args.most
+    args.step_rows = max(args.rows) + args.draft_rows
+    args.changes = {
+        "speculation": "auto",
+        "speculation_tokens": str(args.most),
+        "speculation_rows": str(args.draft_rows),
+        "cuda_graph_rows": str(args.step_rows),
+        **dict(change.partition("=")[::2] for change in args.set),
+    }
+    try:
+        for length in args.lengths:
+            chance_of(length, args.most)
+        engine_settings(_job(args), args.depth, changes=args.changes)
+    except (SettingsError, ValueError) as error:
+        parser.error(str(error))
+    return args
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,89 @@
+"""Every native family through the whole engine: tokens and log-probs are transformers', whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.models.registry import supported_architectures
+from tests.support.engine.harness import Bench, Completion, load
+from tests.support.engine.updates import Mailbox, Update
+from tests.support.kernels.grids import nightly
+from tests.support.models.every_family import EVERY_FAMILY
+
+#: Tokens of the prompts; the second one is of a group.
+_PROMPTS = (3, 50, 17, 31, 8, 1)
+_PAGE_TOKENS = 4
+#: Names with many experts, which torch runs one by one on a CPU.
+_SLOW = {"Kimi-K2"}
+
+
+def prompt_of(vocab: int, length: int, seed: int) -> list[int]:
+    return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *((name, 40) for name in EVERY_FAMILY if name not in _SLOW),
+        *nightly(*((name, 40) for name in _SLOW), *((name, 200) for name in EVERY_FAMILY)),
+    ],
+)
+def test_tokens_and_logprobs_are_those_of_transformers(name: str, steps: int, tmp_path: Path) -> None:
+    """Prompts in chunks, a group, rows that come, go and are preempted, and other weights in the middle.
+
+    The update drops all KV, so every token is that of its own version on the whole text before it.
+    """
+    torch.set_num_threads(1)
+    references = [EVERY_FAMILY[name](tmp_path / str(seed), seed) for seed in range(2)]
+    model, other = (load(tmp_path / str(seed)) for seed in range(2))
+    vocab, mailbox = model.spec.vocab, Mailbox()
+    steps = min(steps, model.spec.max_positions - max(_PROMPTS))
+    bench = Bench(
+        model,
+        receiver=mailbox,
+        max_rows=5,
+        page_size=_PAGE_TOKENS,
+        kv_pages=75 if steps > 40 else 45,
+        prefill_chunk_tokens=23,
+        kv_on_swap="recompute",
+    )
+    prompts = [prompt_of(vocab, length, i) for i, length in enumerate(_PROMPTS)]
+    for i, prompt in enumerate(prompts):
+        bench.submit(f"r{i}", prompt, steps - 4 * i, n=2 if i == 1 else 1)
+        for _ in range(3):
+            bench.engine.tick()  # the batch changes as they come and go
+    mailbox.ready = Update(1, other, model)
+    bench.run()
+    assert bench.engine.roster.counters.preemptions > 0 and len(mailbox.done) == 1
+    for i, prompt in enumerate(prompts):
+        assert len(bench.tokens(f"r{i}")) == steps - 4 * i
+        for index in range(2 if i == 1 else 1):
+            # The weights of models of images are larger, and multiply rounding errors.
+            agrees(references, prompt, bench.completions[f"r{i}", index], 1e-3 if "images" in name else 1e-4)
+    assert set(bench.completions["r0", 0].versions) == {0, 1}
+    bench.close()
+
+
+def agrees(references: list[Any], prompt: list[int], completion: Completion, atol: float) -> None:
+    """Tokens are transformers' greedy choice with the weights of each token, and log-probs within `atol` of its own."""
+    tokens, versions = completion.token_ids, torch.tensor(completion.versions)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt + tokens])
+        logits = torch.stack([model(input_ids=ids).logits[0, len(prompt) - 1 : -1] for model in references])
+    logits = logits[versions, torch.arange(len(tokens))]
+    assert logits.argmax(-1).tolist() == tokens
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(completion.raw_logprobs), logprobs, atol=atol, rtol=0)
+
+
+def test_every_architecture_that_runs_natively_is_here(tmp_path: Path) -> None:
+    made = set()
+    for name, make in EVERY_FAMILY.items():
+        make(tmp_path / name, 0)
+        made.add(json.loads((tmp_path / name / "config.json").read_text())["architectures"][0])
+    assert made == set(supported_architectures())

@@ -1,0 +1,117 @@
+"""Tiny random checkpoints of families that differ from Llama in a few facts of their declaration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.models.families import make_checkpoint
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 91, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+ROPES_BY_TYPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+#: By the stem of transformers' classes, and a word where one has two configs: what is not its default, and whether the
+#: fused kernels take the model.
+CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
+    "Mistral": ({"sliding_window": 6, "head_dim": 20}, True),
+    "Phi3": ({"sliding_window": 6, "tie_word_embeddings": False}, True),
+    "Phi3 long": (
+        {
+            "head_dim": 16, "hidden_size": 64, "tie_word_embeddings": True, "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+            },
+        },
+        True,
+    ),
+    "Ministral": ({"sliding_window": 6, "layer_types": LAYER_TYPES, "head_dim": 12}, True),
+    "Ministral3": (
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 5,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+            },
+            "head_dim": 20, "max_position_embeddings": 512,
+        },
+        True,
+    ),
+    "Glm": ({"attention_bias": True, "head_dim": 16}, True),
+    "Glm4": ({"attention_bias": True, "head_dim": 16}, False),
+    "Gemma2": (
+        {
+            "sliding_window": 6, "layer_types": LAYER_TYPES, "head_dim": 20, "query_pre_attn_scalar": 7,
+            "attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0,
+        },
+        False,
+    ),
+    "Gemma3": (
+        {
+            "sliding_window": 6, "layer_types": LAYER_TYPES, "head_dim": 20, "query_pre_attn_scalar": 7,
+            "rope_parameters": ROPES_BY_TYPE, "tie_word_embeddings": True,
+        },
+        False,
+    ),
+    "SmolLM3": ({"no_rope_layers": [1, 0, 1], "attention_bias": False, "use_sliding_window": False}, True),
+    "SeedOss": ({"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "head_dim": 20}, True),
+    "Qwen2Moe": (
+        EXPERTS | {
+            "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": False,
+            "use_sliding_window": True, "sliding_window": 6, "layer_types": LAYER_TYPES,
+        },
+        True,
+    ),
+    "Glm4Moe": (
+        EXPERTS | {
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "head_dim": 16,
+            "attention_bias": True, "num_mtp_layers": 2,
+        },
+        True,
+    ),
+    "MiniMaxM2": (EXPERTS | {"num_local_experts": 6, "head_dim": 16, "rotary_dim": 8}, True),
+    "Afmoe": (
+        EXPERTS | {
+            "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True, "head_dim": 12,
+            "sliding_window": 6, "layer_types": LAYER_TYPES,
+        },
+        False,
+    ),
+    "GptOss": (
+        {
+            "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 6,
+            "layer_types": LAYER_TYPES, "swiglu_limit": 0.9,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64,
+                "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            },
+        },
+        True,
+    ),
+    "Granite": (
+        {
+            "attention_multiplier": 0.2, "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.5,
+            "attention_bias": True,
+        },
+        False,
+    ),
+    "Olmo2": ({"attention_bias": False}, False),
+    "Olmo3": (
+        {
+            "sliding_window": 6, "layer_types": LAYER_TYPES, "rope_parameters": ROPES_BY_TYPE,
+        },
+        False,
+    ),
+}  # fmt: skip
+
+
+def make_llama_like(stem: str, folder: Path, seed: int = 0) -> Any:
+    """Save a random model of one of `CONFIGS` to `folder` and return it."""
+    return make_checkpoint(stem.split()[0], folder, seed, **(SIZES | CONFIGS[stem][0]))
