@@ -6,6 +6,7 @@ A setting comes from a TOML file, then the environment, then the command line; t
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -39,6 +40,11 @@ class ModelSettings(_Section):
         "short",
         description="frequencies of a model with LongRoPE (Phi-3, Phi-4-mini), for all sequences. short: sequences end "
         "at its original context. long: its whole context, and short sequences have these frequencies, too",
+    )
+    images: bool = Field(
+        False,
+        description="serve images: load the vision tower of a model of text and images, and take `media` in requests; "
+        "false: such a model is served for text alone",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of the weights; auto: the checkpoint's type, float32 on a CPU"
@@ -91,6 +97,17 @@ class EngineSettings(_Section):
         None,
         ge=1,
         description="most prompt tokens in one prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
+    )
+    image_tokens: int = Field(
+        16_384,
+        ge=64,
+        description="size of the buffer for embeddings of images, tokens; equal images of several requests are "
+        "encoded once while they are in it. With model.images",
+    )
+    image_patches: int = Field(
+        16_384,
+        ge=1,
+        description="most patches that the vision tower encodes before a prefill step, and most of an image or video",
     )
     cuda_graphs: bool = Field(
         True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"
@@ -224,6 +241,19 @@ class EngineSettings(_Section):
         description="tokens of prompts and completions that are kept to draft from, beside those of running "
         "completions; one takes about 300 bytes of host memory",
     )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="GPUs that run the model together, with a part of it each: ranks, a process each on this machine. "
+        "Needs Linux; on a CPU the ranks are processes that share it. Excludes adapters, sleep, "
+        "host_kv_gib, and models that run through transformers' own code or have linear or latent attention",
+    )
+    check_ranks: bool = Field(
+        False,
+        description="compare the tokens that the ranks of tensor_parallel drew after every step, and end the worker "
+        "where they differ; for debugging",
+    )
     stop_check_every: int = Field(4, ge=1, description="tokens between two searches for stop strings")
     max_faults: int = Field(
         3, ge=0, description="engine faults in an hour that are repaired by a rebuild; one more ends the worker"
@@ -280,6 +310,24 @@ class EngineSettings(_Section):
         return self
 
     @model_validator(mode="after")
+    def _ranks_can_do_it(self) -> EngineSettings:
+        if self.tensor_parallel == 1:
+            return self
+        asked = {
+            "adapter_slots = 0": self.adapter_slots > 0,
+            "sleep = false": self.sleep,
+            "host_kv_gib = 0": self.host_kv_gib > 0,
+        }
+        if wrong := [setting for setting, is_asked in asked.items() if is_asked]:
+            raise ValueError(
+                f"tensor_parallel = {self.tensor_parallel} is not implemented with this: set {' and '.join(wrong)}, or "
+                "tensor_parallel = 1"
+            )
+        if not sys.platform.startswith("linux"):
+            raise ValueError("tensor_parallel needs Linux: set it to 1")
+        return self
+
+    @model_validator(mode="after")
     def _codes_need_their_kernels(self) -> EngineSettings:
         if self.expert_dtype != "auto" and not self.fused_experts:
             raise ValueError(
@@ -316,6 +364,14 @@ class ServiceSettings(_Section):
         300.0, gt=0, description="seconds that a session keeps its KV for the next turn, unless the request sets it"
     )
     max_session_lease_s: float = Field(3600.0, gt=0, description="largest session_lease_s of a request, seconds")
+    max_media: int = Field(64, ge=1, le=4096, description="most images and videos of a request; with model.images")
+    max_media_patches: int = Field(262_144, ge=1, description="most patches of all images and videos of a request")
+    media_store_bytes: int = Field(
+        2 << 30,
+        ge=1,
+        description="host memory for the pixels of images, bytes: those that requests in flight need, and those that "
+        "later requests may name by their hash",
+    )
     max_results: int = Field(4096, ge=0, description="results kept until they are acknowledged")
     max_results_bytes: int = Field(512 << 20, ge=0, description="most bytes of all kept results")
     max_reply_bytes: int = Field(1 << 30, ge=1, description="most bytes of top log-probs and routing in one reply")

@@ -1,4 +1,4 @@
-"""Several workers on one machine: one process a device, started again on the same endpoints when one dies.
+"""Several workers on one machine: a device or several each, started again on the same endpoints when they die.
 
     rollout serve MODEL --workers 2
       supervisor              no model, no socket; prints one JSON line for each event of a worker
@@ -246,11 +246,12 @@ def nth_endpoint(bind: str, index: int) -> str:
 
 
 def assign_devices(settings: Settings, environ: Mapping[str, str]) -> list[str | None]:
-    """For each worker one entry of CUDA_VISIBLE_DEVICES, or None on a CPU.
+    """For each worker the entries of CUDA_VISIBLE_DEVICES, one a rank, or None on a CPU.
 
     Raises ValueError if there are fewer devices than workers.
     """
     workers, device = settings.supervisor.workers, settings.model.device
+    ranks = settings.engine.tensor_parallel
     if device == "cpu":
         return [None] * workers
     if device not in ("auto", "cuda"):
@@ -258,9 +259,10 @@ def assign_devices(settings: Settings, environ: Mapping[str, str]) -> list[str |
     devices = _visible_devices(environ)
     if not devices and device == "auto":
         return [None] * workers
-    if len(devices) < workers:
-        raise ValueError(f"workers is {workers}, but {len(devices)} CUDA devices are visible: lower it")
-    return list(devices[:workers])
+    if len(devices) < workers * ranks:
+        each = f" of {ranks} devices each" if ranks > 1 else ""
+        raise ValueError(f"workers is {workers}{each}, but {len(devices)} CUDA devices are visible: lower it")
+    return [",".join(devices[index * ranks : (index + 1) * ranks]) for index in range(workers)]
 
 
 def _visible_devices(environ: Mapping[str, str]) -> list[str]:

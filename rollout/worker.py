@@ -21,13 +21,14 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
-from rollout.config import EngineSettings, ModelSettings, Settings
+from rollout.config import EngineSettings, Settings
 from rollout.engine.adapter_table import AdapterRegistry
 from rollout.engine.build import (
     adapter_registry,
@@ -43,6 +44,7 @@ from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages import PutAdapter, Shutdown
 from rollout.engine.parts import Links
+from rollout.engine.step.execute import Orders
 from rollout.metrics.health import Health
 from rollout.metrics.prometheus import PrometheusSink
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Sink
@@ -61,6 +63,9 @@ from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
 from rollout.process.progress import stage
 from rollout.process.watchdog import Watchdog
+from rollout.ranks.devices import check_devices, rank_device
+from rollout.ranks.orders import ring_bytes
+from rollout.ranks.processes import Ranks
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
@@ -71,7 +76,7 @@ from rollout.service.text.process import TextProcess
 from rollout.service.vitals import Vitals
 from rollout.settings_sources import SettingsError
 from rollout.weights.adapter_target import AdapterTarget
-from rollout.weights.parameter_map import UpdateNames
+from rollout.weights.parameter_map import update_names
 from rollout.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -84,6 +89,9 @@ _IDLE_WAIT_S = 0.01  # the longest time that a staged update waits while nothing
 _SINK_DEADLINE_S = 20.0
 _STOP_S = 10.0  # for the loop to end at once
 _CLOSE_S = 60.0  # for threads and sinks to end after the loop
+_NOTICE_S = 1.0  # for the loop to notice by itself that a rank is lost
+_CAUSE_S = 1.0  # to learn which rank is lost, once an operation with it has failed
+_RANKS_CLOSE_S = 15.0  # for threads and sinks to end after that
 _FAULTS_WITHIN_S = 3600.0
 _MESSAGE_CHARS = 500
 
@@ -95,12 +103,19 @@ class Worker:
     """Everything that one process serves with. The constructor binds the sockets; nothing runs before `start`."""
 
     def __init__(
-        self, settings: Settings, loaded: LoadedModel, sinks: list[Sink], health: Health, restarts: int = 0
+        self,
+        settings: Settings,
+        loaded: LoadedModel,
+        sinks: list[Sink],
+        health: Health,
+        restarts: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         model, version = loaded.model, settings.weights.initial_version
         check_model(settings.engine, model)
         text = load_text_codec(loaded.folder)
         self.settings, self.sinks, self.health = settings, sinks, health
+        self.ranks = Ranks(settings) if ranks is None else ranks
         self.prompts = None if text is None else TextProcess(loaded.folder, settings.service, settings.log_format)
         if self.prompts is not None:
             self.prompts.start()  # it loads while the engine is built; only the first prompt waits for it
@@ -108,7 +123,7 @@ class Worker:
 
         gate = Gate(settings.service.drain_s, takes_weights=True)
         outbox, registry = Outbox(), adapter_registry(settings.engine)
-        device = make_device(settings.model.device)
+        device = make_device(str(model.embed.device))
         memory = sleeping_memory(settings, device, model)  # moves the weights, so before anything takes views of them
         self.receiver = WeightReceiver(
             loaded.trainer_views(),
@@ -118,13 +133,15 @@ class Worker:
             settings.security,
             _adapter_target(settings.engine, model, registry),
             None if memory is None else memory.buffer,
-            _update_names(settings.model, loaded),
+            update_names(settings.model, loaded),
+            self.ranks.take_updates(device.torch_device),
         )
         links = Links(SimpleQueue(), outbox.put, gate, self.receiver, registry)
         for name, weights in _read_adapters(settings.engine, model).items():
             links.inbox.put(PutAdapter(name, weights))
         with stage("preparing decode steps") as advance:
-            self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance)
+            lead = self._lead if self.ranks.size > 1 else None
+            self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
         self.inspector = Inspector(self.engine)
         self.vitals = Vitals(settings, self.engine, links, self.receiver, self.metrics, self.prompts, restarts)
         self.server = Server(
@@ -140,6 +157,8 @@ class Worker:
                 sleep=settings.engine.sleep,
                 sleep_rows=settings.engine.sleep_rows,
                 min_version=settings.weights.min_version,
+                images=native(model).spec.tower if settings.model.images else None,
+                image_patches=settings.engine.image_patches,
                 dtype=str(loaded.dtype).removeprefix("torch."),
             ),
             ServedEngine(
@@ -159,6 +178,7 @@ class Worker:
             worker_name=worker_name(),
             security=settings.security,
         )
+        self._ends = threading.Lock()  # taken by the thread that ends a worker whose ranks are lost
         self._next_report_s = time.perf_counter() + settings.metrics.interval_s
         self.watchdog = Watchdog(
             last_tick_s=lambda: self.vitals.last_tick_s,
@@ -169,6 +189,7 @@ class Worker:
 
     def start(self) -> None:
         """Take requests."""
+        self.ranks.watch(self._on_rank_lost)
         self.metrics.start()
         self.server.start()
         self.vitals.tick()
@@ -181,6 +202,9 @@ class Worker:
         self._announce()
 
     # --- serve --------------------------------------------------------------------------------------------------------
+
+    def _lead(self, *sizes: int) -> Orders | None:
+        return self.ranks.lead(ring_bytes(*sizes), self.settings.weights.initial_version)
 
     def loop(self) -> int:
         """Serve until shut down; returns the exit status."""
@@ -195,12 +219,16 @@ class Worker:
             except Exception as error:
                 log.critical("the engine failed", exc_info=True, extra=self._circumstances())
                 message = f"the engine failed: {type(error).__name__}: {error}"[:_MESSAGE_CHARS]
+            if self.ranks.size > 1:
+                self._end_with_ranks(message)
+                return FAULT
             if not self._recover(message):
                 return FAULT
         return 0
 
     def _tick(self) -> None:
         engine = self.engine
+        self.ranks.check()
         self.vitals.tick()
         if not engine.busy:
             engine.wait(_IDLE_WAIT_S)
@@ -243,19 +271,41 @@ class Worker:
         log.warning("the engine is whole again", extra={"version": self.engine.roster.version, "faults": len(faults)})
         return True
 
+    def _end_with_ranks(self, message: str) -> None:
+        """After a fault of a tensor group, whose ranks cannot go on together: hand every request back."""
+        if not self._ends.acquire(blocking=False):
+            time.sleep(_CLOSE_S)  # the watching thread ends the process
+        self.watchdog.end_within(_RANKS_CLOSE_S, FAULT)
+        cause = self.ranks.wait_for_cause(_CAUSE_S)  # a rank that ended is known as the cause before its connection is
+        try:
+            self.engine.fail(f"the tensor group is lost: {cause}" if cause else message)
+        # Requests without an answer get `unavailable` when the service ends.
+        except Exception:
+            log.critical("generated tokens cannot be handed back", exc_info=True)
+
+    def _on_rank_lost(self, failure: str) -> None:
+        """On the watching thread: the loop takes note of it, unless it waits for the rank that is lost."""
+        time.sleep(_NOTICE_S)
+        if self._ends.acquire(blocking=False):
+            self._hand_back_and_exit(f"the tensor group is lost: {failure}", FAULT)
+
     def _on_stall(self, seconds: float) -> None:
         """The loop hangs: hand the requests back from the watchdog's thread, and end the process."""
         facts = {"silent_s": round(seconds, 1), **self._circumstances()}
         log.critical("the loop hangs; the worker ends", extra=facts)
+        self._hand_back_and_exit(f"the worker hung for {seconds:.0f} s", HUNG)
+
+    def _hand_back_and_exit(self, message: str, status: int) -> None:
         try:
-            self.engine.fail(f"the worker hung for {seconds:.0f} s")
+            self.engine.fail(message)
         # The loop may wake up and change the books while they are read; the service answers the rest when it ends.
         except Exception:
             log.critical("generated tokens cannot be handed back", exc_info=True)
         try:
             self.server.stop()
         finally:
-            os._exit(HUNG)
+            self.ranks.close()
+            os._exit(status)
 
     def _circumstances(self) -> dict[str, object]:
         """For the log line of a fault: the requests that ran, and the last steps."""
@@ -289,7 +339,8 @@ class Worker:
         self.metrics.put(meter.steps, totals, final=True, histograms=histograms, versions=versions)
         self.metrics.close(_SINK_DEADLINE_S)
         try:
-            self.engine.executor.close()
+            if not self.ranks.failure:  # then the streams wait for the lost rank
+                self.engine.executor.close()
         except RuntimeError:  # of a device that has failed
             log.debug("the streams did not end in order", exc_info=True)
         self._write_timeline()
@@ -335,17 +386,23 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     sinks = make_sinks(settings, health)
     with stage(f"fetching {settings.model.path}") as advance:
         folder = fetch(settings.model, advance)
-    with stage("loading weights") as advance:
-        loaded = load_model(settings.model, device.torch_device, advance, folder, settings.engine.expert_format)
-    worker = Worker(settings, loaded, sinks, health, restarts)
-    collect_and_freeze()
-    worker.start()
-    status = FAILED
+    ranks = Ranks(settings)
     try:
-        status = worker.loop()
-        return status
+        group = ranks.connect(device.torch_device)
+        with stage("loading weights") as advance:
+            experts = settings.engine.expert_format
+            loaded = load_model(settings.model, device.torch_device, advance, folder, experts, group)
+        worker = Worker(settings, loaded, sinks, health, restarts, ranks)
+        collect_and_freeze()
+        worker.start()
+        status = FAILED
+        try:
+            status = worker.loop()
+            return status
+        finally:
+            worker.close(status)
     finally:
-        worker.close(status)
+        ranks.close()
 
 
 def check_settings(settings: Settings) -> Device:
@@ -356,7 +413,9 @@ def check_settings(settings: Settings) -> Device:
         if settings.metrics.wandb:
             wandb_mode(os.environ)
         Access.from_settings(settings.security).check_binds(settings)
-        return make_device(settings.model.device)
+        ranks = settings.engine.tensor_parallel
+        check_devices(settings.model.device, ranks)
+        return make_device(settings.model.device if ranks == 1 else rank_device(settings.model.device, 0))
     except ValueError as error:
         raise SettingsError(str(error)) from error
 
@@ -391,12 +450,6 @@ def _read_adapters(engine: EngineSettings, model: LanguageModel) -> dict[str, Ad
     if folders is None:
         return {}
     return {name: folders.read(Path(folder).expanduser()) for name, folder in engine.adapter_folders.items()}
-
-
-def _update_names(settings: ModelSettings, loaded: LoadedModel) -> UpdateNames:
-    """What updates may have or lack. Random weights are not worth keeping: then an update must have every tensor."""
-    kept = frozenset() if settings.load_format == "random" else loaded.kept_if_absent()
-    return UpdateNames(kept, loaded.spec.unused)
 
 
 def _adapter_target(

@@ -52,8 +52,12 @@ _MODELS_INTRODUCTION = """\
 
 The families that a worker runs natively, by the name in `architectures` of config.json. Other architectures run
 through transformers' own code, or are refused: [fallback](fallback.md). Checkpoints are safetensors in 16 or 32 bits.
-Experts of gpt-oss may be in MXFP4, and are decoded to 16 bits. Of a model of text and images the worker serves the
-language model: it does not load the other tensors, and accepts them in updates.
+Experts of gpt-oss may be in MXFP4, and are decoded to 16 bits.
+
+Of a model of text and images the worker serves the language model: it does not load the other tensors, and accepts them
+in updates. With `model.images` it serves images and videos, too, for the models with "yes" below: it loads the vision
+tower, and updates may have its tensors or leave them out, as trainers with a frozen tower do. The tower is a module of
+transformers, and runs by torch. Greedy tokens and log-probs of prompts with images are held against the whole model.
 
 DeepSeek, Moonlight and GLM-4.7-Flash have latent attention (MLA): one latent a token in the KV cache. With them
 `kv_dtype = fp8_e4m3`, `deterministic` and adapters of `kv_b_proj` are errors, and `group_attention` changes nothing.
@@ -223,12 +227,17 @@ def _values(key: SettingKey) -> str:
 def models_page() -> str:
     """Every family of the registry."""
     rows = [
-        (family.models, f"`{name}`", _on_gpu(name), f"`{_oracle(name, family)}`") for name, family in FAMILIES.items()
+        (family.models, f"`{name}`", _on_gpu(name, family), f"`{_oracle(name, family)}`", "")
+        for name, family in FAMILIES.items()
     ]
     for name, whole in MULTIMODAL.items():
-        ways = dict.fromkeys(_on_gpu(language_model) for language_model in whole.language_models)
-        rows.append((whole.models, f"`{name}`", " or ".join(ways), f"`{name}`"))
-    heads = ("models", "architecture", "on a GPU", "held against")
+        ways = dict.fromkeys(
+            _on_gpu(entry, FAMILIES[entry]) if isinstance(entry, str) else _on_gpu(name, entry)
+            for entry in whole.language_models
+        )
+        images = "" if whole.tower is None else "yes"
+        rows.append((whole.models, f"`{name}`", " or ".join(ways), f"`{name}`", images))
+    heads = ("models", "architecture", "on a GPU", "held against", "images")
     return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows)), "", _LONGROPE]) + "\n"
 
 
@@ -243,8 +252,7 @@ _REAL: dict[str, dict[str, Any]] = {
 }
 
 
-def _on_gpu(architecture: str) -> str:
-    family = FAMILIES[architecture]
+def _on_gpu(architecture: str, family: Family) -> str:
     config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128, **_REAL.get(architecture, {}))
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}

@@ -15,7 +15,16 @@ from typing import Any
 
 _ERRORS = (
     *("AccessRefused", "BadMessage", "BadRequest", "ConnectionLost", "Duplicate", "InternalError", "JournalFailed"),
-    *("NotFound", "Overloaded", "ProtocolError", "ResumeFailed", "RolloutError", "RolloutTimeout", "TooLong"),
+    *(
+        "MediaNeeded",
+        "NotFound",
+        "Overloaded",
+        "ProtocolError",
+        "ResumeFailed",
+        "RolloutError",
+        "RolloutTimeout",
+        "TooLong",
+    ),
     *("Unavailable", "WeightsRejected", "WeightsReplaced"),
 )
 #: The modules of the public names.
@@ -27,6 +36,8 @@ _MODULES = {
     "ClientCurve": "wire.keys",
     "Completion": "client.results",
     "GenerateResult": "client.results",
+    "MediaItem": "client.media",
+    "MediaPrompt": "client.media",
     "Mismatch": "client.mismatch",
     "PublishHandle": "publish.handle",
     "RolloutClient": "client.blocking",
@@ -37,6 +48,9 @@ _MODULES = {
     "WorkerFailed": "client.launch",
     "WorkerProcess": "client.launch",
     "WorkerReport": "publish.handle",
+    "chat_prompt": "client.media",
+    "processor_prompt": "client.media",
+    "processor_prompts": "client.media",
     "start_worker": "client.launch",
     **dict.fromkeys(_ERRORS, "wire.errors"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from rollout.engine.device.releasable import HostPages, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice, Device, Stream
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
+from rollout.engine.kv.encodings import BLOCK, EncodingCounts, Encodings
 from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mover import HostMemory, PageMover
 from rollout.engine.kv.pool import PagePool
@@ -47,11 +49,13 @@ from rollout.engine.sizing import (
     weight_bytes,
 )
 from rollout.engine.speculation.drafter import DRAFTERS
+from rollout.engine.speculation.step_costs import StepCosts
 from rollout.engine.step.decode_costs import measure_decode_costs
 from rollout.engine.step.device_step import DeviceStep, make_forward
-from rollout.engine.step.execute import Executor, Streams
+from rollout.engine.step.execute import Executor, Orders, Streams
 from rollout.engine.step.expert_trace import routing_shape
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
+from rollout.engine.step.image_encoder import ImageEncoder
 from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words, verify_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
@@ -69,6 +73,10 @@ from rollout.models.lora_slots import AdapterSlots
 from rollout.models.state_pool import StatePool
 
 log = logging.getLogger(__name__)
+
+#: Waits for the other ranks of a tensor group; gets the bytes of the largest orders: upload words, rows, words of a
+#: mask, tokens of a step.
+Lead = Callable[[int, int, int, int], Orders | None]
 
 _SLOTS = 2
 _LEAST_PAGES = 2  # of a KV cache for steps on padding
@@ -107,17 +115,26 @@ def build_engine(
     *,
     memory: ReleasableMemory | None = None,
     progress: Progress | None = None,
+    lead: Lead | None = None,
 ) -> Engine:
     """An engine that is ready to tick.
 
     `memory` is the result of `sleeping_memory`, which is called here if it is absent. `progress` is called with (done,
-    total) while decode steps are captured as CUDA graphs. Raises ValueError with the numbers when rows, steps or KV do
-    not fit into the device's memory beside the weights.
+    total) while decode steps are captured as CUDA graphs. With `lead` this is the first rank of a tensor group. Raises
+    ValueError with the numbers when rows, steps or KV do not fit into the device's memory beside the weights.
     """
     version = settings.weights.initial_version
-    site = _Site(settings, device, model, links.adapters, memory or sleeping_memory(settings, device, model))
+    site = _Site(settings, device, model, links.adapters, memory or sleeping_memory(settings, device, model), lead)
     parts = _build_parts(site, version, None, progress)
     return Engine(parts, links, Meter(version=version), site.memory, settings.engine)
+
+
+def build_follower(settings: Settings, device: Device, model: LanguageModel) -> tuple[Executor, list[Slot]]:
+    """What another rank than the first one runs steps with. It is built as that one's is, collective operations too."""
+    check_model(settings.engine, model)
+    site = _Site(settings, device, model, None, None, None, follows=True)
+    steps = _build_steps(site, None, None)
+    return steps.executor, steps.slots
 
 
 def sleeping_memory(settings: Settings, device: Device, model: LanguageModel) -> ReleasableMemory | None:
@@ -153,7 +170,7 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
         for cache in step.kv.tensors:
             cache.zero_()  # a page may hold NaN, and masks do not hide NaN
     registry = None if books.adapters is None else books.adapters.registry
-    site = _Site(settings, executor.device, step.model, registry, memory)
+    site = _Site(settings, executor.device, step.model, registry, memory, None)
     engine.restart(_build_parts(site, engine.roster.version, _Lasting.of(engine.parts)))
 
 
@@ -166,6 +183,8 @@ class _Site:
     model: LanguageModel
     registry: AdapterRegistry | None
     memory: ReleasableMemory | None  # for what a sleep gives back
+    lead: Lead | None  # of the first of several ranks
+    follows: bool = False  # this is another rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +198,8 @@ class _Lasting:
     counters: Counters
     session_counts: SessionCounts
     offload_counts: OffloadCounts | None
+    encoder: ImageEncoder | None
+    encoding_counts: EncodingCounts | None
 
     @classmethod
     def of(cls, parts: EngineParts) -> _Lasting:
@@ -192,13 +213,28 @@ class _Lasting:
             roster.counters,
             roster.allocator.sessions.counts,
             None if offload is None else offload.books.counts,
+            executor.step.encoder,
+            None if roster.allocator.encodings is None else roster.allocator.encodings.counts,
         )
 
 
-def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: Progress | None = None) -> EngineParts:
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What runs steps, and the bounds of their uploads."""
+
+    executor: Executor
+    costs: StepCosts | None  # with speculation
+    slots: list[Slot]
+    routing: RoutingShape | None
+    context: int  # longest sequence, tokens
+    chunk: int  # most tokens of a prefill step
+    prompt_words: int  # of an upload without drafts
+
+
+def _build_steps(site: _Site, lasting: _Lasting | None, progress: Progress | None) -> _Steps:
+    """The device's side of an engine: row state, slots, KV, captured steps."""
     settings, device, model = site.settings, site.device, site.model
     engine, vocab = settings.engine, model.spec.vocab
-    check_model(engine, model)
     routing = kept_routing(engine, model)
     context = context_limit(settings, model)
     most_pages = pages_for(context, engine.page_size)
@@ -207,21 +243,32 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     states = _states(site) if lasting is None else lasting.kv.states
     rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, adapters is not None)
     chunk = chunk_tokens(engine, model)
-    prompt_words = slot_words(engine.max_rows, most_pages, context, chunk)
+    encoder = _image_encoder(site) if lasting is None else lasting.encoder
+    images = encoder is not None
+    prompt_words = slot_words(engine.max_rows, most_pages, context, chunk, images)
     words = prompt_words + verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
     speculates = engine.draft_rows > 0
     slots = [Slot(device, words, engine.step_rows, vocab, chunk, routing, speculates) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    executor = _build_executor(site, rows, adapters, states, slots, lasting, progress)
+    executor, costs = _build_executor(site, rows, adapters, states, encoder, slots, lasting, progress)
+    return _Steps(executor, costs, slots, routing, context, chunk, prompt_words)
+
+
+def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: Progress | None = None) -> EngineParts:
+    settings, device, model = site.settings, site.device, site.model
+    engine = settings.engine
+    check_model(engine, model)
+    steps = _build_steps(site, lasting, progress)
+    executor, slots, prompt_words = steps.executor, steps.slots, steps.prompt_words
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
-        max_context=context,
-        chunk_tokens=chunk,
+        max_context=steps.context,
+        chunk_tokens=steps.chunk,
         upload_words=prompt_words - spare_words(engine.max_rows),
         fair_queue=engine.fair_queue,
     )
-    allocator = _build_allocator(site, executor, routing, lasting)
+    allocator = _build_allocator(site, executor, steps.routing, lasting)
     counters = Counters() if lasting is None else lasting.counters
     roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters)
     mover, books = executor.mover, allocator.offload_books
@@ -230,17 +277,19 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     step, shared = executor.step, None
     if step.shares_pages:
         shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
-    packer = Packer(multiple, adapters is not None, sizes, shared, range(engine.max_rows + 1, engine.step_rows + 1))
-    scheduler = Scheduler(limits, roster, upload_words, _speculation(engine, executor, slots[0]))
+    packer = Packer(
+        multiple, step.adapters is not None, sizes, shared, range(engine.max_rows + 1, engine.step_rows + 1)
+    )
+    words_of = functools.partial(upload_words, images=step.encoder is not None)
+    scheduler = Scheduler(limits, roster, words_of, _speculation(engine, steps.costs))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 
-def _speculation(engine: EngineSettings, executor: Executor, slot: Slot) -> Speculation | None:
-    if engine.speculation == "off":
+def _speculation(engine: EngineSettings, costs: StepCosts | None) -> Speculation | None:
+    if costs is None:
         return None
     adapts = engine.speculation == "auto"
     drafter = DRAFTERS["suffix" if adapts else engine.speculation](engine.speculation_kept_tokens)
-    costs = measure_decode_costs(executor, slot, engine.step_rows)
     return Speculation(drafter, engine.speculation_tokens, engine.speculation_rows, costs, adapts)
 
 
@@ -269,8 +318,16 @@ def _build_allocator(
         counts = None if lasting is None else lasting.offload_counts
         host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
         offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, experts, host_places)
+    encodings = None
+    if step.encoder is not None:
+        encodings = Encodings(
+            len(step.encoder.buffer_PW),
+            step.encoder.most_patches,
+            step.encoder.spec.family.beginnings,
+            None if lasting is None else lasting.encoding_counts,
+        )
     return PageAllocator(
-        pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books, snapshots
+        pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books, snapshots, encodings
     )
 
 
@@ -279,16 +336,20 @@ def _build_executor(
     rows: RowState,
     adapters: AdapterSlots | None,
     states: StatePool | None,
+    encoder: ImageEncoder | None,
     slots: list[Slot],
     lasting: _Lasting | None,
     progress: Progress | None,
-) -> Executor:
-    """The device's side: streams, KV pool, captured steps. On an error the streams end."""
+) -> tuple[Executor, StepCosts | None]:
+    """The device's side: streams, KV pool, captured steps; and what steps cost, for speculation.
+
+    On an error the streams end.
+    """
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
     context = context_limit(settings, model)
     kv = _allocate_kv(model, _LEAST_PAGES, engine, states) if lasting is None else lasting.kv
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
-    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site))
+    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site), encoder)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else None
     streams = Streams.make(device, adapters is not None)
@@ -304,10 +365,19 @@ def _build_executor(
         if graph_rows is not None:
             graphs = DecodeGraphs(step, streams.compute, context, graph_rows)
             graphs.capture(slots, progress)
+        costs = None
+        if engine.speculation != "off":
+            costs = measure_decode_costs(Executor(device, streams, step, graphs), slots[0], engine.step_rows)
+        orders = None
+        if site.lead is not None:  # from here on the other ranks run what they are ordered to
+            words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
+            orders = site.lead(words, engine.step_rows, width, chunk_tokens(engine, model))
     except BaseException:
         Executor(device, streams, step, graphs, mover, state_mover).close()
         raise
-    return Executor(device, streams, step, graphs, mover, state_mover)
+    checked = model.group if engine.check_ranks and isinstance(model, Decoder) and model.group.size > 1 else None
+    movers = mover, state_mover
+    return Executor(device, streams, step, graphs, *movers, orders, not site.follows, checked), costs
 
 
 def _mover(site: _Site, kv: KVCache, compute: Stream, host_memory: HostMemory | None) -> PageMover | None:
@@ -353,6 +423,34 @@ def _adapter_slots(site: _Site) -> AdapterSlots | None:
         memory.take_over(tensors, kept=False)  # they are loaded again from the host
     log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
     return slots
+
+
+def _image_encoder(site: _Site) -> ImageEncoder | None:
+    """The tower with its embedding buffer, if the model has one. Raises ValueError if the buffer does not fit."""
+    engine, device, memory = site.settings.engine, site.device, site.memory
+    tower = site.model.tower if isinstance(site.model, Decoder) else None
+    if tower is None:
+        return None
+    places = -(-engine.image_tokens // BLOCK) * BLOCK
+    if engine.image_patches < tower.spec.merge**2:
+        raise ValueError(
+            f"image_patches = {engine.image_patches} are less than a token: use {tower.spec.merge**2} or more"
+        )
+    if engine.image_patches > places * tower.spec.merge**2:
+        raise ValueError(
+            f"image_patches = {engine.image_patches} make {engine.image_patches // tower.spec.merge**2} tokens, more "
+            f"than image_tokens = {engine.image_tokens}: lower the one or raise the other"
+        )
+    dtype, where = site.model.embed.dtype, site.model.embed.device
+    needed = places * tower.spec.width * dtype.itemsize
+    if needed > device.free_bytes():
+        raise ValueError(
+            f"image_tokens = {engine.image_tokens} take {needed / 2**30:.2f} GiB and there are "
+            f"{device.free_bytes() / 2**30:.2f} GiB: lower it"
+        )
+    log.info("buffer for embeddings of images", extra={"tokens": places, "bytes": needed})
+    zeros = None if memory is None else memory.zeros
+    return ImageEncoder(tower, places, engine.image_patches, dtype, where, engine.deterministic, zeros)
 
 
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:
@@ -441,9 +539,18 @@ def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: 
         raise no_room_for_steps(engine, model, free_bytes) from error
     there = DeviceMemory(weight_bytes(model), free_bytes, needs)
     pages = kv_pages(engine, model, kv_dtype(engine, model), context, there)
+    pages = _least_of_all_ranks(model, pages)
     size = PoolSize(pages, engine.page_size, context, engine.max_rows)
     log.info("%s; %s", size, there, extra=size.facts)
     return _allocate_kv(model, pages, engine, executor.step.kv.states, site.memory)
+
+
+def _least_of_all_ranks(model: LanguageModel, pages: int) -> int:
+    """The pages that every rank of the model's tensor group has room for."""
+    if not isinstance(model, Decoder):
+        return pages
+    mine = torch.tensor([pages], dtype=torch.int64, device=model.embed.device)
+    return int(model.group.all_gather(mine).min())
 
 
 def _allocate_kv(

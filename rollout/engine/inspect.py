@@ -12,12 +12,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rollout.engine.kv.encodings import EncodingCounts
 from rollout.engine.loop import Engine
 from rollout.engine.messages import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence, State
 from rollout.engine.sequence.sequence_kv import PREFIX_HITS
-from rollout.metrics.definitions import percent
+from rollout.metrics.definitions import DRAFT_AGES, percent
 from rollout.metrics.recording import Recording
 from rollout.metrics.step_timing import StepTiming
 
@@ -75,6 +76,8 @@ class Inspector:
         roster, offload = self._engine.roster, self._offload()
         pool, counters, snapshots = roster.allocator.pool, roster.counters, roster.allocator.snapshots
         places = 0 if snapshots is None else len(snapshots.places)
+        encodings = roster.allocator.encodings
+        images = EncodingCounts() if encodings is None else encodings.counts
         self._engine.meter.set(
             {
                 "rollout/rows": roster.running,
@@ -92,12 +95,17 @@ class Inspector:
                 "speculation/saved_s": counters.saved_s,
                 "speculation/expected_saved_s": counters.expected_saved_s,
                 "speculation/accepted_pct": percent(counters.accepted, counters.drafted),
+                **_accepted_by_age(counters.drafts_by_age),
                 "speculation/tokens_a_step": 1 + counters.accepted / max(counters.decode_rows, 1),
                 "kv/preemptions": counters.preemptions,
                 "kv/host_used_pct": percent(offload.pages, offload.pages_total),
                 "kv/restores": offload.restored,
                 "kv/offloaded_bytes": offload.bytes_out,
                 "kv/brought_back_bytes": offload.bytes_in,
+                "images/encoded": images.encoded,
+                "images/patches": images.patches,
+                "images/reused": images.reused,
+                "images/buffer_used_pct": 0.0 if encodings is None else percent(encodings.used, encodings.total),
             }
         )
 
@@ -206,3 +214,11 @@ def _unfinished_row(
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 3)
+
+
+def _accepted_by_age(drafts: list[tuple[int, int]]) -> dict[str, float]:
+    """Of (drafted, accepted) by age."""
+    names = (f"speculation/accepted_pct/age_{name}" for name in DRAFT_AGES)
+    shares = {name: percent(accepted, drafted) for name, (drafted, accepted) in zip(names, drafts, strict=True)}
+    older = [sum(column) for column in zip(*drafts[1:], strict=True)]
+    return shares | {"speculation/accepted_older_pct": percent(older[1], older[0])}

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -35,6 +35,10 @@ class StagedUpdate(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the parameters that it changes."""
 
     def copy_into(self) -> object:
         """Copy every parameter; runs on the compute stream."""

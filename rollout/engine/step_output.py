@@ -1,6 +1,6 @@
 """What a step gives back, on the host: plain data. `step` reads it from its slot, the scheduler commits it.
 
-Legend: C rows with tops, K tops, N scored positions.
+Legend: C rows with tops, K tops (MAX_TOP_LOGPROBS, or the vocabulary if that is smaller), N scored positions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ class Scores:
     """The scores of one step, on the host."""
 
     places: tuple[int, ...]  # of the rows with tops, among those that sample
-    top_ids_CK: np.ndarray  # int32, likeliest first; K is MAX_TOP_LOGPROBS, or the vocabulary if that is smaller
+    top_ids_CK: np.ndarray  # int32, likeliest first
     top_logprobs_CK: np.ndarray  # float32
     prompt_N: np.ndarray  # float32, of the prompt tokens that the step's spans score, in their order
+    prompt_ranks_N: np.ndarray | None = None  # int32, in a step that ranks them
+    prompt_ids_NK: np.ndarray | None = None  # int32, in a step that has their likeliest tokens
+    prompt_logprobs_NK: np.ndarray | None = None  # float32, the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,8 @@ class Swapper:
         device = parts.executor.device
         self._swap = _Swap(update, device.event(), device.event(), held_since_s)
         self._gate.swap_begins()
-        parts.executor.enqueue(update.copy_into, self._swap.start, self._swap.end)
-        self._recomputation.begin(change_weights(parts.roster, update.version, self._recompute))
+        parts.executor.swap(update.version, update.copy_into, self._swap.start, self._swap.end)
+        self._recomputation.begin(change_weights(parts.roster, update.version, self._recompute, update.names))
         self._gate.clear_hold()
 
     def _finish(self, swap: _Swap, parts: EngineParts, receiver: Receiver) -> None:

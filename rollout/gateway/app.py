@@ -30,6 +30,7 @@ from rollout.gateway.generate import Generate, skyrl_experts, vllm_experts
 from rollout.gateway.group_updates import GroupUpdates
 from rollout.gateway.groups import Groups
 from rollout.gateway.health import Health
+from rollout.gateway.images import Images
 from rollout.gateway.reasoning import REASONING_PARSERS
 from rollout.gateway.settings import GatewaySettings
 from rollout.gateway.sglang import SglangAdmin, SglangGenerate
@@ -61,6 +62,8 @@ def make_app(
             app.router.routes.extend(_routes(gateway))
             yield
             gateway.text.close()
+            if gateway.images is not None:
+                gateway.images.close()
         finally:
             await client.close()
 
@@ -88,6 +91,9 @@ async def _start(settings: GatewaySettings, client: RolloutPool, curve: ClientCu
     text = Text.load(model)
     if not text.there:
         log.warning("there is no tokenizer: only token ids can be sent and received; name one with --model")
+    images = None
+    if text.folder is not None and "media" in (status.get("capabilities") or ()):
+        images = Images.load(text.folder, settings.images_root)
     return Gateway(
         settings,
         workers,
@@ -97,6 +103,7 @@ async def _start(settings: GatewaySettings, client: RolloutPool, curve: ClientCu
         FolderUpdates(settings.weights_root, settings.update_s, curve),
         tool_parser(settings.tool_parser, text.template),
         REASONING_PARSERS[settings.reasoning_parser],
+        images,
     )
 
 

@@ -168,7 +168,7 @@ class Chat:
                 raise bad_request("a 'tool_choice' that demands a call is a constraint; send no other", "tool_choice")
             fields["constraint"] = demanded
         chat = await render_chat(gateway, body.messages, body.rendering)
-        prompt = TokenRequest(chat.token_ids, fields, body.n)
+        prompt = TokenRequest(chat.token_ids, fields, body.n, media=chat.media)
         answer = _Answer(Call(gateway, new_id("chatcmpl-", request, body.request_id), [prompt], session), body, chat)
         if body.stream:
             return EventStream(answer.events(), gateway.settings.send_s)
@@ -261,9 +261,8 @@ class _Answer:
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._request.prompt
         if self._body.prompt_logprobs is not None:
-            assert result.prompt_logprobs is not None
-            name = self._gateway.text.token_text
-            answer["prompt_logprobs"] = prompt_entries(self._request.prompt, result.prompt_logprobs, name)
+            most, name = self._body.prompt_logprobs, self._gateway.text.token_text
+            answer["prompt_logprobs"] = await prompt_entries(self._request.prompt, result, most, name)
         return answer
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:

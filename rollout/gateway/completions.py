@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar
@@ -57,12 +58,11 @@ class Completions:
         session, place = gateway.placement(request)
         fields = await gateway.openai_fields(body) | place
         scored = body.echo and body.logprobs is not None
-        if scored and body.logprobs:
-            raise bad_request("with echo the worker has log-probs of the prompt's own tokens only; send 0", "logprobs")
         if body.stream and (scored or body.prompt_logprobs is not None):
             raise bad_request("a stream has no log-probs of the prompt; remove 'stream'", "stream")
         fields["logprobs"] = body.logprobs or 0
-        fields["prompt_logprobs"] = scored or body.prompt_logprobs is not None
+        if scored:
+            fields["prompt_top_logprobs"] = max(body.logprobs or 0, body.prompt_logprobs or 0)
         fields["return_text"] = gateway.text.from_worker(body)
         prompts = [
             await gateway.text.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
@@ -105,13 +105,11 @@ class _Answer:
                 choice = self._choice(completion, self._pieces(), len(choices), 0, len(echoed))
                 choice["text"] = echoed + choice["text"]
                 if self._body.echo and self._logprobs is not None:
-                    assert result.prompt_logprobs is not None
-                    before = self._logprobs.prompt_columns(request.prompt, result.prompt_logprobs)
+                    before = await asyncio.to_thread(self._logprobs.prompt_columns, request.prompt, result)
                     choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
                 if self._body.prompt_logprobs is not None:
-                    assert result.prompt_logprobs is not None
-                    name = self._gateway.text.token_text
-                    choice["prompt_logprobs"] = prompt_entries(request.prompt, result.prompt_logprobs, name)
+                    name, most = self._gateway.text.token_text, self._body.prompt_logprobs
+                    choice["prompt_logprobs"] = await prompt_entries(request.prompt, result, most, name)
                 if self._body.return_token_ids:
                     choice["prompt_token_ids"] = request.prompt
                 choices.append(choice)

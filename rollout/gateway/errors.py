@@ -28,6 +28,7 @@ _STATUS = {
     "overloaded": (429, "RateLimitError"),
     "duplicate": (409, "ConflictError"),
     "not_found": (404, "NotFoundError"),
+    "media_needed": (409, "ConflictError"),
     "weights_rejected": (409, "ConflictError"),
     "weights_replaced": (409, "ConflictError"),
     "unavailable": (503, "ServiceUnavailableError"),

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from rollout.gateway.bodies import decode, read_bytes
 from rollout.gateway.errors import HttpError, bad_request
 from rollout.gateway.folder_updates import FolderUpdates
+from rollout.gateway.images import Images
 from rollout.gateway.logprobs import LogprobFormat
 from rollout.gateway.reasoning import ReasoningParser
 from rollout.gateway.sampling import OpenAiBody
@@ -36,6 +37,7 @@ class Gateway:
     updates: FolderUpdates
     tools: ToolParser | None
     reasoning: ReasoningParser | None
+    images: Images | None = None
 
     async def body(self, request: Request) -> Any:
         """The JSON value that a request brings. Raises `HttpError`."""

@@ -5,10 +5,13 @@ Answers have no text. Tokens are named `token_id:N`, and have the integer as `to
 
 from __future__ import annotations
 
+import asyncio
+import base64
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,8 +25,11 @@ from rollout.gateway.gateway import Gateway, finish_reason, new_id, usage, versi
 from rollout.gateway.logprobs import LogprobFormat, prompt_entries
 from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, CacheSalt, Int32, SamplingBody, StreamOptions, TokenId
 from rollout.gateway.workers import TokenRequest
+from trainer_bridge.client.media import MediaItem
 from trainer_bridge.client.results import Completion
+from trainer_bridge.wire.media import PIXEL_TYPES
 
+_PIXELS: dict[str, np.dtype[Any]] = {name: dtype for dtype, name in PIXEL_TYPES.items()}
 #: A completion's experts, from a position on, as the answer has them.
 ShowExperts = Callable[[Completion, int], Any]
 
@@ -46,6 +52,7 @@ class GenerateBody(Body):
     }
 
     token_ids: list[TokenId] = Field(min_length=1)
+    media: list[dict[str, Any]] = []
     sampling_params: dict[str, Any] = {}
     model: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=128)
@@ -73,6 +80,35 @@ def skyrl_experts(completion: Completion, start: int) -> Any:
     return experts.expert_array(completion)[start:].tolist()
 
 
+class MediaBody(Body):
+    """An image of a prompt, processed: as in the wire protocol, with the pixel values in base64."""
+
+    offset: int = Field(ge=0, le=MAX_TOKEN_ID)
+    length: int = Field(ge=1, le=MAX_TOKEN_ID)
+    grid_thw: list[int] = Field(min_length=3, max_length=3)
+    dtype: Literal["float32", "float16", "bfloat16"]
+    pixel_values: str
+    seconds_per_frame: float | None = Field(None, gt=0)
+
+
+def media_of(items: list[dict[str, Any]]) -> tuple[MediaItem, ...]:
+    """The images of a request. Raises `HttpError` that names the item."""
+    media = []
+    for place, fields in enumerate(items):
+        item = MediaBody.take(fields, f"media.{place}.")
+        frames, height, width = item.grid_thw
+        try:
+            data = base64.b64decode(item.pixel_values, validate=True)
+            patches = frames * height * width
+            if patches <= 0 or not data or len(data) % patches:
+                raise ValueError(f"{len(data)} bytes are no rows for {patches} patches")
+            values = np.frombuffer(data, _PIXELS[item.dtype]).reshape(patches, -1)
+            media.append(MediaItem(item.offset, item.length, (frames, height, width), values, item.seconds_per_frame))
+        except ValueError as error:  # also of base64
+            raise bad_request(f"change the pixel values: {error!s:.200}", f"media.{place}.pixel_values") from None
+    return tuple(media)
+
+
 class Generate:
     """Answers requests with token ids. `show` says how experts look; None: the answer has none."""
 
@@ -97,7 +133,10 @@ class Generate:
         fields["cache_salt"] = body.cache_salt
         fields |= {"logprobs": params.logprobs or 0, "return_routing": "all" if self._show is not None else False}
         request_id = new_id("", request, body.request_id)
-        call = Call(gateway, request_id, [TokenRequest(body.token_ids, fields, params.n)], session)
+        request_with_media = TokenRequest(
+            body.token_ids, fields, params.n, media=await asyncio.to_thread(media_of, body.media)
+        )
+        call = Call(gateway, request_id, [request_with_media], session)
         if body.stream:
             return EventStream(self._events(call, body, params), gateway.settings.send_s)
         (result,) = await call.whole()
@@ -108,8 +147,9 @@ class Generate:
             "prompt_logprobs": None,
             "usage": usage([result]),
         }
-        if result.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_entries(body.token_ids, result.prompt_logprobs, gateway.text.token_text)
+        if params.prompt_logprobs is not None:
+            most, name = params.prompt_logprobs, gateway.text.token_text
+            answer["prompt_logprobs"] = await prompt_entries(body.token_ids, result, most, name)
         if body.return_token_ids:
             answer["prompt_token_ids"] = body.token_ids
         return json_answer(answer)

@@ -12,18 +12,17 @@ number that is unknown ends the request with an error.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from rollout.gateway.errors import HttpError
 from rollout.gateway.json_text import Json, json_text
 from rollout.gateway.settings import LogprobMode
-from trainer_bridge.client.results import Completion
+from trainer_bridge.client.results import Completion, GenerateResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +71,18 @@ class LogprobFormat:
             offset += len(self.name(token))
         return {"tokens": tokens, "token_logprobs": self.sampled(part), "top_logprobs": tops, "text_offset": offsets}
 
-    def prompt_columns(self, token_ids: list[int], logprobs: np.ndarray) -> dict[str, Any]:
+    def prompt_columns(self, token_ids: list[int], result: GenerateResult) -> dict[str, Any]:
         """`columns` of a prompt; the first token has none."""
-        values: list[float | None] = [None, *(float(value) for value in logprobs[1:])]
+        known = _prompt_tokens(token_ids, result, self.top)
+        values = [None if each is None else each.logprob for each in known]
         offsets, offset = [], 0
         for token in token_ids:
             offsets.append(offset)
             offset += len(self.name(token))
-        tops = [None if value is None else {self.shown(t): value} for t, value in zip(token_ids, values, strict=True)]
+        tops = [
+            None if each is None else {self.shown(token): logprob for token, logprob in each.likeliest.items()}
+            for each in known
+        ]
         tokens = [self.shown(token) for token in token_ids]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
@@ -113,14 +116,49 @@ def _named(text: str) -> str:
     return f'"token":{json_text(text)},"bytes":{list(text.encode())}'
 
 
-def prompt_entries(token_ids: list[int], logprobs: np.ndarray, name: Callable[[int], str]) -> list[Any]:
-    """Log-probs of a prompt as vLLM has them: null, then `{"id": {"logprob", "rank", "decoded_token"}}` for each token.
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """What is known of a token of a prompt."""
 
-    The first token has none. The rank is null: the worker does not count it.
+    logprob: float
+    rank: int | None  # None: not asked for
+    likeliest: dict[int, float]  # the likeliest tokens at its position, likeliest first; then the token itself
+
+    def entry(self, token: int, name: Callable[[int], str]) -> dict[str, Any]:
+        """VLLM's form: the token itself first, then the likeliest ones; those of equal rank as the worker ordered."""
+        ranks = {each: place for place, each in enumerate(self.likeliest, start=1)} | {token: self.rank}
+        return {
+            str(each): {"logprob": logprob, "rank": ranks[each], "decoded_token": name(each)}
+            for each, logprob in ({token: self.logprob} | self.likeliest).items()
+        }
+
+
+def _prompt_tokens(token_ids: list[int], result: GenerateResult, most: int) -> list[PromptToken | None]:
+    """What a result has of each token of its prompt, with at most `most` of the likeliest ones.
+
+    None for the first token, and for tokens that were not computed because the request was ended before.
     """
+    own, tops = result.prompt_logprobs, result.prompt_tops
+    assert own is not None, "it was asked for"
+    likeliest: list[dict[int, float]] = [{}] * len(token_ids)
+    if tops is not None:
+        rows = zip(tops.ids[:, :most].tolist(), tops.logprobs[:, :most].tolist(), strict=True)
+        likeliest = [dict(zip(*row, strict=True)) for row in rows]
+    ranks: list[int | None] = [None] * len(token_ids) if tops is None else tops.ranks.tolist()
     return [
-        None
-        if position == 0
-        else {str(token): {"logprob": float(logprobs[position]), "rank": None, "decoded_token": name(token)}}
-        for position, token in enumerate(token_ids)
+        PromptToken(value, rank, {**top, token: value}) if math.isfinite(value) else None
+        for token, value, rank, top in zip(token_ids, own.tolist(), ranks, likeliest, strict=True)
     ]
+
+
+async def prompt_entries(token_ids: list[int], result: GenerateResult, most: int, name: Callable[[int], str]) -> Json:
+    """Log-probs of a prompt as vLLM has them: null, or `{"id": {"logprob", "rank", "decoded_token"}, ...}`.
+
+    Made in a thread: of a long prompt they are millions of numbers, and the event loop serves others meanwhile.
+    """
+
+    def text() -> str:
+        found = zip(token_ids, _prompt_tokens(token_ids, result, most), strict=True)
+        return json_text([None if known is None else known.entry(token, name) for token, known in found])
+
+    return Json(await asyncio.to_thread(text))

@@ -1,6 +1,7 @@
 """Chat messages: from OpenAI's form to what chat templates take, and from there to token ids.
 
-Content parts of text are joined, arguments of tool calls become maps, absent content becomes "". An assistant message
+Content parts of text are joined unless there are images among them, arguments of tool calls become maps, absent content
+becomes "". An assistant message
 may carry the tokens of an earlier answer (`prompt_token_ids`, `generation_token_ids`, as NeMo Gym sends them back):
 then the prompt begins with exactly these, and only the text after them is tokenized. So a conversation never drifts
 from the tokens that the model drew.
@@ -15,6 +16,7 @@ from typing import Any
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway
 from rollout.gateway.sampling import MAX_TOKEN_ID
+from trainer_bridge.client.media import MediaItem
 
 _MAX_MESSAGES = 65_536
 #: What NeMo Gym keeps in messages beside the tokens.
@@ -27,6 +29,7 @@ class RenderedChat:
 
     text: str
     token_ids: list[int]
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,14 @@ async def render_chat(gateway: Gateway, messages: list[Any], how: Rendering) -> 
             "a chat template is a program; start the gateway with --trust-request-chat-template to accept it",
             "chat_template",
         )
-    plain = [_plain(message, f"messages.{place}") for place, message in enumerate(messages)]
+    urls: list[tuple[str, str]] = []
+    plain = [_plain(message, f"messages.{place}", urls) for place, message in enumerate(messages)]
+    if urls and gateway.images is None:
+        raise bad_request("this gateway has no image processor for its model; send text alone", urls[0][1])
     text = await gateway.text.render(plain, how.tools, how.options, how.template)
     known = _drawn_tokens(messages)
     if known is None:
-        return RenderedChat(text, await gateway.text.encode(text, how.add_special_tokens))
+        return await _with_images(gateway, text, await gateway.text.encode(text, how.add_special_tokens), urls)
     place, drawn = known
     options = how.options | {"add_generation_prompt": False}
     before = await gateway.text.render(plain[: place + 1], how.tools, options, how.template)
@@ -63,15 +69,24 @@ async def render_chat(gateway: Gateway, messages: list[Any], how: Rendering) -> 
             "'generation_token_ids'",
             f"messages.{place}.generation_token_ids",
         )
-    return RenderedChat(text, drawn + await gateway.text.encode(text[end:], False))
+    return await _with_images(gateway, text, drawn + await gateway.text.encode(text[end:], False), urls)
 
 
-def _plain(message: Any, field: str) -> dict[str, Any]:
-    """A message as chat templates take it."""
+async def _with_images(gateway: Gateway, text: str, token_ids: list[int], urls: list[tuple[str, str]]) -> RenderedChat:
+    """The prompt with the images of its messages."""
+    images = gateway.images
+    if images is None or not urls:  # without images the worker says what is wrong with a placeholder
+        return RenderedChat(text, token_ids)
+    expanded, media = images.expand(token_ids, await images.process(urls))
+    return RenderedChat(text, expanded, media)
+
+
+def _plain(message: Any, field: str, urls: list[tuple[str, str]]) -> dict[str, Any]:
+    """A message as chat templates take it; the URLs of its images, with their fields, are added to `urls`."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise bad_request("each message is an object with a 'role', a string", f"{field}.role")
     plain = {name: value for name, value in message.items() if name not in _TOKEN_FIELDS and value is not None}
-    plain["content"] = _content(message.get("content"), f"{field}.content")
+    plain["content"] = _content(message.get("content"), f"{field}.content", urls)
     if "tool_calls" in plain:
         calls = plain["tool_calls"]
         if not isinstance(calls, list):
@@ -80,21 +95,37 @@ def _plain(message: Any, field: str) -> dict[str, Any]:
     return plain
 
 
-def _content(content: Any, field: str) -> str:
+def _content(content: Any, field: str, urls: list[tuple[str, str]]) -> str | list[dict[str, str]]:
+    """A text; or a list of texts and images, if there are images."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise bad_request("content is a string, or a list of parts", field)
-    texts = []
+    parts: list[dict[str, str]] = []
     for place, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
-            raise bad_request("this gateway takes parts of the type 'text' only", f"{field}.{place}.type")
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image_url":
+            urls.append((_image_url(part, f"{field}.{place}.image_url"), f"{field}.{place}.image_url.url"))
+            parts.append({"type": "image"})
+            continue
+        if kind not in ("text", "input_text", "output_text"):
+            raise bad_request("this gateway takes parts of the types 'text' and 'image_url'", f"{field}.{place}.type")
         if not isinstance(part.get("text"), str):
             raise bad_request("'text' is a string", f"{field}.{place}.text")
-        texts.append(part["text"])
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": part["text"]})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _image_url(part: dict[str, Any], field: str) -> str:
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str) or not url:
+        raise bad_request('send {"type": "image_url", "image_url": {"url": ...}}', field)
+    return url
 
 
 def _call(call: Any, field: str) -> dict[str, Any]:

@@ -135,17 +135,12 @@ class SamplingBody(Body):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     allowed_token_ids: list[TokenId] | None = None
     structured_outputs: dict[str, Any] | None = None
 
     def worker_fields(self, place: str = "") -> dict[str, Any]:
         """The arguments of `generate` for these fields. `place` goes in front of names in errors."""
-        if self.prompt_logprobs not in (None, 0):
-            raise bad_request(
-                "the worker has log-probs of the prompt's own tokens only: send 0, or remove the field",
-                f"{place}prompt_logprobs",
-            )
         fields: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -167,7 +162,7 @@ class SamplingBody(Body):
         if self.logit_bias:
             fields["logit_bias"] = self.logit_bias
         if self.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = True
+            fields["prompt_top_logprobs"] = self.prompt_logprobs
         return fields
 
     def response_constraint(self, place: str) -> dict[str, Any] | None:

@@ -61,6 +61,9 @@ class GatewaySettings:
     weights_root: str | None = setting(
         None, "folder below which folders of weights are read for updates; absent: no updates from folders"
     )
+    images_root: str | None = setting(
+        None, "folder below which pictures with file URLs are read; absent: pictures come in data URLs only"
+    )
     update_s: float = setting(600.0, "seconds from the start of an update until all workers use it")
 
     def __post_init__(self) -> None:

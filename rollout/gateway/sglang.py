@@ -28,6 +28,7 @@ from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, Int32, SamplingBody,
 from rollout.gateway.text import TextPieces
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 _MAX_PROMPTS = 4096
 _STREAM_EVERY = 16  # tokens of an event: each event repeats all earlier text
@@ -149,14 +150,17 @@ class SglangGenerate:
         params = body.params(len(prompts))
         session = request.headers.get("x-smg-routing-key") or None
         found, place = gateway.placement(request)
+        scored = body.return_logprob and body.logprob_start_len >= 0
         common: dict[str, Any] = place | {
             "adapter": await gateway.adapter_of(body.lora_path),
             "priority": body.priority,
             "logprobs": body.top_logprobs_num if body.return_logprob else 0,
-            "prompt_logprobs": body.return_logprob and body.logprob_start_len >= 0,
+            "prompt_logprobs": scored,
             "return_routing": "all" if body.return_routed_experts else False,
         }
-        if body.stream and (common["prompt_logprobs"] or body.return_routed_experts):
+        if scored and body.top_logprobs_num:
+            common["prompt_top_logprobs"] = body.top_logprobs_num
+        if body.stream and (scored or body.return_routed_experts):
             raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
         requests = []
         for prompt, each in zip(prompts, params, strict=True):
@@ -231,6 +235,8 @@ class _Answer:
                 ]
             if result is not None and result.prompt_logprobs is not None:
                 meta["input_token_logprobs"] = self._prompt_logprobs(request.prompt, result.prompt_logprobs)
+                if result.prompt_tops is not None:
+                    meta["input_top_logprobs"] = self._prompt_tops(result.prompt_tops)
         if self._body.return_routed_experts:
             start = self._body.routed_experts_start_len
             meta["routed_experts"] = experts.raw(experts.expert_array(completion)[start:])
@@ -241,6 +247,14 @@ class _Answer:
         return [
             [None if position == 0 else float(logprobs[position]), prompt[position], None]
             for position in range(start, len(prompt))
+        ]
+
+    def _prompt_tops(self, tops: PromptTops) -> list[list[list[Any]] | None]:
+        start = self._body.logprob_start_len
+        rows = zip(tops.ids[start:].tolist(), tops.logprobs[start:].tolist(), strict=True)
+        return [
+            None if ids[0] < 0 else [[value, token, None] for token, value in zip(ids, values, strict=True)]
+            for ids, values in rows
         ]
 
     def _pieces(self, place: int) -> TextPieces:

@@ -27,8 +27,9 @@ _MAX_DECODED = 1 << 20  # tokens of one call of `decode`
 class Text:
     """A tokenizer and its chat template, or neither (`codec` None): then only token ids can be used."""
 
-    def __init__(self, codec: TextCodec | None) -> None:
+    def __init__(self, codec: TextCodec | None, folder: Path | None = None) -> None:
         self._codec = codec
+        self.folder = folder  # of the model
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._tokens: dict[int, str] = {}
 
@@ -42,7 +43,7 @@ class Text:
             from rollout.models.checkpoint_folder import resolve_folder
 
             folder = resolve_folder(model, None, weights=False)
-        return cls(load_text_codec(folder))
+        return cls(load_text_codec(folder), folder)
 
     @property
     def there(self) -> bool:

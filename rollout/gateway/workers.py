@@ -17,8 +17,11 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from rollout.gateway.errors import HttpError
 from rollout.gateway.settings import GatewaySettings
+from trainer_bridge.client.media import MediaItem, MediaPrompt
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.wire.errors import NotFound, RolloutError, Unavailable
 
@@ -81,6 +84,7 @@ class TokenRequest:
     prompt: list[int]
     fields: dict[str, Any]
     n: int = 1
+    media: tuple[MediaItem, ...] = ()
     request_id: str = field(default_factory=lambda: f"gateway-{uuid.uuid4().hex}")
 
 
@@ -296,4 +300,7 @@ class Sessions:
 
 
 def _arguments(request: TokenRequest) -> dict[str, Any]:
-    return {"prompt": request.prompt, "n": request.n, "request_id": request.request_id, **request.fields}
+    prompt: Any = request.prompt
+    if request.media:
+        prompt = MediaPrompt(np.array(request.prompt, np.int32), request.media)
+    return {"prompt": prompt, "n": request.n, "request_id": request.request_id, **request.fields}

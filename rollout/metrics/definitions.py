@@ -29,6 +29,8 @@ from rollout.metrics.samples import Samples
 #: "gauge": of now, or of the interval. "counter": only grows while the worker runs. "histogram": counts by size.
 Kind = Literal["gauge", "counter", "histogram"]
 
+#: Ages of what a path comes from, in weights versions, by the names in metrics; each up to the next one.
+DRAFT_AGES = {"0": 0, "1": 1, "2_to_4": 2, "5_up": 5}
 FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 
 
@@ -111,6 +113,7 @@ _KV = Panel("Steps and memory", "KV")
 _HITS = Panel("Steps and memory", "Prefix hits")
 _PREFILL = Panel("Steps and memory", "Prompt tokens")
 _SPECULATION = Panel("Speculation", "Drafts")
+_ACCEPTED = Panel("Speculation", "Accepted")
 _SAVED = Panel("Speculation", "Device time saved")
 _COMPLETION_LENGTH = Panel("Completions", "Length of those that finished")
 _PREEMPTED = Panel("Completions", "Taken away")
@@ -120,6 +123,14 @@ _DIFFERENCE = Panel("Trainer and worker", "Log-prob difference")
 
 def _idle_pct(cause: str) -> Callable[[Stretch], float]:
     return lambda stretch: stretch.idle_pct[cause]
+
+
+def _accepted_by_age(name: str) -> Metric[Stretch]:
+    return Metric(
+        f"speculation/accepted_pct/age_{name}", "gauge", "%",
+        f"the same of drafts from text of weights {name.replace('_', ' ')} versions older, by the newest token of the "
+        "text; drafts from prompts have no age", _ACCEPTED,
+    )  # fmt: skip
 
 
 def _run_idle_pct(cause: str) -> Callable[[Stretch], float]:
@@ -267,7 +278,12 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "speculation/accepted_pct", "gauge", "%", "share of the verified drafts that were accepted, since start",
-        Panel("Speculation", "Accepted"), top="drafts accepted",
+        _ACCEPTED, top="drafts accepted",
+    ),
+    *(_accepted_by_age(name) for name in DRAFT_AGES),
+    Metric(
+        "speculation/accepted_older_pct", "gauge", "%",
+        "the same of all drafts from text of older weights", _ACCEPTED, top="older drafts accepted",
     ),
     Metric(
         "speculation/saved_s", "gauge", "s",
@@ -316,6 +332,20 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric("kv/offloaded_bytes", "counter", "bytes", "KV that was copied to the host, since start", _COPIED),
     Metric("kv/brought_back_bytes", "counter", "bytes", "KV that was copied back from the host, since start", _COPIED),
+    Metric(
+        "images/encoded", "counter", "count", "images that the vision tower encoded, since start",
+        Panel("Images", "Encoded"),
+    ),
+    Metric("images/patches", "counter", "count", "patches of these images, since start"),
+    Metric(
+        "images/reused", "counter", "count",
+        "prefill steps that found an image in the buffer, counted for each image, since start",
+        Panel("Images", "Found"),
+    ),
+    Metric(
+        "images/buffer_used_pct", "gauge", "%", "share of the buffer for embeddings of images that holds any",
+        Panel("Images", "Buffer in use"),
+    ),
     Metric(
         "weights/version", "gauge", "version", "weights version that new steps run with", Panel("Weights", "Version")
     ),

@@ -64,7 +64,15 @@ class AttentionBatch:
     rows_B: torch.Tensor | None = None  # int64: place of each row's state; for models that have states
     segments_SW: torch.Tensor | None = None  # int32: what decode rows share, as `plan_paged_decode` takes it
     wanted: WantedTokens | None = None  # the forward returns the hidden states of these alone; None: of all
+    #: Positions of the rotary embedding where they are not `positions_T`: [T], or [3, T] by axis in steps with images.
+    rope_positions: torch.Tensor | None = None
+    images: StepImages | None = None  # tokens of the step that are images
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def turned_by(self) -> torch.Tensor:
+        """The positions of the rotary embedding."""
+        return self.positions_T if self.rope_positions is None else self.rope_positions
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """A value that the layers of the step have in common; the first layer that asks for `key` makes it."""
@@ -89,6 +97,26 @@ class AttentionBatch:
                 segments_SW=self.segments_SW,
             ),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepImages:
+    """Tokens of a prefill whose embeddings a vision tower made."""
+
+    at_N: torch.Tensor  # int64: where they are in the step; each once
+    embeddings_NW: torch.Tensor  # their embedding, then those that are added after the first layers, side by side
+
+    def replace_in(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """The embeddings of the step, changed in place."""
+        return x_TH.index_copy_(0, self.at_N, self.embeddings_NW[:, : x_TH.shape[1]])
+
+    def add_after(self, layer: int, x_TH: torch.Tensor) -> torch.Tensor:
+        """The residual stream after this layer, changed in place."""
+        hidden = x_TH.shape[1]
+        begin = (1 + layer) * hidden
+        if begin < self.embeddings_NW.shape[1]:
+            x_TH.index_add_(0, self.at_N, self.embeddings_NW[:, begin : begin + hidden])
+        return x_TH
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,13 @@ from rollout.models.registry import (
     check_supported,
     config_rules,
     family_of,
+    flat_model_type,
     has_text_config,
     is_native,
     size_rules,
+    tower_family,
 )
+from rollout.models.vision_spec import TOKEN_RULES, VISION_RULES, TowerSpec, tower_spec
 
 #: Called with (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
@@ -207,7 +210,7 @@ def read_config(folder: Path, impl: ModelImpl = "native") -> tuple[Any, str]:
         nested = has_text_config(names[0])
         if nested:
             where = f"{file}: text_config"
-            content = _text_config(content, file)
+            content = _text_config(content, file, names[0])
         family = family_of(names[0], content.get("model_type"))
         rules, read_as = config_rules(family), family.model_type if nested else family.read_as
         if content.get("model_type") in family.other_types:
@@ -229,9 +232,39 @@ def read_config(folder: Path, impl: ModelImpl = "native") -> tuple[Any, str]:
     return config, names[0]
 
 
-def _text_config(content: dict[str, Any], file: Path) -> dict[str, Any]:
+def read_tower(folder: Path, architecture: str, config: Any) -> TowerSpec:
+    """The vision tower of a checkpoint; `config` and `architecture` are the result of `read_config`.
+
+    Raises:
+        CheckpointError: a value of `vision_config` is out of bounds.
+        ValueError: there is no tower that is served, or it does not fit the language model.
+    """
+    file, family = folder / "config.json", tower_family(architecture)
+    if family is None:
+        raise ValueError(f"{architecture} is not served with images: set model.images = false")
+    content = read_json(file)
+    vision = content.get("vision_config")
+    if not isinstance(vision, dict):
+        raise CheckpointError(f"{file} has no map 'vision_config'")
+    for given, rules, where in ((vision, VISION_RULES, f"{file}: vision_config"), (content, TOKEN_RULES, str(file))):
+        for name, rule in rules.items():
+            _check(given.get(name), rule, where, name)
+    known = {name: vision[name] for name in VISION_RULES if vision.get(name) is not None}
+    defaults = CONFIG_MAPPING[family.model_type](**known)
+    values = {name: getattr(defaults, name) for name in VISION_RULES if hasattr(defaults, name)}
+    for name, value in values.items():
+        _check(value, VISION_RULES[name], f"{file}: vision_config", name)
+    whole = CONFIG_MAPPING[content["model_type"]]
+    ids = {name: content.get(name, getattr(whole, name, None)) for name in TOKEN_RULES}
+    return tower_spec(family, values, ids, config)
+
+
+def _text_config(content: dict[str, Any], file: Path, architecture: str) -> dict[str, Any]:
     """The config of the language model, with what the whole checkpoint says about it."""
     text = content.get("text_config")
+    if text is None and (model_type := flat_model_type(architecture)) is not None:
+        parts = ("vision_config", "architectures")
+        return {name: value for name, value in content.items() if name not in parts} | {"model_type": model_type}
     if not isinstance(text, dict):
         raise CheckpointError(f"{file} has no map 'text_config'")
     return text | {name: content[name] for name in _OF_THE_WHOLE if content.get(name) is not None}

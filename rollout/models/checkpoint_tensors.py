@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it, or "MXFP4"
     scales: Path | None = None  # the file with the scales of MXFP4; `file` has the blocks
+    turned: bool = False  # the file has its last two dimensions the other way round
 
     @property
     def values(self) -> int:
@@ -83,6 +84,19 @@ def join_mxfp4(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     return joined
 
 
+def turn(
+    tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], endings: tuple[str, ...]
+) -> dict[str, StoredTensor]:
+    """The tensors, those with these endings turned round unless their file has the shape of the model."""
+    turned = dict(tensors)
+    for name, stored in tensors.items():
+        if name.endswith(endings) and name in views and len(stored.shape) == 3:
+            wanted, shape = whole_shape(views[name]), (stored.shape[0], stored.shape[2], stored.shape[1])
+            if shape == wanted != stored.shape:
+                turned[name] = replace(stored, shape=shape, turned=True)
+    return turned
+
+
 def check_tensors(folder: Path, tensors: dict[str, StoredTensor], regions: Sequence[Region], architecture: str) -> None:
     """Raise one CheckpointError with all tensors that are missing, unknown, doubled, or of a wrong shape or type."""
     check = check_names(regions, tensors)
@@ -117,10 +131,12 @@ def copy_tensors(tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor
                     view = views[name]
                     if tensors[name].scales is not None:
                         _decode(name, tensors[name], view)
-                    elif not isinstance(view, CutView):
-                        view.copy_(reader.get_tensor(name))
-                    elif view.cut.kept:
-                        view.copy_kept(view.cut.read(reader.get_slice(name)))
+                    elif isinstance(view, CutView) and not tensors[name].turned:
+                        if view.cut.kept:
+                            view.copy_kept(view.cut.read(reader.get_slice(name)))
+                    else:
+                        tensor = reader.get_tensor(name)
+                        view.copy_(tensor.mT if tensors[name].turned else tensor)
                     done += tensors[name].values
                     if progress is not None:
                         progress(done, total)

@@ -28,6 +28,7 @@ from rollout.models.layers import (
 from rollout.models.names import Region, all_views, one_name, with_spellings
 from rollout.models.rope import Rope
 from rollout.models.spec import DeltaNetSpec, LatentSpec, ModelSpec, MoESpec
+from rollout.models.vision import VisionTower
 
 
 class DecoderLayer(Block):
@@ -136,6 +137,7 @@ class Decoder(Block):
         rounded = torch.tensor(spec.embed_scale, dtype=dtype).item() if spec.embed_scale_rounded else spec.embed_scale
         self.embed_scale = rounded
         self.ropes = nn.ModuleList(Rope(rope, head_dim, device) for rope, head_dim in spec.ropes)
+        self.tower = None if spec.tower is None else VisionTower(spec.tower, dtype, device)
 
     @torch.inference_mode()
     def forward(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
@@ -143,10 +145,15 @@ class Decoder(Block):
         x_TH = self._embedded(token_ids_T)
         if self.embed_scale != 1.0:
             x_TH = x_TH * self.embed_scale
-        cos_sin = tuple(rope(batch.positions_T) for rope in self.ropes)
+        images = batch.images
+        if images is not None:
+            x_TH = images.replace_in(x_TH)
+        cos_sin = tuple(rope(batch.turned_by) for rope in self.ropes)
         context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             x_TH = layer(x_TH, context)
+            if images is not None:
+                x_TH = images.add_after(index, x_TH)
         return self.norm(x_TH)
 
     def _embedded(self, token_ids_T: torch.Tensor) -> torch.Tensor:
@@ -194,7 +201,8 @@ class Decoder(Block):
         regions.append(one_name(f"{names.norm}.weight", self.norm.weight))
         if not self.spec.tied:
             regions.append(one_name(f"{names.lm_head}.weight", self.lm_head, cut))
-        return [with_spellings(region, names.spellings) for region in regions]
+        regions = [with_spellings(region, names.spellings) for region in regions]
+        return regions if self.tower is None else [*regions, *self.tower.regions()]
 
     def hf_views(self) -> dict[str, torch.Tensor]:
         """Hugging Face names of all layouts, and for each name a view of its part of a fused parameter.

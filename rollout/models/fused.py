@@ -87,13 +87,10 @@ def obstacle(model: Decoder, experts: bool) -> str | None:
     return "its attention and its feed-forward blocks are variants that no kernel has"
 
 
-def takes_mixer(spec: MixerSpec, deterministic: bool = False) -> bool:
-    """True if the kernels run this mixer: attention with a rope by halves and without a gate of its own product.
-
-    They run the products of linear attention with `deterministic` only; otherwise cuBLAS does.
-    """
+def takes_mixer(spec: MixerSpec) -> bool:
+    """True if the kernels run this mixer: attention with a rope by halves and no own gate, or linear attention."""
     if not isinstance(spec, AttentionSpec):
-        return deterministic and isinstance(spec, DeltaNetSpec)
+        return isinstance(spec, DeltaNetSpec)
     return not (spec.gate or spec.rope.interleaved)
 
 
@@ -149,7 +146,7 @@ class FusedDecoder:
         self._deterministic = deterministic
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
         dtype, layers = model.embed.dtype, [cast(DecoderLayer, layer) for layer in model.layers]
-        mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec, deterministic)}
+        mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec)}
         feed_forwards = {layer.feed_forward for layer in layers if takes_feed_forward(layer.feed_forward.spec, dtype)}
         self._fused: set[Block] = {*mixers, *feed_forwards}
         self._generic_blocks = len(self._fused) < 2 * len(layers)
@@ -185,17 +182,15 @@ class FusedDecoder:
         model = self._model
         self._begin(len(token_ids_T))
         first, *others = self._ropes
-        token = None if model.spec.shard is None else model.spec.kept_vocab.start
-        tables = (model.embed, first.inv_freq_D, first.sign_D)
-        residual_TH, cos_sin = embed_rope(token_ids_T, batch.positions_T, *tables, token)
-        if token is not None:
-            residual_TH = model.group.all_reduce(residual_TH)
+        residual_TH, cos_sin = self._embed(token_ids_T, batch, first)
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
-        context = StepContext((cos_sin, *(rope(batch.positions_T) for rope in others)), slots_T, batch, kv)
+        context = StepContext((cos_sin, *(rope(batch.turned_by) for rope in others)), slots_T, batch, kv)
         last, *before = reversed([cast(DecoderLayer, layer) for layer in model.layers])
         added = None
-        for layer in reversed(before):
+        for index, layer in enumerate(reversed(before)):
             residual_TH, added = self._layer(layer, residual_TH, added, context)
+            if batch.images is not None:  # never after the last layer: `tower_spec`
+                residual_TH = batch.images.add_after(index, residual_TH)
         if batch.wanted is None:
             residual_TH, added = self._layer(last, residual_TH, added, context)
         else:
@@ -225,7 +220,21 @@ class FusedDecoder:
     @property
     def takes_wanted(self) -> bool:
         """True if steps may name the tokens whose hidden states are wanted."""
-        return self._model.layers[-1].mixer in self._fused and not self._deterministic
+        last = self._model.layers[-1].mixer
+        return last in self._fused and isinstance(last, Attention) and not self._deterministic
+
+    def _embed(
+        self, token_ids_T: torch.Tensor, batch: AttentionBatch, rope: Rope
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """The residual stream before the first layer, and the cosines and sines of the first rotary embedding."""
+        model, positions = self._model, batch.turned_by
+        if positions.dim() == 1 and batch.images is None:
+            token = None if model.spec.shard is None else model.spec.kept_vocab.start
+            tables = (model.embed, rope.inv_freq_D, rope.sign_D)
+            residual_TH, cos_sin = embed_rope(token_ids_T, positions, *tables, token)
+            return residual_TH if token is None else model.group.all_reduce(residual_TH), cos_sin
+        residual_TH = F.embedding(token_ids_T, model.embed)  # images are not served by shards
+        return residual_TH if batch.images is None else batch.images.replace_in(residual_TH), rope(positions)
 
     def _begin(self, tokens: int) -> None:
         """Choose how `tokens` tokens are computed, from here on."""
@@ -242,7 +251,7 @@ class FusedDecoder:
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
         mixed: Unsummed | None
         if layer.mixer in self._fused and isinstance(layer.mixer, DeltaNet):
-            mixed = self._linear_attention(layer.mixer, x_TH, context)
+            mixed = self._linear_attention(layer, layer.mixer, x_TH, residual_TH, context)
         elif layer.mixer in self._fused:
             assert isinstance(layer.mixer, Attention)
             queries = self._queries(layer.mixer, x_TH, context)
@@ -339,15 +348,18 @@ class FusedDecoder:
         residual_TH: torch.Tensor,
         later: bool = True,
     ) -> Unsummed | None:
-        """The last product of a block, and its bias. Of many tokens it is added to the residual stream: then None."""
-        config, many = self._configs[self._products[module]], len(x_TK) >= ADDED_FROM
-        if config is None and adapters is None and many and not module.partial:
+        """The last product of a block, and its bias. Of many tokens it is added to the residual stream: then None.
+
+        Of a shard it is this rank's part of a sum, to which the first rank adds the bias.
+        """
+        cublas = self._configs[self._products[module]] is None
+        if cublas and adapters is None and len(x_TK) >= ADDED_FROM and not module.partial:
             if module.bias is not None:
                 residual_TH += module.bias
             residual_TH.addmm_(x_TK, module.weight.T)
             return None
         result = self._product(name, x_TK, module, layer, adapters, later)
-        if module.bias is not None and not (module.partial and self._model.group.rank):  # once in the ranks' sum
+        if module.bias is not None and (not module.partial or self._model.group.rank == 0):
             result.parts_STN[0] += module.bias
         return result
 
@@ -407,21 +419,38 @@ class FusedDecoder:
         attention = layer.mixer
         assert isinstance(attention, Attention)
         cache = kv.layer(attention.kv_index)
-        # Experts take the sum of the product's parts, so nothing may be added to it later.
-        later = not (layer.feed_forward in self._fused and isinstance(layer.feed_forward, SparseFeedForward))
         if self._deterministic:
             out_TQD = one_order.attend(queries.q_TQD, batch, cache, attention.scale, attention.spec.window)
         else:
             out_TQD = attention.attend(queries.q_TQD, batch, cache)
         out_TK = gate_output(out_TQD.flatten(1), queries.gate_TK)
+        later = self._adds_to_mixers(layer)
         return self._output("o", out_TK, attention.o_proj, attention.layer, batch.adapters, residual_TH, later)
 
-    def _linear_attention(self, mixer: DeltaNet, x_TH: torch.Tensor, context: StepContext) -> Unsummed:
-        """The output of a linear attention block, by products that are added in one order; token by token."""
-        config = self._configs[self._products[mixer.in_proj]]
-        assert config is not None, "check_deterministic"
-        gated_TV = mixer.mix(linear(x_TH, mixer.in_proj.weight, config), context, one_by_one=True)
-        return self._product("o", gated_TV, mixer.o_proj, mixer.layer, None)
+    def _linear_attention(
+        self,
+        layer: DecoderLayer,
+        mixer: DeltaNet,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        context: StepContext,
+    ) -> Unsummed | None:
+        """The output of a linear attention block; None if the residual stream has it already.
+
+        With `deterministic` tokens go through it one by one.
+        """
+        config, adapters = self._configs[self._products[mixer.in_proj]], context.batch.adapters
+        weight = mixer.in_proj.weight
+        inputs_TN = F.linear(x_TH, weight) if config is None else linear(x_TH, weight, config)
+        if adapters is not None:
+            adapters.add(mixer.layer, "in", inputs_TN, x_TH)
+        gated_TV = mixer.mix(inputs_TN, context, one_by_one=self._deterministic)
+        later = self._adds_to_mixers(layer)
+        return self._output("o", gated_TV, mixer.o_proj, mixer.layer, adapters, residual_TH, later)
+
+    def _adds_to_mixers(self, layer: DecoderLayer) -> bool:
+        """Whether something may be added later to the output of a layer's mixer: experts take the sum of its parts."""
+        return not (layer.feed_forward in self._fused and isinstance(layer.feed_forward, SparseFeedForward))
 
 
 #: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.

@@ -2,7 +2,8 @@
 
     few tokens      norm_route -> experts                             one launch before the experts
     more            add_rms_norm -> moe_route -> experts              the router's weights are read once
-    other routers   add_rms_norm -> logits -> `ROUTES` -> experts     by torch: float32, biases, groups, sigmoid ...
+    other routers   add_rms_norm -> logits -> choose_scored -> experts     float32, biases, groups, sigmoid ...
+                    add_rms_norm -> logits -> `ROUTES` -> experts     by torch: groups that are no powers of two
 
 A shared expert that is stored with the others is one of them here: the last choice of every token.
 
@@ -26,6 +27,7 @@ from rollout_kernels.moe.triton_group_pairs import last_pairs
 from rollout_kernels.moe.triton_keep_experts import keep_experts
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route, router_scratch
 from rollout_kernels.moe.triton_router import MANY_TOKENS, Record, Routing, moe_route, router_logits, sum_of_parts
+from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from rollout.models.batch import ExpertRecord
@@ -67,7 +69,11 @@ class FusedExperts:
         self._unit_offset = model.spec.unit_offset
         # None: plans for any GPU. Those for this one may have kernels that know SiLU only.
         self._device = model.embed.device if spec.clamped is None else None
-        self._by_torch = not spec.router.plain
+        self._rule: ScoreRule | None = None  # of routers that are not plain
+        if not spec.router.plain:
+            router = spec.router
+            best = (router.groups, router.top_groups, router.group_best)
+            self._rule = ScoreRule(router.scoring, router.top_k, router.renormalize, *best, router.scale)
         self._kept = spec.kept_experts
         self._all_kept = len(self._kept) == spec.experts
         blocks = (cast(DecoderLayer, layer).feed_forward for layer in model.layers)
@@ -110,7 +116,7 @@ class FusedExperts:
 
     def joins_norm(self, tokens: int) -> bool:
         """True if norm and router of a step of `tokens` tokens are one launch."""
-        return not self._by_torch and tokens <= MOST_TOKENS and not self._deterministic
+        return self._rule is None and tokens <= MOST_TOKENS and not self._deterministic
 
     def run(
         self,
@@ -130,17 +136,11 @@ class FusedExperts:
         record = None if kept is None else Record(kept.layer(block.sparse_index, tokens), kept.rows_T[:tokens])
         norm_H, router_EH = layer.feed_forward_norm.weight, block.router
         how, offset = (self._router.top_k, self._router.renormalize), self._unit_offset
-        if self._by_torch:
+        if self._rule is not None:
             x_TH = normed_TH
             if x_TH is None:
                 x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
-            dtype = torch.float32 if self._router.float32 else x_TH.dtype
-            parts_STE = router_logits(x_TH, router_EH, self._deterministic, dtype)
-            logits_TE = sum_of_parts(parts_STE, dtype)
-            if block.logit_bias is not None:
-                logits_TE = logits_TE + block.logit_bias
-            weights_TK, experts_TK = block.choose_experts(logits_TE, kept)
-            routing = Routing(experts_TK.int(), weights_TK.float())
+            routing = self._route(block, self._rule, x_TH, kept, record)
         elif normed_TH is not None:
             x_TH = normed_TH
             routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
@@ -169,6 +169,26 @@ class FusedExperts:
             parts_STH = parts_STH.float()
             parts_STH[0] += self._in_one_order(block.shared, x_TH) if self._deterministic else block.shared(x_TH)
         return residual_TH, parts_STH
+
+    def _route(
+        self,
+        block: SparseFeedForward,
+        rule: ScoreRule,
+        x_TH: torch.Tensor,
+        kept: ExpertRecord | None,
+        record: Record | None,
+    ) -> Routing:
+        """The experts of a router that is not plain; the record is given in both forms."""
+        dtype = torch.float32 if self._router.float32 else x_TH.dtype
+        parts_STE = router_logits(x_TH, block.router, self._deterministic, dtype)
+        if rule.takes(block.spec.experts):
+            biases = {"logit_bias_E": block.logit_bias, "score_bias_E": block.router_bias}
+            return choose_scored(parts_STE, dtype, rule, **biases, record=record, shared=self._shared)
+        logits_TE = sum_of_parts(parts_STE, dtype)
+        if block.logit_bias is not None:
+            logits_TE = logits_TE + block.logit_bias
+        weights_TK, experts_TK = block.choose_experts(logits_TE, kept)
+        return Routing(experts_TK.int(), weights_TK.float())
 
     def _in_one_order(self, shared: SharedExpert, x_TH: torch.Tensor) -> torch.Tensor:
         """The output of a shared expert, whose products are added in one order for any number of tokens."""

@@ -24,6 +24,7 @@ from rollout.models.checkpoint_folder import (
     check_links,
     read_config,
     read_generation_defaults,
+    read_tower,
     resolve_folder,
 )
 from rollout.models.checkpoint_tensors import (
@@ -35,6 +36,7 @@ from rollout.models.checkpoint_tensors import (
     join_mxfp4,
     list_tensors,
     stored_dtype,
+    turn,
 )
 from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
@@ -141,7 +143,8 @@ class _Source:
 def _load_native(source: _Source, experts: Format) -> Decoder:
     config, architecture, device = source.config, source.architecture, source.device
     try:
-        spec = spec_from_config(config, architecture)
+        tower = read_tower(source.folder, architecture, config) if source.settings.images else None
+        spec = spec_from_config(config, architecture, tower)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
             f"{source.folder}/config.json lacks a value that {architecture} needs: {error}"
@@ -151,6 +154,8 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     whole, spec = spec, shard_spec(spec, group.rank, group.size)
     tensors = _needed(join_mxfp4(source.tensors), spec.tied_names, lambda name: name.startswith(spec.unused))
     outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)  # shapes without memory
+    if spec.turned_files:
+        tensors = turn(tensors, outline.hf_views(), spec.turned_files)
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
     _check_memory(outline.parameters(), source.folder, device)
@@ -181,6 +186,8 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     from rollout.models.fallback.weights import checkpoint_regions, own_tensors
 
     architecture, dtype, device = source.architecture, source.dtype, source.device
+    if source.settings.images:
+        raise ValueError(f"{architecture} runs through transformers' own code, without images: set images = false")
     cls = module_class(source.config, architecture)
     if source.group.size > 1:
         raise ValueError(

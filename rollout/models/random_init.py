@@ -45,7 +45,7 @@ def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None) -> No
 
 def _fill(model: Decoder, dtype: torch.dtype, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
-        if name.endswith("_scales"):
+        if name.endswith("_scales") or name.startswith("tower."):
             continue
         coded = parameter.dtype == torch.uint8
         weight = torch.empty(parameter.shape, dtype=dtype, device=parameter.device) if coded else parameter
@@ -53,6 +53,8 @@ def _fill(model: Decoder, dtype: torch.dtype, generator: torch.Generator) -> Non
         if coded:  # the same weights as without codes
             block = model.get_submodule(name.rpartition(".")[0])
             quantize_to(weight, block.weights(name.rpartition(".")[2]))  # type: ignore[operator]
+    if model.tower is not None:
+        model.tower.fill_random(generator)
     _fill_ends(model.embed, model.lm_head, model.norm.weight, model.spec, generator)
 
 

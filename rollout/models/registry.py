@@ -46,6 +46,7 @@ from rollout.models.spec import (
     RouterSpec,
     Scoring,
 )
+from rollout.models.vision_spec import TowerFamily, TowerSpec
 
 #: Experts of all layers together; each has its own tensors.
 _MAX_EXPERTS = 1 << 16
@@ -318,6 +319,10 @@ class Family:
     #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
     ropes: ByLayer[Any] = same_rope
     partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
+    #: `mrope_section` of `rope_parameters` says how many frequencies take each of three positions: in turns, or one
+    #: block of frequencies after the other. The value is what transformers takes where the key is absent.
+    rope_turns: tuple[int, int, int] | None = None
+    rope_blocks: tuple[int, int, int] | None = None
     interleaved_rope: bool | Key = declared(FLAG, False)
     optional_rope: bool = False  # without a `rope_theta` no layer has a rotary embedding
     attention_gate: bool = False
@@ -339,6 +344,7 @@ class Family:
     #: Flags that must be false or absent, because neither transformers nor this code does what they ask for.
     unsupported: tuple[str, ...] = ()
     moe: MoEFamily | None = None
+    turned_experts: bool = False  # files have tensors of all experts with inputs before outputs; updates have not
     mxfp4: bool = False  # checkpoints may have experts in this format; they are decoded when they are loaded
     #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images.
     unused: tuple[str, ...] = (
@@ -355,17 +361,19 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multimodal:
-    """A model of text and images whose language model is one of `FAMILIES`: it is served for text alone.
+    """A model of text and images: it is served for text alone, or with images where `tower` is declared.
 
     The config of the language model is the map `text_config` of config.json.
     """
 
     model_type: str  # in config.json
     models: str  # names of its models, for the docs
-    #: The architectures that its language model may have; the `model_type` of `text_config` says which one.
-    language_models: tuple[str, ...]
+    #: What its language model may be, one of `FAMILIES` or of its own; the `model_type` of `text_config` says which.
+    language_models: tuple[str | Family, ...]
     #: See `ModelNames`.
     beginnings: tuple[tuple[str, tuple[str, ...]], ...]
+    tower: TowerFamily | None = None
+    flat: bool = False  # files may have the keys of `text_config` beside `vision_config`
 
 
 _ATTENTION_BIAS = Key("attention_bias")
@@ -419,6 +427,7 @@ def _qwen3_5(model_type: str, models: str, moe: MoEFamily | None = None) -> Fami
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
         partial_rope=True,
+        rope_turns=(11, 11, 10),
         unit_offset=True,
         query_gate=True,
         linear=DeltaNetFamily(),
@@ -825,15 +834,74 @@ MULTIMODAL: dict[str, Multimodal] = {
     ),
     "Qwen3_5ForConditionalGeneration": Multimodal(
         model_type="qwen3_5",
-        models="Qwen3.5, Qwen3.6 (their language model)",
+        models="Qwen3.5, Qwen3.6 with a vision tower",
         language_models=("Qwen3_5ForCausalLM",),
         beginnings=_INSIDE,
+        tower=TowerFamily(model_type="qwen3_5_vision", module="Qwen3_5VisionModel", single_frames=True),
     ),
     "Qwen3_5MoeForConditionalGeneration": Multimodal(
         model_type="qwen3_5_moe",
-        models="Qwen3.5-MoE, Qwen3.6-MoE (their language model)",
+        models="Qwen3.5-MoE, Qwen3.6-MoE with a vision tower",
         language_models=("Qwen3_5MoeForCausalLM",),
         beginnings=_INSIDE,
+        tower=TowerFamily(model_type="qwen3_5_moe_vision", module="Qwen3_5MoeVisionModel", single_frames=True),
+    ),
+    "Qwen3VLForConditionalGeneration": Multimodal(
+        model_type="qwen3_vl",
+        models="Qwen3-VL",
+        language_models=(
+            Family(
+                model_type="qwen3_vl_text",
+                qkv_bias=_ATTENTION_BIAS,
+                o_bias=_ATTENTION_BIAS,
+                qk_norm="head",
+                rope_turns=(24, 20, 20),
+            ),
+        ),
+        beginnings=_INSIDE,
+        tower=TowerFamily(model_type="qwen3_vl_vision", module="Qwen3VLVisionModel", single_frames=True),
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Multimodal(
+        model_type="qwen3_vl_moe",
+        models="Qwen3-VL-MoE",
+        language_models=(
+            Family(
+                model_type="qwen3_vl_moe_text",
+                qkv_bias=_ATTENTION_BIAS,
+                o_bias=_ATTENTION_BIAS,
+                qk_norm="head",
+                rope_turns=(24, 20, 20),
+                turned_experts=True,
+                moe=MoEFamily(
+                    experts=Key("num_experts"),
+                    intermediate=Key("moe_intermediate_size"),
+                    renormalize=True,
+                    sparse=sparse_by_step,
+                ),
+            ),
+        ),
+        beginnings=_INSIDE,
+        tower=TowerFamily(model_type="qwen3_vl_moe_vision", module="Qwen3VLMoeVisionModel", single_frames=True),
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Multimodal(
+        model_type="qwen2_5_vl",
+        models="Qwen2.5-VL",
+        language_models=(
+            Family(
+                model_type="qwen2_5_vl_text",
+                qkv_bias=True,
+                windows=windows_by_type,
+                rope_blocks=(16, 24, 24),
+            ),
+        ),
+        beginnings=(("model.", ("model.", "model.language_model.")),),
+        tower=TowerFamily(
+            model_type="qwen2_5_vl_vision",
+            module="Qwen2_5_VisionTransformerPretrainedModel",
+            single_frames=False,
+            beginnings=("visual.", "model.visual."),
+        ),
+        flat=True,
     ),
 }
 
@@ -872,6 +940,13 @@ def has_text_config(architecture: str) -> bool:
     return architecture in MULTIMODAL
 
 
+def flat_model_type(architecture: str) -> str | None:
+    """The `model_type` of a language model whose config may be part of the whole one; None if it may not be."""
+    whole = MULTIMODAL[architecture]
+    (language_model, *_) = whole.language_models
+    return language_model.model_type if whole.flat and isinstance(language_model, Family) else None
+
+
 def family_of(architecture: str, model_type: Any) -> Family:
     """The declaration of a supported architecture; `model_type` is that of its language model's config.
 
@@ -880,7 +955,8 @@ def family_of(architecture: str, model_type: Any) -> Family:
     if architecture in FAMILIES:
         return FAMILIES[architecture]
     whole = MULTIMODAL[architecture]
-    families = {FAMILIES[name].model_type: FAMILIES[name] for name in whole.language_models}
+    declared_families = [FAMILIES[entry] if isinstance(entry, str) else entry for entry in whole.language_models]
+    families = {family.model_type: family for family in declared_families}
     if model_type not in families:
         raise ValueError(
             f"text_config: model_type {model_type!r:.80} does not belong to {architecture}; it must be "
@@ -920,8 +996,14 @@ def _rules(declaration: Family | MoEFamily | DeltaNetFamily | LatentFamily) -> d
 # --- from a config to a spec -----------------------------------------------------------------------------------------
 
 
-def spec_from_config(config: Any, architecture: str) -> ModelSpec:
-    """The spec of a transformers config.
+def tower_family(architecture: str) -> TowerFamily | None:
+    """The declaration of the vision tower of a supported architecture; None if it has none that is served."""
+    whole = MULTIMODAL.get(architecture)
+    return None if whole is None else whole.tower
+
+
+def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = None) -> ModelSpec:
+    """The spec of a transformers config; with a `tower` it is served with images.
 
     Raises:
         ValueError: the architecture is not supported, or the config asks for something that is not; the message says
@@ -944,7 +1026,7 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
         vocab=config.vocab_size,
         eps=config.rms_norm_eps,
         max_positions=_max_positions(config, layers),
-        tied=bool(config.tie_word_embeddings),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
         layers=layers,
         names=family.names,
         embed_scale=_value(config, family.embed_scale),
@@ -952,7 +1034,9 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
         logit_divisor=_value(config, family.logit_divisor),
         logit_softcap=_value(config, family.logit_softcap),
         unit_offset=family.unit_offset,
-        unused=_unused(config, family),
+        unused=_unused(config, family, tower),
+        turned_files=_turned_files(family),
+        tower=tower,
     )
 
 
@@ -960,9 +1044,17 @@ def _quantization(config: Any) -> Any:
     return config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
 
 
-def _unused(config: Any, family: Family) -> tuple[str, ...]:
+def _turned_files(family: Family) -> tuple[str, ...]:
+    if family.moe is None or not family.turned_experts:
+        return ()
+    return family.moe.names.stacked_gate_up, family.moe.names.stacked_down
+
+
+def _unused(config: Any, family: Family, tower: TowerSpec | None) -> tuple[str, ...]:
     count, more = config.num_hidden_layers, _value(config, family.unused_layers) or 0
-    return family.unused + tuple(family.names.layer.format(count + i) for i in range(more))
+    used = () if tower is None else tower.family.beginnings
+    unused = tuple(beginning for beginning in family.unused if beginning not in used)
+    return unused + tuple(family.names.layer.format(count + i) for i in range(more))
 
 
 def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
@@ -1202,7 +1294,28 @@ def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
         raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
     if not 0 < share <= 1:
         raise ValueError(f"partial_rotary_factor ({share}) must be above 0 and at most 1")
-    return replace(_scaled_rope(config, params), share=share, interleaved=bool(_value(config, family.interleaved_rope)))
+    rope = replace(_scaled_rope(config, params), share=share, interleaved=bool(_value(config, family.interleaved_rope)))
+    return replace(rope, axes=_rope_axes(config, family, params, rope))
+
+
+def _rope_axes(config: Any, family: Family, params: dict[str, Any], rope: RopeSpec) -> tuple[int, ...]:
+    """The axis of each frequency; empty for families whose tokens have one position."""
+    default = family.rope_turns or family.rope_blocks
+    if default is None:
+        return ()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    count, given = rope.width(head_dim) // 2, params.get("mrope_section") or default
+    if len(given) != 3 or any(type(part) is not int or part < 0 for part in given):
+        raise ValueError(f"mrope_section ({given!r:.80}) must be three integers")
+    if family.rope_blocks is not None:
+        if sum(given) != count:
+            raise ValueError(f"mrope_section ({given!r:.80}) must have the sum {count}, one for each frequency")
+        return tuple(axis for axis, part in enumerate(given) for _ in range(part))
+    axes = [0] * count
+    for axis in (1, 2):
+        for index in range(axis, min(3 * given[axis], count), 3):
+            axes[index] = axis
+    return tuple(axes)
 
 
 def _rope_parameters(config: Any, part: str = "") -> dict[str, Any]:

@@ -63,6 +63,10 @@ class Rope(nn.Module):
         self.inv_freq_D: torch.Tensor
         self.sign_D: torch.Tensor
         signs = (-sign_F, sign_F)
+        axes_F = torch.tensor(rope.axes or (0,) * len(inv_freq_F), dtype=torch.int64)
+        axes_D = axes_F.repeat_interleave(2) if rope.interleaved else axes_F.repeat(2)
+        self.axes_D: torch.Tensor
+        self.register_buffer("axes_D", axes_D.to(device), persistent=False)
         if rope.interleaved:
             inv_freq_D, sign_D = inv_freq_F.repeat_interleave(2), torch.stack(signs, 1).flatten()
         else:
@@ -70,6 +74,9 @@ class Rope(nn.Module):
         self.register_buffer("inv_freq_D", inv_freq_D.to(device), persistent=False)
         self.register_buffer("sign_D", sign_D.to(device), persistent=False)
 
-    def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosines and sines of `apply_rope`."""
-        return rope_cos_sin(positions_T, self.inv_freq_D, self.sign_D)
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosines and sines of `apply_rope`. Positions are [T], or [3, T] by axis."""
+        if positions.dim() == 2:
+            positions_TD = positions.index_select(0, self.axes_D).t().contiguous()
+            return rope_cos_sin(positions_TD, self.inv_freq_D, self.sign_D)
+        return rope_cos_sin(positions, self.inv_freq_D, self.sign_D)

@@ -42,6 +42,8 @@ def shard_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
         return spec
     shard = Shard(rank, size)
     try:
+        if spec.tower is not None:
+            raise _CannotCutError("its vision tower is not; set images = false")
         layers = {layer: _layer(layer, shard) for layer in dict.fromkeys(spec.layers)}
         if not replace(spec, shard=Shard(size - 1, size)).kept_vocab:
             raise _CannotCutError(f"its vocabulary has {spec.vocab} tokens")

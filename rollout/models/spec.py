@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from rollout.models.cut import Cut
+from rollout.models.vision_spec import TowerSpec
 
 RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope"]
 #: none; each head alone, with one weight for all heads; all heads together.
@@ -53,6 +54,8 @@ class RopeSpec:
     factors: tuple[float, ...] = ()  # longrope: what divides each frequency
     share: float = 1.0  # of a head's dimensions, the first ones: they turn, the others stay
     interleaved: bool = False  # a dimension turns with its neighbour, and not with the one half of them further on
+    #: Which of three positions each frequency takes, fastest first; empty where a token has one position.
+    axes: tuple[int, ...] = ()
 
     def width(self, head_dim: int) -> int:
         """Dimensions of a head that turn."""
@@ -609,6 +612,10 @@ class ModelSpec:
     unit_offset: bool = False  # the weights of all norms are stored less 1
     #: Beginnings of the names of tensors that checkpoints and updates may have and that text needs none of.
     unused: tuple[str, ...] = ()
+    turned_files: tuple[
+        str, ...
+    ] = ()  # endings of tensors whose files have the last two dimensions the other way round
+    tower: TowerSpec | None = None  # of a model that is served with images
     shard: Shard | None = None  # the blocks are those of one rank, and so is its part of the vocabulary
 
     @property

@@ -39,6 +39,7 @@ def default_capabilities(
     routing: bool = False,
     adapters: bool = False,
     sleep: bool = False,
+    images: bool = False,
 ) -> tuple[str, ...]:
     """The ops, and the fields of `generate` that not every worker offers."""
     offered = ["generate", "cancel", "attach", "ack", "report", "status", "ping", "pause", "resume", "shutdown"]
@@ -48,13 +49,15 @@ def default_capabilities(
         offered += ["trace", "sequences"]
     offered += ["stream", "join_chunks", "continue_from", "priority", "deadline_s", "detached", "constraint.token_ids"]
     offered += ["min_complete", "max_version_span", "session", "end_session", "logprobs", "prompt_logprobs"]
-    offered += ["cache_salt"]
+    offered += ["prompt_top_logprobs", "cache_salt"]
     if grammars:
         offered.append("constraint")
     if routing:
         offered.append("return_routing")
     if adapters:
         offered += ["adapter", "load_adapter", "unload_adapter"]
+    if images:
+        offered.append("media")
     if sleep:
         offered += ["sleep", "wake"]
     if text is not None:

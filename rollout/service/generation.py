@@ -46,6 +46,7 @@ from rollout.service.requests import schema as requests
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints
 from rollout.service.requests.intake import Intake, PreparedPrompt
+from rollout.service.requests.media import MediaStore, named_only
 from rollout.service.requests.preparation import Preparation
 from rollout.service.text.codec import PromptSource
 from trainer_bridge.wire.codec import encode
@@ -96,7 +97,10 @@ class Generation:
         self._delivery = Delivery(connections)
         self._leases = Leases(settings.lease_s, clock)
         self._retry = RetryEstimate(clock)
-        self._preparation = Preparation(background, intake, prompts, constraints, lambda key: self._by_key.get(key))
+        self._media = MediaStore(settings.media_store_bytes)
+        self._preparation = Preparation(
+            background, intake, prompts, constraints, lambda key: self._by_key.get(key), self._media
+        )
         self._worker = worker
         self._serial = count()
         self._by_name: dict[tuple[str, str], InFlight] = {}
@@ -328,6 +332,7 @@ class Generation:
 
     def _submit(self, entry: InFlight, outcome: Callable[[], PreparedPrompt]) -> None:
         """Hand a request with its prompt's token ids to the engine. Never raises."""
+        self._drop_pixels(entry)
         try:
             prepared = outcome()
             elapsed_s = time.monotonic() - entry.arrived_s
@@ -344,6 +349,7 @@ class Generation:
             self._fail(entry, _internal())
             return
         entry.request = request
+        self._media.hold(request.prompt)
         if request.session is not None and not may_return(request.session[0]):
             self._with_sessions.add(request.session[0])
         if logger.isEnabledFor(logging.DEBUG):
@@ -352,6 +358,16 @@ class Generation:
         self._inbox.put(Submit(request))
         if entry.cancelled:
             self._inbox.put(Cancel(entry.key))
+
+    def _drop_pixels(self, entry: InFlight) -> None:
+        """The pixels of a message are in the store now, and counted there."""
+        if entry.message.media is None:
+            return
+        pixels = [item.pixel_values for item in entry.message.media if item.pixel_values is not None]
+        nbytes = sum(array.nbytes for array in pixels)
+        entry.size -= nbytes
+        self._pending_bytes -= nbytes
+        entry.message = entry.message.model_copy(update={"media": named_only(entry.message.media)})
 
     def _add(self, entry: InFlight, delta: Delta) -> None:
         completion = entry.completions[delta.index]
@@ -371,6 +387,7 @@ class Generation:
             seed=entry.request.sampling.seed,
             worker=self._worker,
             metadata=entry.message.metadata,
+            media=[item.hash for item in entry.message.media or ()],
         )
         frames = encode(result)
         if logger.isEnabledFor(logging.DEBUG):
@@ -403,6 +420,8 @@ class Generation:
         client = entry.name[0]
         del self._by_key[entry.key]
         self._pending_bytes -= entry.size
+        if entry.request is not None:
+            self._media.release(entry.request.prompt)
         del self._by_name[entry.name]
         del self._by_client[client][entry.key]
         if not self._by_client[client]:

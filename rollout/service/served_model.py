@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout.engine.messages import RoutingShape
+from rollout.models.vision_spec import TowerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,4 +23,6 @@ class ServedModel:
     sleep: bool = False  # sleep and wake are offered
     sleep_rows: Literal["keep", "abort"] = "keep"  # what a sleep without `mode` does to requests
     min_version: int = 0  # no completion begins under an older version
+    images: TowerSpec | None = None  # the vision tower; None: requests have no images
+    image_patches: int = 0  # most patches of an image
     dtype: str = ""  # in which the model computes, such as `bfloat16`

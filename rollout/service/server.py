@@ -163,6 +163,7 @@ class Server:
                 model.routing is not None,
                 engine.adapters is not None,
                 model.sleep,
+                model.images is not None,
             ),
             max_queue=settings.max_queue,
         )
@@ -312,7 +313,7 @@ class Server:
         self._generation.heard(client, peer.connection)
         match message:
             case requests.GenerateMessage():
-                self._generation.generate(peer, client, message, frames, _digest(frames))
+                self._generation.generate(peer, client, message, frames, _content(message, header, frames))
             case requests.EndSessionMessage():
                 end = EndSession(client, message.session, self._controls.token(peer))
                 # After the turns that were sent before it.
@@ -372,6 +373,14 @@ class Server:
 def _valid_id(header: dict[str, Any]) -> str:
     found = header.get("id")
     return found if isinstance(found, str) and 1 <= len(found) <= requests.MAX_ID_CHARS else ""
+
+
+def _content(message: requests.GenerateMessage, header: dict[str, Any], frames: list[bytes]) -> bytes:
+    """Equal for messages that ask for the same: whether they bring the pixels of an image or name it."""
+    if message.media is None:
+        return _digest(frames)
+    media = [{name: part for name, part in item.items() if name != "pixel_values"} for item in header["media"]]
+    return _digest(encode(header | {"media": media}))
 
 
 def _digest(frames: list[bytes]) -> bytes:

@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Literal
 
 import torch
 
+from rollout.models.cut import whole_shape
 from rollout.process.progress import stage
 from rollout.weights.destination import InPlaceDestination, StagedDestination
 from rollout.weights.parameter_map import Fit
@@ -22,6 +24,7 @@ from rollout.weights.staging import (
     DeviceShadow,
     HostStaging,
     InPlaceWeights,
+    Ranks,
     StagedWeights,
     plan_copies,
 )
@@ -42,7 +45,8 @@ class ApplyMode:
     """Makes the destinations and updates of one mode. Owned by the receiver's thread.
 
     `asked` and `staging` are the settings `weights.apply` and `weights.staging`; `allocate` makes memory for a shadow.
-    Raises ValueError if the memory for the requested mode cannot be allocated.
+    With other `ranks` updates are staged in host memory that all of them read. Raises ValueError if the memory for the
+    requested mode cannot be allocated.
     """
 
     def __init__(
@@ -51,17 +55,24 @@ class ApplyMode:
         views: Mapping[str, torch.Tensor],
         allocate: Allocate | None = None,
         staging: Literal["auto", "device", "host"] = "auto",
+        ranks: Ranks | None = None,
     ) -> None:
+        if ranks is not None:
+            if asked == "in_place" or staging == "device":
+                raise ValueError("with tensor_parallel updates are staged on the host: set apply and staging to auto")
+            asked, staging = "staged", "host"
         self._views = views
         self._cuda = next((view.device for view in views.values() if view.is_cuda), None)
         nbytes = _parameter_bytes(views)
+        if ranks is not None:  # the views are those of a shard, and an update is whole
+            nbytes = sum(2 * math.prod(whole_shape(view)) + 64 for view in views.values() if view.is_cuda)
         self.shadow = None if asked == "in_place" else _shadow(nbytes, self._cuda, allocate, staging)
         fits = self.shadow is not None or nbytes <= HOST_SHARE * _free_host_bytes()
         self.in_place = asked == "in_place" or (asked == "auto" and not fits)
         self.name = "in_place" if self.in_place else "staged"
         level = logging.INFO if self.in_place and asked == "auto" else logging.DEBUG  # it costs generation time
         _log.log(level, "updates of the weights apply %s%s", self.name, ", on the device" if self.shadow else "")
-        self._staging = HostStaging(pinned=self._cuda is not None)
+        self._staging = HostStaging(self._cuda is not None, ranks)
         if self.staging == "host" and self._cuda is not None:
             _pin(self._staging, nbytes)
         self._copies: tuple[tuple[str, int], list[Copy]] | None = None

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ import torch
 from rollout.models.cut import whole_shape
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
+
+if TYPE_CHECKING:
+    from rollout.config import ModelSettings
+    from rollout.models.loader import LoadedModel
 
 _LISTED = 8  # names in one message
 #: What wrappers of a trainer's model put into the names of its tensors.
@@ -45,6 +50,12 @@ class UpdateNames:
 
     kept_if_absent: frozenset[str] = frozenset()
     unused: tuple[str, ...] = ()  # beginnings of names that the worker has no use for
+
+
+def update_names(settings: ModelSettings, loaded: LoadedModel) -> UpdateNames:
+    """What updates may have or lack. Random weights are not worth keeping: then an update must have every tensor."""
+    kept = frozenset() if settings.load_format == "random" else loaded.kept_if_absent()
+    return UpdateNames(kept, loaded.spec.unused)
 
 
 @dataclass(frozen=True, slots=True)

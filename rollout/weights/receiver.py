@@ -28,7 +28,7 @@ from rollout.engine.gate import Gate
 from rollout.network.access import Access
 from rollout.weights.apply_mode import ApplyMode, Update
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
-from rollout.weights.staging import Allocate
+from rollout.weights.staging import Allocate, Ranks
 from rollout.weights.update_intake import Reply, UpdateIntake, ended
 from trainer_bridge.transports.bucket_link import BUCKET
 from trainer_bridge.transports.registry import make_receivers
@@ -66,8 +66,9 @@ class WeightReceiver:
 
     `version` is the version of the weights that `views` hold now. `gate` lets updates in and holds generation while one
     is written in place. `names` are those that an update may have or lack. `allocate` makes device memory for staged
-    updates. The weight socket is bound on return (`endpoint`). Raises ValueError when it cannot be bound, when it needs
-    CURVE, or when staged updates have no room.
+    updates. The other `ranks` of a tensor group take every update together with this one. The weight socket is bound on
+    return (`endpoint`). Raises ValueError when it cannot be bound, when it needs CURVE, or when staged updates have no
+    room.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class WeightReceiver:
         adapters: AdapterTarget | None = None,
         allocate: Allocate | None = None,
         names: UpdateNames = UpdateNames(),  # noqa: B008 -- frozen
+        ranks: Ranks | None = None,
     ) -> None:
         parameters = ParameterMap(views, names)
         access = Access.from_settings(security)
@@ -87,7 +89,7 @@ class WeightReceiver:
         self._post_lock = threading.Lock()
         self._ended = False
         self._wake = _Wake()
-        self._mode = ApplyMode(settings.apply, views, allocate, settings.staging)
+        self._mode = ApplyMode(settings.apply, views, allocate, settings.staging, ranks)
         max_update_bytes = max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes)
         self._socket = WeightSocket(settings.bind, max_update_bytes, access)
         self.endpoint = self._socket.endpoint
@@ -108,6 +110,7 @@ class WeightReceiver:
             idle_s=settings.idle_s,
             endpoint=self.endpoint,
             post=self._post,
+            ranks=ranks,
         )
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
         self._thread.start()

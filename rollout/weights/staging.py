@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -29,17 +30,36 @@ Allocate = Callable[[int], torch.Tensor]
 Copy = tuple[torch.Tensor, torch.Tensor]
 
 
+class Ranks(Protocol):
+    """The other ranks of a tensor group, which copy their parts of an update from the same host memory."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Host memory that all ranks share, uint8 [nbytes]; earlier memory is not used any more."""
+
+    def prepared(self, manifest: Manifest) -> bool:
+        """Whether all of them are ready to swap the verified update. Raises `RolloutError` if one cannot."""
+
+    @property
+    def copying(self) -> bool:
+        """Whether one of them may still read the memory."""
+
+
 def plan_copies(manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], stream: torch.Tensor) -> list[Copy]:
     """The staged tensor of each view; valid until the staging memory is reallocated."""
     wanted = set(fit.copied)
     return [(views[entry.name], typed_view(stream, entry)) for entry in manifest.tensors if entry.name in wanted]
 
 
+def names_of(manifest: Manifest) -> tuple[str, ...]:
+    """The names of its tensors."""
+    return tuple(entry.name for entry in manifest.tensors)
+
+
 class HostStaging:
     """The buffer. Owned by the receiver's thread; only `StagedWeights` crosses to the engine's loop."""
 
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, pinned: bool, ranks: Ranks | None = None) -> None:
+        self._pinned, self._ranks = pinned, ranks
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._lent: StagedWeights | InPlaceWeights | None = None
 
@@ -48,14 +68,17 @@ class HostStaging:
         """Whether the buffer holds an update that may still be read."""
         if self._lent is not None and self._lent.released:
             self._lent = None
-        return self._lent is not None
+        return self._lent is not None or (self._ranks is not None and self._ranks.copying)
 
     def reserve(self, nbytes: int) -> torch.Tensor:
         """The first `nbytes` of the buffer (uint8), which grows when it is too small."""
         assert not self.busy, "the staging memory still holds an update"
         if self._buffer.numel() < nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            if self._ranks is not None:
+                self._buffer = self._ranks.allocate(nbytes)
+            else:
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         return self._buffer[:nbytes]
 
     def lend(self, update: StagedWeights | InPlaceWeights) -> None:
@@ -116,6 +139,7 @@ class InPlaceWeights:
     def __init__(self, manifest: Manifest) -> None:
         self.version = manifest.version
         self.nbytes = manifest.tensor_bytes
+        self.names = names_of(manifest)
         self.released = False
 
     def copy_into(self) -> None:
@@ -132,6 +156,7 @@ class StagedWeights:
     def __init__(self, manifest: Manifest, copies: Sequence[Copy]) -> None:
         self.version = manifest.version
         self.nbytes = manifest.tensor_bytes
+        self.names = names_of(manifest)
         self._copies = copies
         self._cuda = [view.device for view, _ in self._copies if view.is_cuda][:1]
         self._lock = threading.Lock()

@@ -37,6 +37,7 @@ from rollout.weights.apply_mode import ApplyMode, Update, UpdateDestination
 from rollout.weights.destination import StagedDestination
 from rollout.weights.group_orders import GroupOrders
 from rollout.weights.parameter_map import Fit, ParameterMap
+from rollout.weights.staging import Ranks
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
 from trainer_bridge.wire.errors import (
     BadRequest,
@@ -149,6 +150,7 @@ class UpdateIntake:
         idle_s: float,
         endpoint: str,
         post: Callable[[Callable[[], None]], object],
+        ranks: Ranks | None = None,
     ) -> None:
         self.version = version  # of the weights that were applied last: the loop writes it
         self.last: Applied | None = None  # replaced as a whole, so any thread may read it
@@ -166,6 +168,7 @@ class UpdateIntake:
         self._idle_s = idle_s
         self._endpoint = endpoint
         self._post = post
+        self._ranks = ranks
         self._said_unused = self._said_kept = False
         self._groups = GroupOrders(parameters, receivers)
 
@@ -421,6 +424,8 @@ class UpdateIntake:
             return
         begin, destination, commit = current.begin, current.destination, current.commit
         if not begin.receiver.finish(current.incoming, commit.options) or not destination.copied():
+            return
+        if self._ranks is not None and not self._ranks.prepared(begin.manifest):
             return
         destination.check_aliases(begin.manifest, begin.fit, self._parameters.views)
         if begin.adapter is not None:

@@ -59,7 +59,7 @@ class ReplayDrafter:
             at = np.where(is_wrong, np.arange(len(right)), len(right))
             self._wrong_at[name] = np.minimum.accumulate(at[::-1])[::-1].tolist()
 
-    def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int) -> list[int]:
+    def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
         """As `Drafter.path`; the key is the engine's sequence."""
         name, begin = cast(Sequence, key).group.key[1], len(tokens)
         drafts = self._drafts.get(name, [])
@@ -68,6 +68,10 @@ class ReplayDrafter:
             right = self._wrong_at[name][begin] - begin
             path[right:] = self._lost[name][begin + right : begin + len(path)]
         return path
+
+    def source(self, key: Hashable) -> int | None:
+        """As `Drafter.source`."""
+        return None
 
     def ended(self, key: Hashable) -> None:
         """As `Drafter.ended`."""

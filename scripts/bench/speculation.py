@@ -34,7 +34,7 @@ import argparse
 import copy
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,11 +59,15 @@ from scripts.bench.replay_drafter import ReplayDrafter, chance_of
 from scripts.bench.shapes import SHAPES, StepBytes
 
 MODES = ("auto", "always", "diverge", "nothing")
-_WARM_TOKENS, _SKIPPED_STEPS = 8, 4
+_WARM_TOKENS, _SKIPPED_STEPS, _LEAST_STEPS = 8, 4, 8
 #: Pages that a row needs beside those of its context and its new tokens, in tokens.
 _SPARE_TOKENS = 64
 _LEAST_SAVED_BYTES = shared_pages.DRAFTS_LEAST_SAVED_BYTES
 _SHOWN = ("rows", "context", "mode", "aim", "al", "speedup", "step_ms", "device_ms", "idle_ms", "host_ms", "floor_ms")
+
+
+class TooFewStepsError(RuntimeError):
+    """Rows hardly decoded together: their KV does not fit, or they have too few new tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,10 @@ class Bench:
         slot = parts.pipeline.free_slots[0]
         self.costs: StepCosts = measure_decode_costs(parts.executor, slot, step_rows)
 
+    def warm(self, prompts: list[list[int]]) -> None:
+        """Leave the prompts in the prefix cache."""
+        self.engine.generate(Work(prompts, [_WARM_TOKENS] * len(prompts)))
+
     def plain(self, work: Work, context: int) -> tuple[Recorded, Row]:
         """A run without a drafter."""
         return self._run(work, context, None)
@@ -117,8 +125,11 @@ class Bench:
         self.engine.generate(work)
         engine.scheduler.speculation = None
         steps = [step for step in self.engine.full_steps() if not step.zombie_rows][_SKIPPED_STEPS:]
-        if len(steps) < 3:
-            raise RuntimeError(f"only {len(steps)} steps had all rows; ask for more new tokens")
+        if len(steps) < _LEAST_STEPS or steps[0].rows < len(work.prompts):
+            together = steps[0].rows if steps else 0
+            raise TooFewStepsError(
+                f"{len(steps)} steps had {together} of {len(work.prompts)} rows: not enough to measure"
+            )
         rows, tokens = steps[0].rows, sum(step.tokens for step in steps[1:])
         assert steps[0].committed_at_s is not None and steps[-1].committed_at_s is not None
         speed = tokens / (steps[-1].committed_at_s - steps[0].committed_at_s)
@@ -146,14 +157,8 @@ class Bench:
         return Recorded({key: list(map(int, of)) for key, of in recorded.items()}, logprobs, speed), row
 
 
-def measure(bench: Bench, args: argparse.Namespace) -> list[Row]:
-    """All runs of all rows and contexts."""
-    results: list[Row] = []
-
-    def note(row: Row) -> None:
-        results.append({"shape": args.shape, **row})
-        print(json.dumps(results[-1]), flush=True)
-
+def measure(bench: Bench, args: argparse.Namespace, note: Callable[[Row], None]) -> None:
+    """All runs of all rows and contexts; each gives a row to `note`."""
     for context in sorted(args.contexts):
         for rows in sorted(args.rows):
             cell = {"rows": rows, "context": context}
@@ -162,18 +167,22 @@ def measure(bench: Bench, args: argparse.Namespace) -> list[Row]:
                 note({**cell, "skipped": f"needs KV of {needs} tokens, there are {bench.engine.capacity_tokens}"})
                 continue
             prompts = nested_prompts(rows, context, max(args.contexts), bench.engine.vocab)
-            bench.plain(Work(prompts, [_WARM_TOKENS + 8] * rows), context)  # leaves the prompts in the prefix cache
+            bench.warm(prompts)
             work = Work(prompts, [args.new] * rows)
-            plain, row = bench.plain(work, context)
+            try:
+                plain, row = bench.plain(work, context)
+            except TooFewStepsError as error:
+                note({**cell, "skipped": str(error)})
+                continue
             note({**cell, "mode": "plain", **row})
             for mode, aim, least in _runs(args):
-                if least is not None:
-                    shared_pages.DRAFTS_LEAST_SAVED_BYTES = least << 20
+                shared_pages.DRAFTS_LEAST_SAVED_BYTES = _LEAST_SAVED_BYTES if least is None else least << 20
                 p = 0.0 if aim is None else chance_of(aim, args.most)
-                row = bench.drafted(work, context, plain, p, mode)
-                note({**cell, "mode": mode, "aim": aim, "least_saved_mib": least, **row})
-                shared_pages.DRAFTS_LEAST_SAVED_BYTES = _LEAST_SAVED_BYTES
-    return results
+                run = {**cell, "mode": mode, "aim": aim, "least_saved_mib": least}
+                try:
+                    note({**run, **bench.drafted(work, context, plain, p, mode)})
+                except TooFewStepsError as error:
+                    note({**run, "skipped": str(error)})
 
 
 def _runs(args: argparse.Namespace) -> list[tuple[str, float | None, int | None]]:
@@ -197,10 +206,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None, "step_ms_by_rows": table}
     facts |= {"most": args.most, "settings": args.changes}
     print(json.dumps(facts), flush=True)
-    results = measure(bench, args)
+    results: list[Row] = []
+
+    def note(row: Row) -> None:
+        """Print and write at once: a run that ends early leaves what it has measured."""
+        results.append({"shape": args.shape, **row})
+        print(json.dumps(results[-1]), flush=True)
+        write_results(args.out, results, **facts, total_s=time.perf_counter() - began_s)
+
+    measure(bench, args, note)
     engine.close()
     print_table(args.shape, [{name: row.get(name, "") for name in _SHOWN} for row in results if "skipped" not in row])
-    write_results(args.out, results, **facts, total_s=time.perf_counter() - began_s)
     if args.changes.get("deterministic") == "true" and not all(row.get("equal_bits", True) for row in results):
         print("FAILED: deterministic, and tokens or log-probs differ from the plain run", flush=True)
         return 1
@@ -208,7 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    context = max(args.contexts)
+    # An engine takes no more KV than its rows need, so the pages to spare are part of the context.
+    context = max(args.contexts) + args.most + _SPARE_TOKENS
     return Job(shape=args.shape, rows=tuple(args.rows), prompt=context, new=args.new, device=args.device)
 
 

@@ -41,6 +41,7 @@ from rollout_kernels.linear.table import linear_config
 from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
 from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
+from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
 from rollout_kernels.norm_rope import triton_elementwise
 from rollout_kernels.parallel import TensorGroup
 from rollout_kernels.parallel.peer_buffers import PeerBuffers
@@ -48,7 +49,7 @@ from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_redu
 from rollout_kernels.sampling import VocabShard, triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
 from rollout_kernels.sampling.triton_draw import draw_and_advance
-from rollout_kernels.step import triton_begin
+from rollout_kernels.step import triton_begin, triton_drafts
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -80,10 +81,10 @@ OTHERS = {
     "gpt-oss-20b": Shape(2880, 64, 8, 64, 2880, 201088, 32, 4),
     "glm-4.5-air": Shape(4096, 96, 8, 128, 1408, 151552, 128, 8),
     "moonlight-16b-a3b": Shape(2048, 16, 16, 192, 1408, 163840, 64, 6),
-    "qwen3-30b-a3b-tp2": Shape(2048, 16, 2, 128, 384, 75968, 128, 8),  # on each of two GPUs
     "olmo-3-7b": Shape(4096, 32, 32, 128, 11008, 100278),
     "gemma-3-12b": Shape(3840, 16, 8, 256, 15360, 262208),
 }
+HALF = Shape(2048, 16, 2, 128, 384, 75968, 128, 8)  # Qwen3-30B-A3B on each of two GPUs
 Case = tuple[str, Callable[[], Any]]
 
 
@@ -168,6 +169,16 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
             row_ids, ints(rows), state[0], ints(257, 1024), table, last=0, length=1, page_size=PAGE, columns=1024
         ),
     )
+    drafts, verified, paths = ints(rows, 4, dtype=long), ints(rows, 4, dtype=long), ints(rows, 24, dtype=long)
+    for adapters in (None, ints(257)):
+        also = "" if adapters is None else ", adapters"
+        own = (*state, ints(257, 1024), ints(257, dtype=long), adapters)
+        yield (
+            f"set drafts up{also}",
+            lambda a=(drafts, verified, paths, *own): triton_drafts.set_up_drafts(*a, last=0, length=1),
+        )
+    accepting = (verified, row_ids, ints(rows), ints(257, dtype=long), state[0], ints(rows))
+    yield "accept drafts", lambda: triton_drafts.accept_drafts(*accepting, last=0, length=1)
     yield (
         "embed and rope",
         lambda: triton_elementwise.embed_rope(
@@ -353,6 +364,11 @@ def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
     yield "router", lambda: triton_router.moe_route(x, router, shape.top_k, True)
     logits = empty(1, rows, shape.experts)
     yield "choice", lambda: triton_router.moe_choose(logits, x.dtype, shape.top_k, True)
+    rule, bias = ScoreRule("sigmoid", shape.top_k, True), floats(shape.experts)
+    yield (
+        "choice by scores",
+        lambda: choose_scored(floats(1, rows, shape.experts), torch.float32, rule, score_bias_E=bias),
+    )
     if capability_of_gluon():
         yield "experts, padded", lambda: padded_experts(shape, 2048)
     routing = triton_router.Routing(ints(rows, shape.top_k), floats(rows, shape.top_k))
@@ -433,7 +449,8 @@ def main() -> None:
 
     compile_instead(args.capability, seen)
     for rows in args.rows:
-        chosen = [(label, OTHERS[label]) for label in args.families or ()] or [("dense", DENSE), ("moe", SPARSE)]
+        usual = [("dense", DENSE), ("moe", SPARSE), ("half of moe", HALF)]
+        chosen = [(label, OTHERS[label]) for label in args.families or ()] or usual
         for label, shape in chosen:
             cases = [*products(shape, rows), *dense_step(shape, rows)]
             cases += [] if shape.experts or args.families else adapters(shape, rows)

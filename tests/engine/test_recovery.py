@@ -101,6 +101,7 @@ class BrokenUpdate:
 
     version = 1
     nbytes = 0
+    names = ()
 
     def __init__(self) -> None:
         self.failures: list[str] = []

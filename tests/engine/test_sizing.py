@@ -176,6 +176,23 @@ def test_a_rehearsal_for_few_rows_runs_every_size_at_which_products_take_other_k
     assert {sum(lengths) for lengths in prefills} >= {1, 2, 4, 8, 16, 32, 64, 128}
 
 
+@pytest.mark.parametrize("context", [300, 1024])
+def test_a_rehearsal_runs_the_most_tokens_with_adapters_and_without(tmp_path, context):
+    """Kernels of many tokens may run only where no row has an adapter; contexts may be shorter than a step."""
+    make_checkpoint("qwen3", tmp_path)
+    model = load_model(ModelSettings(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu")).model
+    bench = Bench(model, max_rows=6)
+    adapters, rows = (
+        AdapterSlots(model.spec, 2, 8, torch.bfloat16, torch.device("cpu")),
+        bench.engine.executor.step.rows,
+    )
+    step = DeviceStep(model, FusedDecoder(model), bench.engine.executor.step.kv, rows, adapters)
+    steps = steps_to_rehearse(Executor(bench.device, bench.engine.executor.streams, step), 6, 700, context, None)
+    bench.close()
+    largest = [one.features for one in steps if sum(one.prompts) == 700 and not one.earlier]
+    assert {bool(features & Feature.ADAPTER) for features in largest} == {False, True}
+
+
 @given(st.integers(1, 300), st.integers(1, 5000), st.integers(2, 3000))
 def test_long_contexts_that_are_rehearsed_are_ones_that_the_scheduler_can_plan(rows, chunk_tokens, context):
     for spans in longest_contexts(rows, chunk_tokens, context):

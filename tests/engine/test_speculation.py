@@ -11,6 +11,7 @@ import pytest
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel, Delta, PutAdapter, StopAt
 from rollout.engine.speculation.step_costs import StepCosts
+from rollout.metrics.definitions import DRAFT_AGES
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.adapted import bench_of, make_adapters, versions_of
 from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y
@@ -434,6 +435,67 @@ def test_a_newer_adapter_is_stamped_at_its_first_token(model, monkeypatch, adapt
     assert all(later[: len(mark)] == mark for mark, later in zip(marks, marks[1:], strict=False)), "told marks stay"
 
 
+# --- everything at once ---
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))])
+def test_any_drafts_of_any_rows_give_what_none_give(model, monkeypatch, adapters, seed):
+    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; drafts right, wrong, missing."""
+    rng = random.Random(seed)
+    host = rng.choice([0.0, 0.001])
+    fields = {
+        "max_rows": rng.choice([2, 5, 16]),
+        "kv_pages": rng.choice([40, 60, 256]),
+        "pipeline_depth": rng.choice([1, 2]),
+        "prefill_chunk_tokens": rng.choice([16, 64]),
+        "adapter_slots": 2,
+        "adapter_rank": 16,
+    }
+    asked = []
+    for i in range(14):
+        constraint = rng.choice([None, None, [X, Y], [X, Y, SIZE]])
+        stop = {"token_ids": (STOP, 31), "min_tokens": rng.choice([0, 5])} if rng.random() < 0.6 else {}
+        more = {
+            "sampling": {**rng.choice(RULES), "seed": i},
+            "stop": stop,
+            "n": rng.choice([1, 1, 3]),
+            "adapter": rng.choice([None, "a0", "a1"]),
+            "top_logprobs": rng.choice([0, 0, 2]),
+            "stream_every": rng.choice([0, 1, 3]),
+        }
+        asked.append((f"r{i}", prompt_of(rng.randint(3, 20), i % 5), rng.randint(1, 45), constraint, more))
+
+    def run(bench: Bench, gaps: random.Random) -> Bench:
+        for i in range(2):
+            bench.engine.inbox.put(PutAdapter(f"a{i}", adapters[i][0], token=i))
+        for name, prompt, length, lists, more in asked:
+            constraint = None if lists is None else Cycle(lists, STOP if more["stop"] else None)
+            bench.submit(name, prompt, length, constraint=constraint, **more)
+            for _ in range(gaps.choice([0, 0, 2, 9])):
+                bench.engine.tick()
+        run_watched(bench)
+        bench.close()
+        return bench
+
+    plain = run(Bench(model, **{**fields, "kv_pages": 600, "max_rows": 16}), random.Random(1))
+    bench, _ = drafting(
+        monkeypatch,
+        model,
+        recorded(plain.completions),
+        rng.choice([0.0, 0.1, 0.5]),
+        seed,
+        ragged=rng.random() < 0.7,
+        speculation=rng.choice(["suffix", "suffix", "auto"]),
+        speculation_tokens=rng.randint(1, 6),
+        speculation_rows=rng.choice([3, 16, 64]),
+        host_kv_gib=host,
+        **fields,
+    )
+    run(bench, rng)
+    assert_same(bench, plain)
+    assert bench.engine.roster.counters.drafted > 0 or bench.settings.engine.speculation == "auto"
+
+
 # --- experts ---
 
 
@@ -469,6 +531,32 @@ def test_the_suffix_drafter_speeds_a_second_epoch_up(model, six):
             assert bench.completions.pop((f"r{i}", 0)).token_ids == six.tokens(f"r{i}"), epoch
     assert steps[1] < steps[0] / 2
     bench.close()
+
+
+@pytest.mark.parametrize(("version", "name"), [(0, "0"), (1, "1"), (3, "2_to_4"), (40, "5_up")])
+def test_acceptance_is_told_by_the_age_of_what_is_drafted_from(model, folders, version, name):
+    """A second epoch under other weights, whose number says how old the texts of the first are."""
+    mailbox = Mailbox()
+    bench = Bench(load(folders[0]), kv_pages=600, speculation="suffix", receiver=mailbox)
+    submit_six(bench)
+    bench.run()
+    bench.completions.clear()
+    before = list(bench.engine.roster.counters.drafts_by_age)
+    if version:
+        mailbox.ready = Update(version, load(folders[0]), bench.engine.executor.step.model)
+        bench.run()
+    submit_six(bench)
+    bench.run()
+    bench.close()
+    counters = bench.engine.roster.counters
+    assert sum(drafted for drafted, _ in counters.drafts_by_age) <= counters.drafted
+    which = list(DRAFT_AGES).index(name)
+    drafted, accepted = (now - was for now, was in zip(counters.drafts_by_age[which], before[which], strict=True))
+    assert accepted > 200 and accepted / drafted > 0.8, (counters.drafts_by_age, bench.completions["r0", 0].versions)
+    Inspector(bench.engine).set_gauges()
+    report = bench.engine.meter.report()
+    assert report[f"speculation/accepted_pct/age_{name}"] > (50 if version == 0 else 80)
+    assert (report["speculation/accepted_older_pct"] > 80) == (version > 0)
 
 
 # --- only where it pays ---

@@ -100,6 +100,7 @@ def test_a_fault_in_the_copy_ends_requests_with_an_error_not_in_silence(model, p
     class Broken:
         version = 1
         nbytes = 0
+        names = ()
 
         def copy_into(self) -> None:
             raise RuntimeError("no such memory")

@@ -10,7 +10,7 @@ from tests.support.engine.harness import Bench
 class Swap:
     """A receiver with one update of the weights, which are the same as before."""
 
-    version, nbytes = 1, 64
+    version, nbytes, names = 1, 64, ()
 
     def __init__(self) -> None:
         self.ready = False

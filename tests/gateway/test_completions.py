@@ -100,6 +100,21 @@ def test_echo_has_the_prompt_with_its_log_probs(client: httpx.Client, direct: Ro
     assert np.allclose(rest, wanted, atol=1e-5)
     scored = [None if entry is None else next(iter(entry.values()))["logprob"] for entry in choice["prompt_logprobs"]]
     assert scored == [first, *rest[: len("17: 18") - 1]]
+    more = body | {"logprobs": 2, "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
+    (wider,) = post(client, PATH, more)["choices"]
+    tops = direct.generate("17: 18", max_tokens=1, prompt_top_logprobs=2).prompt_tops
+    own = token_ids("17: 18")
+    assert tops is not None and wider["logprobs"]["top_logprobs"][0] is None
+    for position, (likeliest, entry) in enumerate(
+        zip(wider["logprobs"]["top_logprobs"][1 : len(own)], wider["prompt_logprobs"][1:], strict=True), start=1
+    ):
+        token, (best, second) = own[position], tops.ids[position].tolist()
+        assert list(likeliest) == [f"token_id:{each}" for each in dict.fromkeys([best, second, token])]
+        assert list(entry) == [str(each) for each in dict.fromkeys([token, best])], (
+            "the token itself, and the likeliest"
+        )
+        assert entry[str(token)]["rank"] == tops.ranks[position] and entry[str(best)]["rank"] == 1
+        assert entry[str(best)]["logprob"] == likeliest[f"token_id:{best}"] == float(tops.logprobs[position][0])
     streamed = events(client, PATH, {"prompt": "17:", "max_tokens": 2, "echo": True})
     texts = [event["choices"][0]["text"] for event in streamed]
     assert texts[0].startswith("17: ") and "".join(texts) == "17: 1"
@@ -148,13 +163,14 @@ def test_constraints(client: httpx.Client) -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"n": 0}, "n"),
         ({"logprobs": 21}, "logprobs"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 2, "stream": True}, "stream"),
         ({"logit_bias": {"999": 1.0}}, "logit_bias"),
         ({"stop_token_ids": [99]}, "stop_token_ids"),
         ({"stream_options": {"usage": True}}, "stream_options.usage"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"prompt": [[1, 2], [99]]}, "prompt"),
-        ({"echo": True, "logprobs": 2}, "logprobs"),
     ],
 )
 def test_a_wrong_field_is_an_error_that_names_it(client: httpx.Client, fields: dict[str, Any], named: str) -> None:

@@ -33,12 +33,27 @@ def test_tokens_of_vllm(client: httpx.Client, direct: RolloutClient) -> None:
 
 
 def test_prompt_log_probs_of_vllm(client: httpx.Client, direct: RolloutClient) -> None:
-    truth = direct.generate(PROMPT, max_tokens=1, prompt_logprobs=True)
+    truth = direct.generate(PROMPT, max_tokens=1, prompt_top_logprobs=3)
     params = {"max_tokens": 1, "prompt_logprobs": 0}
     found = post(client, "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params})["prompt_logprobs"]
     assert found[0] is None
     values = [entry[str(token)]["logprob"] for entry, token in zip(found[1:], PROMPT[1:], strict=True)]
     assert np.array_equal(np.float32(values), truth.prompt_logprobs[1:])
+    tops = truth.prompt_tops
+    assert tops is not None
+    assert [entry[str(token)]["rank"] for entry, token in zip(found[1:], PROMPT[1:], strict=True)] == list(
+        tops.ranks[1:]
+    )
+    assert all(len(entry) == 1 for entry in found[1:]), "the prompt's own tokens alone"
+    body = {"token_ids": PROMPT, "sampling_params": params | {"prompt_logprobs": 3}}
+    found = post(client, "/inference/v1/generate", body)["prompt_logprobs"]
+    for position, entry in enumerate(found[1:], start=1):
+        ids = tops.ids[position].tolist()
+        assert entry.keys() == {str(token) for token in [PROMPT[position], *ids]}
+        assert [entry[str(token)]["rank"] for token in ids if token != PROMPT[position]] == [
+            rank for rank, token in enumerate(ids, start=1) if token != PROMPT[position]
+        ]
+        assert np.float32([entry[str(token)]["logprob"] for token in ids]).tolist() == tops.logprobs[position].tolist()
 
 
 def test_wrong_fields_of_vllm(client: httpx.Client) -> None:
@@ -75,7 +90,7 @@ def test_tokens_of_sglang(client: httpx.Client, direct: RolloutClient) -> None:
     assert all(streamed[-1]["text"].startswith(event["text"]) for event in streamed)
 
 
-def test_batches_and_stops_of_sglang(client: httpx.Client) -> None:
+def test_batches_and_stops_of_sglang(client: httpx.Client, direct: RolloutClient) -> None:
     body = {"text": ["17:", "98:"], "sampling_params": {"stop": " 2", "no_stop_trim": True, "max_new_tokens": 9}}
     found = post(client, "/generate", body)
     assert [each["text"] for each in found] == [" 18 19 2", " 99 100 1"]
@@ -91,8 +106,18 @@ def test_batches_and_stops_of_sglang(client: httpx.Client) -> None:
         "logprob_start_len": 2,
         "sampling_params": {"max_new_tokens": 1},
     }
-    found = post(client, "/generate", scored)["meta_info"]["input_token_logprobs"]
-    assert [entry[1] for entry in found] == token_ids("17: 18")[2:]
+    found = post(client, "/generate", scored)["meta_info"]
+    assert [entry[1] for entry in found["input_token_logprobs"]] == token_ids("17: 18")[2:]
+    assert "input_top_logprobs" not in found
+    tops = direct.generate("17: 18", max_tokens=1, prompt_top_logprobs=2).prompt_tops
+    assert tops is not None
+    for start in (0, 2):
+        meta = post(client, "/generate", scored | {"top_logprobs_num": 2, "logprob_start_len": start})["meta_info"]
+        likeliest = meta["input_top_logprobs"]
+        assert len(likeliest) == len(meta["input_token_logprobs"]) == 6 - start
+        assert start or likeliest.pop(0) is None
+        expected = tops.ids[max(start, 1) :].tolist()
+        assert [[token for _, token, _ in row] for row in likeliest] == expected
 
 
 def test_wrong_fields_of_sglang(client: httpx.Client) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 policy = asyncio.get_event_loop_policy()
@@ -97,6 +98,18 @@ def test_generate_and_interrupted_requests_that_go_on(served: Served) -> None:
     counted = "".join(f" {number}" for number in range(18, 200))
     assert text_of(answer.output_tokens) == counted[:400] and answer.stop_reason == "length"
     assert len(answer.output_logprobs) == 400
+
+
+def test_token_ids_are_scored_as_the_workers_score_them(served: Served) -> None:
+    """AReaL scores trajectories with `echo` and likelier prompt tokens; it takes the first of each entry."""
+    tokens = token_ids("17: 18 19")
+    mask = torch.zeros(1, len(tokens), dtype=torch.int64)
+    mask[:, 3:] = 1
+    scored = served.engine._engine.compute_logp([{"input_ids": torch.tensor([tokens]), "loss_mask": mask}])
+    truth = served.direct.generate(tokens, max_tokens=1, prompt_logprobs=True).prompt_logprobs
+    assert truth is not None
+    np.testing.assert_allclose(scored[0][0, 3:], truth[3:], atol=1e-6)
+    assert not scored[0][0, :3].any()
 
 
 def test_updates_over_its_own_process_group(served: Served) -> None:

@@ -74,3 +74,22 @@ def test_the_client_of_renderers(served: tuple[str, httpx.Client]) -> None:
     assert len(said["completion_logprobs"]) == 6 and all(value <= 0 for value in said["completion_logprobs"])
     with pytest.raises(renderers.OverlongPromptError):  # it asks /v1/models for the context
         asyncio.run(ask("1" * 600))
+
+
+def test_the_request_of_rllms_engine(served: tuple[str, httpx.Client]) -> None:
+    """Its `OpenAIEngine`: a text, the drawn ids from `token_ids`, and the prompt's log-probs by id."""
+    openai = pytest.importorskip("openai")
+    more = {"return_token_ids": True, "prompt_logprobs": 0}
+    with openai.OpenAI(base_url=f"{served[1].base_url}/v1", api_key="none") as client:
+        (choice,) = client.completions.create(
+            model="ones", prompt="17: 18", max_tokens=3, logprobs=0, extra_body=more
+        ).choices
+    with RolloutClient(served[0]) as direct:
+        truth = direct.generate("17: 18", max_tokens=3, prompt_logprobs=True)
+    (completion,) = truth.completions
+    assert choice.token_ids == completion.token_ids.tolist() == token_ids(choice.text)
+    assert choice.logprobs.token_logprobs == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
+    assert truth.prompt_logprobs is not None and choice.prompt_logprobs[0] is None
+    own = zip(token_ids("17: 18"), choice.prompt_logprobs, strict=True)
+    scored = [entry[str(token)]["logprob"] for token, entry in list(own)[1:]]
+    assert scored == pytest.approx(truth.prompt_logprobs[1:].tolist(), abs=1e-5)

@@ -128,15 +128,18 @@ def test_sample_in_tinkers_form(served: Served) -> None:
 
     async def work(client: Any) -> Any:
         answer = await client.sample({"json": {**asked, "session_id": "s", "include_prompt_logprobs": True}})
-        with pytest.raises(aiohttp.ClientResponseError, match="own tokens"):
-            await client.sample({"json": {**asked, "include_prompt_logprobs": True, "topk_prompt_logprobs": 2}})
-        return answer
+        wider = {**asked, "include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
+        return answer, await client.sample({"json": wider})
 
-    answer = served.use(work)
+    answer, wider = served.use(work)
     assert [text_of(sequence["tokens"]) for sequence in answer["sequences"]] == [" 18 19"] * 2
     assert all(len(sequence["logprobs"]) == 6 for sequence in answer["sequences"])
     first, *others = answer["prompt_logprobs"]
     assert first is None and len(others) == 2 and all(value <= 0 for value in others)
+    tops = served.direct.generate(token_ids("17:"), max_tokens=1, prompt_top_logprobs=2).prompt_tops
+    assert tops is not None and wider["prompt_logprobs"] == answer["prompt_logprobs"]
+    first, *others = wider["topk_prompt_logprobs"]
+    assert first is None and [[token for token, _ in row] for row in others] == tops.ids[1:].tolist()
 
 
 def test_texts_chats_and_sessions(served: Served) -> None:

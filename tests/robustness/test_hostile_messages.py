@@ -23,6 +23,7 @@ from rollout.engine.messages import Delta, Done, Finish, Pause, Request, Resume,
 from tests.support.robustness.corpus import MAKERS, UNREADABLE, Hostile, hostile_messages, throw_junk
 from tests.support.robustness.limits import little_memory_and_time, rss_bytes
 from tests.support.service.harness import Bench, Client, done, serving
+from tests.support.service.media import WITH_IMAGES
 from trainer_bridge.wire.codec import DEFAULT_LIMITS, WireError, WireLimits, decode, encode, header_id
 
 MESSAGES = [10_000, pytest.param(100_000, marks=pytest.mark.nightly)]
@@ -38,6 +39,7 @@ LIMITS: dict[str, Any] = {
     "max_results": 200,
     "max_results_bytes": 4 << 20,
     "lease_s": 0.5,
+    "media_store_bytes": 4096,
 }
 
 
@@ -174,7 +176,7 @@ def settle(attackers: list[Attacker], good: GoodStream) -> None:
 @pytest.mark.parametrize("messages", MESSAGES)
 def test_each_hostile_message_has_one_answer_and_others_go_on(messages: int, codec) -> None:
     warm_up = int(messages * WARM_UP)
-    with serving(codec, **LIMITS) as bench:
+    with serving(codec, model=WITH_IMAGES, **LIMITS) as bench:
         engine = Engine(bench, "good")
         good = GoodStream(bench.client())
         fields: dict[str, Any] = {"client": "good", "prompt": [1], "max_tokens": 900, "stream": "tokens"}
@@ -212,7 +214,8 @@ def test_the_messages_are_hostile_in_every_way_and_always_the_same() -> None:
                 decode(message.frames)
             except WireError:
                 bad += 1
-        if maker.__name__ not in ("absurd_but_valid", "wrong_types", "wrong_ops", "wrong_ids", "wrong_arrays"):
+        of_right_form = ("absurd_but_valid", "wrong_types", "wrong_ops", "wrong_ids", "wrong_arrays", "wrong_media")
+        if maker.__name__ not in of_right_form:
             assert bad > 20 or maker.__name__ in ("too_large", "many_containers"), maker.__name__
 
 

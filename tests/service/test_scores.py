@@ -12,6 +12,7 @@ from rollout.engine.messages import MAX_TOP_LOGPROBS, Finish
 from rollout.service.requests.fields import top_id_rows, top_logprob_rows
 from tests.support.robustness.corpus import PLAIN, junk
 from tests.support.service.harness import ServedModel, delta, done, serving
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 PROMPT = np.array([np.nan, -0.5, -1.5], np.float32)
 
@@ -53,6 +54,29 @@ def test_they_are_asked_for_and_come_in_result_and_chunks(bench):
     assert "prompt_logprobs" not in result["completions"][0]
 
 
+def test_ranks_and_tops_of_the_prompt_come_with_its_log_probs(bench):
+    client = bench.client()
+    client.send("generate", prompt=[1, 2, 3], max_tokens=9, stream="tokens", stream_every=1, prompt_top_logprobs=2)
+    request = bench.submitted()
+    assert (request.prompt_logprobs, request.prompt_tops) == (True, 2)
+    ranks, rows = np.array([0, 1, 3], np.int32), tops([0, 5, 7], 2)
+    prompt = {"prompt_logprobs": PROMPT, "prompt_tops": PromptTops(ranks, rows["top_ids"], rows["top_logprobs"])}
+    bench.put(delta(request.key, 0, 0, [5], **prompt))
+    bench.put(delta(request.key, 0, 1, [7], finish=Finish("length")), replace(done(request), **prompt))
+    first, last, result = (client.receive() for _ in range(3))
+    expected = {"prompt_ranks": ranks, "prompt_top_ids": rows["top_ids"], "prompt_top_logprobs": rows["top_logprobs"]}
+    for reply in (first, result):
+        np.testing.assert_array_equal(reply["prompt_logprobs"], PROMPT)
+        for name, values in expected.items():
+            np.testing.assert_array_equal(reply[name], values)
+            assert reply[name].dtype == values.dtype
+    assert not expected.keys() & last.keys()
+    client.send("attach", "again", target=result["id"], stream="tokens", stream_every=1)
+    again = client.receive()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(again[name], values)
+
+
 def test_who_does_not_ask_gets_neither(bench):
     client = bench.client()
     client.send("generate", prompt=[1], max_tokens=9, logprobs=0, prompt_logprobs=False)
@@ -60,7 +84,9 @@ def test_who_does_not_ask_gets_neither(bench):
     assert (request.top_logprobs, request.prompt_logprobs) == (0, False)
     bench.finish(request)
     result = client.receive()
-    assert not {"top_ids", "top_logprobs", "prompt_logprobs"} & (result.keys() | result["completions"][0].keys())
+    assert not {"top_ids", "top_logprobs", "prompt_logprobs", "prompt_ranks"} & (
+        result.keys() | result["completions"][0].keys()
+    )
 
 
 def test_many_tokens_keep_theirs(bench):
@@ -169,6 +195,9 @@ OLD = {"token_ids": [11, 12], "seed": 77}
         ({"logprobs": True}, "logprobs", "valid integer"),
         ({"logprobs": 2.5}, "logprobs", "valid integer"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "valid boolean"),
+        ({"prompt_top_logprobs": MAX_TOP_LOGPROBS + 1}, "prompt_top_logprobs", f"or equal to {MAX_TOP_LOGPROBS}"),
+        ({"prompt_top_logprobs": -1}, "prompt_top_logprobs", "greater than or equal to 0"),
+        ({"prompt_top_logprobs": True}, "prompt_top_logprobs", "valid integer"),
         ({"continue_from": {**OLD, **tops([1, 2], 3)}}, "logprobs", "make them equal"),
         ({"continue_from": {**OLD, **tops([1, 2], 3)}, "logprobs": 2}, "logprobs", "has 3 top tokens"),
         ({"continue_from": {**OLD, **tops([1], 3)}, "logprobs": 3}, "continue_from", "has 1 rows"),

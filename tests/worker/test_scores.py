@@ -67,13 +67,23 @@ def check_prompt(reference: Any, prompt: list[int], values: Any) -> None:
     assert torch.allclose(torch.tensor(values[1:]), expected, atol=1e-4)
 
 
+def check_prompt_tops(reference: Any, prompt: list[int], tops: Any, k: int) -> None:
+    expected_NV = log_softmax_after(reference, prompt)[:-1]
+    chosen_N1 = expected_NV.gather(1, torch.tensor(prompt[1:])[:, None])
+    surely, perhaps = ((expected_NV > chosen_N1 + margin).sum(1) + 1 for margin in (1e-4, -1e-4))
+    ranks, ids, ours = (torch.tensor(values[1:]) for values in (tops.ranks, tops.ids, tops.logprobs))
+    assert (surely <= ranks).all() and (ranks <= perhaps).all() and tops.ids.shape == (len(prompt), k)
+    assert torch.allclose(ours, expected_NV.topk(k).values, atol=1e-4)
+    assert torch.allclose(ours, expected_NV.gather(1, ids.long()), atol=1e-4)
+
+
 def test_a_mixed_batch_with_preemptions_is_scored_as_transformers_does(reference: Any, scores: RolloutClient) -> None:
     vocab = reference.config.vocab_size
     wishes: list[dict[str, Any]] = [
         {"logprobs": 5, "prompt_logprobs": True},
         {"logprobs": 20, "top_p": 0.7, "repetition_penalty": 1.3},
         {},
-        {"prompt_logprobs": True, "n": 3},
+        {"prompt_logprobs": True, "n": 3, "prompt_top_logprobs": 20},
         {"logprobs": 1, "prompt_logprobs": True, "n": 2, "temperature": 0.6},
         {"logprobs": 3, "constraint": {"token_ids": [3, 4, 5]}, "stop": {"token_ids": [3]}},
     ]
@@ -86,6 +96,9 @@ def test_a_mixed_batch_with_preemptions_is_scored_as_transformers_does(reference
         assert (result.prompt_logprobs is not None) == ("prompt_logprobs" in wish)
         if result.prompt_logprobs is not None:
             check_prompt(reference, prompt, result.prompt_logprobs)
+        assert (result.prompt_tops is not None) == ("prompt_top_logprobs" in wish)
+        if result.prompt_tops is not None:
+            check_prompt_tops(reference, prompt, result.prompt_tops, wish["prompt_top_logprobs"])
         for part in result.completions:
             if "logprobs" in wish:
                 check_tops(reference, prompt, part, wish["logprobs"])

@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.wire.errors import ProtocolError
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 _LOOSE_PARTS = 256  # parts of a completion that are kept one by one; more are joined, since each costs 1.5 kB
 
@@ -31,6 +32,7 @@ class Assembler:
         self._ends = [0 if prior is None else len(prior)] * n
         self._whole = whole
         self.prompt_logprobs: np.ndarray | None = None  # once a chunk has brought them
+        self.prompt_tops: PromptTops | None = None  # the same
 
     def add(self, chunk: Chunk) -> None:
         """Take the next chunk. Raises `ProtocolError` when it does not fit."""
@@ -51,7 +53,7 @@ class Assembler:
             raise ProtocolError(f"a chunk of completion {chunk.index} is not a whole completion")
         _check_routing(chunk, parts)
         if chunk.prompt_logprobs is not None:
-            self.prompt_logprobs = chunk.prompt_logprobs
+            self.prompt_logprobs, self.prompt_tops = chunk.prompt_logprobs, chunk.prompt_tops
         parts.append(chunk.part)
         self._ends[chunk.index] += len(chunk.token_ids)
         loose = self._joined[chunk.index]
@@ -98,8 +100,12 @@ class Assembler:
         Raises `ProtocolError` unless the chunks are the beginning of the result.
         """
         rest = [self._rest(whole) for whole in result.completions if not self._check_ended(whole)]
-        scores = result.prompt_logprobs if self.prompt_logprobs is None else None
-        return [replace(chunk, prompt_logprobs=scores) if chunk.index == 0 else chunk for chunk in rest]
+        if self.prompt_logprobs is not None:
+            return rest
+        logprobs, tops = result.prompt_logprobs, result.prompt_tops
+        return [
+            replace(chunk, prompt_logprobs=logprobs, prompt_tops=tops) if chunk.index == 0 else chunk for chunk in rest
+        ]
 
     def _check_ended(self, whole: Completion) -> bool:
         if not 0 <= whole.index < len(self._ends):
@@ -133,8 +139,9 @@ def _joined(chunks: list[Chunk]) -> Chunk:
     first = chunks[0]
     if len(chunks) == 1:
         return first
-    scores = next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None)
-    return Chunk(first.offset, _join([chunk.part for chunk in chunks], first.index, None), scores)
+    scored = next((chunk for chunk in chunks if chunk.prompt_logprobs is not None), first)
+    part = _join([chunk.part for chunk in chunks], first.index, None)
+    return Chunk(first.offset, part, scored.prompt_logprobs, scored.prompt_tops)
 
 
 def tail(completion: Completion, start: int) -> Completion:

@@ -14,7 +14,7 @@ import math
 import sys
 import time
 import uuid
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,6 +46,8 @@ _MOST_UNREAD = 256  # chunks of a stream, and two more for each completion
 _MOST_ACKS = 1024  # in one message
 _ASK_AGAIN_S = 1.0  # whether newcomers have current weights
 _ENVELOPE_FIELDS = ("v", "id", "op")
+_MOST_SENT_AGAIN = 2  # a request with images: with those that are missing, then with all
+_MOST_KNOWN = 65_536  # images that a worker has been sent
 _NO_JOURNAL = "this client has no journal; make it with journal="
 
 
@@ -55,6 +57,29 @@ def check_id(request_id: str, in_flight: Collection[str]) -> None:
         raise ValueError(
             f"the id {request_id!r:.40} is in flight already, or has not 1 to {wire.MAX_ID_CHARS} characters"
         )
+
+
+class KnownMedia:
+    """The images that one worker has been sent, by hash: they are named, unless it says that it needs them."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, None] = {}  # oldest first
+
+    def to_send(self, media: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The items of a request, with pixels where the worker has not been sent them."""
+        items = []
+        for item in media:
+            known = item["hash"] in self._hashes
+            items.append({name: part for name, part in item.items() if not (known and name == "pixel_values")})
+            self._hashes[item["hash"]] = None
+        while len(self._hashes) > _MOST_KNOWN:
+            del self._hashes[next(iter(self._hashes))]
+        return items
+
+    def forget(self, hashes: Iterable[str]) -> None:
+        """The worker does not have these."""
+        for each in hashes:
+            self._hashes.pop(each, None)
 
 
 class ClientCall:
@@ -80,6 +105,8 @@ class ClientCall:
         self.reply: dict[str, Any] | None = None  # of anything else
         self.error: RolloutError | None = None
         self.on_update: Callable[[], object] = lambda: None
+        self.fields: dict[str, Any] | None = None  # of a request with images: it may have to be sent again
+        self.sent_again = 0
 
     @property
     def done(self) -> bool:
@@ -143,6 +170,7 @@ class ClientCore:
         self._closed = False
         self.acknowledges = client is None if acknowledge is None else acknowledge
         self._to_acknowledge: dict[str, list[str]] = {}  # by endpoint
+        self._media: defaultdict[str, KnownMedia] = defaultdict(KnownMedia)  # by endpoint
         self._questions: list[ClientCall] = []  # to all workers, while there are newcomers
         self._ask_at = 0.0  # when to put them again
         self._context = zmq.Context()
@@ -202,8 +230,11 @@ class ClientCore:
             self._reopen(endpoint)
         request_id = self.next_id() if request_id is None else request_id
         check_id(request_id, self._calls)
-        self._send(endpoint, request_id, self._header(op, request_id) | fields)
         call = ClientCall(request_id, op, endpoint, weight, self.deadline(timeout_s))
+        if "media" in fields:
+            call.fields = fields
+            fields = fields | {"media": self._media[endpoint].to_send(fields["media"])}
+        self._send(endpoint, request_id, self._header(op, request_id) | fields)
         self._calls[request_id] = call
         self.fleet[endpoint].load += weight
         return call
@@ -450,6 +481,7 @@ class ClientCore:
                 self._send(endpoint, ack_id, self._header("ack", ack_id) | {"targets": ids[start : start + _MOST_ACKS]})
 
     def _reopen(self, endpoint: str) -> None:
+        self._media.pop(endpoint, None)
         self.on_closing(endpoint)
         self.connections[endpoint].reopen()
         self.on_opened(endpoint)
@@ -499,7 +531,9 @@ class ClientCore:
         if reply.get("v") != wire.PROTOCOL_VERSION:
             raise ProtocolError(f"the worker speaks version {reply.get('v')!r:.40}, this client 1; update one of them")
         if op == "error":
-            call.error = from_reply(reply)
+            error = from_reply(reply)
+            if not (error.need and self._send_again(call, error.need)):
+                call.error = error
         elif op == "chunk" and call.assembler is not None:
             chunk = read_chunk(reply)
             call.assembler.add(chunk)
@@ -517,6 +551,17 @@ class ClientCore:
             call.reply = {name: value for name, value in reply.items() if name not in _ENVELOPE_FIELDS}
         else:
             raise ProtocolError(f"the worker answered {call.op} with {op!r:.40}")
+
+    def _send_again(self, call: ClientCall, need: list[str]) -> bool:
+        """Send a request with the pixels that its worker does not have (any more); False if that did not help."""
+        if call.fields is None or call.sent_again == _MOST_SENT_AGAIN:
+            return False
+        call.sent_again += 1
+        known = self._media[call.endpoint]
+        known.forget(need if call.sent_again < _MOST_SENT_AGAIN else [item["hash"] for item in call.fields["media"]])
+        fields = call.fields | {"media": known.to_send(call.fields["media"])}
+        self._send(call.endpoint, call.id, self._header(call.op, call.id) | fields)
+        return True
 
     def _blame(self, endpoint: str, request_id: str | None, message: str) -> None:
         """Fail the call of a broken reply; if its id is unknown, all calls at that endpoint."""

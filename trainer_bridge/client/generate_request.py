@@ -14,10 +14,11 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from trainer_bridge.client.media import MediaPrompt
 from trainer_bridge.client.results import Completion
 from trainer_bridge.wire.sampling_rules import RULES, SamplingFields
 
-Prompt = str | Sequence[int] | np.ndarray
+Prompt = str | Sequence[int] | np.ndarray | MediaPrompt
 StreamKind = Literal["tokens", "completions"]
 
 _INT32 = np.iinfo(np.int32)
@@ -52,6 +53,7 @@ class GenerateFields(SamplingFields, total=False):
     # for workers whose `status.capabilities` list them
     logprobs: int  # also the k likeliest tokens at each position: `top_ids`; the token's own log-prob always comes
     prompt_logprobs: bool  # also log-probs of the prompt's tokens, in the result
+    prompt_top_logprobs: int  # these, their ranks, and the k likeliest tokens at each position: `prompt_tops`
     min_complete: int | None
     return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
     constraint: Mapping[str, Any] | None
@@ -124,6 +126,8 @@ def plan_request(
         sent["stop"] = _stop(sent["stop"])
     if isinstance(sent.get("logprobs"), bool):  # the log-prob of each token comes without asking
         del sent["logprobs"]
+    if "prompt_top_logprobs" in sent:
+        sent["prompt_logprobs"] = True
     prior = _add_prior(sent) if "continue_from" in sent else None
     if stream:
         sent["stream"] = stream
@@ -149,6 +153,10 @@ def _add_prompt(sent: dict[str, Any], prompt: Prompt | None) -> None:
         raise ValueError("give either a prompt (text or token ids) or messages")
     if isinstance(prompt, str):
         sent["prompt"] = prompt
+    elif isinstance(prompt, MediaPrompt):
+        sent["prompt"] = token_array(prompt.token_ids, "prompt")
+        if prompt.media:
+            sent["media"] = [item.fields() for item in prompt.media]
     elif prompt is not None:
         if isinstance(prompt, (list, tuple)) and any(
             isinstance(part, (str, list, tuple, np.ndarray)) for part in prompt

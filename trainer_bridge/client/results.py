@@ -15,6 +15,7 @@ import numpy as np
 
 from trainer_bridge.wire.codec import JOINED_ARRAYS
 from trainer_bridge.wire.errors import ProtocolError
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
 _FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
@@ -66,12 +67,13 @@ class Chunk:
     """New tokens of one completion. `offset` is the position of the first one in the completion.
 
     The last chunk of a completion has `finish_reason`. `part` has the fields of `Completion` for the new tokens only,
-    `text` included. The first chunk of completion 0 has the `prompt_logprobs` that were asked for.
+    `text` included. The first chunk of completion 0 has the `prompt_logprobs` and `prompt_tops` that were asked for.
     """
 
     offset: int
     part: Completion
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens]
+    prompt_tops: PromptTops | None = None  # with `prompt_top_logprobs`
 
     @property
     def index(self) -> int:
@@ -120,6 +122,9 @@ class GenerateResult:
     extra: dict[str, Any] = field(default_factory=dict)  # fields of the reply that this client does not know
     #: float32 [prompt tokens]: of each token of the prompt after those before it, at temperature 1; NaN for the first.
     prompt_logprobs: np.ndarray | None = None
+    media: list[str] = field(default_factory=list)  # hashes of the prompt's images
+    #: With `prompt_top_logprobs=k`: ranks of the same tokens, and the k likeliest tokens at each position.
+    prompt_tops: PromptTops | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values: lists for arrays, None for NaN."""
@@ -132,7 +137,7 @@ def _plain_fields(value: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A value that `json.dumps` takes. Bytes, which JSON has not, are written in hexadecimal."""
-    if isinstance(value, (Completion, Timing)):
+    if isinstance(value, (Completion, PromptTops, Timing)):
         return _plain_fields(value)
     if isinstance(value, np.ndarray):
         return _plain(value.tolist())
@@ -160,6 +165,10 @@ _RESULT_FIELDS = {
     "worker",
     "metadata",
     "prompt_logprobs",
+    "media",
+    "prompt_ranks",
+    "prompt_top_ids",
+    "prompt_top_logprobs",
 }
 
 
@@ -179,6 +188,8 @@ def read_result(header: Mapping[str, Any], endpoint: str | None = None) -> Gener
         worker=header.get("worker"),
         metadata=header.get("metadata"),
         prompt_logprobs=_prompt_logprobs(header),
+        media=[str(each) for each in header.get("media") or ()],
+        prompt_tops=_prompt_tops(header),
         endpoint=endpoint,
         extra={name: value for name, value in header.items() if name not in _RESULT_FIELDS},
     )
@@ -194,7 +205,7 @@ def _seconds(timing: Mapping[str, Any], name: str) -> float:
 def read_chunk(header: Mapping[str, Any]) -> Chunk:
     """The new tokens in a `chunk` reply. Raises `ProtocolError`."""
     offset = _required(header, "offset", int)
-    return Chunk(offset, read_completion(header), _prompt_logprobs(header))
+    return Chunk(offset, read_completion(header), _prompt_logprobs(header), _prompt_tops(header))
 
 
 def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -215,6 +226,22 @@ def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _prompt_logprobs(header: Mapping[str, Any]) -> np.ndarray | None:
     return None if header.get("prompt_logprobs") is None else _array(header, "prompt_logprobs", np.float32)
+
+
+def _prompt_tops(header: Mapping[str, Any]) -> PromptTops | None:
+    if header.get("prompt_ranks") is None:
+        return None
+    ranks = _array(header, "prompt_ranks", np.int32)
+    ids, logprobs = (
+        _array(header, "prompt_top_ids", np.int32, 2),
+        _array(header, "prompt_top_logprobs", np.float32, 2),
+    )
+    if not (ids.shape == logprobs.shape and len(ids) == len(ranks)):
+        raise ProtocolError(
+            f"a reply has {len(ranks)} prompt_ranks, prompt_top_ids of shape {ids.shape} and prompt_top_logprobs of "
+            f"shape {logprobs.shape}"
+        )
+    return PromptTops(ranks, ids, logprobs)
 
 
 def read_completion(fields: Any) -> Completion:

@@ -160,13 +160,16 @@ class ResumedCall(ClientCall):
         have = self.assembler.length(part.index)
         if len(whole) < have or not np.array_equal(whole.token_ids[:have], self.assembler.tokens(part.index)):
             raise ProtocolError(f"the result of completion {part.index} is not what its stream was")
-        scores = result.prompt_logprobs if self.assembler.prompt_logprobs is None else None
-        return None if part.done else Chunk(have, tail(whole, have), scores)
+        if part.done:
+            return None
+        if self.assembler.prompt_logprobs is not None:
+            return Chunk(have, tail(whole, have))
+        return Chunk(have, tail(whole, have), result.prompt_logprobs, result.prompt_tops)
 
     def learn_prompt(self, result: GenerateResult) -> None:
         """Take the log-probs of the prompt from a leg's result: its first chunk may have come too early for them."""
         if _all_known(result.prompt_logprobs) and not _all_known(self.assembler.prompt_logprobs):
-            self.assembler.prompt_logprobs = result.prompt_logprobs
+            self.assembler.prompt_logprobs, self.assembler.prompt_tops = result.prompt_logprobs, result.prompt_tops
 
     def ending(self, part: ResumedCompletion, reason: FinishReason) -> Chunk:
         """The chunk that ends a completion here, without a worker."""
@@ -192,6 +195,7 @@ class ResumedCall(ClientCall):
             worker=None if last is None else last.worker,
             metadata=self.plan.fields.get("metadata"),
             prompt_logprobs=self.assembler.prompt_logprobs,
+            prompt_tops=self.assembler.prompt_tops,
             endpoint=None if last is None else last.endpoint,
             resumes=self.resumes,
             extra={**({} if last is None else last.extra), "seed": self.seed},
@@ -263,7 +267,7 @@ def continued_plan(
     With `scored` the log-probs of the prompt are known, or another request brings them: they are not asked for. Routing
     stays here, since it may be large: chunks bring what is added to it.
     """
-    left_out = ("n", "min_complete", "prompt_logprobs") if scored else ("n", "min_complete")
+    left_out = {"n", "min_complete", *(("prompt_logprobs", "prompt_top_logprobs") if scored else ())}
     fields = {name: value for name, value in plan.fields.items() if name not in left_out}
     if "sampling" in fields:
         fields["sampling"] = {name: value for name, value in fields["sampling"].items() if name != "seed"}

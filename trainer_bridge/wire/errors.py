@@ -41,6 +41,7 @@ class RolloutError(Exception):
         self.field = field
         self.retry_after_s = retry_after_s
         self.request_id = request_id
+        self.need: list[str] = []  # of `MediaNeeded`
         self.partials: list[Any] = []  # of `trainer_bridge.Completion`
 
 
@@ -66,6 +67,13 @@ class Duplicate(RolloutError, code="duplicate"):
 
 class NotFound(RolloutError, code="not_found"):
     """The worker does not know the request that `cancel`, `attach` or `report` names."""
+
+
+class MediaNeeded(RolloutError, code="media_needed"):
+    """The worker does not have images that the request names by their hashes, `need`: send it again with their pixels.
+
+    The clients do so by themselves.
+    """
 
 
 class WeightsRejected(RolloutError, code="weights_rejected"):
@@ -122,13 +130,16 @@ def from_reply(header: Mapping[str, Any]) -> RolloutError:
     """The exception for an `error` reply."""
     code = str(header.get("code", "internal"))
     field, wait_s = header.get("field"), header.get("retry_after_s")
-    return RolloutError._classes.get(code, RolloutError)(
+    error = RolloutError._classes.get(code, RolloutError)(
         str(header.get("message", "the worker gave no reason")),
         code=code,
         field=None if field is None else str(field),
         retry_after_s=float(wait_s) if isinstance(wait_s, (int, float)) else None,
         request_id=header.get("id"),
     )
+    need = header.get("need")
+    error.need = [str(each) for each in need] if isinstance(need, list) else []
+    return error
 
 
 def error_reply(error: RolloutError) -> dict[str, Any]:

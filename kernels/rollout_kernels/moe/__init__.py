@@ -4,6 +4,7 @@
     formats                 how the weights of experts are stored
     quantize                codes and scales from weights, in torch; `triton_quantize`: the same on a GPU
     triton_router           the choice of experts on a GPU; `triton_norm_router`: fused with the norm before it
+    triton_scored_router    the same for routers with sigmoids, biases, groups
     dispatch                the layer on a GPU: which kernels it uses, with which configuration (`table.json`)
     triton_warp_experts     experts for few tokens: one warp for each output
     triton_warp_lanes       what a lane of such a warp does with its bytes of weights

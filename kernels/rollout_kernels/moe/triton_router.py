@@ -61,7 +61,7 @@ class Record:
 
 
 @triton.jit
-def _order(logits, e, E2: tl.constexpr, SHORT: tl.constexpr):
+def order_of(logits, e, E2: tl.constexpr, SHORT: tl.constexpr):
     """An integer for each expert, larger for experts that come earlier: by logit (NaN last), then by index.
 
     It has 32 bits with SHORT, which is for logits of at most 11 significant bits, such as logits rounded to bf16 or
@@ -74,6 +74,59 @@ def _order(logits, e, E2: tl.constexpr, SHORT: tl.constexpr):
         return (ascending & -8192) | (E2 - 1 - e)
     else:
         return (ascending.to(tl.int64) << 32) | (E2 - 1 - e).to(tl.int64)
+
+
+@triton.jit
+def place_of(order, E2: tl.constexpr):
+    """The place of each expert: the number of earlier ones, by `order` [E2]."""
+    if E2 <= _COMPARED:
+        # A thread counts for one expert, so nothing is exchanged between threads.
+        place = tl.sum((order[:, None] > order[None, :]).to(tl.int32), axis=0)
+    else:
+        PIECES: tl.constexpr = E2 // _COMPARED
+        pieces = tl.reshape(order, [PIECES, _COMPARED])
+        place = tl.zeros([E2], tl.int32)
+        for piece in tl.static_range(PIECES):
+            rival = tl.sum(tl.where((tl.arange(0, PIECES) == piece)[:, None], pieces, 0), axis=0)
+            place += tl.sum((rival[:, None] > order[None, :]).to(tl.int32), axis=0)
+    return place
+
+
+@triton.jit
+def store_choices(
+    token,
+    e,
+    place,
+    chosen,
+    weight,
+    gate,
+    experts_ptr,
+    weights_ptr,
+    record_ptr,
+    slots_ptr,
+    record_stride,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RECORD: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Write the chosen experts of a token with their weights, then a shared one, and the record."""
+    CHOICES: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
+    out = token * CHOICES + place
+    tl.store(experts_ptr + out, e, mask=chosen)
+    tl.store(weights_ptr + out, weight, mask=chosen)
+    if SHARED:
+        tl.store(experts_ptr + token * CHOICES + TOP_K, E)
+        if GATED:
+            tl.store(weights_ptr + token * CHOICES + TOP_K, 1.0 / (1.0 + tl.exp(-gate)))
+        else:
+            tl.store(weights_ptr + token * CHOICES + TOP_K, 1.0)
+    if RECORD:
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            kept = record_ptr + slot * record_stride + place
+            tl.store(kept, e.to(record_ptr.dtype.element_ty), mask=chosen)
 
 
 @triton.jit
@@ -97,21 +150,12 @@ def choose(
 ):
     """Choose the experts of one token from its float32 logits [E2]; an expert's place is the number of earlier ones.
 
-    SHORT: see `_order`. SHARED: expert E comes last, weighted by the sigmoid of `gate` if GATED, else by 1.
+    SHORT: see `order_of`. SHARED: expert E comes last, weighted by the sigmoid of `gate` if GATED, else by 1.
     """
     e = tl.arange(0, E2)
     logits = tl.where(e < E, logits, float("-inf"))
-    order = _order(logits, e, E2, SHORT)
-    if E2 <= _COMPARED:
-        # A thread counts for one expert, so nothing is exchanged between threads.
-        place = tl.sum((order[:, None] > order[None, :]).to(tl.int32), axis=0)
-    else:
-        PIECES: tl.constexpr = E2 // _COMPARED
-        pieces = tl.reshape(order, [PIECES, _COMPARED])
-        place = tl.zeros([E2], tl.int32)
-        for piece in tl.static_range(PIECES):
-            rival = tl.sum(tl.where((tl.arange(0, PIECES) == piece)[:, None], pieces, 0), axis=0)
-            place += tl.sum((rival[:, None] > order[None, :]).to(tl.int32), axis=0)
+    order = order_of(logits, e, E2, SHORT)
+    place = place_of(order, E2)
     chosen = (place < TOP_K) & (e < E)
     # Finite even if all logits are NaN, so that padding gets no weight.
     largest = tl.maximum(tl.max(tl.where(logits == logits, logits, float("-inf"))), -3e38)
@@ -121,21 +165,10 @@ def choose(
         weight = weight / tl.sum(tl.where(chosen | (weight != weight), weight, 0.0))
     else:
         weight = weight / tl.sum(weight)
-    CHOICES: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
-    out = token * CHOICES + place
-    tl.store(experts_ptr + out, e, mask=chosen)
-    tl.store(weights_ptr + out, weight, mask=chosen)
-    if SHARED:
-        tl.store(experts_ptr + token * CHOICES + TOP_K, E)
-        if GATED:
-            tl.store(weights_ptr + token * CHOICES + TOP_K, 1.0 / (1.0 + tl.exp(-gate)))
-        else:
-            tl.store(weights_ptr + token * CHOICES + TOP_K, 1.0)
-    if RECORD:
-        slot = tl.load(slots_ptr + token)
-        if slot >= 0:
-            kept = record_ptr + slot * record_stride + place
-            tl.store(kept, e.to(record_ptr.dtype.element_ty), mask=chosen)
+    store_choices(
+        token, e, place, chosen, weight, gate,
+        experts_ptr, weights_ptr, record_ptr, slots_ptr, record_stride, E, TOP_K, RECORD, SHARED, GATED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "record_stride"])
@@ -226,7 +259,7 @@ def _choose_many_kernel(
             gate += tl.load(row + E, mask=t < tokens, other=0.0).to(tl.float32)
     logits = tl.where(e < E, narrow(logits, DTYPE).to(tl.float32), float("-inf"))
     SHORT: tl.constexpr = DTYPE != tl.float32 and E2 <= _MOST_SHORT
-    order = _order(logits, e, E2, SHORT)
+    order = order_of(logits, e, E2, SHORT)
     last: tl.constexpr = -(2**31) if SHORT else -(2**63)  # after every expert
     largest = tl.maximum(tl.max(tl.where(logits == logits, logits, float("-inf")), 1), -3e38)
     weight = tl.where(e < E, tl.exp(logits - largest[:, None]), 0.0)

@@ -63,11 +63,12 @@ def rope_cos_sin(
     Source: J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021.
 
     Args:
-        positions_T: positions, any integer dtype.
+        positions_T: positions, any integer dtype; or [T, D], a position for each dimension.
         inv_freq_D: float32, the D / 2 inverse frequencies, twice: one half after the other, or interleaved.
         sign_D: float32, minus the attention factor for each first one, plus the attention factor for each second.
     """
-    angles_T1D = positions_T.to(torch.float32)[:, None, None] * inv_freq_D
+    positions_T1X = positions_T.to(torch.float32).view(len(positions_T), 1, -1)
+    angles_T1D = positions_T1X * inv_freq_D
     # The last sign is the attention factor itself.
     return angles_T1D.cos() * sign_D[-1:], angles_T1D.sin_() * sign_D
 

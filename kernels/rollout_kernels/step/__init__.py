@@ -2,6 +2,7 @@
 
 begin         `begin_step`: the op and its torch twin
 triton_begin  the same on a GPU
+triton_drafts on a GPU: draft rows before a verify step, accepted drafts after it
 """
 
 from rollout_kernels.step.begin import DecodeInput, begin_step

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollout.engine.adapter_table import AdapterTable
+from rollout.engine.kv.encodings import Encodings
 from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
@@ -85,6 +86,7 @@ class PageAllocator:
         adapters: AdapterTable | None = None,
         offload_books: OffloadBooks | None = None,
         snapshots: Snapshots | None = None,
+        encodings: Encodings | None = None,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
@@ -94,6 +96,7 @@ class PageAllocator:
         self.adapters = adapters
         self.offload_books = offload_books  # KV of preempted sequences, where it is kept
         self.snapshots = snapshots  # for models with states
+        self.encodings = encodings  # of images, for models that are served with them
         self.sharing: list[Group] = []  # groups that hold a share, oldest first
         #: Prefills under way, by the key of the page that comes next, or of the snapshot.
         self._frontiers: dict[bytes, Sequence] = {}
@@ -123,7 +126,7 @@ class PageAllocator:
 
     def find_reusable(self, seq: Sequence, version: int) -> Reusable | None:
         """KV that `seq` need not compute, now or once another prefill has; None if it has KV of its own to restore."""
-        return None if seq.kv.offloaded is not None else self._find_reusable(seq, seq.history(), version)
+        return None if seq.kv.offloaded is not None else self._find_reusable(seq, seq.identity(seq.history()), version)
 
     def try_admit(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.
@@ -275,14 +278,14 @@ class PageAllocator:
 
         A sequence does not wait for one of lower priority, which may itself wait for long.
         """
-        theirs = other.kv.prefill_tokens
-        if theirs is None or other.priority < seq.priority:
+        if other.kv.prefill_tokens is None or other.priority < seq.priority:
             return None
+        theirs = other.identity(other.kv.prefill_tokens)
         most = min(len(theirs), len(tokens))
         differ = np.flatnonzero(theirs[:most] != tokens[:most])
         same = int(differ[0]) if len(differ) else most
-        if same == len(theirs) == len(tokens):
-            return other, same
+        if same == len(tokens) and (same == len(theirs) or same % self.page_size == 0):
+            return other, same  # its last page will be copied
         usable = min(same, len(tokens) - 1) // self.page_size * self.page_size
         return (other, usable) if usable > max(found, other.kv.length) else None
 
@@ -529,7 +532,7 @@ class PageAllocator:
             known = snapshots[0].tokens if snapshots else 0
         else:
             snapshots = ()
-        left = SessionKV(seq.history()[:known], kv.pages, version, kv.keys, kv.adapter_edition, snapshots)
+        left = SessionKV(seq.identity(seq.history())[:known], kv.pages, version, kv.keys, kv.adapter_edition, snapshots)
         self.sessions.keep(seq.group.session, left, now_s)
         if self.snapshots is not None:
             for snapshot in snapshots:
@@ -627,6 +630,8 @@ class PageAllocator:
         self.sessions.check()
         if self.adapters is not None:
             self.adapters.check_unused()
+        if self.encodings is not None:
+            self.encodings.check()
         assert not self._frontiers, "a prefill is waited for"
         assert not self._restored_experts, "experts of restored pages wait for a commit"
         if self.offload_books is not None:

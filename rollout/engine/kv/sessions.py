@@ -120,7 +120,7 @@ class Sessions:
     def match(
         self, session: Session, tokens: np.ndarray, version: int, adapter_edition: int = 0
     ) -> tuple[SessionKV | None, int]:
-        """The session's KV, and how many of `tokens` (int32) have it: never the last one."""
+        """The session's KV, and how many of `tokens` (`Sequence.identity`) have it: never the last one."""
         kv = session.kv
         if kv is None or kv.version != version or kv.adapter_edition != adapter_edition:
             return None, 0

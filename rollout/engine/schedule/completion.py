@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from rollout.engine.messages import Delta, RequestDone, VersionRuns
 from rollout.engine.sequence.experts import ExpertPages
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit
+from rollout.metrics.definitions import DRAFT_AGES
 
 #: Error of a completion whose next token could not be drawn.
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): look at the weights of this version"
@@ -33,7 +35,16 @@ class Counters:
     accepted: int = 0  # drafts that equalled the token drawn
     saved_s: float = 0.0  # of the device, by verify steps: plain ones of as many tokens would take so much longer
     expected_saved_s: float = 0.0  # the same by the costs alone
+    #: (drafted, accepted) of steps that were committed, by the age of what was drafted from, as in `DRAFT_AGES`.
+    drafts_by_age: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)] * len(DRAFT_AGES))
     prefilled_tokens: int = 0  # that prefills have computed, also again
+
+    def note_drafts(self, age: int | None, drafted: int, accepted: int) -> None:
+        """Count the drafts of a row; `age` in weights versions, None for drafts from no weights."""
+        if age is not None:
+            which = sum(age >= least for least in DRAFT_AGES.values()) - 1
+            before = self.drafts_by_age[which]
+            self.drafts_by_age[which] = before[0] + drafted, before[1] + accepted
 
 
 def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
@@ -56,7 +67,7 @@ def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
         version_span=versions[-1][0] - versions[0][0] if seq.finish and versions else 0,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == drawn.known else None,
+        **(_prompt_scores(seq.group) if seq.index == 0 and start == drawn.known else {}),
         # A change after tokens in flight may come earlier than it seems: how many they are is not known with drafts.
         adapter_versions=tuple(change for change in seq.adapter_use.version_changes if change[0] <= end),
         # Notes how far it has told, so nothing that may fail comes after it.
@@ -92,13 +103,14 @@ def make_request_done(group: Group, now_s: float) -> RequestDone:
         prefill_s=first_token - admitted,
         decode_s=now_s - first_token,
         total_s=now_s - group.arrived_s,
-        prompt_logprobs=_prompt_logprobs(group),
+        **_prompt_scores(group),
     )
 
 
-def _prompt_logprobs(group: Group) -> np.ndarray | None:
-    """A copy of the present values: later chunks still write to the group's array."""
-    return None if group.prompt_logprobs is None else group.prompt_logprobs.copy()
+def _prompt_scores(group: Group) -> dict[str, Any]:
+    """Copies of the present values: later chunks still write to the group's arrays."""
+    kept = {"prompt_logprobs": group.prompt_logprobs, "prompt_tops": group.prompt_tops}
+    return {name: values.copy() for name, values in kept.items() if values is not None}
 
 
 def _slice(values: array, start: int, end: int) -> np.ndarray:

@@ -21,12 +21,14 @@ A step of hundreds of rows loops over its spans four times at every token, so th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from rollout.engine.kv.encodings import Encodings
 from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.images import Encode, ImageTokens
 from rollout.engine.sequence.sequence import Sequence
 
 _ADAPTER = Feature.ADAPTER.value
@@ -41,6 +43,9 @@ class PromptPart:
     copy: tuple[int, int] | None = None  # (source page, target page) to copy before anything is written
     save: int | None = None  # place of a snapshot to which the row's state is saved first
     load: int | None = None  # place of a snapshot from which the row's state is loaded first, after all saves
+    images: tuple[ImageTokens, ...] = ()  # its tokens that are images
+    rope_3L: np.ndarray | None = None  # int64 [3, tokens in]: positions of the rotary embedding, in prompts with images
+    follows_row: bool = True  # these positions are what the row says, and no token is an image
 
 
 class Span(NamedTuple):
@@ -61,6 +66,7 @@ class Drafts(NamedTuple):
     length: int
     path: list[int]  # tokens expected from position `begin` on
     begin: int
+    age: int | None = None  # versions between the weights that the path comes from and the step's; None: from none
 
     def tokens(self, position: int, width: int) -> list[int]:
         """The drafts if the first is at `position`, as `verify.set_up` takes them from a path padded to `width`."""
@@ -83,6 +89,7 @@ class Plan:
     drafts: tuple[Drafts, ...] = ()
     #: (row, column of its page table, page) of a verify step; `opens` is empty then.
     pages: tuple[tuple[int, int, int], ...] = ()
+    encodes: tuple[Encode, ...] = ()  # images that are encoded before the forward
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:
@@ -115,8 +122,13 @@ class Plan:
 
     @property
     def decodes(self) -> bool:
-        """True if a token is drawn after every token that goes in: the step takes the decode forward."""
-        return self.tokens == self.draws and (self.draws == len(self.spans) or bool(self.drafts))
+        """True if a token is drawn after every token that goes in: the step takes the decode forward.
+
+        Not if such a token is an image, or has other positions than its row says.
+        """
+        if self.tokens != self.draws or not (self.draws == len(self.spans) or self.drafts):
+            return False
+        return all(prompt is None or prompt.follows_row for *_, prompt in self.spans)
 
     @property
     def draws_later(self) -> bool:
@@ -124,8 +136,14 @@ class Plan:
         return bool(self.features & Feature.CONSTRAIN)
 
 
-def make_plan(spans: list[Span], version: int, page_size: int, saves: tuple[tuple[int, int], ...] = ()) -> Plan:
-    """The step of these spans under the weights of `version`; `saves` as in `Plan`."""
+def make_plan(
+    spans: list[Span],
+    version: int,
+    page_size: int,
+    saves: tuple[tuple[int, int], ...] = (),
+    encodes: tuple[Encode, ...] = (),
+) -> Plan:
+    """The step of these spans under the weights of `version`; `saves` and `encodes` as in `Plan`."""
     opens: list[tuple[int, int]] = []
     features = tokens = draws = longest = 0
     for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
@@ -137,7 +155,7 @@ def make_plan(spans: list[Span], version: int, page_size: int, saves: tuple[tupl
             longest = start + tokens_in
         if not start % page_size:
             opens.append((place, seq.kv.pages[start // page_size]))
-    return Plan(spans, version, Feature(features), longest, tokens, draws, opens, saves)
+    return Plan(spans, version, Feature(features), longest, tokens, draws, opens, saves, encodes=encodes)
 
 
 def make_verify_plan(
@@ -167,13 +185,21 @@ def decode_spans(seqs: list[Sequence]) -> list[Span]:
 
 
 def prompt_spans(
-    seqs: list[Sequence], tokens: int, words: int, upload_words: Callable[[Sequence, int], int], page_size: int
+    seqs: list[Sequence],
+    tokens: int,
+    words: int,
+    upload_words: Callable[[Sequence, int], int],
+    page_size: int,
+    encodings: Encodings | None = None,
 ) -> list[Span]:
     """What one step takes of these prompts, in their order: at most `tokens` tokens and `words` int32 of upload.
 
-    A sequence whose KV is still being copied back waits, and the others do not wait for it.
+    A sequence whose KV is still being copied back waits, and the others do not wait for it. With images the step also
+    ends where `encodings` have no room for the next one.
     """
     spans: list[Span] = []
+    if encodings is not None:
+        encodings.plan_begins()
     for seq in seqs:
         kv = seq.kv
         assert kv.prefill_tokens is not None
@@ -185,12 +211,18 @@ def prompt_spans(
         needed = upload_words(seq, length)
         if length == 0 or (spans and needed > words):
             break
-        tokens, words = tokens - length, words - needed
-        spans.append(prompt_span(seq, length, page_size))
+        wanted = length
+        if encodings is not None:
+            length = encodings.fit(seq, kv.length, length)
+        if length:
+            tokens, words = tokens - length, words - needed
+            spans.append(prompt_span(seq, length, page_size, encodings))
+        if length < wanted:
+            break
     return spans
 
 
-def prompt_span(seq: Sequence, length: int, page_size: int) -> Span:
+def prompt_span(seq: Sequence, length: int, page_size: int, encodings: Encodings | None = None) -> Span:
     """The next `length` tokens of a sequence that is being prefilled."""
     kv = seq.kv
     assert kv.prefill_tokens is not None
@@ -200,4 +232,10 @@ def prompt_span(seq: Sequence, length: int, page_size: int) -> Span:
     draws = int(end == len(kv.prefill_tokens))
     planned = kv.planned_snapshot
     save = planned.place if planned is not None and planned.tokens == start else None
-    return Span(seq, start, length, draws, PromptPart(kv.prefill_tokens[start:end], scored, copy, save, kv.load_from))
+    part = PromptPart(kv.prefill_tokens[start:end], scored, copy, save, kv.load_from)
+    if encodings is not None and seq.group.request.prompt.media:
+        prompt, images = seq.group.request.prompt, encodings.tokens_of(seq, start, length)
+        rope_3L = prompt.rope_positions(start, end)
+        follows_row = not images and bool((rope_3L == np.arange(start, end) + prompt.rope_delta).all())
+        part = replace(part, images=images, rope_3L=rope_3L, follows_row=follows_row)
+    return Span(seq, start, length, draws, part)

@@ -17,6 +17,7 @@ half-prefilled prompt too.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster
@@ -78,9 +79,14 @@ def _grows_soon(seq: Sequence) -> bool:
 # --- weights or an adapter change ------------------------------------------------------------------------------------
 
 
-def change_weights(roster: Roster, version: int, recompute: bool) -> list[Sequence]:
-    """Steps planned from now on run under `version`. Returns the sequences whose KV has to be computed again."""
+def change_weights(roster: Roster, version: int, recompute: bool, names: Iterable[str] = ()) -> list[Sequence]:
+    """Steps planned from now on run under `version`. Returns the sequences whose KV has to be computed again.
+
+    `names` are those of the tensors that have changed.
+    """
     roster.version = version
+    if roster.allocator.encodings is not None:
+        roster.allocator.encodings.weights_changed(names)
     roster.feed.queue_early(version)
     roster.feed.close_shares()
     roster.allocator.forget_all()
@@ -142,6 +148,8 @@ def leave_pool(roster: Roster, keep: bool) -> None:
     """All KV leaves the pool; with `keep` it is offloaded, in the order of rank as long as the host has room."""
     roster.feed.close_shares()
     roster.allocator.end_sharing()
+    if roster.allocator.encodings is not None:
+        roster.allocator.encodings.drop_all()
     if not keep:
         _begin_again(roster, roster.unfinished(), recompute=True)
         return

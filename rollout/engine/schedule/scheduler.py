@@ -28,12 +28,13 @@ from rollout.engine.messages import Finish, Request
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
-from rollout.engine.schedule.plan import Plan, Span, decode_spans, make_plan, make_verify_plan, prompt_spans
+from rollout.engine.schedule.plan import Plan, decode_spans, make_plan, make_verify_plan, prompt_spans
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.speculation import Speculation
 from rollout.engine.sequence.sequence import Group, Sequence, State
 from rollout.engine.sequence.sequence_kv import Prefill
 from rollout.engine.step_output import Scores, StepOutput
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 
 class Scheduler:
@@ -135,8 +136,12 @@ class Scheduler:
         if not roster.prefilling:
             return None
         most = limits.chunk_tokens, limits.upload_words
-        spans = prompt_spans(roster.prefilling, *most, self._upload_words, self._page_size)
-        return self._make_plan(spans) if spans else None
+        encodings = roster.allocator.encodings
+        spans = prompt_spans(roster.prefilling, *most, self._upload_words, self._page_size, encodings)
+        if not spans:
+            return None
+        encodes = () if encodings is None else encodings.take_encodes()
+        return make_plan(spans, roster.version, self._page_size, self._saves(), encodes)
 
     def _plan_decode(self) -> Plan | None:
         roster = self.roster
@@ -151,10 +156,7 @@ class Scheduler:
             drafts = self.speculation.drafts(seqs, roster)
             if drafts or any(seq.drafted for seq in seqs):
                 return make_verify_plan(seqs, drafts, roster.version, self._page_size, self._saves())
-        return self._make_plan(decode_spans(seqs))
-
-    def _make_plan(self, spans: list[Span]) -> Plan:
-        return make_plan(spans, self.roster.version, self._page_size, self._saves())
+        return make_plan(decode_spans(seqs), roster.version, self._page_size, self._saves())
 
     def _saves(self) -> tuple[tuple[int, int], ...]:
         snapshots = self.roster.allocator.snapshots
@@ -247,6 +249,10 @@ class Scheduler:
                         break
             if seq.state is leaving and not seq.finalized:
                 roster.settle(seq)
+        if plan.drafts:
+            assert output.accepted is not None
+            for draft in plan.drafts:
+                counters.note_drafts(draft.age, draft.length, output.accepted[draft.place])
         if plan.kind == "decode":
             counters.decode_rows += plan.rows
         else:
@@ -313,9 +319,23 @@ def note_scores(plan: Plan, scores: Scores, accepted: list[int] | None = None) -
             tops.add(ids_K, logprobs_K)
     taken = 0
     for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():
-        logprobs = seq.group.prompt_logprobs
+        logprobs, prompt_tops = seq.group.prompt_logprobs, seq.group.prompt_tops
         if prompt is not None and prompt.scored and logprobs is not None:
-            if start == 0:
-                logprobs[:] = np.nan  # an earlier prefill may have left values of other weights
-            logprobs[start + 1 : start + 1 + prompt.scored] = scores.prompt_N[taken : taken + prompt.scored]
+            here, found = slice(start + 1, start + 1 + prompt.scored), slice(taken, taken + prompt.scored)
+            if start == 0:  # an earlier prefill may have left values of other weights
+                logprobs[:] = np.nan
+                if prompt_tops is not None:
+                    prompt_tops.forget()
+            logprobs[here] = scores.prompt_N[found]
+            if prompt_tops is not None:
+                _note_prompt_tops(prompt_tops, here, scores, found)
             taken += prompt.scored
+
+
+def _note_prompt_tops(tops: PromptTops, here: slice, scores: Scores, found: slice) -> None:
+    assert scores.prompt_ranks_N is not None, "the step knows who asks"
+    tops.ranks[here] = scores.prompt_ranks_N[found]
+    if k := tops.ids.shape[1]:
+        assert scores.prompt_ids_NK is not None and scores.prompt_logprobs_NK is not None
+        tops.ids[here] = scores.prompt_ids_NK[found, :k]
+        tops.logprobs[here] = scores.prompt_logprobs_NK[found, :k]

@@ -63,7 +63,9 @@ class Speculation:
             path = paths.get(seq, [])
             count = self._count(seq, len(path), min(wanted[seq], left), roster) if path else 0
             if count > 0:
-                drafts.append(Drafts(seq, place, count, path, seq.prompt_len + len(seq.tokens)))
+                source = self._drafter.source(seq)
+                age = None if source is None else max(roster.version - source, 0)
+                drafts.append(Drafts(seq, place, count, path, seq.prompt_len + len(seq.tokens), age))
                 left -= count
             place += 1 + count
         return drafts
@@ -100,7 +102,7 @@ class Speculation:
             self._followed[seq] = Acceptance(self._all_rows)
         in_flight = seq.launched - len(seq.tokens)
         want = in_flight + min(self._most, spare)
-        path = self._drafter.path(seq, seq.group.request.prompt.token_ids, seq.tokens, want)
+        path = self._ask(seq, want)
         assert len(path) <= want, "a drafter gives no more than it is asked for"
         if self._adapts:
             certain = _certain(seq)
@@ -117,10 +119,15 @@ class Speculation:
                 break
         return min(count, kv.capacity - kv.length - 1)
 
+    def _ask(self, seq: Sequence, want: int) -> list[int]:
+        runs = seq.drawn.versions
+        version = runs[-1][0] if runs else 0
+        return self._drafter.path(seq, seq.group.request.prompt.token_ids, seq.tokens, want, version)
+
     def _end_finalized(self) -> None:
         ended = [seq for seq in self._followed if seq.finalized]
         for seq in ended:
-            self._drafter.path(seq, seq.group.request.prompt.token_ids, seq.tokens, 0)  # its last tokens
+            self._ask(seq, 0)  # tells its last tokens
             self._drafter.ended(seq)
             del self._followed[seq]
 

@@ -44,6 +44,7 @@ from rollout.engine.sequence.features import features_of
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence_kv import SequenceKV
 from rollout.engine.sequence.session import Session
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 SEED_MASK = (1 << 63) - 1
 
@@ -94,6 +95,7 @@ class Group:
     admitted_s: float | None = None
     first_token_s: float | None = None
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens], NaN where not known yet; None if not asked for
+    prompt_tops: PromptTops | None = None  # of the same tokens
     prompt_due: bool = False  # the leader has to compute them
 
     @property
@@ -106,6 +108,8 @@ class Group:
         if self.request.prompt_logprobs:
             self.prompt_due = True
             self.prompt_logprobs = np.full(len(self.request.prompt), np.nan, np.float32)
+            if self.request.prompt_tops is not None:
+                self.prompt_tops = PromptTops.unknown(len(self.request.prompt), self.request.prompt_tops)
 
 
 class Sequence:
@@ -223,9 +227,15 @@ class Sequence:
 
     def content_between(self, start: int, end: int) -> bytes:
         """The content of positions start..end-1 (prompt first), for prefix keys: see `Prompt.content`."""
-        prompt_len = self.prompt_len
+        prompt_len, prompt = self.prompt_len, self.group.request.prompt
         if end <= prompt_len:
-            return self.group.request.prompt.content(start, end)
+            return prompt.content(start, end)
         tokens = np.array(self.tokens[max(start - prompt_len, 0) : end - prompt_len], dtype="<i4")
         generated = tokens.tobytes()
-        return self.group.request.prompt.content(start, prompt_len) + generated if start < prompt_len else generated
+        if prompt.rope_jump:
+            generated += prompt.rope_jump.to_bytes(8, "little", signed=True)
+        return prompt.content(start, prompt_len) + generated if start < prompt_len else generated
+
+    def identity(self, tokens: np.ndarray) -> np.ndarray:
+        """Numbers that are equal where the KV of `tokens`, a beginning of its history, may be equal."""
+        return self.group.request.prompt.identity(tokens)

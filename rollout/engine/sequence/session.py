@@ -15,7 +15,7 @@ from rollout.engine.sequence.sequence_kv import Snapshot
 class SessionKV:
     """The KV of a session."""
 
-    tokens: np.ndarray  # int32 [tokens]: the pages have the KV of these
+    tokens: np.ndarray  # int32 or int64 [tokens]: the pages have the KV of these, as `Sequence.identity` says
     pages: list[int]  # the last one may be half full
     version: int  # weights version of the KV
     keys: PrefixKeys | None  # of all full pages at least; None without a prefix cache

@@ -19,11 +19,14 @@ from rollout.engine.speculation.suffix_drafter import SuffixDrafter
 class Drafter(Protocol):
     """Guesses tokens. `key` is one completion; only the loop calls it."""
 
-    def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int) -> list[int]:
+    def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
         """At most `want` token ids expected after prompt (int32) and committed tokens; they may be any of the model's.
 
-        From call to call with one key, `tokens` only grow.
+        From call to call with one key, `tokens` only grow. The newest is of the weights `version`.
         """
+
+    def source(self, key: Hashable) -> int | None:
+        """The version of the weights that the last path of this completion comes from; None if from no weights."""
 
     def ended(self, key: Hashable) -> None:
         """Nothing is added to this completion any more; its key may be unknown."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,14 +23,17 @@ class _Texts:
 
     digest: bytes
     index: SuffixIndex
+    versions: list[int | None] = field(default_factory=lambda: [None])  # of the newest token of each text
     running: int = 0  # completions that have not ended
 
 
-class _Running(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Running:
     """A completion that has not ended."""
 
     texts: _Texts
     text: int
+    source: int | None = None  # text that the last path follows
 
 
 class SuffixDrafter:
@@ -46,17 +48,28 @@ class SuffixDrafter:
         self._running: dict[Hashable, _Running] = {}
         self.tokens = 0  # of all texts
 
-    def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int) -> list[int]:
+    def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
         """As `Drafter.path`."""
-        return self.guess(key, prompt, tokens, want)[1]
+        match, path = self.guess(key, prompt, tokens, want, version)
+        self._running[key].source = None if match is None else match.text
+        return path
 
-    def guess(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int) -> tuple[Match | None, list[int]]:
+    def source(self, key: Hashable) -> int | None:
+        """As `Drafter.source`: of the newest token of the text, or None for the prompt."""
+        running = self._running[key]
+        return None if running.source is None else running.texts.versions[running.source]
+
+    def guess(
+        self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0
+    ) -> tuple[Match | None, list[int]]:
         """A path, and the match that it follows. Takes the tokens that are new."""
-        texts, text = self._running.get(key) or self._open(key, prompt)
+        running = self._running.get(key) or self._open(key, prompt)
+        texts, text = running.texts, running.text
         index = texts.index
         known = index.length(text)
         if len(tokens) > known:
             index.add(text, tokens[known:])
+            texts.versions[text] = version
             self.tokens += len(tokens) - known
         match = index.match(text)
         return match, [] if match is None else index.after(text, match, want)
@@ -82,6 +95,7 @@ class SuffixDrafter:
         texts.running += 1
         before = len(texts.index)
         running = self._running[key] = _Running(texts, texts.index.open())
+        texts.versions.append(None)
         self.tokens += len(texts.index) - before
         return running
 

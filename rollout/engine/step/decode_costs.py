@@ -1,13 +1,15 @@
 """What decode steps take on this device, measured before an engine serves.
 
-The rows hold different tokens, so with a mixture each chooses its own experts. Their contexts are one token: the row
-state, the KV of page 0 and the slot are all that is written, and the row state is as before afterwards.
+A verify step runs first, which compiles and loads what only such steps launch. The rows hold different tokens, so with
+a mixture each chooses its own experts. Their contexts are one token: the row state, the KV of page 0 and the slot are
+all that is written, and the row state is as before afterwards.
 """
 
 from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 from rollout_kernels.attention.segments import no_segments
 
@@ -25,12 +27,31 @@ _STRIDE = 7919  # between the tokens of neighbouring rows
 
 def measure_decode_costs(executor: Executor, slot: Slot, max_rows: int) -> StepCosts:
     """The cost table for steps of up to `max_rows` rows: of each captured size, otherwise of powers of two."""
+    _verify_once(executor, slot, max_rows)
     graphs = executor.graphs
     captured = [] if graphs is None else [size for size in graphs.sizes.whole if size <= max_rows]
     larger = [1 << i for i in range(max_rows.bit_length()) if 1 << i > (captured[-1] if captured else 0)]
     sizes = sorted({*captured, *larger, max_rows})
     measured = {rows: _seconds(executor, slot, rows) for rows in sizes}
     return StepCosts(measured, bool(captured), executor.step.shares_pages)
+
+
+def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
+    """A verify step of row 1 with one draft."""
+    size = None if executor.graphs is None else executor.graphs.sizes.size_for(2)
+    padded, staging = size or 2, slot.staging
+    staging.begin()
+    put_decode(staging, [1, draft_row], [], padded, no_segments(padded) if executor.step.shares_pages else None)
+    staging.put("pages", np.array([(1, 0, 0)], dtype=np.int32))
+    staging.put("verified", np.array([(1, 0, 1, 0)]))
+    staging.put("paths", np.zeros((1, 2), dtype=np.int64))
+    staging.put("drafts", np.array([(draft_row, 1, 1, 0)]))
+    upload = staging.upload(2, 2, 2, PLAIN.value, executor.step.kv.page_size, size=size or 0, drafts=1)
+    step = slot.input_for(upload)
+    executor.compute.run(functools.partial(step.receive, upload.words))
+    executor.compute.run(functools.partial(executor.run, step, slot))
+    executor.compute.run(functools.partial(_as_before, executor.step.rows))
+    executor.finish()
 
 
 def _seconds(executor: Executor, slot: Slot, rows: int) -> float:

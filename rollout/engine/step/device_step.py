@@ -20,11 +20,12 @@ from rollout_kernels.step import begin_step
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step import verify
 from rollout.engine.step.expert_trace import StepExperts
-from rollout.engine.step.row_state import LAST, LENGTH, RowState
+from rollout.engine.step.image_encoder import ImageEncoder
+from rollout.engine.step.row_state import LAST, LENGTH, ROPE_DELTA, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.step.scores import StepScores
 from rollout.engine.step.upload import StepInput
-from rollout.models.batch import AttentionBatch, Chunk, KVCache, WantedTokens
+from rollout.models.batch import AttentionBatch, Chunk, KVCache, StepImages, WantedTokens
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, obstacle, supports
 from rollout.models.language_model import LanguageModel
@@ -63,6 +64,7 @@ class DeviceStep:
         adapters: AdapterSlots | None = None,
         exact_sums: bool = False,
         shares_pages: bool = False,
+        encoder: ImageEncoder | None = None,
     ) -> None:
         self.model = model
         self.forward = forward
@@ -73,6 +75,7 @@ class DeviceStep:
         self.sample = Sampler(rows, self.whole_logits, shard)
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
+        self.encoder = encoder
         self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
 
     def whole_logits(self, logits_SK: torch.Tensor) -> torch.Tensor:
@@ -81,7 +84,8 @@ class DeviceStep:
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same over another KV cache."""
-        return DeviceStep(self.model, self.forward, kv, self.rows, self.adapters, self.exact_sums, self.shares_pages)
+        more = self.adapters, self.exact_sums, self.shares_pages, self.encoder
+        return DeviceStep(self.model, self.forward, kv, self.rows, *more)
 
     def begin(self, step: StepInput) -> None:
         """Set rows up, copy states and pages, put tokens that the host knows where a decode forward reads them."""
@@ -153,8 +157,15 @@ class DeviceStep:
             adapters=self._step_adapters(rows_B) if adapted else None,
             rows_B=rows_B,
             segments_SW=segments_SW,
+            rope_positions=self._rope_positions(rows_B, begun.positions_B),
         )
         return begun.token_ids_B, batch
+
+    def _rope_positions(self, rows_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor | None:
+        """Positions of the rotary embedding of rows, where they may have images."""
+        if self.encoder is None:
+            return None
+        return positions_B + self.rows.ints[:, ROPE_DELTA].index_select(0, rows_B)
 
     def prefill(
         self, step: StepInput, experts: StepExperts | None, scores: StepScores
@@ -176,6 +187,8 @@ class DeviceStep:
             experts=None if experts is None else experts.experts,
             adapters=self._step_adapters(rows_C, step["token_span"]) if adapted else None,
             rows_B=rows_C,
+            rope_positions=step["rope_positions"] if "rope_positions" in step else None,
+            images=self._images(step) if "image_at" in step else None,
         )
         if self.skips_unwanted and experts is None and not header.scored:
             wanted = self._wanted(step, batch, adapted)
@@ -192,10 +205,15 @@ class DeviceStep:
             def compute_logits(hidden_SD: torch.Tensor) -> torch.Tensor:
                 return self.whole_logits(self.forward.compute_logits(hidden_SD))
 
-            scores.score_prompt(hidden_TD, at_N, targets_N, compute_logits, self.exact_sums)
+            asked = {"ranked": header.ranked, "tops": header.prompt_tops}
+            scores.score_prompt(hidden_TD, at_N, targets_N, compute_logits, self.exact_sums, **asked)
         if header.draws == 0:
             return None
         return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]
+
+    def _images(self, step: StepInput) -> StepImages:
+        assert self.encoder is not None
+        return StepImages(step["image_at"], self.encoder.select(step["image_places"]))
 
     def _wanted(self, step: StepInput, batch: AttentionBatch, adapted: bool) -> WantedTokens:
         """The last tokens of the spans that draw."""

@@ -18,6 +18,10 @@ import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from rollout_kernels.parallel import TensorGroup
 
 from rollout.engine.device.streams import Device, Event, Stream
 from rollout.engine.kv.page_mover import PageMover
@@ -25,6 +29,7 @@ from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step import verify
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import DecodeGraphs
+from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, StepInput, Upload
 from rollout.engine.step_output import StepOutput
@@ -59,10 +64,25 @@ class Streams:
             stream.close()
 
 
+class Orders(Protocol):
+    """Tells the other ranks of a tensor group, in order, what this rank enqueues on its compute stream."""
+
+    def step(self, upload: Upload) -> None:
+        """The next step."""
+
+    def draw(self, masks: StepMasks) -> None:
+        """The draw of the last step, whose masks are written."""
+
+    def swap(self, version: int) -> None:
+        """The copy of the update that all ranks have prepared; `version` is that of later steps."""
+
+
 class Executor:
     """Runs steps: `step` says what they do, `graphs` are the captured ones.
 
-    The movers, which copy KV and states to the host and back, end with it.
+    The movers, which copy KV and states to the host and back, end with it. The first rank of a tensor group gives
+    `orders` to the others; these have `downloads` = False, as nobody reads their outputs. After each step the tokens of
+    the ranks of `checked` are compared.
     """
 
     def __init__(
@@ -73,6 +93,9 @@ class Executor:
         graphs: DecodeGraphs | None = None,
         mover: PageMover | None = None,
         state_mover: PageMover | None = None,
+        orders: Orders | None = None,
+        downloads: bool = True,
+        checked: TensorGroup | None = None,
     ) -> None:
         self.device = device
         self.streams = streams
@@ -81,9 +104,14 @@ class Executor:
         self.graphs = graphs
         self.mover = mover
         self.state_mover = state_mover
+        self._orders = orders
+        self._downloads = downloads
+        self._checked = checked
 
     def execute(self, upload: Upload, slot: Slot) -> None:
         """Enqueue a step; returns without waiting for anything."""
+        if self._orders is not None:
+            self._orders.step(upload)
         header, step = upload.header, slot.input_for(upload)
         self.h2d.record(slot.h2d_start)
         self.h2d.run(functools.partial(step.receive, upload.words))
@@ -91,6 +119,9 @@ class Executor:
 
         self.compute.wait(slot.h2d_done)
         self.compute.record(slot.start)
+        if upload.encodes:
+            assert self.step.encoder is not None, "prompts with images are refused without a tower"
+            self.compute.run(functools.partial(self.step.encoder.encode, upload.encodes))
         self.compute.run(functools.partial(self.run, step, slot))
         if header.features & _CONSTRAIN:
             self.compute.record(slot.forward_end)
@@ -103,6 +134,12 @@ class Executor:
         `refused` are the places of drafts that have no mask.
         """
         slot.masks.set_rows(at, refused)
+        if self._orders is not None:
+            self._orders.draw(slot.masks)
+        self.draw_with_masks(header, slot)
+
+    def draw_with_masks(self, header: Header, slot: Slot) -> None:
+        """Enqueue the same draw with the masks that the slot has."""
         self.h2d.run(slot.masks.copy)
         self.h2d.record(slot.masks.arrived)
         self.compute.wait(slot.masks.arrived)
@@ -118,11 +155,14 @@ class Executor:
 
     def _finish(self, header: Header, slot: Slot) -> None:
         self.compute.record(slot.end)
+        if not self._downloads:
+            return
         self.d2h.wait(slot.end)
         self.d2h.record(slot.d2h_start)
         self.d2h.run(functools.partial(slot.download, header))
         if header.tops or header.scored:
-            self.d2h.run(functools.partial(slot.scores.copy, len(header.tops), header.scored))
+            asked = {"ranked": header.ranked, "prompt_tops": header.prompt_tops}
+            self.d2h.run(functools.partial(slot.scores.copy, len(header.tops), header.scored, **asked))
         self.d2h.record(slot.d2h_done)
 
     # --- on the compute stream ---------------------------------------------------------------------------------------
@@ -140,6 +180,7 @@ class Executor:
             if not header.features & _NOT_PLAIN:
                 self.graphs.run(slot, header.size)
                 self._accept(header, slot)
+                self._compare(header, slot)
                 return
             forwarded = self.graphs.forward(step, slot.experts)
         if forwarded is not None and header.tops:
@@ -154,6 +195,11 @@ class Executor:
         if forwarded is not None:
             self.step.sample(*forwarded, Feature(header.features), slot.output, slot.masks)
             self._accept(header, slot)
+            self._compare(header, slot)
+
+    def _compare(self, header: Header, slot: Slot) -> None:
+        if self._checked is not None and header.draws:
+            compare_tokens(self._checked, slot.output[0, : header.draws])
 
     def _accept(self, header: Header, slot: Slot) -> None:
         if header.drafts:
@@ -164,10 +210,12 @@ class Executor:
 
     # --- between the steps --------------------------------------------------------------------------------------------
 
-    def enqueue(self, work: Callable[[], object], start: Event, end: Event) -> None:
-        """Run `work` on the compute stream between the last launched step and the next."""
+    def swap(self, version: int, copy: Callable[[], object], start: Event, end: Event) -> None:
+        """Run the copy of an update on the compute stream, between the last launched step and the next."""
+        if self._orders is not None:
+            self._orders.swap(version)
         self.compute.record(start)
-        self.compute.run(work)
+        self.compute.run(copy)
         self.compute.record(end)
 
     def finish(self) -> None:
@@ -190,3 +238,14 @@ class Executor:
         for mover in (self.mover, self.state_mover):
             if mover is not None:
                 mover.close()
+
+
+def compare_tokens(group: TensorGroup, tokens_S: torch.Tensor) -> None:
+    """Fail, on every rank and on its stream, if the ranks drew different tokens."""
+    drawn_RS = group.all_gather(tokens_S)
+    same = (drawn_RS == drawn_RS[0]).all()
+    message = "the ranks drew different tokens"
+    if tokens_S.is_cuda:
+        torch._assert_async(same, message)
+    elif not same:
+        raise RuntimeError(f"{message}: {drawn_RS.tolist()}")

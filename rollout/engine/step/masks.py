@@ -100,6 +100,12 @@ class StepMasks:
         self._at_host_R[: len(at)] = torch.tensor(list(at), dtype=torch.int64)
         self._refused_host_R[: len(refused)] = torch.tensor(list(refused), dtype=torch.int64)
 
+    @property
+    def rows(self) -> tuple[list[int], list[int]]:
+        """What `set_rows` was given."""
+        at, refused = self._at_host_R[: self._count], self._refused_host_R[: self._refused_count]
+        return at.tolist(), refused.tolist()
+
     def copy(self) -> None:
         """Copy host to device; runs on the H2D stream."""
         self.bits.copy_(self._host_RW[: self._count], non_blocking=True)

@@ -12,6 +12,7 @@ The bound on the size of an upload stands here too, next to what fills it; the s
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 from rollout_kernels import PROMPT_BIT
@@ -26,6 +27,7 @@ from rollout.engine.step.scores import SCORED_AT_ONCE
 from rollout.engine.step.shared_pages import SharedPages
 from rollout.engine.step.upload import ALIGNMENT_WORDS, Staging, Upload, put_decode, put_prefill, put_scored, put_tops
 
+_IMAGE_WORDS = 10  # of a token, more, where a prompt has images: three positions, its place in the step, its embedding
 #: int32 words of an upload. A token: id, position, span. A span: rows, ends, lengths, samples, tops, copy, save, load,
 #: alignment.
 _TOKEN_WORDS = 6
@@ -73,7 +75,8 @@ class Packer:
         else:
             layout = _put_prefill(plan.spans, staging)
         _put_states(plan, staging)
-        scored = 0
+        _put_images(plan, staging)
+        scored: dict[str, Any] = {}
         if plan.kind == "prefill":
             if not layout:
                 _put_known(plan.spans, staging)
@@ -91,9 +94,9 @@ class Packer:
             size=size,
             layout=layout,
             tops=tops,
-            scored=scored,
+            **scored,
             drafts=max((draft.length for draft in plan.drafts), default=0),
-        )
+        ).with_encodes(plan.encodes)
 
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
         segments_SW = None if self._shared is None else self._shared.segments(plan, size)
@@ -117,7 +120,7 @@ class Packer:
             return
         paths_MW = np.zeros((len(plan.drafts), plan.path_tokens), dtype=np.int64)
         verified, drafts, draft_rows = [], [], iter(self._draft_rows)
-        for which, (seq, place, count, path, begin) in enumerate(plan.drafts):
+        for which, (seq, place, count, path, begin, _) in enumerate(plan.drafts):
             verified.append((seq.row, place, count, begin))
             drafts += [(next(draft_rows), seq.row, ahead, which) for ahead in range(1, count + 1)]
             paths_MW[which, : len(path)] = path
@@ -131,14 +134,20 @@ class Packer:
         if copies := [prompt.copy for *_, prompt in spans if prompt is not None and prompt.copy is not None]:
             staging.put("copies", np.array(copies, dtype=np.int32))
 
-    def _put_scored(self, spans: Seq[Span], staging: Staging) -> int:
-        at, targets, begin = [], [], 0
+    def _put_scored(self, spans: Seq[Span], staging: Staging) -> dict[str, Any]:
+        """Put what is scored of prompts. Returns the header's fields of it."""
+        at, targets, begin, most = [], [], 0, -1
         for seq, start, tokens_in, _, prompt in spans:
             if prompt is not None and prompt.scored:
                 at.append(np.arange(begin, begin + prompt.scored))
                 targets.append(seq.group.request.prompt.token_ids[start + 1 : start + 1 + prompt.scored])
+                if (tops := seq.group.request.prompt_tops) is not None:
+                    most = max(most, tops)
             begin += tokens_in
-        return put_scored(staging, np.concatenate(at), np.concatenate(targets), self.scored_multiple) if at else 0
+        if not at:
+            return {}
+        scored = put_scored(staging, np.concatenate(at), np.concatenate(targets), self.scored_multiple)
+        return {"scored": scored, "ranked": most >= 0, "prompt_tops": most > 0}
 
 
 def _put_states(plan: Plan, staging: Staging) -> None:
@@ -153,6 +162,25 @@ def _put_states(plan: Plan, staging: Staging) -> None:
     for name, pairs in (("state_saves", saves), ("state_loads", loads)):
         if pairs:
             staging.put(name, np.array(pairs, dtype=np.int64))
+
+
+def _put_images(plan: Plan, staging: Staging) -> None:
+    """Where the images of a prefill are, and the positions of its rotary embedding if any prompt has images."""
+    prompts = [] if plan.decodes else [(span, span.prompt) for span in plan.spans if span.prompt is not None]
+    if all(prompt.rope_3L is None for _, prompt in prompts):
+        return
+    at, places, axes, begin = [], [], [], 0
+    for (_, start, tokens_in, _, _), prompt in prompts:
+        for image in prompt.images:
+            at.append(np.arange(begin + image.first, begin + image.first + len(image.places)))
+            places.append(image.places)
+        plain = np.broadcast_to(np.arange(start, start + tokens_in), (3, tokens_in))
+        axes.append(plain if prompt.rope_3L is None else prompt.rope_3L)
+        begin += tokens_in
+    staging.put("rope_positions", np.concatenate(axes, axis=1).astype(np.int64))
+    if at:
+        staging.put("image_at", np.concatenate(at).astype(np.int64))
+        staging.put("image_places", np.concatenate(places))
 
 
 def _put_known(spans: Seq[Span], staging: Staging) -> None:
@@ -207,7 +235,7 @@ def _ints(seq: Sequence) -> list[float]:
     # Without stop tokens there is nothing to ban, and what the row's list holds is its predecessor's.
     min_tokens = seq.group.request.stop.min_tokens if seq.features & Feature.MIN_TOKENS else 0
     rules = [rule.row_value(sampling) for rule in INT_RULES]
-    return [seq.row, 0, 0, seq.prompt_len, min_tokens, *rules, seq.seed]
+    return [seq.row, 0, 0, seq.prompt_len, min_tokens, seq.group.request.prompt.rope_delta, *rules, seq.seed]
 
 
 def _adapter(seq: Sequence) -> int:
@@ -253,9 +281,12 @@ def spare_words(max_rows: int) -> int:
     return ALIGNMENT_WORDS + _SCORED_WORDS * SCORED_AT_ONCE + _SAVE_WORDS * max_rows
 
 
-def upload_words(seq: Sequence, length: int) -> int:
-    """Upper bound on the int32 words that the next `length` tokens of a prompt adds to an upload."""
-    words = (_TOKEN_WORDS + _SCORED_WORDS * seq.scores_prompt) * length + _SPAN_WORDS
+def upload_words(seq: Sequence, length: int, images: bool = False) -> int:
+    """Upper bound on the int32 words that the next `length` tokens of a prompt adds to an upload.
+
+    `images` for models that are served with images: if one prompt of a step has any, all tokens have more words.
+    """
+    words = (_TOKEN_WORDS + _IMAGE_WORDS * images + _SCORED_WORDS * seq.scores_prompt) * length + _SPAN_WORDS
     if not seq.row_ready:
         kv = seq.kv
         assert kv.prefill_tokens is not None
@@ -271,10 +302,10 @@ def verify_words(max_rows: int, draft_rows: int, most: int) -> int:
     return draft_rows * 2 * (_DRAFT_WORDS + positions) + max_rows * _PAGE_WORDS * (positions + 1)
 
 
-def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int) -> int:
+def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, images: bool = False) -> int:
     """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
     setup = _setup_words(max_pages, max_context, _SETUP_FEATURES)
-    largest = (_TOKEN_WORDS + _SCORED_WORDS) * chunk_tokens + _SPAN_WORDS + setup
+    largest = (_TOKEN_WORDS + _IMAGE_WORDS * images + _SCORED_WORDS) * chunk_tokens + _SPAN_WORDS + setup
     return max(16 * max_rows, largest) + 64 * max_rows + spare_words(max_rows) + 1024
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +95,8 @@ def steps_to_rehearse(
     largest = largest_prompts(max_rows, chunk_tokens, max_context)
     one = min(chunk_tokens, max_context)
     kernel_sizes = [] if isinstance(forward, Decoder) else forward.kernel_sizes()
-    prefills = [size for size in kernel_sizes if one < size < sum(largest)]
+    # The largest step runs without an adapter, too: some kernels of many tokens do not take adapters.
+    prefills = [size for size in sorted({*kernel_sizes, sum(largest)}) if one < size <= sum(largest)]
     lengths = sorted({*_SPAN_LENGTHS, *kernel_sizes})
     prompts = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in lengths)]
     prompts += [(_spans(size, one), PLAIN) for size in prefills]
@@ -121,7 +123,10 @@ def steps_to_rehearse(
 def rehearse(
     executor: Executor, slot: Slot, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
 ) -> None:
-    """Run the steps of `steps_to_rehearse`, one after the other."""
+    """Run the steps of `steps_to_rehearse`, one after the other, and encode the largest image if there may be any."""
+    if (encoder := executor.step.encoder) is not None:
+        executor.compute.run(functools.partial(encoder.encode, [encoder.largest()]))
+        executor.finish()
     for step in steps_to_rehearse(executor, max_rows, chunk_tokens, max_context, graph_rows):
         pack = _pack_prefill if step.prompts else _pack_decode
         _run(executor, slot, pack(executor, slot, step, max_context))
@@ -174,12 +179,11 @@ def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: 
     staging.put("copies", np.zeros((rows, 2), dtype=np.int32))
     tokens = np.arange(total, dtype=np.int64) % executor.step.rows.vocab
     layout = put_prefill(staging, [(0, step.earlier, length, 1) for length in step.prompts], tokens)
-    tops: tuple[int, ...] = ()
-    scored = 0
+    more: dict[str, Any] = {}
     if step.features & Feature.TOP:
-        tops = put_tops(staging, range(rows))
-        scored = put_scored(staging, np.arange(total), tokens, scored_multiple(executor.device.torch_device))
-    return staging.upload(rows, total, rows, step.features.value, max_context, layout=layout, tops=tops, scored=scored)
+        more = {"tops": put_tops(staging, range(rows)), "ranked": True, "prompt_tops": True}
+        more["scored"] = put_scored(staging, np.arange(total), tokens, scored_multiple(executor.device.torch_device))
+    return staging.upload(rows, total, rows, step.features.value, max_context, layout=layout, **more)
 
 
 def _run(executor: Executor, slot: Slot, upload: Upload) -> None:

@@ -1,7 +1,8 @@
 """The state of the rows on the device.
 
-    ints    [rows, I]  int64     last token, length (tokens whose KV is written), prompt length, min_tokens; a column
-                                 for each sampling rule that is an integer (`INT_RULES`); seed
+    ints    [rows, I]  int64     last token, length (tokens whose KV is written), prompt length, min_tokens, what is
+                                 added to a token's place for its rotary embedding (0 without images); a column for
+                                 each sampling rule that is an integer (`INT_RULES`); seed
     floats  [rows, F]  float32   temperature, noise (1 draws, 0 takes the best); a column for each other sampling rule
                                  (`FLOAT_RULES`)
     pages   [rows, P]  int32     page table; entries past a row's pages are the dump page
@@ -32,7 +33,7 @@ from trainer_bridge.wire.sampling_rules import RULES
 INT_RULES = tuple(rule for rule in RULES if rule.kind is int)
 FLOAT_RULES = tuple(rule for rule in RULES if rule.kind is float and rule.part != "temperature")
 
-LAST, LENGTH, PROMPT, MIN_TOKENS, FIRST_INT_RULE = range(5)
+LAST, LENGTH, PROMPT, MIN_TOKENS, ROPE_DELTA, FIRST_INT_RULE = range(6)
 SEED = FIRST_INT_RULE + len(INT_RULES)
 INTS = SEED + 1  # columns
 TEMPERATURE, NOISE, FIRST_FLOAT_RULE = range(3)

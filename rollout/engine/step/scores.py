@@ -3,6 +3,8 @@
               device                                     host, pinned
     tops      [rows, 2, K] int32   ids, float bits       -D2H->     in steps where a row asks for them
     prompt    [chunk tokens] float32                     -D2H->     in steps with a prompt to score
+    ranks     [chunk tokens] int32                       -D2H->     where such a prompt asks for them
+    prompt tops  [chunk tokens, 2, K] int32              -D2H->     the same
 
 All are log-softmax of the model's own logits: before temperature, penalties, bias, bans and masks. The upload of a step
 says which rows and positions these are; a step without any enqueues nothing of this. Each copy is one contiguous piece:
@@ -14,6 +16,7 @@ Legend: S rows that sample, C of them with tops, K tops, N scored positions, P o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -38,11 +41,16 @@ class StepScores:
     def __init__(self, device: Device, max_rows: int, chunk_tokens: int, vocab: int) -> None:
         multiple = scored_multiple(device.torch_device)
         self._k = min(MAX_TOP_LOGPROBS, vocab)
-        tops, prompt = (max_rows, 2, self._k), (-(-chunk_tokens // multiple) * multiple,)
+        positions = -(-chunk_tokens // multiple) * multiple
+        tops, prompt, prompt_tops = (max_rows, 2, self._k), (positions,), (positions, 2, self._k)
         self._tops = torch.zeros(tops, dtype=torch.int32, device=device.torch_device)
         self._tops_host = device.host_buffer(tops, torch.int32)
         self._prompt = torch.zeros(prompt, device=device.torch_device)
         self._prompt_host = device.host_buffer(prompt, torch.float32)
+        self._ranks = torch.zeros(prompt, dtype=torch.int32, device=device.torch_device)
+        self._ranks_host = device.host_buffer(prompt, torch.int32)
+        self._prompt_tops = torch.zeros(prompt_tops, dtype=torch.int32, device=device.torch_device)
+        self._prompt_tops_host = device.host_buffer(prompt_tops, torch.int32)
 
     def take_tops(self, logits_SV: torch.Tensor, at_C: torch.Tensor, exact_sums: bool = False) -> None:
         """Find the likeliest tokens of some rows; on the compute stream. The logits are left as they are."""
@@ -61,27 +69,52 @@ class StepScores:
         targets_N: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         exact_sums: bool = False,
+        *,
+        ranked: bool = False,
+        tops: bool = False,
     ) -> None:
-        """Log-probs of `targets_N` after the tokens `at_N` of a step; on the compute stream."""
+        """Log-probs of `targets_N` after the tokens `at_N` of a step; on the compute stream.
+
+        With `ranked` their ranks, too, and with `tops` the likeliest tokens at each position.
+        """
         for start in range(0, len(at_N), SCORED_AT_ONCE):
-            part = slice(start, start + SCORED_AT_ONCE)
+            part = slice(start, min(start + SCORED_AT_ONCE, len(at_N)))
             logits_PV = compute_logits(hidden_TH.index_select(0, at_N[part]))
             logits_PV.sub_(logits_PV.amax(dim=1, keepdim=True))  # small numbers lose no digits in the difference
-            chosen_P = logits_PV.gather(1, targets_N[part, None]).squeeze(1)
-            self._prompt[start : start + len(chosen_P)] = chosen_P - _log_sum_exp(logits_PV, exact_sums)
+            chosen_P1 = logits_PV.gather(1, targets_N[part, None])
+            if ranked:
+                self._ranks[part] = (logits_PV > chosen_P1).sum(dim=1, dtype=torch.int32) + 1
+            top_PK = logits_PV.topk(self._k, dim=1) if tops else None
+            rest_P = _log_sum_exp(logits_PV, exact_sums)
+            self._prompt[part] = chosen_P1.squeeze(1) - rest_P
+            if top_PK is not None:
+                ids_PK, bits_PK = self._prompt_tops[part].unbind(1)
+                ids_PK.copy_(top_PK.indices)
+                bits_PK.view(torch.float32).copy_(top_PK.values - rest_P[:, None])
 
-    def copy(self, tops: int, scored: int) -> None:
-        """Copy the tops of `tops` rows and the log-probs of `scored` positions to the host; on the D2H stream."""
+    def copy(self, tops: int, scored: int, *, ranked: bool = False, prompt_tops: bool = False) -> None:
+        """Copy the tops of `tops` rows and what is told of `scored` positions to the host; on the D2H stream."""
         if tops:
             self._tops_host[:tops].copy_(self._tops[:tops], non_blocking=True)
         if scored:
             self._prompt_host[:scored].copy_(self._prompt[:scored], non_blocking=True)
+        if ranked:
+            self._ranks_host[:scored].copy_(self._ranks[:scored], non_blocking=True)
+        if prompt_tops:
+            self._prompt_tops_host[:scored].copy_(self._prompt_tops[:scored], non_blocking=True)
 
-    def read(self, places: tuple[int, ...], scored: int) -> Scores:
+    def read(self, places: tuple[int, ...], scored: int, *, ranked: bool = False, prompt_tops: bool = False) -> Scores:
         """A copy of the scores that have arrived; the next step overwrites the buffers."""
         tops_C2K = self._tops_host[: len(places)].numpy().copy()
         prompt_N = self._prompt_host[:scored].numpy().copy()
-        return Scores(places, tops_C2K[:, 0], tops_C2K[:, 1].view(np.float32), prompt_N)
+        scores = Scores(places, tops_C2K[:, 0], tops_C2K[:, 1].view(np.float32), prompt_N)
+        if ranked:
+            scores = replace(scores, prompt_ranks_N=self._ranks_host[:scored].numpy().copy())
+        if prompt_tops:
+            tops_N2K = self._prompt_tops_host[:scored].numpy().copy()
+            ids_NK, logprobs_NK = tops_N2K[:, 0], tops_N2K[:, 1].view(np.float32)
+            scores = replace(scores, prompt_ids_NK=ids_NK, prompt_logprobs_NK=logprobs_NK)
+        return scores
 
 
 def _log_sum_exp(logits_RV: torch.Tensor, exact: bool) -> torch.Tensor:

@@ -8,8 +8,7 @@ The draft rows of a verify step stand behind their row and have its page table. 
 first one that the step may write. That is a run of rows of its own within what the rows of a group share.
 
 Reading shared pages once costs time, too: more parts to combine, and neighbours that read the same pages at the same
-time find them in the L2 cache anyway. Below `LEAST_SAVED_BYTES` rows are told to share nothing. Draft rows need less:
-what each of them has alone is less than a tile.
+time find them in the L2 cache anyway. Below `LEAST_SAVED_BYTES` rows are told to share nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from rollout.models.spec import AttentionSpec, LatentSpec, ModelSpec
 #: by a fifth (8 rows of 4K + 2K, 32 of 1K + 1K), 230 MB (32 rows of 4K + 2K, 4 KV heads) left it as it was, and 460 MB
 #: made it a quarter faster: scripts/bench/group_attention.py.
 LEAST_SAVED_BYTES = 256 << 20
-#: The same in a verify step. Not measured yet: scripts/bench/speculation.py --least-saved.
-DRAFTS_LEAST_SAVED_BYTES = 64 << 20
+#: The same in a verify step, whose rows find the pages of their neighbours in the L2 cache, too: see `--least-saved` of
+#: scripts/bench/speculation.py.
+DRAFTS_LEAST_SAVED_BYTES = 1 << 30
 #: What rows share counts from so many positions on.
 LEAST_POSITIONS = 256
 _NOTHING = -1

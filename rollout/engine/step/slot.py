@@ -84,7 +84,10 @@ class Slot:
         """The outputs that have arrived. `experts` is a view, which the next step overwrites."""
         output = self._output_host[:, : header.draws].numpy()
         logprobs = output[1:].view(np.float32)
-        scores = self.scores.read(header.tops, header.scored) if header.tops or header.scored else None
+        scores = None
+        if header.tops or header.scored:
+            asked = {"ranked": header.ranked, "prompt_tops": header.prompt_tops}
+            scores = self.scores.read(header.tops, header.scored, **asked)
         return StepOutput(
             output[0].tolist(),
             logprobs[0].tolist(),

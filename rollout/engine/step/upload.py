@@ -27,22 +27,26 @@
     paths                  int64 [M, W]: the tokens that are expected from there on; padded
     drafts                 int64 [N, 4] of drafts: draft row, row, how far ahead (from 1), which of the `verified`
     pages                  int32 [n, 3]: row, column of its page table, page; of all rows of a verify step
+    rope_positions         int64 [3, T]: positions of the rotary embedding by axis; of prefills of prompts with images
+    image_at, _places      int64 [n]: tokens of the step that are images, and places of their embeddings in the buffer
     top_at                 int64 [n]: which of the drawing rows report their likeliest tokens
     scored_at, _targets    int64 [n]: tokens of the step, and the token whose log-prob each gives; padded
 
 The sections of a decode lie first and at the same place in every upload of its size: captured steps read them there.
-`Header` and words say everything: `execute` needs no other state of the host, so an upload can be sent to a process
-that has a copy of the model, of the KV and of the row state.
+`Header`, words and images to encode say everything: `execute` needs no other state of the host, so an upload can be
+sent to a process that has a copy of the model, of the KV, of the row state and of the embedding buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from rollout.engine.sequence.images import Encode
 
 #: Sections start at a multiple of this many int32 words: 16 bytes. Kernels are compiled anew for pointers that are less
 #: well aligned, and nothing is compiled while serving.
@@ -62,7 +66,7 @@ class Section(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a step is, beside its arrays. Integers, strings and tuples of them."""
+    """What a step is, beside its arrays. Integers, strings, flags and tuples of them."""
 
     rows: int  # that take part
     tokens: int  # that go in
@@ -75,6 +79,8 @@ class Header(NamedTuple):
     layout: tuple[tuple[int, int, int, int], ...] = ()
     tops: tuple[int, ...] = ()  # which of the drawing rows report their likeliest tokens
     scored: int = 0  # positions of prompts that are scored
+    ranked: bool = False  # they have ranks, too
+    prompt_tops: bool = False  # and their likeliest tokens
     drafts: int = 0  # most drafts of a row; 0 in a step without drafts
 
     def to_fields(self) -> dict[str, Any]:
@@ -98,6 +104,11 @@ class Upload:
 
     header: Header
     words: torch.Tensor  # int32
+    encodes: tuple[Encode, ...] = ()  # images that are encoded first; their pixels are too large for the words
+
+    def with_encodes(self, encodes: tuple[Encode, ...]) -> Upload:
+        """The upload with images to encode."""
+        return replace(self, encodes=encodes) if encodes else self
 
 
 class StepInput:

@@ -8,6 +8,8 @@
     refuse      before the draw, if a constraint could not be followed along some drafts
     accept      after the draw: of r's drafts, those before the first that differs: d1 = x0, d2 = x1
 
+On a GPU each is one launch (`rollout_kernels.step.triton_drafts`), and some more for penalties, bans and biases.
+
 The decode step in between knows nothing of drafts: each draft row writes the KV of its draft before any row attends,
 and draws with the numbers of its own position, with the token counts that it would have. So x0, and the token after
 each accepted draft, are the tokens that steps of one token would draw. Then r goes on after the last of them. What
@@ -36,6 +38,33 @@ def tell_pages(rows: RowState, pages_N3: torch.Tensor) -> None:
 def set_up(rows: RowState, step: StepInput) -> None:
     """Set the draft rows of a step up."""
     draft_N, owner_N, ahead_N, which_N = step["drafts"].unbind(1)
+    features = step.header.features
+    if rows.ints.is_cuda:
+        from rollout_kernels.step.triton_drafts import set_up_drafts
+
+        copied = rows.ints, rows.floats, rows.pages, rows.drafts, rows.adapters
+        set_up_drafts(step["drafts"], step["verified"], step["paths"], *copied, last=LAST, length=LENGTH)
+    else:
+        copy_rows(rows, step)
+    for state, needs in (
+        (rows.banned, features & Feature.MIN_TOKENS),
+        (rows.bias_ids, features & Feature.BIAS),
+        (rows.bias, features & Feature.BIAS),
+    ):
+        if needs:
+            state.index_copy_(0, draft_N, state.index_select(0, owner_N))
+    if features & Feature.PENALIZE:
+        token_N = rows.drafts.index_select(0, draft_N)
+        before_NN = (which_N[:, None] == which_N) & (ahead_N[:, None] >= ahead_N)  # its own draft, too
+        counts_NV = rows.counts.index_select(0, owner_N)
+        place_NN = torch.arange(len(draft_N), device=draft_N.device)[:, None].expand_as(before_NN)
+        counts_NV.index_put_((place_NN, token_N.expand_as(before_NN)), before_NN.int(), accumulate=True)
+        rows.counts.index_copy_(0, draft_N, counts_NV)
+
+
+def copy_rows(rows: RowState, step: StepInput) -> None:
+    """Make each draft row a copy of its row, some tokens ahead; the twin of `set_up_drafts`."""
+    draft_N, owner_N, ahead_N, which_N = step["drafts"].unbind(1)
     paths_MW, begin_M = step["paths"], step["verified"][:, 3]
     ints_NI = rows.ints.index_select(0, owner_N)
     position_N = ints_NI[:, LENGTH] + ahead_N
@@ -44,24 +73,9 @@ def set_up(rows: RowState, step: StepInput) -> None:
     ints_NI[:, LENGTH], ints_NI[:, LAST] = position_N, token_N
     rows.ints.index_copy_(0, draft_N, ints_NI)
     rows.drafts.index_copy_(0, draft_N, token_N)
-    features = step.header.features
-    for state, needs in (
-        (rows.floats, True),
-        (rows.pages, True),
-        (rows.banned, features & Feature.MIN_TOKENS),
-        (rows.bias_ids, features & Feature.BIAS),
-        (rows.bias, features & Feature.BIAS),
-    ):
-        if needs:
+    for state in (rows.floats, rows.pages, rows.adapters):
+        if state is not None:
             state.index_copy_(0, draft_N, state.index_select(0, owner_N))
-    if rows.adapters is not None and features & Feature.ADAPTER:
-        rows.adapters.index_copy_(0, draft_N, rows.adapters.index_select(0, owner_N))
-    if features & Feature.PENALIZE:
-        before_NN = (which_N[:, None] == which_N) & (ahead_N[:, None] >= ahead_N)  # its own draft, too
-        counts_NV = rows.counts.index_select(0, owner_N)
-        place_NN = torch.arange(len(draft_N), device=draft_N.device)[:, None].expand_as(before_NN)
-        counts_NV.index_put_((place_NN, token_N.expand_as(before_NN)), before_NN.int(), accumulate=True)
-        rows.counts.index_copy_(0, draft_N, counts_NV)
 
 
 def refuse(rows: RowState, step: StepInput, places_N: torch.Tensor) -> None:
@@ -74,16 +88,30 @@ def accept(rows: RowState, step: StepInput, output_4R: torch.Tensor, accepted_R:
 
     `accepted_R` (int32) gets the number of accepted drafts at the place of each row with drafts.
     """
+    if rows.ints.is_cuda:
+        from rollout_kernels.step.triton_drafts import accept_drafts
+
+        drawn = output_4R[0], rows.drafts, rows.ints, accepted_R
+        accept_drafts(step["verified"], step["rows"], *drawn, last=LAST, length=LENGTH)
+    else:
+        go_on(rows, step, output_4R, accepted_R)
+    if step.header.features & Feature.PENALIZE:  # the draw has counted the first token
+        row_M, place_M, _, _ = step["verified"].unbind(1)
+        ahead_K = torch.arange(step.header.drafts, device=row_M.device)
+        taken_MK = ahead_K < accepted_R[place_M][:, None]
+        place_MK = (place_M[:, None] + 1 + ahead_K).clamp_(max=len(step["rows"]) - 1)
+        row_MK = row_M[:, None].expand_as(taken_MK)
+        rows.counts.index_put_((row_MK, output_4R[0].long()[place_MK]), taken_MK.int(), accumulate=True)
+
+
+def go_on(rows: RowState, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor) -> None:
+    """Compare drafts with tokens and let rows go on after the accepted ones; the twin of `accept_drafts`."""
     row_M, place_M, count_M, _ = step["verified"].unbind(1)
     drawn_R, step_rows = output_4R[0].long(), step["rows"]
     ahead_K = torch.arange(step.header.drafts, device=row_M.device)
     place_MK = (place_M[:, None] + 1 + ahead_K).clamp_(max=len(step_rows) - 1)  # of the drafts
     equal_MK = drawn_R[place_MK - 1] == rows.drafts[step_rows[place_MK]]
-    taken_MK = (equal_MK & (ahead_K < count_M[:, None])).int().cumprod(1)
-    accepted_M = taken_MK.sum(1)
+    accepted_M = (equal_MK & (ahead_K < count_M[:, None])).int().cumprod(1).sum(1)
     rows.ints[row_M, LAST] = drawn_R[place_M + accepted_M]
     rows.ints[row_M, LENGTH] += accepted_M
     accepted_R[place_M] = accepted_M.int()
-    if step.header.features & Feature.PENALIZE:  # the draw has counted the first token
-        row_MK = row_M[:, None].expand_as(taken_MK)
-        rows.counts.index_put_((row_MK, drawn_R[place_MK]), taken_MK.int(), accumulate=True)

@@ -9,10 +9,9 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from rollout.engine.messages import Delta, Finish
 from rollout.service.delivery.expert_records import RoutingColumn
+from rollout.service.delivery.replies import prompt_scores
 from rollout.service.delivery.token_columns import TokenColumns, marks_between, runs_between
 from rollout.service.delivery.waiters import Position
 from rollout.service.text.stop_strings import StopMatch, StopText
@@ -37,7 +36,7 @@ class CompletionDelivery:
         self.index = index
         self.finish: Finish | None = None
         self.closed = False  # the engine has ended it
-        self.prompt_logprobs: np.ndarray | None = None  # for the first chunk
+        self.prompt_scores: dict[str, Any] = {}  # fields of the first chunk
         self.start = Position(columns.count, shown_from or 0)
         self._columns = columns
         self._routing = routing
@@ -70,8 +69,7 @@ class CompletionDelivery:
         assert delta.offset == self._columns.count, f"a delta at {delta.offset} follows {self._columns.count} tokens"
         self._seed, self._recomputed = delta.seed, self._old_marks + delta.recomputed
         self._adapter_versions = _joined(self._old_adapter_versions, delta.adapter_versions)
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
+        self.prompt_scores |= prompt_scores(delta)
         match = self._text.feed(delta.token_ids.tolist()) if self._text is not None else None
         self._extend(delta, match.tokens - delta.offset if match else len(delta.token_ids))
         if match is not None:
@@ -91,8 +89,8 @@ class CompletionDelivery:
             fields["text"] = self._shown.read()
         if self._routing is not None:
             fields |= self._routing.fields(start.tokens, self._columns.count)
-        if self.prompt_logprobs is not None and start.tokens == self.start.tokens:
-            fields["prompt_logprobs"] = self.prompt_logprobs
+        if start.tokens == self.start.tokens:
+            fields |= self.prompt_scores
         fields |= self._mark_fields(start.tokens)
         return fields | self._finish_fields()
 

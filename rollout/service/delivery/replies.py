@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.messages import EngineStatus, RequestDone, SequenceStatus
+from rollout.engine.messages import Delta, EngineStatus, RequestDone, SequenceStatus
 from rollout.service.errors import ServiceError
 from rollout.service.served_model import ServedModel
 from trainer_bridge.wire.codec import JOINED_ARRAYS, PROTOCOL_VERSION
@@ -26,6 +26,8 @@ def error_reply(request_id: str, error: ServiceError) -> dict[str, Any]:
         reply["field"] = error.field
     if error.retry_after_s is not None:
         reply["retry_after_s"] = error.retry_after_s
+    if error.need:
+        reply["need"] = list(error.need)
     return reply
 
 
@@ -55,8 +57,9 @@ def result_reply(
     seed: int,
     worker: str,
     metadata: dict[str, Any] | None,
+    media: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """All completions of a request, and its timing."""
+    """All completions of a request, its timing, and the hashes of its images."""
     reply = _header("result", request_id) | {
         "completions": completions,
         "prompt_tokens": done.prompt_tokens,
@@ -71,11 +74,18 @@ def result_reply(
         "seed": seed,
         "worker": worker,
     }
-    if done.prompt_logprobs is not None:
-        reply["prompt_logprobs"] = done.prompt_logprobs
+    reply |= prompt_scores(done)
     if metadata is not None:
         reply["metadata"] = metadata
+    if media:
+        reply["media"] = list(media)
     return reply
+
+
+def prompt_scores(event: Delta | RequestDone) -> dict[str, Any]:
+    """The fields of a reply with what an event tells of the prompt's tokens."""
+    fields = {} if event.prompt_logprobs is None else {"prompt_logprobs": event.prompt_logprobs}
+    return fields if event.prompt_tops is None else fields | event.prompt_tops.fields()
 
 
 def status_reply(

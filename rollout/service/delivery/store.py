@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from rollout.config import ServiceSettings
 from rollout.process.logs import about
 from rollout.service.delivery.expert_records import last_entries
 from rollout.service.delivery.token_columns import marks_between, runs_between
 from rollout.service.delivery.waiters import Position
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
+from trainer_bridge.wire.prompt_tops import tops_fields
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,8 @@ class Stored:
         """The completions, which can be streamed."""
         result = decode(self.frames, REPLY_LIMITS)
         completions = [StoredCompletion(fields, self.start) for fields in result["completions"]]
-        completions[0].prompt_logprobs = result.get("prompt_logprobs")
+        if "prompt_logprobs" in result:
+            completions[0].prompt_scores = {"prompt_logprobs": result["prompt_logprobs"], **tops_fields(result)}
         return completions
 
 
@@ -59,7 +59,7 @@ class StoredCompletion:
         self.index: int = fields["index"]
         self.start = start
         self.end = Position(len(fields["token_ids"]), len(fields.get("text", "")))
-        self.prompt_logprobs: np.ndarray | None = None  # for the first chunk
+        self.prompt_scores: dict[str, Any] = {}  # fields of the first chunk
         self._fields = fields
 
     def part(self, start: Position) -> dict[str, Any]:
@@ -76,8 +76,8 @@ class StoredCompletion:
                 part[name] = marks
         if "text" in part:
             part["text"] = part["text"][start.chars :]
-        if self.prompt_logprobs is not None and start.tokens == self.start.tokens:
-            part["prompt_logprobs"] = self.prompt_logprobs
+        if start.tokens == self.start.tokens:
+            part |= self.prompt_scores
         return part
 
 

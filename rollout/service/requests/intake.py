@@ -17,16 +17,19 @@ import numpy as np
 from rollout.config import ServiceSettings
 from rollout.constraints.matcher import Constraint
 from rollout.engine.messages import MAX_STOP_IDS, Prior, Prompt, Request, RequestKey, SamplingParams, StopParams
+from rollout.models.vision_spec import TowerSpec
 from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
 from rollout.service.delivery.token_columns import TokenColumns
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests.constraint import ConstraintFields
 from rollout.service.requests.continue_from import ContinueFrom
+from rollout.service.requests.media import MediaLimits, check_media, check_placeholders
 from rollout.service.requests.schema import GenerateMessage, Sampling
 from rollout.service.served_model import ServedModel
 from rollout.service.text.codec import TextCodec, check_chars
 from rollout.service.text.stop_strings import StopText
+from trainer_bridge.wire.prompt_tops import reply_bytes
 
 _MIN_DEADLINE_S = 1e-3
 _ROUTING_EVERY = 256  # tokens; expert records are large, and the loop should not copy all of them at once
@@ -56,6 +59,14 @@ class Intake:
         self._text = text
         self._stop_check_every = stop_check_every
         self._grammars = grammars
+        self.media_limits = MediaLimits(
+            settings.max_media, settings.max_media_patches, model.image_patches, settings.media_store_bytes
+        )
+
+    @property
+    def tower(self) -> TowerSpec | None:
+        """The vision tower of the served model; None if it is served for text alone."""
+        return self._model.images
 
     def check(self, message: GenerateMessage) -> None:
         """All checks that need no token ids of the prompt. Raises `ServiceError`."""
@@ -67,6 +78,8 @@ class Intake:
             check_chars(message.prompt, self._settings.max_prompt_chars, "prompt")
         if message.needs_text:
             self._check_text(message)
+        if message.media is not None:
+            check_media(message.media, message.prompt, self._model.images, self.media_limits)
         self._check_vocabulary(message)
         check_wanted(message, self._model.routing, self._model.sparse)
         if message.adapter is not None and not self._model.adapters:
@@ -97,6 +110,8 @@ class Intake:
     def build(self, key: RequestKey, message: GenerateMessage, prepared: PreparedPrompt, elapsed_s: float) -> Request:
         """The engine's request. `elapsed_s`: seconds since the message arrived."""
         prompt = prepared.prompt
+        if self._model.images is not None:
+            check_placeholders(message.media or (), prompt.token_ids, self._model.images)
         self._check_prompt(prompt.token_ids, "messages" if message.messages is not None else "prompt")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         max_tokens = self._max_tokens(message, len(prompt), known)
@@ -119,7 +134,8 @@ class Intake:
             session=None if message.session is None else (key[0], message.session),
             session_lease_s=message.session_lease_s or self._settings.session_lease_s,
             top_logprobs=message.logprobs,
-            prompt_logprobs=message.prompt_logprobs,
+            prompt_logprobs=message.prompt_logprobs or message.prompt_top_logprobs is not None,
+            prompt_tops=message.prompt_top_logprobs,
             adapter=message.adapter,
             routing_from=first_position(message.return_routing, message.continue_from, len(prompt)),
         )
@@ -163,8 +179,9 @@ class Intake:
                 self._check_ids(message.continue_from.top_ids, "continue_from.top_ids")
         self._check_ids(np.array(message.stop.token_ids, np.int64), "stop.token_ids")
         self._check_ids(np.array(list(message.sampling.logit_bias), np.int64), "sampling.logit_bias")
-        if message.logprobs > self._model.vocab_size:
-            raise bad_request(f"the vocabulary has {self._model.vocab_size} tokens; lower 'logprobs'", "logprobs")
+        for name in ("logprobs", "prompt_top_logprobs"):
+            if (getattr(message, name) or 0) > self._model.vocab_size:
+                raise bad_request(f"the vocabulary has {self._model.vocab_size} tokens; lower '{name}'", name)
         if message.sampling.rules["top_k"] > self._model.vocab_size:
             raise bad_request(
                 f"the vocabulary has {self._model.vocab_size} tokens; set 'top_k' to at most that, or 0",
@@ -233,8 +250,10 @@ class Intake:
         """Refuse a request whose reply could exceed `max_reply_bytes`."""
         shape = self._model.routing if message.return_routing else None
         consumed = max_tokens + (prompt_tokens if message.return_routing == "all" else 0)
+        prompt_tops = message.prompt_top_logprobs
         sizes = {
             "logprobs": message.n * max_tokens * message.logprobs * 8,
+            "prompt_top_logprobs": 0 if prompt_tops is None else reply_bytes(prompt_tokens, prompt_tops),
             "return_routing": 0 if shape is None else message.n * consumed * shape.bytes_per_token,
         }
         most = self._settings.max_reply_bytes

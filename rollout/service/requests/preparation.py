@@ -1,7 +1,7 @@
-"""Prepares a request for the engine: the token ids of its prompt, its compiled constraint.
+"""Prepares a request for the engine: the token ids of its prompt, its images, its compiled constraint.
 
-A prompt of token ids without a constraint needs no preparation and goes on at once, unless an earlier request of the
-same client still waits: requests of one client reach the engine in the order in which they came.
+A prompt of token ids without images and without a constraint needs no preparation and goes on at once, unless an
+earlier request of the same client still waits: requests of one client reach the engine in the order in which they came.
 
 Waiting work holds the request's key only. A request that is dropped meanwhile costs neither memory nor time.
 """
@@ -20,6 +20,7 @@ from rollout.service.errors import ServiceError
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints
 from rollout.service.requests.intake import Intake, PreparedPrompt
+from rollout.service.requests.media import MediaStore
 from rollout.service.text.codec import PromptSource
 
 #: Called on the service thread with a request and a function that returns or raises the outcome.
@@ -36,12 +37,14 @@ class Preparation:
         prompts: PromptSource | None,
         constraints: Constraints,
         find: Callable[[RequestKey], InFlight | None],
+        media: MediaStore,
     ) -> None:
         self._background = background
         self._intake = intake
         self._prompts = prompts
         self._constraints = constraints
         self._find = find
+        self._media = media
 
     @property
     def waiting(self) -> int:
@@ -51,14 +54,15 @@ class Preparation:
     def begin(self, entry: InFlight, then: Then) -> None:
         """Prepare a request, then call `then`, in the order of the client's requests."""
         client, key, message = entry.name[0], entry.key, entry.message
-        if message.constraint is None and isinstance(message.prompt, np.ndarray) and not self._background.waits(client):
+        plain = message.constraint is None and isinstance(message.prompt, np.ndarray) and message.media is None
+        if plain and not self._background.waits(client):
             entry.frames = []
             then(entry, partial(_token_ids, entry))
             return
         go_on = partial(self._go_on, key, then)
         if message.constraint is not None:
             self._background.constraint(client, partial(self._encode, key), partial(self._constrain, key), go_on)
-        elif isinstance(message.prompt, np.ndarray):
+        elif plain:
             self._background.after_client(client, None, go_on)
         else:
             self._background.prompt(client, partial(self._encode, key), go_on)
@@ -72,7 +76,11 @@ class Preparation:
 
     def _encode(self, key: RequestKey) -> PreparedPrompt:
         entry = self._wanted(key)
-        if isinstance(entry.message.prompt, np.ndarray):
+        message, tower = entry.message, self._intake.tower
+        if message.media is not None and tower is not None:
+            assert message.prompt is not None, "checked by the intake"
+            return PreparedPrompt(self._media.prompt(message.prompt, message.media, tower))
+        if isinstance(message.prompt, np.ndarray):
             return _token_ids(entry)
         assert self._prompts is not None, "text without a tokenizer was refused"
         return PreparedPrompt(Prompt.of_tokens(self._prompts.encode_prompt(entry.frames)))

@@ -27,12 +27,14 @@ from rollout.service.requests.fields import (
     Seed,
     token_id_array,
 )
+from rollout.service.requests.media import MediaFields
 from trainer_bridge.wire.codec import MAX_ID_CHARS, PROTOCOL_VERSION
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 256
+MAX_MEDIA = 4096
 MAX_ACKS = 65_536
 MAX_OWNER_CHARS = 1024
 MAX_SALT_CHARS = 1024
@@ -113,6 +115,7 @@ class GenerateMessage(RequestHeader):
 
     op: Literal["generate"]
     prompt: Annotated[Any, BeforeValidator(_prompt)] | None = None
+    media: list[MediaFields] | None = Field(None, min_length=1, max_length=MAX_MEDIA)
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -128,6 +131,7 @@ class GenerateMessage(RequestHeader):
     continue_from: ContinueFrom | None = None
     logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     prompt_logprobs: bool = False
+    prompt_top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     min_complete: int | None = Field(None, ge=1)
     constraint: ConstraintFields | None = None
     max_version_span: int | None = Field(None, ge=0)

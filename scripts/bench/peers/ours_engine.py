@@ -197,7 +197,7 @@ def load_random(
     fallback: bool = False,
     group: TensorGroup | None = None,
 ) -> LoadedModel:
-    """A shape's model, its first `layers` layers, or a shard, with random weights and its experts in a format."""
+    """A shape's model, or its first `layers` layers, or this rank's shard of it, with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(write_checkpoint(shape, Path(folder), layers))
         impl: Literal["auto", "transformers"] = "transformers" if fallback else "auto"

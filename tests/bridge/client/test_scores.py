@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 
 from tests.support.bridge.client_script import Connect, Serve
-from tests.support.bridge.model_script import PROMPT_LOGPROBS, Model, check, columns, vanish
+from tests.support.bridge.model_script import PROMPT_LOGPROBS, PROMPT_SCORES, PROMPT_TOPS, Model, check, columns, vanish
 from tests.support.bridge.scripted_worker import ScriptedWorker, completion, result
 from trainer_bridge.client.assembly import Assembler
 from trainer_bridge.client.generate_request import plan_request
-from trainer_bridge.client.results import Chunk, Completion, read_completion
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_completion, read_result
 from trainer_bridge.client.resumed_call import completion_seed
 from trainer_bridge.wire import errors
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 SEED = 11
 SEEDS = [completion_seed(SEED, index) for index in range(4)]
-ASKED: dict[str, Any] = {"logprobs": 3, "prompt_logprobs": True, "seed": SEED}
+UNKNOWN = PromptTops.unknown(2, 2)
+ASKED: dict[str, Any] = {"logprobs": 3, "prompt_top_logprobs": 2, "seed": SEED}
 
 
 def check_tops(part: Completion, seed: int, tokens: int, unknown: int = 0) -> None:
@@ -31,6 +33,18 @@ def check_tops(part: Completion, seed: int, tokens: int, unknown: int = 0) -> No
     np.testing.assert_array_equal(part.top_logprobs[unknown:], expected["top_logprobs"][unknown:])
     assert (part.top_ids[:unknown] == -1).all() and np.isnan(part.top_logprobs[:unknown]).all()
     assert part.top_ids.flags.writeable
+
+
+def check_prompt(scored: Chunk | GenerateResult) -> None:
+    np.testing.assert_array_equal(scored.prompt_logprobs, PROMPT_LOGPROBS)
+    tops = scored.prompt_tops
+    assert tops is not None and (tops.ranks.dtype, tops.ids.dtype, tops.logprobs.dtype) == (
+        np.int32,
+        np.int32,
+        np.float32,
+    )
+    for name, values in PROMPT_TOPS.fields().items():
+        np.testing.assert_array_equal(tops.fields()[name], values)
 
 
 def askers(worker: ScriptedWorker) -> list[int]:
@@ -71,17 +85,46 @@ def test_a_reply_whose_tops_do_not_fit_its_tokens_is_an_error(fields: dict[str, 
         read_completion(completion([5, 6], **fields))
 
 
+def test_a_request_for_ranks_asks_for_log_probs_and_has_both(connect: Connect, serve: Serve) -> None:
+    def answer(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        worker.reply(peer, header, result([completion([5, 6])], **PROMPT_SCORES))
+
+    worker = serve(answer)
+    done = connect(worker.endpoint).generate([1, 2], max_tokens=2, prompt_top_logprobs=2)
+    assert (worker.requests[0]["prompt_top_logprobs"], worker.requests[0]["prompt_logprobs"]) == (2, True)
+    check_prompt(done)
+    assert not done.extra.keys() & PROMPT_SCORES.keys()
+    assert done.to_dict()["prompt_tops"]["ranks"] == [0, 2]
+    assert done.to_dict()["prompt_tops"]["logprobs"] == [[None, None], [-0.25, -0.5]]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_ranks": [0]},
+        {"prompt_ranks": [[0, 2]]},
+        {"prompt_top_ids": [1, 2]},
+        {"prompt_top_ids": [[1], [2]]},
+        {"prompt_top_logprobs": None},
+        {"prompt_top_logprobs": [[0.0, 0.0]]},
+    ],
+)
+def test_tops_of_a_prompt_that_do_not_fit_are_an_error(fields: dict[str, Any]) -> None:
+    with pytest.raises(errors.ProtocolError, match="prompt_"):
+        read_result({"id": "a", **result([completion([5])], **{**PROMPT_SCORES, **fields})})
+
+
 def test_a_completion_over_two_workers_keeps_them_and_the_prompt_is_scored_once(connect: Connect, serve: Serve) -> None:
     first, second = serve(Model(3, reach=(4,), fail=vanish)), serve(Model(5))
     client = connect(first.endpoint, second.endpoint, resume=True)
     stream = client.generate([1, 2], max_tokens=9, stream="tokens", **ASKED)
     chunks = list(stream)
-    np.testing.assert_array_equal(chunks[0].prompt_logprobs, PROMPT_LOGPROBS)
+    check_prompt(chunks[0])
     assert all(chunk.prompt_logprobs is None for chunk in chunks[1:])
     for done in (stream.result.completions[0], stream.partials()[0]):
         check(done, SEEDS[0], 9, [(3, 4), (5, 5)])
         check_tops(done, SEEDS[0], 9)
-    np.testing.assert_array_equal(stream.result.prompt_logprobs, PROMPT_LOGPROBS)
+    check_prompt(stream.result)
     assert askers(second) == [] and second.requests[0]["logprobs"] == 3
 
 
@@ -93,7 +136,7 @@ def test_one_member_of_a_scattered_group_asks_for_what_the_first_worker_did_not_
     done = client.generate([1, 2], n=3, max_tokens=6, **ASKED)
     for index in range(3):
         check_tops(done.completions[index], SEEDS[index], 6)
-    np.testing.assert_array_equal(done.prompt_logprobs, PROMPT_LOGPROBS)
+    check_prompt(done)
     assert askers(second) == [SEEDS[0]]
 
 
@@ -108,20 +151,26 @@ def test_who_was_asked_and_lost_is_followed_by_another(connect: Connect, serve: 
     parts = {part.index: part for part in stream}
     for index in range(2):
         check_tops(parts[index], SEEDS[index], 4)
-    np.testing.assert_array_equal(stream.result.prompt_logprobs, PROMPT_LOGPROBS)
+    check_prompt(stream.result)
 
 
 def test_a_prompt_that_was_scored_in_part_is_scored_again(connect: Connect, serve: Serve) -> None:
     def half(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
         unknown = np.full(2, np.nan, np.float32)
-        part = {**columns(SEEDS[0], 0, 2, 3, tops=3), "index": 0, "offset": 0, "prompt_logprobs": unknown}
+        part = {
+            **columns(SEEDS[0], 0, 2, 3, tops=3),
+            "index": 0,
+            "offset": 0,
+            "prompt_logprobs": unknown,
+            **UNKNOWN.fields(),
+        }
         worker.reply(peer, header, {"op": "chunk", **part})
         worker.vanish()
 
     first, second = serve(half), serve(Model(4))
     done = connect(first.endpoint, second.endpoint, resume=True).generate([1, 2], max_tokens=6, **ASKED)
     check_tops(done.completions[0], SEEDS[0], 6)
-    np.testing.assert_array_equal(done.prompt_logprobs, PROMPT_LOGPROBS)
+    check_prompt(done)
 
 
 def test_a_prompt_that_its_first_chunk_did_not_know_comes_with_the_result(connect: Connect, serve: Serve) -> None:
@@ -136,17 +185,20 @@ def test_a_prompt_that_its_first_chunk_did_not_know_comes_with_the_result(connec
         if not first:
             first.append((peer, header))
             unknown = np.full(2, np.nan, np.float32)
-            worker.reply(peer, header, {"op": "chunk", "offset": 0, "prompt_logprobs": unknown, **failed})
+            worker.reply(
+                peer, header, {"op": "chunk", "offset": 0, "prompt_logprobs": unknown, **UNKNOWN.fields(), **failed}
+            )
             return
-        worker.reply(*first[0], result([failed, whole], prompt_logprobs=PROMPT_LOGPROBS))
+        worker.reply(*first[0], result([failed, whole], **PROMPT_SCORES))
         Model(4)(worker, peer, header)
 
     worker = serve(answer)
     done = connect(worker.endpoint, resume=True).generate([1, 2], n=2, max_tokens=4, **ASKED)
     for index in range(2):
         check_tops(done.completions[index], SEEDS[index], 4)
-    assert ["prompt_logprobs" in header for header in worker.requests if header["op"] == "generate"] == [True, False]
-    np.testing.assert_array_equal(done.prompt_logprobs, PROMPT_LOGPROBS)
+    for name in ("prompt_logprobs", "prompt_top_logprobs"):
+        assert [name in header for header in worker.requests if header["op"] == "generate"] == [True, False]
+    check_prompt(done)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -155,7 +207,7 @@ def test_a_stream_that_was_cut_has_the_rest_from_the_result(
     connect: Connect, serve: Serve, resume: bool, sent: int
 ) -> None:
     def cut(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
-        once = {"prompt_logprobs": PROMPT_LOGPROBS}
+        once = PROMPT_SCORES
         if sent:
             part = {**columns(SEEDS[0], 0, sent, 3, tops=3), "index": 0, "offset": 0}
             worker.reply(peer, header, {"op": "chunk", **part, **once})
@@ -167,8 +219,8 @@ def test_a_stream_that_was_cut_has_the_rest_from_the_result(
     check_tops(stream.partials()[0], SEEDS[0], 6)
     assert [chunk.offset for chunk in chunks] == [0, sent][: len(chunks)] and len(chunks) == 1 + bool(sent)
     assert [chunk.prompt_logprobs is None for chunk in chunks] == [False, True][: len(chunks)]
-    for scores in (chunks[0].prompt_logprobs, stream.result.prompt_logprobs):
-        np.testing.assert_array_equal(scores, PROMPT_LOGPROBS)
+    for scored in (chunks[0], stream.result):
+        check_prompt(scored)
 
 
 def test_a_journal_has_them_of_what_is_finished_and_of_what_is_not(
@@ -186,7 +238,7 @@ def test_a_journal_has_them_of_what_is_finished_and_of_what_is_not(
         done = client.generate([1, 2], request_id="begun", **asked)
         check_tops(done.completions[0], SEEDS[0], 6)
         assert done.completions[0].versions == [(3, 4), (4, 2)]
-        np.testing.assert_array_equal(done.prompt_logprobs, PROMPT_LOGPROBS)
+        check_prompt(done)
         client.close()
     assert len([header for header in second.requests if header["op"] == "generate"]) == 1 and askers(second) == []
 

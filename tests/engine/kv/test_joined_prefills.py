@@ -7,8 +7,9 @@ import random
 import pytest
 
 from rollout.engine.messages import Cancel
-from tests.support.engine.harness import Bench, load, watch_prefills
+from tests.support.engine.harness import VOCAB, Bench, load, watch_prefills
 from tests.support.engine.updates import Mailbox, Update
+from tests.support.kernels.grids import nightly
 
 SAMPLED = {"temperature": 1.0}
 
@@ -71,6 +72,17 @@ def test_a_common_beginning_is_computed_once(model, prompt_of, chunk):
     together(bench, prompts)
     bench.run()
     assert sum(sizes) == 48 + sum(10 + i for i in range(6))
+    assert_as_alone(bench, alone(model, prompts))
+
+
+@pytest.mark.parametrize("length", [16, 32, 48])
+def test_a_prompt_that_is_the_first_pages_of_another_one_joins(model, prompt_of, length):
+    prompts = [prompt_of(64), prompt_of(64)[:length]]
+    bench = Bench(model, prefill_chunk_tokens=4)
+    sizes = watch_prefills(bench)
+    together(bench, prompts)
+    bench.run()
+    assert sum(sizes) == 64 + 1
     assert_as_alone(bench, alone(model, prompts))
 
 
@@ -236,6 +248,45 @@ def test_random_arrivals_have_their_own_tokens_and_lose_no_page(model, prompt_of
         found = bench.tokens(f"r{i}")
         assert found == (expected[: len(found)] if f"r{i}" in cancelled else expected)
     bench.close(), single.close()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, *nightly(*range(4, 40))])
+def test_random_arrivals_compute_each_page_once(model, prompt_of, seed):
+    """With pages for all: whatever the order, chunk, clients and cancels of rows that wait, groups and last tokens."""
+    rng = random.Random(seed)
+    stems = [prompt_of(rng.choice((7, 16, 33)), 80 + i) for i in range(3)]
+    prompts = [rng.choice(stems) + prompt_of(rng.choice((0, 1, 3, 8, 21)), 90 + rng.randint(0, 2)) for _ in range(24)]
+    prompts += [[*prompt[:-1], (prompt[-1] + 1) % VOCAB] for prompt in rng.sample(prompts, 8)]
+    rng.shuffle(prompts)
+    bench = Bench(
+        model, kv_pages=4096, prefill_chunk_tokens=rng.choice((3, 4, 16, 64)), max_rows=rng.choice((2, 8, 32))
+    )
+    page, sizes, pages, most = 4, watch_prefills(bench), set(), 0
+    for i, prompt in enumerate(prompts):
+        n = rng.choice((1, 1, 3))
+        bench.submit(f"r{i}", prompt, rng.randint(1, 6), client=rng.choice("abc"), n=n, sampling={**SAMPLED, "seed": i})
+        pages.update(tuple(prompt[:end]) for end in range(page, len(prompt) + 1, page))
+        # The tokens after the last full page, which only equal prompts share, or the last token again.
+        most += (len(prompt) % page or 1) + n - 1
+        for _ in range(rng.choice((0, 0, 1, 4))):
+            bench.engine.tick()
+    bench.run()
+    assert sum(sizes) <= page * len(pages) + most
+    bench.close()
+
+
+def test_equal_prompts_take_as_many_pages_as_one_request_for_all(model, prompt_of):
+    used = []
+    for requests, n in ((8, 1), (1, 8)):
+        bench = Bench(model)
+        for i in range(requests):
+            bench.submit(f"r{i}", prompt_of(61), 6, n=n)
+        while len(bench.engine.roster.decoding) < 8:
+            bench.engine.tick()
+        used.append(bench.engine.roster.allocator.pool.used)
+        bench.run()
+        bench.close()
+    assert used[0] <= used[1]
 
 
 @pytest.mark.parametrize(("length", "tokens"), [(36, 4), (34, 6), (33, 7)])

@@ -96,6 +96,22 @@ CONFIGS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    # With states in captured steps, and a shared expert with a gate that is stored with the others.
+    "hybrid": (
+        "Qwen3_5MoeText",
+        {
+            "head_dim": 64,
+            "num_experts": EXPERTS,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
     "olmoe": ("Olmoe", {"num_experts": EXPERTS, "intermediate_size": 128, "norm_topk_prob": False, "clip_qkv": 1.5}),
 }
 

@@ -27,7 +27,8 @@ def test_tops_and_prompts_are_transformers(tmp_path, captured):
     wishes = [(140, 20), (300, 3), (7, 0), (33, 1), (1, 5)]
     for i, (length, k) in enumerate(wishes):
         sampling = {"temperature": 0.8, "seed": i, **({"top_k": 9} if i == 1 else {})}
-        bench.submit(f"r{i}", prompt(length, i), 40, sampling=sampling, top_logprobs=k, prompt_logprobs=i != 2)
+        asked = {"prompt_logprobs": i != 2, "prompt_tops": None if i == 2 else k}
+        bench.submit(f"r{i}", prompt(length, i), 40, sampling=sampling, top_logprobs=k, **asked)
     bench.run()
     for i, (length, k) in enumerate(wishes):
         done, ids = bench.completions[f"r{i}", 0], prompt(length, i)
@@ -44,6 +45,13 @@ def test_tops_and_prompts_are_transformers(tmp_path, captured):
             chosen = expected[: length - 1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
             assert np.isnan(done.prompt_logprobs[0])
             assert torch.allclose(torch.tensor(done.prompt_logprobs[1:]), chosen, atol=2e-4)
+            before, tops = expected[: length - 1], done.prompt_tops
+            assert torch.allclose(torch.tensor(tops.logprobs[1:]), before.topk(k).values, atol=2e-4)
+            ids = torch.tensor(tops.ids[1:]).long()
+            assert torch.allclose(torch.tensor(tops.logprobs[1:]), before.gather(1, ids), atol=2e-4)
+            surely, perhaps = ((before > chosen[:, None] + margin).sum(1) + 1 for margin in (2e-4, -2e-4))
+            ranks = torch.tensor(tops.ranks[1:])
+            assert (surely <= ranks).all() and (ranks <= perhaps).all()
     bench.close()
 
 
@@ -80,11 +88,26 @@ def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
     bench.close()
 
 
+def test_a_launch_that_scores_a_prompt_returns_before_the_step_has_run(folder):
+    bench = Bench(load_bf16(folder), make_device("cuda"), kv_pages=600)
+    bench.submit("a", prompt(20, 0), 100)
+    for _ in range(20):
+        bench.engine.tick()
+    bench.engine.executor.compute.run(lambda: torch.cuda._sleep(2_000_000_000))
+    bench.submit("b", prompt(200, 1), 5, prompt_logprobs=True, prompt_tops=5)
+    bench.engine.tick()
+    newest = bench.engine.pipeline.steps()[-1]
+    assert newest.header.ranked and newest.header.prompt_tops and not newest.slot.d2h_done.query()
+    bench.run()
+    bench.close()
+
+
 def test_nothing_is_compiled_for_them_while_serving(folder, monkeypatch):
     bench = Bench(load_bf16(folder), make_device("cuda"), max_rows=12, page_size=16, kv_pages=600)
     compiled = watch_compilation(monkeypatch)
     for i, length in enumerate((1, 5, 20, 40, 70, 130, 256, 300)):
-        bench.submit(f"r{i}", prompt(length, i), 10 + i, top_logprobs=i, prompt_logprobs=i % 2 == 0)
+        asked = {"prompt_logprobs": i % 2 == 0, "prompt_tops": i if i % 4 == 0 else None}
+        bench.submit(f"r{i}", prompt(length, i), 10 + i, top_logprobs=i, **asked)
     bench.run()
     assert compiled == []
     bench.close()

@@ -45,6 +45,7 @@ class Arriving:
     """A whole update under a checkpoint's names, as the bridge copies it."""
 
     nbytes = 0
+    names = ()
 
     def __init__(self, version, source, target):
         self.version = version

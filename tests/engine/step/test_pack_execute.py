@@ -46,7 +46,9 @@ class Follower:
         assert (ours.scores is None) == (theirs.scores is None)
         if ours.scores is not None:
             assert np.array_equal(ours.scores.top_ids_CK, theirs.scores.top_ids_CK)
-            assert np.array_equal(ours.scores.prompt_N, theirs.scores.prompt_N)
+            for name in ("prompt_N", "prompt_ranks_N", "prompt_ids_NK", "prompt_logprobs_NK"):
+                mine, other = getattr(ours.scores, name), getattr(theirs.scores, name)
+                assert (mine is None) == (other is None) and (mine is None or np.array_equal(mine, other)), name
         self.compared += 1
         return theirs
 
@@ -63,6 +65,7 @@ def test_an_executor_needs_nothing_but_the_bytes_of_an_upload(model, prompt_of, 
             f"r{i}", prompt_of(7 + 9 * i, i), 20 + i, sampling=sampling, n=1 + i % 3, top_logprobs=2 * (i == 1)
         )
     bench.submit("scored", prompt_of(30, 9), 5, prompt_logprobs=True)
+    bench.submit("ranked", prompt_of(30, 8), 5, prompt_logprobs=True, prompt_tops=3)
     bench.run()
     assert follower.compared > 40 and follower.prefills > 8
     assert (bench.engine.roster.counters.preemptions > 0) == (pages == 40)

@@ -56,16 +56,30 @@ def check_prompt(values: np.ndarray, prompt: list[int], hf_model) -> None:
     assert torch.allclose(torch.tensor(values[1:]), expected, atol=1e-4)
 
 
+def check_prompt_tops(tops, prompt: list[int], k: int, hf_model) -> None:
+    expected_NV = log_softmax_after(hf_model, prompt)[:-1]
+    assert (tops.ranks.dtype, tops.ids.dtype, tops.logprobs.dtype) == (np.int32, np.int32, np.float32)
+    assert tops.ranks.shape == (len(prompt),) and tops.ids.shape == tops.logprobs.shape == (len(prompt), k)
+    assert tops.ranks[0] == 0 and (tops.ids[0] == -1).all() and np.isnan(tops.logprobs[0]).all()
+    chosen_N1 = expected_NV.gather(1, torch.tensor(prompt[1:])[:, None])
+    surely, perhaps = ((expected_NV > chosen_N1 + margin).sum(1) + 1 for margin in (1e-4, -1e-4))
+    ranks = torch.tensor(tops.ranks[1:])
+    assert (surely <= ranks).all() and (ranks <= perhaps).all(), "1 plus the number of likelier tokens"
+    mine = torch.tensor(tops.logprobs[1:])
+    assert torch.allclose(mine, expected_NV.topk(k).values, atol=1e-4), "the k largest, largest first"
+    assert torch.allclose(mine, expected_NV.gather(1, torch.tensor(tops.ids[1:]).long()), atol=1e-4)
+
+
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_tops_and_prompts_of_a_mixed_batch_are_transformers(model, prompt_of, hf_models, chunk, depth):
     bench = Bench(model, random_delays(chunk), prefill_chunk_tokens=chunk, pipeline_depth=depth, max_rows=4)
     wishes = [(5, 1, True), (40, 20, False), (17, 0, True), (1, 6, True), (90, 3, True), (30, 0, False), (33, 5, True)]
+    ranked = [None, None, 0, 4, 20, None, 3]
     for i, (length, k, scored) in enumerate(wishes):
         sampling = CHANGED[i % len(CHANGED)]
-        bench.submit(
-            f"r{i}", prompt_of(length, i), 12 + 3 * i, sampling=sampling, top_logprobs=k, prompt_logprobs=scored
-        )
+        fields = {"top_logprobs": k, "prompt_logprobs": scored, "prompt_tops": ranked[i]}
+        bench.submit(f"r{i}", prompt_of(length, i), 12 + 3 * i, sampling=sampling, **fields)
     bench.run()
     for i, (length, k, scored) in enumerate(wishes):
         done, prompt = bench.completions[f"r{i}", 0], prompt_of(length, i)
@@ -76,6 +90,48 @@ def test_tops_and_prompts_of_a_mixed_batch_are_transformers(model, prompt_of, hf
             check_prompt(done.prompt_logprobs, prompt, hf_models[0])
             np.testing.assert_array_equal(bench.done[f"r{i}"].prompt_logprobs, done.prompt_logprobs)
         assert scored or done.prompt_logprobs is bench.done[f"r{i}"].prompt_logprobs is None
+        for event in (done, bench.done[f"r{i}"]):
+            assert (event.prompt_tops is None) == (ranked[i] is None)
+            if event.prompt_tops is not None:
+                check_prompt_tops(event.prompt_tops, prompt, ranked[i], hf_models[0])
+    bench.close()
+
+
+def test_pieces_of_a_prompt_have_their_ranks_and_tops(model, prompt_of, hf_models, monkeypatch):
+    """As on a GPU, where pieces are filled up: what fills them up is nobody's."""
+    monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", 8)
+    bench = Bench(model, prefill_chunk_tokens=32)
+    bench.engine.parts.packer.scored_multiple = 8
+    for i, length in enumerate((31, 10, 3)):
+        bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, prompt_tops=(5, None, 1)[i])
+    bench.run()
+    for i, (length, k) in enumerate(((31, 5), (10, None), (3, 1))):
+        done = bench.completions[f"r{i}", 0]
+        check_prompt(done.prompt_logprobs, prompt_of(length, i), hf_models[0])
+        if k is not None:
+            check_prompt_tops(done.prompt_tops, prompt_of(length, i), k, hf_models[0])
+    bench.close()
+
+
+def test_equal_logits_have_the_rank_of_the_first():
+    scores = scores_module.StepScores(CpuDevice(), max_rows=1, chunk_tokens=4, vocab=6)
+    logits_NV = torch.tensor([[1.0, 3.0, 3.0, 2.0, 0.0, 0.0]]).repeat(4, 1)
+    at, targets = torch.arange(4), torch.tensor([1, 2, 3, 5])
+    scores.score_prompt(logits_NV, at, targets, torch.clone, ranked=True)
+    scores.copy(0, 4, ranked=True)
+    found = scores.read((), 4, ranked=True)
+    assert found.prompt_ranks_N.tolist() == [1, 1, 3, 5] and found.prompt_ids_NK is None
+
+
+def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model, prompt_of):
+    bench, told = Bench(model), []
+    execute = bench.engine.executor.execute
+    bench.engine.executor.execute = lambda upload, slot: (told.append(upload.header), execute(upload, slot))
+    for name, k in (("plain", None), ("ranks", 0), ("tops", 2)):
+        bench.submit(name, prompt_of(9), 2, prompt_logprobs=True, prompt_tops=k)
+        bench.run()
+    asked = [(header.ranked, header.prompt_tops) for header in told if header.scored]
+    assert asked == [(False, False), (True, False), (True, True)]
     bench.close()
 
 
@@ -150,7 +206,7 @@ def test_tops_and_prompts_survive_preemption_without_repetition(model, prompt_of
 def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, prompt_of, hf_models):
     bench = Bench(model, prefill_chunk_tokens=8)
     prompt = prompt_of(60)
-    bench.submit("a", prompt, 5, prompt_logprobs=True)
+    bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_tops=3)
     for _ in range(4):
         bench.engine.tick()
     (seq,) = bench.engine.roster.prefilling
@@ -159,6 +215,7 @@ def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, pro
     bench.run()
     check_prompt(bench.completions["a", 0].prompt_logprobs, prompt, hf_models[0])
     assert bench.done["a"].preemptions == 1
+    check_prompt_tops(bench.done["a"].prompt_tops, prompt, 3, hf_models[0])
     bench.close()
 
 
@@ -300,7 +357,7 @@ def test_prompt_logprobs_are_of_the_version_of_the_first_token(model, other, pro
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, kv_on_swap=kv_on_swap, prefill_chunk_tokens=8)
     prompt = prompt_of(60)
-    bench.submit("a", prompt, 5, prompt_logprobs=True)
+    bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_tops=3)
     for _ in range(4):
         bench.engine.tick()
     assert 0 < bench.engine.roster.prefilling[0].kv.length < 60
@@ -308,6 +365,7 @@ def test_prompt_logprobs_are_of_the_version_of_the_first_token(model, other, pro
     bench.run()
     assert bench.completions["a", 0].versions[0] == 1
     check_prompt(bench.completions["a", 0].prompt_logprobs, prompt, hf_models[1])
+    check_prompt_tops(bench.completions["a", 0].prompt_tops, prompt, 3, hf_models[1])
     bench.close()
 
 
@@ -330,7 +388,7 @@ def test_a_prompt_that_is_scored_again_and_not_to_the_end_tells_of_one_version(m
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, prefill_chunk_tokens=8)
     prompt = prompt_of(60)
-    bench.submit("a", prompt, 5, prompt_logprobs=True)
+    bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_tops=2)
     for _ in range(6):
         bench.engine.tick()
     before = bench.engine.roster.prefilling[0].kv.length
@@ -344,6 +402,11 @@ def test_a_prompt_that_is_scored_again_and_not_to_the_end_tells_of_one_version(m
     assert 8 <= known < before - 8 and np.isnan(told[known + 1 :]).all()
     new = log_softmax_after(hf_models[1], prompt)[:known].gather(1, torch.tensor(prompt[1 : known + 1])[:, None])[:, 0]
     assert torch.allclose(torch.tensor(told[1 : known + 1]), new, atol=1e-4)
+    tops = bench.done["a"].prompt_tops
+    assert (tops.ranks > 0).tolist() == (tops.ids >= 0).all(1).tolist() == (~np.isnan(told)).tolist()
+    assert not tops.ranks[known + 1 :].any() and np.isnan(tops.logprobs[known + 1 :]).all()
+    expected = log_softmax_after(hf_models[1], prompt)[:known].topk(2).values
+    assert torch.allclose(torch.tensor(tops.logprobs[1 : known + 1]), expected, atol=1e-4)
     bench.close()
 
 
@@ -481,8 +544,8 @@ def test_copies_to_the_host_are_contiguous():
     scores = scores_module.StepScores(CpuDevice(), max_rows=8, chunk_tokens=64, vocab=VOCAB)
     scores.take_tops(torch.arange(6 * VOCAB).view(6, VOCAB) / 50, torch.tensor([0, 2, 5]))
     with Copies() as copies:
-        scores.copy(tops=3, scored=10)
-    assert copies.of_one_piece == [True, True]
+        scores.copy(tops=3, scored=10, ranked=True, prompt_tops=True)
+    assert copies.of_one_piece == [True] * 4
     assert scores.read((0, 2, 5), 10).top_ids_CK[:, 0].tolist() == [VOCAB - 1] * 3
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.support.bridge.scripted_worker import ScriptedWorker, counting
 from trainer_bridge.client.resumed_call import completion_seed
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 
 def token(seed: int, position: int) -> int:
@@ -38,6 +39,13 @@ def columns(seed: int, start: int, end: int, version: int, drawn: bool = False, 
 
 #: Of the prompt of two tokens that every scripted model has been asked to go on from.
 PROMPT_LOGPROBS = np.array([np.nan, -0.5], np.float32)
+PROMPT_TOPS = PromptTops(
+    np.array([0, 2], np.int32),
+    np.array([[-1, -1], [7, 2]], np.int32),
+    np.array([[np.nan, np.nan], [-0.25, -0.5]], np.float32),
+)
+#: The fields of a reply that tells of them.
+PROMPT_SCORES = {"prompt_logprobs": PROMPT_LOGPROBS, **PROMPT_TOPS.fields()}
 
 
 @dataclass
@@ -64,6 +72,9 @@ class Model:
             self._check_known(known, header.get("logprobs", 0))
         done, tops = [], header.get("logprobs", 0)
         once = {"prompt_logprobs": PROMPT_LOGPROBS} if header.get("prompt_logprobs") else {}
+        if header.get("prompt_top_logprobs") is not None:
+            assert header["prompt_logprobs"] and header["prompt_top_logprobs"] == 2
+            once = PROMPT_SCORES
         for index in range(n):
             seed = completion_seed(header["sampling"]["seed"], index) if known is None else known["seed"]
             start = 0 if known is None else len(known["token_ids"])

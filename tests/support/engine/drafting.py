@@ -28,11 +28,14 @@ class ReplayDrafter:
         self.rng = random.Random(seed)
         self.ends: list[tuple[str, int]] = []
 
-    def path(self, key: Sequence, prompt: np.ndarray, tokens: Seq[int], want: int) -> list[int]:
+    def path(self, key: Sequence, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
         path = list(self.recorded.get((key.group.key[1], key.index), ()))[len(tokens) :][:want]
         path = [token if self.rng.random() >= self.wrong else (token + 1) % VOCAB for token in path]
         path += [self.rng.randrange(VOCAB) for _ in range(want - len(path))]  # after the end, too
         return path[: self.rng.randint(0, want)] if self.ragged else path
+
+    def source(self, key: Sequence) -> int | None:
+        return None
 
     def ended(self, key: Sequence) -> None:
         self.ends.append((key.group.key[1], key.index))

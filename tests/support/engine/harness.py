@@ -27,6 +27,7 @@ from rollout.engine.messages import (
 )
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 
 class Completion:
@@ -46,6 +47,7 @@ class Completion:
         self.top_ids: list[list[int]] = []
         self.top_logprobs: list[list[float]] = []
         self.prompt_logprobs: np.ndarray | None = None
+        self.prompt_tops: PromptTops | None = None
 
     def add(self, delta: Delta) -> None:
         assert self.finish is None, "nothing comes after the end"
@@ -61,7 +63,7 @@ class Completion:
             self.top_logprobs += delta.top_logprobs.tolist()
         if delta.prompt_logprobs is not None:
             assert self.deltas == 0, "with the first delta"
-            self.prompt_logprobs = delta.prompt_logprobs
+            self.prompt_logprobs, self.prompt_tops = delta.prompt_logprobs, delta.prompt_tops
         if delta.routing is not None:
             self.routing.append(delta.routing)
         for version, count in delta.versions:

@@ -12,6 +12,7 @@ class Update:
 
     def __init__(self, version: int, source, target) -> None:
         self.version = version
+        self.names = tuple(source.hf_views())
         self._pairs = [(target.hf_views()[name], view) for name, view in source.hf_views().items()]
 
     def copy_into(self) -> None:
@@ -58,6 +59,7 @@ class InPlace:
     """What the receiver hands over once the parameters are written."""
 
     nbytes = 0
+    names: tuple[str, ...] = ()
 
     def __init__(self, version: int) -> None:
         self.version = version

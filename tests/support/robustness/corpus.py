@@ -27,6 +27,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from tests.support.service.media import item_of, prompt_for
 from trainer_bridge.wire.codec import encode
 
 UNREADABLE = ""  # the id of the answer to a message without one
@@ -314,6 +315,37 @@ def wrong_arrays(rng: random.Random, request_id: str) -> Hostile:
     return Hostile(encode({"id": request_id, "v": 1, **fields}), request_id)
 
 
+def wrong_media(rng: random.Random, request_id: str) -> Hostile:
+    """Images of which one place is not right, or many are."""
+    grid = rng.choice([(1, 2, 4), (1, 2, 2), (1, 4, 4)])
+    items = [item_of(1 + 5 * i, grid, rng.randrange(3)) for i in range(rng.randrange(1, 3))]
+    prompt = prompt_for(*items)
+    if rng.random() < 0.3:
+        items[0]["pixel_values"] = rng.choice(
+            [
+                np.full((8, 8), np.nan, np.float32),
+                np.full((8, 8), 0x7F80, np.uint16),
+                np.zeros((0, 8), np.float32),
+                np.zeros((8, 0), np.float16),
+                np.zeros((8, 8), np.int16),
+                np.zeros(64, np.float32),
+                np.float32(1.0),
+            ]
+        )
+    if rng.random() < 0.3:
+        del items[0]["pixel_values"]
+    for _ in range(rng.randrange(3)):
+        rng.choice(items)[rng.choice([*items[0], "seconds_per_frame", "x"])] = junk(rng)
+    if rng.random() < 0.1:
+        prompt = junk(rng)
+    media = rng.choice([items, items, items, items[0], [], [items] * 2, junk(rng)])
+    fields = {"op": "generate", "prompt": prompt, "max_tokens": 2, "media": media}
+    try:
+        return Hostile(encode({"id": request_id, "v": 1, **fields}), request_id)
+    except ValueError:  # not a message
+        return wrong_media(rng, request_id)
+
+
 def wrong_order(rng: random.Random, request_id: str) -> Hostile:
     """The frames of a right message, not where they belong. Blobs are no maps: an id is read only from a header."""
     prompt = np.array([3, 4, 14], np.int32)
@@ -374,7 +406,7 @@ def too_large(rng: random.Random, request_id: str) -> Hostile:
 MAKERS: list[Callable[[random.Random, str], Hostile]] = [
     *(random_bytes, cut_off, followed_by_more, changed_byte, wrong_types, wrong_ops, wrong_ids, keys_that_are_none),
     *(huge_lengths, deep_nesting, many_containers, extensions, wrong_text, wrong_blobs, wrong_arrays, wrong_order),
-    *(absurd_but_valid, too_large),
+    *(absurd_but_valid, too_large, wrong_media),
 ]
 WEIGHTS = {"many_containers": 0.02, "too_large": 0.002, "wrong_types": 3.0, "deep_nesting": 0.5}
 

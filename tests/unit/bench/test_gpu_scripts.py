@@ -92,8 +92,6 @@ def test_the_benchmark_of_drafts_compares_all_modes_with_plain_steps(tmp_path):
         "--least-saved",
         "0",
         "999",
-        "--set",
-        "kv_pages=40",
     )
     assert load_script("bench.speculation").main(["--shape", "toy", "--device", "cpu", *sizes, "--out", str(out)]) == 0
     lines = json.loads(out.read_text())["rows"]

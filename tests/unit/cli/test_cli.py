@@ -136,7 +136,7 @@ def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
         (["serve", "m", "--port", "5757"], "write --bind"),
         (["serve", "m", "--max-model-len", "8192"], "write --max-context-tokens"),
         (["serve", "m", "--max-num-seqs=64"], "write --max-rows"),
-        (["serve", "m", "--tensor-parallel-size", "2"], "--workers"),
+        (["serve", "m", "--tensor-parallel-size", "2"], "--tensor-parallel"),
         (["serve", "m", "--max-rows", "0"], "flag --max-rows: engine.max_rows = '0'"),
         (["serve", "m", "--pipeline-depth", "3"], "must be one of 1, 2"),
         (["serve", "m", "--config", "/nowhere.toml"], "cannot read the settings file /nowhere.toml"),

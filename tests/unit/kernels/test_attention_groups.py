@@ -135,6 +135,29 @@ def test_shared_pages_give_what_they_give_alone(heads, block_m, shares, fused, w
     assert not bool(work.arrivals_BG.any())
 
 
+@pytest.mark.parametrize("shares", [1, 2, 5, 13, *nightly(3, 7, 30)])
+@pytest.mark.parametrize("fused", [True, False])
+def test_rows_with_drafts_behind_them(shares, fused):
+    """Each row is followed by three drafts of it, which share all of its positions but those that the step writes."""
+    lens, common = [], []
+    for first in (150, 97, 33, 241, 64):
+        lens += range(first + 1, first + 5)
+        common += [*[first // PAGE * PAGE] * 3, 0]
+    pool = shared_pool(lens, common[:-1])
+    segments = make_segments(common[:-1], len(lens), 4, 16)
+    assert len(shared_of(segments, len(lens))) == 5
+    config = dataclasses.replace(SMALL, block_m=16, fused=fused)
+    q = queries(len(lens), 8, 64)
+    work = work_of(pool, segments, 8, config=config, shares=shares)
+    assert relative(attend(q, pool, work), exact_decode(q, pool, lens, None)) < 1e-5
+    # No share has many more items than it has tiles, also counted with what an item costs beside.
+    first, items = work.first.tolist(), work.items.tolist()
+    assert first[0] == 0 and first == sorted(first)
+    took = [sum(2 * (sharing == 1) + end - begin for _, begin, end, *_, sharing, _ in items[a:b])
+            for a, b in zip(first, first[1:], strict=False)]  # fmt: skip
+    assert max(took) <= max(3, -(-sum(took) // shares) + 3)
+
+
 def test_a_tile_of_64_heads_reads_the_prefix_of_eight_rows_once(monkeypatch):
     lens, common = [100, 83, 81, 90, 87, 130, 101, 96], [80] * 7
     monkeypatch.setitem(SHARED_TILES, False, SharedTile(64, num_warps=4))

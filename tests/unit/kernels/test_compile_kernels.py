@@ -57,6 +57,9 @@ MORE_CASES = {
         90,
         {"_search_kernel", "_cut_kernel", "_pass_1", "_pass_2", "_allow_kernel", "decode_codes_kernel", "_plan_kernel"},
     ),
+    "drafts": Case(
+        ["dense, 32 rows: set drafts up", "dense, 32 rows: accept drafts"], 32, 90, {"_set_up_kernel", "_accept_kernel"}
+    ),
     "group attention": Case(["dense, 32 rows: group attention"], 32, 90, {"_decode_kernel", "_plan_kernel"}),
     "norms before Hopper": Case(NORM, 8, 80, NORM_KERNELS),
     "adapters": Case(["dense, 32 rows: adapters, rank 16, qkv"], 32, 90, {"_shrink_kernel", "_expand_kernel"}),

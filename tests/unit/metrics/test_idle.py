@@ -223,6 +223,7 @@ class OneSwap:
 
     version = 1
     nbytes = 4096
+    names = ()
 
     def __init__(self) -> None:
         self.left = [self]

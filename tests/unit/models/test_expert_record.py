@@ -15,16 +15,19 @@ from rollout.engine.step.expert_trace import StepExperts, record_words, routing_
 from rollout.models import Decoder, fused_experts, load_model
 from rollout.models.batch import AttentionBatch, ExpertRecord
 from rollout.models.fused import FusedDecoder
+from tests.support.models import side_by_side
 from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
 from tests.support.models.side_by_side import coarse
 
 CPU = torch.device("cpu")
-#: A dense layer between sparse ones; weights that are not renormalised, and layers all sparse.
+#: A dense layer between sparse ones; weights that are not renormalised, and layers all sparse; shared experts that are
+#: stored with the others, with a gate and with a router of scores.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "attention_bias": False},
     "olmoe": {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2},
+    **dict(side_by_side.MODELS[name] for name in ("shared-gated", "shared")),
 }
 
 
@@ -65,7 +68,8 @@ def test_kernels_record_what_they_run_and_what_the_torch_modules_record(
         kernels = recorded(FusedDecoder(model))
     with choices.taken() as regrets:
         modules = recorded(model)
-    assert kernels[:5].tolist() == torch.stack(choices.chosen, dim=1).tolist() == modules[:5].tolist()
+    ran = torch.stack(choices.chosen, dim=1)[:, :, : model.spec.moe.router.top_k]  # type: ignore[union-attr]
+    assert kernels[:5].tolist() == ran.tolist() == modules[:5].tolist()
     assert (kernels[5:] == 99).all() and (modules[5:] == 99).all(), "rows past the step's tokens stay as they are"
     assert max(regrets) < NEARLY_EQUAL, "the modules would have chosen the same, except near ties"
     assert (modules[:5] < model.spec.moe.experts).all()  # type: ignore[union-attr]

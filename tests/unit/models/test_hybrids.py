@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_kernels.linear.table import linear_config
 from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, load_model
+from rollout.models.deterministic import kernel_product
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
@@ -56,12 +58,27 @@ def test_names_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
         assert torch.equal(views[name], tensor), name
 
 
+#: Widths that the kernels of products take.
+EVEN: dict[str, Any] = {
+    "hidden_size": 64,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-@pytest.mark.parametrize("stem", ["Qwen3_5", "Qwen3_5Moe"])
-def test_the_fused_kernels_run_what_is_between_linear_attention(stem: str, tmp_path: Path) -> None:
-    reference = make_hybrid(stem, tmp_path)
+@pytest.mark.parametrize(("stem", "sizes"), [("Qwen3_5", {}), ("Qwen3_5Moe", {}), ("Qwen3_5", EVEN)])
+def test_the_fused_kernels_run_linear_attention_and_what_is_between(
+    stem: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """With even widths its products run by our kernels, too."""
+    reference = make_hybrid(stem, tmp_path, **sizes)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     assert loaded.spec.plain_stream
+    product = kernel_product(loaded.spec.layers[0].mixer.inputs, "whole")  # type: ignore[union-attr]
+    assert (linear_config(*product, 2) is not None) == bool(sizes)
     check(loaded, reference)
 
 

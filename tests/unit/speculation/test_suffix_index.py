@@ -94,6 +94,20 @@ def test_a_sibling_and_an_earlier_completion_are_followed():
     assert drafter.path("d", PROMPT[:3], [1, 2, 3], 5) == [], "another prompt"
 
 
+def test_a_path_has_the_version_of_its_text():
+    drafter = SuffixDrafter(1000)
+    drafter.path("old", PROMPT, [1, 2, 3, 4], 0, version=2)
+    drafter.path("old", PROMPT, [1, 2, 3, 4, 9], 0, version=3)
+    drafter.ended("old")
+    assert drafter.path("new", PROMPT, [1, 2, 3], 2, version=7) == [4, 9] and drafter.source("new") == 3
+    assert drafter.path("new", PROMPT, [1, 2, 3, 30, 31, 32, 33, 30, 31, 32], 1, version=8) == [33]
+    assert drafter.source("new") == 8, "its own text"
+    assert drafter.path("new", PROMPT, [1, 2, 3, 30, 31, 32, 33, 30, 31, 32, 5, 6, 7], 1, version=8) == [8]
+    assert drafter.source("new") is None, "the prompt"
+    assert drafter.path("new", PROMPT, [1, 2, 3, 30, 31, 32, 33, 30, 31, 32, 5, 6, 7, 40], 1, version=8) == []
+    assert drafter.source("new") is None
+
+
 def test_the_prompt_used_longest_ago_is_dropped_first_and_none_that_is_in_use():
     drafter = SuffixDrafter(60)
     prompts = [PROMPT + i for i in range(5)]

@@ -1,0 +1,205 @@
+"""Routers with more rules than a softmax, on a GPU: from logits to experts and weights in one launch.
+
+The scores of a token's experts are the sigmoids or the softmax of its logits. Experts are chosen by their scores with a
+bias for the choice, and from a few groups of neighbours if there are groups; the weights are the scores alone,
+perhaps divided by their sum, times a factor. Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), gpt-oss.
+
+The order of equal choices, NaN, the record and a shared expert are as in `triton_router`. A token does not depend on
+the other tokens. Legend: T tokens, S parts, E experts, K experts a token, G groups.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow
+from rollout_kernels.moe.formats import Shared
+from rollout_kernels.moe.triton_router import (
+    Record,
+    Routing,
+    order_of,
+    place_of,
+    places,
+    record_arguments,
+    routing_outputs,
+    store_choices,
+)
+
+#: Added to the sum by which weights are divided.
+_SUM_EPS = tl.constexpr(1e-20)
+
+
+class ScoreRule(NamedTuple):
+    """How scores become a choice; for the fields see `rollout.models.spec.RouterSpec`."""
+
+    scoring: Literal["softmax", "sigmoid"]
+    top_k: int
+    renormalize: bool
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+    scale: float = 1.0
+
+    def takes(self, experts: int) -> bool:
+        """True if the kernel has this rule for so many experts: groups must be powers of two."""
+        if self.groups == 1:
+            return True
+        size = experts // self.groups
+        even = experts == places(experts) and self.groups & (self.groups - 1) == 0
+        return even and self.group_best in (1, 2) and size >= 2
+
+
+@triton.jit
+def _in_best_groups(
+    choice, e, E2: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr
+):
+    """`choice` [E2], with -inf for experts outside of the groups with the largest sums of their best choices."""
+    SIZE: tl.constexpr = E2 // GROUPS
+    choice_GE = tl.reshape(choice, [GROUPS, SIZE])
+    order_GE = tl.reshape(order_of(choice, e, E2, False), [GROUPS, SIZE])
+    first_G = tl.max(order_GE, 1)
+    sums_G = tl.sum(tl.where(order_GE == first_G[:, None], choice_GE, 0.0), 1)
+    if GROUP_BEST == 2:
+        rest_GE = tl.where(order_GE == first_G[:, None], -(2**63), order_GE)
+        second_G = tl.max(rest_GE, 1)
+        sums_G += tl.sum(tl.where(rest_GE == second_G[:, None], choice_GE, 0.0), 1)
+    g = tl.arange(0, GROUPS)
+    order_G = order_of(sums_G, g, GROUPS, False)
+    place_G = tl.sum((order_G[None, :] > order_G[:, None]).to(tl.int32), axis=1)
+    return tl.reshape(tl.where((place_G < TOP_GROUPS)[:, None], choice_GE, float("-inf")), [E2])
+
+
+@triton.jit(do_not_specialize=["tokens", "record_stride"])
+def _choose_scored_kernel(
+    parts_ptr,
+    logit_bias_ptr,
+    score_bias_ptr,
+    experts_ptr,
+    weights_ptr,
+    record_ptr,
+    slots_ptr,
+    tokens,
+    record_stride,
+    scale,
+    E: tl.constexpr,
+    E2: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    LOGIT_BIAS: tl.constexpr,
+    SCORE_BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    RECORD: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    token = tl.program_id(0)
+    e = tl.arange(0, E2)
+    ROWS: tl.constexpr = E + 1 if GATED else E
+    follow()
+    logits = tl.zeros([E2], tl.float32)
+    gate = tl.full([], 0.0, tl.float32)
+    for part in tl.static_range(PARTS):
+        at = parts_ptr + (part * tokens + token) * ROWS
+        logits += tl.load(at + e, mask=e < E, other=0.0).to(tl.float32)
+        if GATED:
+            gate += tl.load(at + E).to(tl.float32)
+    logits = narrow(logits, DTYPE).to(tl.float32)
+    if LOGIT_BIAS:
+        bias = tl.load(logit_bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+        logits = narrow(logits + bias, DTYPE).to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        known = tl.where((e < E) & (logits == logits), logits, float("-inf"))
+        # Finite even if all logits are NaN, so that padding gets no weight.
+        powers = tl.where(e < E, tl.exp(logits - tl.maximum(tl.max(known), -3e38)), 0.0)
+        scores = powers / tl.sum(powers)
+    choice = scores
+    if SCORE_BIAS:
+        choice += tl.load(score_bias_ptr + e, mask=e < E, other=0.0)
+    choice = tl.where(e < E, choice, float("-inf"))
+    if GROUPS > 1:
+        choice = _in_best_groups(choice, e, E2, GROUPS, TOP_GROUPS, GROUP_BEST)
+    if not SIGMOID and not SCORE_BIAS and GROUPS == 1:
+        choice = tl.where(e < E, logits, float("-inf"))  # in the order of the scores, which may round to equal ones
+    place = place_of(order_of(choice, e, E2, False), E2)
+    chosen = (place < TOP_K) & (e < E)
+    weight = scores
+    if RENORMALIZE:
+        # NaN counts even if its expert was not chosen, as in a softmax over all experts.
+        weight = weight / (tl.sum(tl.where((chosen | (weight != weight)) & (e < E), weight, 0.0)) + _SUM_EPS)
+    weight *= scale
+    store_choices(
+        token, e, place, chosen, weight, narrow(gate, DTYPE).to(tl.float32),
+        experts_ptr, weights_ptr, record_ptr, slots_ptr, record_stride, E, TOP_K, RECORD, SHARED, GATED,
+    )  # fmt: skip
+
+
+def choose_scored(
+    parts_STE: torch.Tensor,
+    dtype: torch.dtype,
+    rule: ScoreRule,
+    *,
+    logit_bias_E: torch.Tensor | None = None,
+    score_bias_E: torch.Tensor | None = None,
+    record: Record | None = None,
+    shared: Shared = "none",
+) -> Routing:
+    """Choose experts by a rule that takes this number of experts.
+
+    The twins are `ROUTES` of `rollout.models.layers`.
+
+    Args:
+        parts_STE: partial sums of logits, from `router_logits`; with "gated" the last logit is the shared expert's.
+        dtype: the sums, and sums with the bias, are rounded to it.
+        rule: how experts are chosen and weighted.
+        logit_bias_E: added to the logits.
+        score_bias_E: float32, added to the scores for the choice alone.
+        record: where to record the experts for replay, or None.
+        shared: as for `moe_route`.
+    """
+    parts, tokens, rows = parts_STE.shape
+    experts = rows - (shared == "gated")
+    assert parts_STE.is_contiguous() and 0 < rule.top_k <= experts and rule.takes(experts)
+    assert score_bias_E is None or score_bias_E.dtype == torch.float32
+    out = routing_outputs(tokens, rule.top_k + (shared != "none"), parts_STE.device, None)
+    kept, slots, stride = record_arguments(record, experts)
+    _choose_scored_kernel[(tokens,)](
+        parts_STE,
+        logit_bias_E,
+        score_bias_E,
+        out.experts_TK,
+        out.weights_TK,
+        kept,
+        slots,
+        tokens,
+        stride,
+        rule.scale,
+        E=experts,
+        E2=places(experts),
+        TOP_K=rule.top_k,
+        PARTS=parts,
+        DTYPE=TRITON_DTYPES[dtype],
+        SIGMOID=rule.scoring == "sigmoid",
+        LOGIT_BIAS=logit_bias_E is not None,
+        SCORE_BIAS=score_bias_E is not None,
+        RENORMALIZE=rule.renormalize,
+        GROUPS=rule.groups,
+        TOP_GROUPS=rule.top_groups,
+        GROUP_BEST=rule.group_best,
+        RECORD=record is not None,
+        SHARED=shared != "none",
+        GATED=shared == "gated",
+        num_warps=8 if experts > 256 else 4,
+        **follow_options(parts_STE.device),
+    )
+    return out

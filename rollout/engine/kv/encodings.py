@@ -1,0 +1,144 @@
+"""The books of the embedding buffer: which images are encoded, and where their embeddings are.
+
+    buffer    | block 0 | block 1 | ...       blocks of places; a place holds the embeddings of one token
+
+An encoding is needed from the step that makes it to the steps that compute KV of its tokens. All these run on one
+stream, so a place may be given away as soon as no step that is being planned needs it: a later encoding overwrites it
+after the earlier steps have read it. So nothing is freed by hand. The least recently used encodings give way, and one
+that is needed again is made again from the pixels, which requests keep on the host.
+
+Encodings belong to the weights of the tower: an update that changes these drops all of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollout.engine.messages import Media, Pixels
+from rollout.engine.sequence.images import Encode, ImageTokens
+from rollout.engine.sequence.sequence import Sequence
+
+#: Places of a block.
+BLOCK = 64
+
+
+@dataclass(slots=True)
+class EncodingCounts:
+    """Totals since start."""
+
+    encoded: int = 0  # images and videos
+    patches: int = 0
+    reused: int = 0  # chunks of prompts that found an encoding which an earlier chunk or request needed
+
+
+class Encodings:
+    """The encodings in the buffer. `plan_begins`, then `fit` for each span, then `take_encodes`: one step.
+
+    `places` is the size of the buffer, tokens; `most_patches` bounds what one step encodes. `beginnings` are those of
+    the names of the tower's tensors.
+    """
+
+    def __init__(
+        self, places: int, most_patches: int, beginnings: tuple[str, ...], counts: EncodingCounts | None = None
+    ) -> None:
+        self.total = places // BLOCK * BLOCK
+        self.counts = counts or EncodingCounts()
+        self._most_patches = most_patches
+        self._beginnings = beginnings
+        self._free = list(range(self.total // BLOCK))
+        self._blocks: OrderedDict[bytes, list[int]] = OrderedDict()  # by digest, least recently used first
+        self._named: set[bytes] = set()  # needed by the step that is being planned
+        self._encodes: list[Encode] = []
+        self._patches = 0  # of `_encodes`
+
+    @property
+    def used(self) -> int:
+        """Places that hold encodings."""
+        return self.total - len(self._free) * BLOCK
+
+    def plan_begins(self) -> None:
+        """A step of prompts is being planned."""
+        self._named.clear()
+        self._encodes, self._patches = [], 0
+
+    def fit(self, seq: Sequence, start: int, length: int) -> int:
+        """How many of the next `length` tokens of a prompt can be in the step; their images are encoded or will be.
+
+        Less than `length` ends before an image for which the step has no room. At least 1 for the first span.
+        """
+        for place, item in _media_between(seq, start, start + length):
+            if not self._have(item):
+                return max(0, place - start)
+        return length
+
+    def tokens_of(self, seq: Sequence, start: int, length: int) -> tuple[ImageTokens, ...]:
+        """The tokens of a span that are images; after `fit`."""
+        found = []
+        for place, item in _media_between(seq, start, start + length):
+            begin, end = max(start, place), min(start + length, place + len(item.token_ids))
+            places = self._places(item.pixels, len(item.token_ids))
+            found.append(ImageTokens(begin - start, places[begin - place : end - place]))
+        return tuple(found)
+
+    def take_encodes(self) -> tuple[Encode, ...]:
+        """What the planned step encodes first. The step is launched at once, in the order of plans."""
+        encodes, self._encodes = tuple(self._encodes), []
+        self.counts.encoded += len(encodes)
+        self.counts.patches += self._patches
+        return encodes
+
+    def weights_changed(self, names: Iterable[str]) -> None:
+        """An update wrote these tensors: encodings of other weights are of no use."""
+        if any(name.startswith(self._beginnings) for name in names):
+            self.drop_all()
+
+    def drop_all(self) -> None:
+        """Forget all encodings."""
+        for blocks in self._blocks.values():
+            self._free += blocks
+        self._blocks.clear()
+
+    def check(self) -> None:
+        """Assert that every block is free or used once."""
+        blocks = [*self._free, *(block for blocks in self._blocks.values() for block in blocks)]
+        assert sorted(blocks) == list(range(self.total // BLOCK)), "a block of the embedding buffer is lost"
+
+    def _have(self, item: Media) -> bool:
+        """Make sure that the step can read an item's encoding; False if it has no room for it."""
+        pixels = item.pixels
+        if pixels.digest in self._blocks:
+            if pixels.digest not in self._named:
+                self.counts.reused += 1
+            self._blocks.move_to_end(pixels.digest)
+            self._named.add(pixels.digest)
+            return True
+        patches, wanted = len(pixels.patches), -(-len(item.token_ids) // BLOCK)
+        if self._encodes and self._patches + patches > self._most_patches:
+            return False
+        givers = [digest for digest in self._blocks if digest not in self._named]
+        if wanted > len(self._free) + sum(len(self._blocks[digest]) for digest in givers):
+            assert self._named, "the service refuses images that are larger than the buffer"
+            return False
+        for digest in givers:
+            if wanted <= len(self._free):
+                break
+            self._free += self._blocks.pop(digest)
+        self._blocks[pixels.digest] = [self._free.pop() for _ in range(wanted)]
+        self._named.add(pixels.digest)
+        self._encodes.append(Encode(pixels, self._places(pixels, len(item.token_ids))))
+        self._patches += patches
+        return True
+
+    def _places(self, pixels: Pixels, tokens: int) -> np.ndarray:
+        first = np.array(self._blocks[pixels.digest], dtype=np.int64) * BLOCK
+        return (first[:, None] + np.arange(BLOCK)).reshape(-1)[:tokens]
+
+
+def _media_between(seq: Sequence, start: int, end: int) -> list[tuple[int, Media]]:
+    """The images of a prompt that have tokens in these places, with their first place."""
+    media = seq.group.request.prompt.media
+    return [(place, item) for place, item in media if place < end and place + len(item.token_ids) > start]

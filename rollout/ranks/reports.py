@@ -1,0 +1,56 @@
+"""What each follower reports to rank 0: a line of numbers and a text in shared memory, written by that follower alone.
+
+Numbers only grow. Rank 0 may read an old one: it then waits a little longer than it must.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+
+from rollout.ranks.ring import SharedMemory
+
+Number = Literal["beat", "position", "sequence", "launched", "drawn", "prepared", "refused", "swapped", "ready"]
+#: beat: passes of the loop. position: in the ring. sequence: of the last order that was carried out. launched, drawn:
+#: steps. prepared, refused: the last update that fits, or does not. swapped: the last one whose copy is done.
+NUMBERS: tuple[Number, ...] = get_args(Number)
+_TEXT_BYTES = 448
+
+
+class Reports:
+    """The table of all followers; follower i is rank i + 1."""
+
+    def __init__(self, memory: SharedMemory, followers: int) -> None:
+        lines = np.frombuffer(memory.map(), dtype=np.uint8)[: followers * self.line_bytes()]
+        lines = lines.reshape(followers, self.line_bytes())
+        numbers = 8 * len(NUMBERS)
+        self._numbers = lines[:, :numbers].view(np.int64)
+        self._texts = lines[:, numbers : numbers + _TEXT_BYTES]
+
+    @staticmethod
+    def line_bytes() -> int:
+        """Bytes of one follower."""
+        return -(-(8 * len(NUMBERS) + _TEXT_BYTES) // 64) * 64
+
+    def get(self, name: Number) -> list[int]:
+        """A number of every follower."""
+        return self._numbers[:, NUMBERS.index(name)].tolist()
+
+    def set(self, follower: int, name: Number, value: int) -> None:
+        """Report a number."""
+        self._numbers[follower, NUMBERS.index(name)] = value
+
+    def add(self, follower: int, name: Number) -> None:
+        """Add 1 to a number."""
+        self._numbers[follower, NUMBERS.index(name)] += 1
+
+    def text(self, follower: int) -> str:
+        """What the follower said last, for people; may be empty."""
+        return bytes(self._texts[follower]).split(b"\0")[0].decode(errors="replace")
+
+    def say(self, follower: int, text: str) -> None:
+        """Leave a text."""
+        sent = text.encode()[: _TEXT_BYTES - 1]
+        self._texts[follower] = 0
+        self._texts[follower, : len(sent)] = np.frombuffer(sent, dtype=np.uint8)

@@ -1,0 +1,198 @@
+"""Images over HTTP: `image_url` parts by the model's own processor, and processed pixels."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.gateway.harness import gateway
+from tests.support.gateway.image_folder import END, EOT, START, TURN, add_processor
+from tests.support.models.images import IMAGE, ImagePrompt, Picture, logits_of, make_model, picture, prompt_with
+from tests.support.worker.harness import assert_idle, launch
+from trainer_bridge import MediaItem, MediaPrompt, RolloutClient
+from trainer_bridge.client import spatial
+from trainer_bridge.client.launch import WorkerProcess
+
+LIMITS = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerProcess, httpx.Client, Any, Path]]:
+    folder = tmp_path_factory.mktemp("images")
+    reference = make_model("Qwen3-VL", folder / "model")
+    add_processor(folder / "model")
+    (folder / "pictures").mkdir()
+    flags = {"images": True, "max_rows": 4, "image_tokens": 512, "image_patches": 2048}
+    with (
+        launch(folder / "model", log=folder / "log", **flags) as worker,
+        gateway([worker.endpoint], images_root=str(folder / "pictures")) as client,
+    ):
+        yield worker, client, reference, folder / "pictures"
+        assert_idle(worker)
+
+
+def png(width: int, height: int, seed: int = 0, form: str = "PNG") -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, form)
+    return file.getvalue()
+
+
+def data_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def image_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def processed(data: bytes, folder: Path) -> Picture:
+    """The image by transformers' own processor."""
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(folder.parent / "model", backend="pil")
+    found = processor(images=[Image.open(io.BytesIO(data)).convert("RGB")], return_tensors="np")
+    return Picture(tuple(found["image_grid_thw"][0].tolist()), found["pixel_values"].astype(np.float32))
+
+
+def check(reference: Any, prompt: ImagePrompt, tokens: list[int]) -> None:
+    logits = logits_of(reference, prompt, tokens)
+    assert logits[len(prompt.ids) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_a_chat_with_images_is_what_transformers_makes_of_it(served: Any) -> None:
+    _, client, reference, folder = served
+    first, second = png(40, 24), png(16, 50, 1, "JPEG")
+    (folder / "second.jpg").write_bytes(second)
+    parts = [image_part(data_url(first)), {"type": "text", "text": "w5 w6"}]
+    parts += [image_part(f"file://{folder}/second.jpg")]
+    body = {"messages": [{"role": "user", "content": parts}], "return_token_ids": True, **LIMITS}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    pictures = processed(first, folder), processed(second, folder)
+    prompt = ImagePrompt([TURN, 10, START])
+    for image, after in zip(pictures, ([END, 5, 6, START], [END, EOT, TURN, 11]), strict=True):
+        prompt.places.append((len(prompt.ids), image))
+        prompt.ids += [IMAGE] * (len(image.pixels) // 4) + after
+    assert answer["prompt_token_ids"] == prompt.ids
+    check(reference, prompt, answer["choices"][0]["token_ids"])
+    rendered = client.post("/v1/chat/completions/render", json={"messages": body["messages"]}).json()
+    assert rendered["token_ids"] == prompt.ids
+    streamed = []
+    with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                streamed += httpx.Response(200, text=line[6:]).json()["choices"][0].get("token_ids", [])
+    assert streamed == answer["choices"][0]["token_ids"]
+
+
+def test_a_later_turn_goes_on_from_the_tokens_of_the_earlier_one(served: Any) -> None:
+    _, client, reference, folder = served
+    first, second = png(24, 24, 2), png(32, 16, 3)
+    messages: list[Any] = [{"role": "user", "content": [image_part(data_url(first))]}]
+    answer = client.post("/v1/chat/completions", json={"messages": messages, "return_token_ids": True, **LIMITS}).json()
+    tokens = answer["choices"][0]["token_ids"]
+    drawn = {"prompt_token_ids": answer["prompt_token_ids"], "generation_token_ids": tokens}
+    messages += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"], **drawn}]
+    messages += [{"role": "user", "content": [image_part(data_url(second)), {"type": "text", "text": "w7"}]}]
+    later = client.post("/v1/chat/completions", json={"messages": messages, "return_token_ids": True, **LIMITS})
+    prompt = ImagePrompt([*drawn["prompt_token_ids"], *tokens], [(3, processed(first, folder))])
+    prompt.ids += [EOT, TURN, 10, START]
+    prompt.places.append((len(prompt.ids), processed(second, folder)))
+    prompt.ids += [IMAGE] * prompt.length(1) + [END, 7, EOT, TURN, 11]
+    assert later.json()["prompt_token_ids"] == prompt.ids
+    check(reference, prompt, later.json()["choices"][0]["token_ids"])
+
+
+def test_processed_pixels_need_no_second_processor(served: Any) -> None:
+    _, client, reference, _ = served
+    prompt = prompt_with(4, picture(4, 6, 5), 3)
+    place, image = prompt.places[0]
+    item = {
+        "offset": place,
+        "length": prompt.length(0),
+        "grid_thw": list(image.grid),
+        "dtype": "float32",
+        "pixel_values": base64.b64encode(image.pixels.tobytes()).decode(),
+    }
+    body = {"token_ids": prompt.ids, "media": [item], "sampling_params": LIMITS}
+    answer = client.post("/inference/v1/generate", json=body).json()
+    check(reference, prompt, answer["choices"][0]["token_ids"])
+    for change, param in (
+        ({"pixel_values": "?"}, "media.0.pixel_values"),
+        ({"pixel_values": ""}, "media.0.pixel_values"),
+        ({"grid_thw": [1, 4]}, "media.0.grid_thw"),
+        ({"grid_thw": [1, 4, 5]}, "media.0.pixel_values"),
+        ({"dtype": "int8"}, "media.0.dtype"),
+        ({"length": 5}, "media.0.length"),
+        ({"offset": 3}, "media.0.offset"),
+    ):
+        error = client.post("/inference/v1/generate", json=body | {"media": [item | change]})
+        assert (error.status_code, error.json()["param"]) == (400, param), error.text
+
+
+def test_a_point_in_an_image_is_of_the_words_for_places(served: Any) -> None:
+    """The constraint of the skill `point`, with an image: of the allowed words the likeliest are drawn."""
+    worker, _, reference, _ = served
+    prompt, places = prompt_with(4, picture(4, 6, 5), 3), [12, 30, 31, 77]
+    grammar = spatial.point(spatial.vocabulary(f"w{token}" for token in places))
+    media = [MediaItem(place, prompt.length(0), image.grid, image.pixels) for place, image in prompt.places]
+    with RolloutClient(worker.endpoint) as client:
+        result = client.generate(
+            MediaPrompt(np.array(prompt.ids, np.int32), tuple(media)),
+            max_tokens=5,
+            temperature=0.0,
+            constraint={"grammar": grammar},
+        )
+    tokens = result.completions[0].token_ids.tolist()
+    assert result.completions[0].finish_reason == "stop" and len(tokens) == 3
+    logits = logits_of(reference, prompt, tokens)[len(prompt.ids) - 1 : -1]
+    assert [places[int(each)] for each in logits[:2, places].argmax(-1)] == tokens[:2]
+
+
+BAD_URLS = {
+    "http": ("http://127.0.0.1:1/x.png", "fetches nothing"),
+    "another scheme": ("gopher://x", "fetches nothing"),
+    "no base64": ("data:image/png,xyz", "base64"),
+    "wrong base64": ("data:image/png;base64,@@@", "base64"),
+    "no picture": (data_url(b"x" * 100), "none of"),
+    "cut off": (data_url(png(40, 40)[:200]), "decoded"),
+    "a file elsewhere": ("file:///etc/passwd", "no such file"),
+    "a way out": ("file://{root}/../model/config.json", "no such file"),
+    "no file": ("file://{root}/none.png", "no such file"),
+    "a null": ("file://{root}/%00.png", ""),
+    "another host": ("file://example.com/x.png", "no such file"),
+    "too long a side": (data_url(png(2000, 4)), "refuses"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_URLS)
+def test_a_bad_image_is_named(case: str, served: Any) -> None:
+    _, client, _, folder = served
+    url, says = BAD_URLS[case]
+    content = [{"type": "text", "text": "w5"}, image_part(url.replace("{root}", str(folder)))]
+    answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}], **LIMITS})
+    assert answer.status_code == 400 and answer.json()["param"] == "messages.0.content.1.image_url.url", answer.text
+    assert says in answer.json()["message"]
+
+
+def test_text_must_not_have_placeholders(served: Any) -> None:
+    _, client, _, _ = served
+    parts = [image_part(data_url(png(24, 24))), {"type": "text", "text": "<image>"}]
+    answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}], **LIMITS})
+    assert answer.status_code == 400 and "placeholder" in answer.json()["message"]
+    answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "<image>"}], **LIMITS})
+    assert answer.status_code == 400 and "placeholder" in answer.json()["message"]
+
+
+def test_a_gateway_of_a_model_of_text_refuses_images(client: httpx.Client) -> None:
+    parts = [image_part(data_url(png(24, 24)))]
+    answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
+    assert answer.status_code == 400 and answer.json()["param"] == "messages.0.content.0.image_url.url"

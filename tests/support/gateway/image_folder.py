@@ -1,0 +1,39 @@
+"""Adds to a tiny model of text and images: a tokenizer of words, a chat template, an image processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.models.images import IMAGE, VIDEO, VOCAB
+
+EOT, START, END, TURN = 84, 85, 86, 87
+_TEMPLATE = (
+    "{%- for message in messages -%}<turn>{{ message.role }} "
+    "{%- if message.content is string -%}{{ message.content }}"
+    "{%- else -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'image' -%}<start><image><end>{%- else -%}{{ part.text }}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}<eot>"
+    "{%- endfor -%}{%- if add_generation_prompt -%}<turn>assistant {%- endif -%}"
+)
+
+
+def add_processor(folder: Path) -> None:
+    """Add the files to a checkpoint of `make_model`."""
+    special = {"<eot>": EOT, "<start>": START, "<end>": END, "<turn>": TURN, "<image>": IMAGE, "<video>": VIDEO}
+    words = {f"w{token}": token for token in range(VOCAB) if token not in special.values()}
+    words |= {"user": words.pop("w10"), "assistant": words.pop("w11"), "[UNK]": words.pop("w0")}
+    tokenizer = Tokenizer(models.WordLevel(words | special, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(special))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="<eot>")
+    fast.chat_template = _TEMPLATE
+    fast.save_pretrained(folder)
+    pixels = {
+        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 64, "longest_edge": 4096},
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))

@@ -1,0 +1,151 @@
+"""The ring: order, wrap-around, overrun, readers in other processes, damaged memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from rollout.ranks.reports import Reports
+from rollout.ranks.ring import RingBrokenError, RingReader, RingStalledError, RingWriter, SharedMemory
+
+ROOM_S = 0.3
+
+
+class Ring:
+    """A writer and its readers, in one process."""
+
+    def __init__(self, size: int, readers: int = 1, room_s: float = ROOM_S) -> None:
+        self.memory = SharedMemory.create("ring", size)
+        self.reports = Reports(SharedMemory.create("reports", readers * Reports.line_bytes()), readers)
+        self.eventfds = [os.eventfd(0) for _ in range(readers)]
+        self.writer = RingWriter(self.memory, self.eventfds, lambda: self.reports.get("position"), room_s)
+        self.readers = [self._reader(i, eventfd) for i, eventfd in enumerate(self.eventfds)]
+
+    def _reader(self, which: int, eventfd: int) -> RingReader:
+        memory = SharedMemory(self.memory.descriptor)
+        return RingReader(memory, eventfd, lambda position: self.reports.set(which, "position", position))
+
+    def take(self, which: int = 0, timeout_s: float = 10.0) -> tuple[int, int, int, bytes, bytes]:
+        reader = self.readers[which]
+        assert reader.wait(timeout_s)
+        head, body = reader.read()
+        layout, rest = bytes(body[: head.layout]), bytes(body[head.layout :])
+        body.release()
+        reader.done(head)
+        return head.sequence, head.kind, head.version, layout, rest
+
+
+@contextmanager
+def ring(size: int, readers: int = 1, room_s: float = ROOM_S) -> Iterator[Ring]:
+    made = Ring(size, readers, room_s)
+    yield made
+    for descriptor in (made.memory.descriptor, *made.eventfds):
+        os.close(descriptor)
+
+
+def test_every_reader_gets_all_records_in_order_whatever_their_sizes_and_however_they_wrap() -> None:
+    draws = random.Random(3)
+    records = [(draws.randrange(1, 6), draws.randbytes(draws.choice([0, 1, 40, 64, 900, 1900]))) for _ in range(400)]
+    with ring(4096, readers=3, room_s=30.0) as made:
+        got: list[list[tuple[int, int, bytes]]] = [[], [], []]
+
+        def read(which: int) -> None:
+            pauses = random.Random(which)
+            for _ in records:
+                sequence, kind, version, layout, rest = made.take(which)
+                assert (version, layout) == (sequence // 7, b"layout")
+                got[which].append((sequence, kind, rest))
+                if pauses.random() < 0.05:
+                    time.sleep(0.002)
+
+        threads = [threading.Thread(target=read, args=(which,)) for which in range(3)]
+        for thread in threads:
+            thread.start()
+        for sequence, (kind, body) in enumerate(records, 1):
+            cut = len(body) // 2
+            assert made.writer.write(kind, sequence // 7, b"layout", body[:cut], memoryview(body)[cut:]) == sequence
+        for thread in threads:
+            thread.join(30)
+        assert got == [[(i, kind, body) for i, (kind, body) in enumerate(records, 1)]] * 3
+
+
+def test_a_full_ring_is_a_bounded_wait_and_nothing_unread_is_overwritten() -> None:
+    with ring(4096, readers=2) as made:
+        for i in range(4):
+            made.writer.write(1, 0, b"", bytes([i]) * 900)
+        began_s = time.monotonic()
+        with pytest.raises(RingStalledError, match="did not take"):
+            made.writer.write(1, 0, b"", bytes(900))
+        assert time.monotonic() - began_s >= ROOM_S
+        assert [made.take(0)[4][0] for _ in range(4)] == [0, 1, 2, 3]
+        with pytest.raises(RingStalledError):  # the other reader has taken none
+            made.writer.write(1, 0, b"", bytes(900))
+        assert [made.take(1)[4][0] for _ in range(4)] == [0, 1, 2, 3]
+        assert made.writer.write(1, 0, b"", bytes([9]) * 900) == 5
+        assert made.take(0)[4][0] == made.take(1)[4][0] == 9
+
+
+def test_a_reader_without_records_waits_no_longer_than_asked_and_wakes_at_once() -> None:
+    with ring(4096) as made:
+        assert not made.readers[0].wait(0.02)
+        timer = threading.Timer(0.05, lambda: made.writer.write(2, 5, b"ab"))
+        timer.start()
+        assert made.take(timeout_s=10) == (1, 2, 5, b"ab", b"")
+        timer.join()
+
+
+def test_a_body_that_never_fits_is_refused() -> None:
+    with ring(4096) as made:
+        made.writer.write(1, 0, b"", bytes(made.writer.largest))
+        made.take()
+        with pytest.raises(ValueError, match="larger than the ring takes"):
+            made.writer.write(1, 0, b"x", bytes(made.writer.largest))
+
+
+def test_a_record_that_was_overwritten_is_noticed() -> None:
+    with ring(4096) as made:
+        made.writer.write(1, 0, b"", b"one")
+        made.memory.map()[:8] = (7).to_bytes(8, "little")
+        assert made.readers[0].wait(1)
+        with pytest.raises(RingBrokenError, match="expected order 1"):
+            made.readers[0].read()
+
+
+def test_memory_that_grows_after_a_process_has_inherited_it_is_read_there() -> None:
+    code = """
+import os, sys
+from rollout.ranks.ring import RingReader, SharedMemory
+memory, eventfd = SharedMemory(int(sys.argv[1])), int(sys.argv[2])
+reader = RingReader(memory, eventfd, lambda position: None)
+print("started", flush=True)
+assert reader.wait(60)
+head, body = reader.read()
+print(head.sequence, bytes(body).decode(), flush=True)
+"""
+    memory, eventfd = SharedMemory.create("late", 0), os.eventfd(0)
+    command = [sys.executable, "-c", code, str(memory.descriptor), str(eventfd)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=(memory.descriptor, eventfd)) as child:
+        assert child.stdout is not None and child.stdout.readline() == "started\n"
+        memory.grow(1 << 16)
+        RingWriter(memory, [eventfd], lambda: [0], 1.0).write(1, 0, b"hello")
+        assert child.stdout.readline() == "1 hello\n"
+    assert child.returncode == 0
+
+
+def test_reports_of_followers_do_not_touch_one_another() -> None:
+    reports = Reports(SharedMemory.create("reports", 3 * Reports.line_bytes()), 3)
+    reports.say(1, "ä" * 400)
+    reports.set(1, "launched", 5)
+    reports.add(1, "launched")
+    assert reports.get("launched") == [0, 6, 0] and reports.get("ready") == [0, 0, 0]
+    assert reports.text(1).startswith("äää") and reports.text(0) == reports.text(2) == ""
+    reports.say(1, "short")
+    assert reports.text(1) == "short"

@@ -1,0 +1,53 @@
+"""What is told of a prompt's tokens beside their log-probs: their ranks, and the likeliest tokens at each position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptTops:
+    """Row i belongs to token i of the prompt. The first row is unknown, and so are those of a prompt that was cut.
+
+    A rank is 1 plus the number of likelier tokens; 0 if unknown. The k likeliest tokens come likeliest first, with
+    their log-probs at temperature 1; -1 and NaN if unknown.
+    """
+
+    ranks: np.ndarray  # int32 [prompt tokens]
+    ids: np.ndarray  # int32 [prompt tokens, k]
+    logprobs: np.ndarray  # float32 [prompt tokens, k]
+
+    @classmethod
+    def unknown(cls, tokens: int, k: int) -> PromptTops:
+        """Rows for so many tokens, none of which is known yet."""
+        return cls(
+            np.zeros(tokens, np.int32), np.full((tokens, k), -1, np.int32), np.full((tokens, k), np.nan, np.float32)
+        )
+
+    def forget(self) -> None:
+        """Make all rows unknown."""
+        self.ranks[:] = 0
+        self.ids[:] = -1
+        self.logprobs[:] = np.nan
+
+    def copy(self) -> PromptTops:
+        """The present rows; later ones are not seen in them."""
+        return PromptTops(self.ranks.copy(), self.ids.copy(), self.logprobs.copy())
+
+    def fields(self) -> dict[str, np.ndarray]:
+        """The fields of a reply."""
+        return {"prompt_ranks": self.ranks, "prompt_top_ids": self.ids, "prompt_top_logprobs": self.logprobs}
+
+
+def reply_bytes(tokens: int, k: int) -> int:
+    """What the fields of a prompt take in a reply."""
+    return tokens * (4 + 8 * k)
+
+
+def tops_fields(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `PromptTops` that a reply has."""
+    return {name: header[name] for name in ("prompt_ranks", "prompt_top_ids", "prompt_top_logprobs") if name in header}
