@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout.models.checkpoint_folder import CheckpointError, Progress, read_json
-from rollout.models.cut import whole_shape
+from rollout.models.cut import CutView, whole_shape
 from rollout.models.mxfp4 import BLOCKS, SCALES, decode_into, decoded_shape
 from rollout.models.names import Region, all_views, check_names
 
@@ -128,11 +128,15 @@ def copy_tensors(tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor
         with safe_open(file, framework="pt", device="cpu") as reader:
             for name in names:
                 if tensors[name].file == file:
+                    view = views[name]
                     if tensors[name].scales is not None:
-                        _decode(name, tensors[name], views[name])
+                        _decode(name, tensors[name], view)
+                    elif isinstance(view, CutView) and not tensors[name].turned:
+                        if view.cut.kept:
+                            view.copy_kept(view.cut.read(reader.get_slice(name)))
                     else:
                         tensor = reader.get_tensor(name)
-                        views[name].copy_(tensor.mT if tensors[name].turned else tensor)
+                        view.copy_(tensor.mT if tensors[name].turned else tensor)
                     done += tensors[name].values
                     if progress is not None:
                         progress(done, total)

@@ -9,7 +9,7 @@ A cut takes ranges of one dimension, side by side. More than one range is needed
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,12 @@ class Cut(NamedTuple):
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a whole tensor: a view if there is one range, else a copy."""
         parts = [tensor.narrow(self.dim, begin, end - begin) for begin, end in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+
+    def read(self, stored: Any) -> torch.Tensor:
+        """The part of a tensor in a file: `stored` is a slice of safetensors, which reads what is asked for."""
+        before = (slice(None),) * self.dim
+        parts = [stored[(*before, slice(begin, end))] for begin, end in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
     def at(self, dim: int) -> Cut:
@@ -63,6 +69,10 @@ class CutView(torch.Tensor):
             raise ValueError(f"a tensor of shape {list(whole.shape)} is no whole one of {list(whole_shape(self))}")
         self._kept.copy_(self.cut.take(whole), non_blocking)
         return self
+
+    def copy_kept(self, kept: torch.Tensor) -> None:
+        """Copy a part that was cut already."""
+        self._kept.copy_(kept)
 
     def destinations(self) -> Iterator[torch.Tensor | None]:
         """For each entry of the whole tensor's first dimension the view that takes it, or None if it is not kept."""

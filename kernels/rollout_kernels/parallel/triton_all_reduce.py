@@ -10,8 +10,8 @@ barrier nor a fence. Everything that a program reads of its peers is in this GPU
 
 Rounding is that of `all_reduce` and `add_rms_norm` one after the other. So a step may take either way.
 
-Waiting is bounded: after `MOST_SPINS` reads of missing words a program sets `PeerBuffers.fault` and goes on with what
-it has, and no program waits any more. The host must read the flag and throw the results away.
+Waiting is bounded: after `MOST_SPINS` reads of missing words a program sets `PeerBuffers.fault`, and no program waits
+any more. Missing values are NaN, and so are then the log-probabilities of the step: the host notices these.
 
 Legend: M rows, S parts, H width, R ranks, W words.
 """
@@ -54,7 +54,7 @@ def _send(at, word, live):
 
 @triton.jit
 def _receive(at, live, number, fault_ptr, most_spins):
-    """The data of words, int32, once all of them have this number."""
+    """The data of words, int32, once all of them have this number, and where it came or is not live."""
     word = tl.load(at, mask=live, other=0, volatile=True)
     waiting = tl.max((live & ((word >> 32).to(tl.int32) != number)).to(tl.int32))
     spins = 0
@@ -68,7 +68,7 @@ def _receive(at, live, number, fault_ptr, most_spins):
         if (waiting != 0) & (spins >= most_spins):
             tl.store(fault_ptr, 1)
             waiting = 0
-    return word.to(tl.int32)
+    return word.to(tl.int32), ((word >> 32).to(tl.int32) == number) | (live == 0)
 
 
 @triton.jit
@@ -142,13 +142,13 @@ def _all_reduce_kernel(
             total += own.to(tl.float32)
         else:
             at = mine + ((turn * RANKS + rank) * most_rows + row) * row_words + w
-            data = _receive(at, live_W, number, fault_ptr, most_spins)
+            data, came = _receive(at, live_W, number, fault_ptr, most_spins)
             if PAIRS:
                 low = (data & 65535).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
                 high = (data >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-                total += tl.join(low, high)
+                total += tl.join(tl.where(came, low, float("nan")), tl.where(came, high, float("nan")))
             else:
-                total += data.to(tl.float32, bitcast=True)
+                total += tl.where(came, data.to(tl.float32, bitcast=True), float("nan"))
     tl.store(exchanges_ptr + row, number)
     total = narrow(total, dtype)
     if NORM:

@@ -83,8 +83,9 @@ def _without_a_peer(group: TensorGroup, folder: Path) -> tuple[int, int, int]:
     parts = torch.ones(1, 2, 16)
     before = peers.fault.item()
     if group.rank == 0:  # the other rank does not come
-        all_reduce_rows(parts, peers, most_spins=50)
-        all_reduce_rows(parts, peers, most_spins=1 << 40)  # would spin for ever if it waited
+        first = all_reduce_rows(parts, peers, most_spins=50)
+        second = all_reduce_rows(parts, peers, most_spins=1 << 40)  # would spin for ever if it waited
+        assert first.isnan().all() and second.isnan().all()
     exchanges = peers.exchanges_M[0].item()
     group.all_gather(torch.zeros(1))
     return before, peers.fault.item(), exchanges

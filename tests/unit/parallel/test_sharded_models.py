@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from rollout.config import ModelSettings
 from rollout.models import Decoder, LoadedModel, load_model
 from rollout.models.cut import CutView, whole_shape
+from rollout.weights.destination import InPlaceDestination
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.models.families import FAMILIES, make_checkpoint
 from tests.support.models.hybrids import make_hybrid
@@ -239,3 +240,29 @@ def _copy_a_part(group: TensorGroup, folder: Path) -> bool:
     with pytest.raises(WeightsRejected, match="missing tensors: model.norm.weight"):
         parameters.check(pack(1, [row for row in rows if row[0] != "model.norm.weight"], 1 << 20))
     return True
+
+
+def _update_in_place(group: TensorGroup, folder: Path, other: Path, twice: bool) -> bool:
+    """The bytes of whole tensors arrive in pieces; with `twice` the tied output layer is sent, too."""
+    ours, fresh, whole = _load(folder, group), _load(other, group), _load(other).trainer_views()
+    views = ours.trainer_views()
+    names = _names_of(ours, 0) + (list(ours.spec.tied_names) if twice else [])
+    manifest = pack(1, [(name, "float32", list(whole[name].shape)) for name in names], 1 << 20)
+    stream = torch.zeros(max(entry.end for entry in manifest.tensors), dtype=torch.uint8)
+    for entry in manifest.tensors:
+        stream[entry.offset : entry.end] = whole[entry.name].contiguous().view(-1).view(torch.uint8)
+    fit = ParameterMap(views, UpdateNames()).check(manifest)
+    destination = InPlaceDestination(manifest, fit, views, pinned=False)
+    for start in range(0, len(stream), 4096):
+        destination.put(start, stream[start : start + 4096])
+    destination.check_aliases(manifest, fit, views)
+    expected, got = _parameters(fresh.model), _parameters(ours.model)
+    return len(fit.aliases) == twice and all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_update_in_place_fills_a_shard(twice: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:
+    folders = [tmp_path / str(seed) for seed in range(2)]
+    for seed, folder in enumerate(folders):
+        Case("qwen2", folder, seed)
+    assert all(start_ranks(2).run(_update_in_place, *folders, twice))
