@@ -1,10 +1,12 @@
 """The meter's spans on a GPU against the profiler's: in the same steps, the same share of time has a step running.
 
-The profiler changes what it measures, in two ways. It makes a step longer, by about 0.1 us a kernel. And a profiled
-launch into an idle device begins late, by 0.1 to 0.8 ms, after the graph has recorded the start of its step. The steps
-here take some milliseconds, so that at depth 2 the device is never idle, although profiled launches cost the host more.
-From these steps the test learns how much longer the profiler makes a step. At depth 1 the device is idle before each
-launch, so there the meter is asked without the profiler.
+At depth 2 both see the same profiled steps. They take some milliseconds, so that the device is never idle, although
+profiled launches cost the host more.
+
+At depth 1 the device is idle before each launch. There a step starts, for the meter, some 0.07 ms before its first
+kernel: an idle device takes that long from the first node of a graph to the next one. A profiled launch begins even
+later, by 0.1 to 0.8 ms, so the meter is asked without the profiler. Its share is up to 1.25 points of a hundred too
+high, in steps of 4 to 6 ms.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tests.support.engine.harness import Bench
 
 pytestmark = pytest.mark.gpu
 STEPS = 96
-MOST_POINTS = 1.0  # of a hundred, that the two may be apart
+MOST_POINTS = {1: 1.5, 2: 1.0}  # of a hundred, that the two may be apart, by depth
 
 
 class _Steps:
@@ -74,19 +76,17 @@ def test_the_meter_and_the_profiler_see_the_same_activity():
     model = load_random("qwen3-8b", device.torch_device).model
 
     overlapped = _Steps(model, device, depth=2)
-    _, alone = overlapped.run(lambda steps: steps())
     events, profiled = overlapped.run(profile_steps)
     overlapped.close()
     seen = summarise(events, STEPS)  # type: ignore[arg-type]
     assert seen.kernels > 8 * 28 and seen.kernel_share <= seen.active_share
     active = _busy_s(profiled) / STEPS / _period_s(profiled)
-    assert abs(active - seen.active_share) * 100 <= MOST_POINTS, (active, seen)
-    profiler_s = _period_s(profiled) - _period_s(alone)  # that the profiler adds to a step
+    assert abs(active - seen.active_share) * 100 <= MOST_POINTS[2], (active, seen)
 
     blocking = _Steps(model, device, depth=1)
     _, alone = blocking.run(lambda steps: steps())
     events, _ = blocking.run(profile_steps)
     blocking.close()
     seen = summarise(events, STEPS)  # type: ignore[arg-type]
-    apart_s = _busy_s(alone) / STEPS - (seen.step_s - profiler_s)
-    assert abs(apart_s) / _period_s(alone) * 100 <= MOST_POINTS, (_busy_s(alone) / STEPS, profiler_s, seen)
+    apart_s = _busy_s(alone) / STEPS - seen.step_s
+    assert abs(apart_s) / _period_s(alone) * 100 <= MOST_POINTS[1], (_busy_s(alone) / STEPS, seen)

@@ -26,7 +26,9 @@ CHECKPOINTS = ROOT / "rollout" / "demo" / "checkpoints"
 ONES, TWOS = CHECKPOINTS / "ones", CHECKPOINTS / "twos"
 
 _SETTINGS = ("ROLLOUT_", "WANDB_")
-_ALWAYS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
+#: The sources come first, then what the tests' own process was given, such as packages of a GPU machine.
+_PATHS = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+_ALWAYS = {"PYTHONPATH": os.pathsep.join(_PATHS), "OMP_NUM_THREADS": "1"}
 
 #: Token texts by id, as in the checkpoints' tokenizer.json.
 TEXTS = ("<pad>", "<eos>", "<unk>", *"0123456789 :\n")
