@@ -13,6 +13,7 @@ from rollout.models.registry import supported_architectures
 from tests.support.engine.harness import Bench, Completion, load
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
+from tests.support.models import images
 from tests.support.models.every_family import EVERY_FAMILY
 
 #: Tokens of the prompts; the second one is of a group.
@@ -86,4 +87,5 @@ def test_every_architecture_that_runs_natively_is_here(tmp_path: Path) -> None:
     for name, make in EVERY_FAMILY.items():
         make(tmp_path / name, 0)
         made.add(json.loads((tmp_path / name / "config.json").read_text())["architectures"][0])
-    assert made == set(supported_architectures())
+    towers = {f"{stem}ForConditionalGeneration" for stem, *_ in images.MODELS.values()}  # tests/engine/test_images.py
+    assert made | towers == set(supported_architectures())

@@ -8,6 +8,7 @@ import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -245,8 +246,9 @@ def test_no_more_is_made_than_the_trainer_may_take_and_nothing_is_lost(
     assert scored.acquire(timeout=30)
     assert not scored.acquire(timeout=0.5)
     taken += take(rollouts, 12)
-    groups = sorted(sample.group_id for sample in taken)
-    assert groups == [group for group in range(4) for _ in range(4)]
+    # Groups come as they end: up to two of the next ones may be before the last of the first four.
+    groups = Counter(sample.group_id for sample in taken)
+    assert list(groups.values()) == [4] * 4 and max(groups) < 6
 
 
 def test_check_health_reports_a_failing_reward_function(make_rollouts: Callable[..., RolloutWorker]) -> None:

@@ -120,7 +120,7 @@ def test_a_resuming_client_has_the_pixels_in_its_journal(
 
 
 def test_updates_with_and_without_the_tower(served: tuple[WorkerProcess, list[Any]]) -> None:
-    """The last test of the worker: its weights change."""
+    """The weights change, and in the end they are as before, for the tests that follow."""
     worker, (old, new) = served
     prompt = prompt_with(5, picture(4, 10), 4)
     ours = {name: tensor.detach() for name, tensor in new.named_parameters()}
@@ -134,4 +134,6 @@ def test_updates_with_and_without_the_tower(served: tuple[WorkerProcess, list[An
                 if ".visual." not in name:
                     parameter.copy_(text[name])
         check(new, prompt, client.generate(sent(prompt), max_tokens=8, **GREEDY).completions[0].token_ids)
+        publisher.publish({name: tensor.detach() for name, tensor in old.named_parameters()}, version=3).applied(60)
+        check(old, prompt, client.generate(sent(prompt), max_tokens=8, **GREEDY).completions[0].token_ids)
     assert_idle(worker)
