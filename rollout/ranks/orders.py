@@ -2,7 +2,9 @@
 
     STEP      header of an upload, its words             launch it, and draw unless rows wait for masks
     DRAW      places and masks of constrained rows       draw of the last step
-    PREPARE   number and sizes of an update              check that it fits, plan its copies; nothing changes yet
+    OPEN      number of an update, size of its manifest  check that it fits, lay out the staging memory
+    TAKE      a piece: start and bytes, place in relay   keep the shard's part of it in the staging memory
+    PREPARE   number of the update                       all bytes are verified: plan its copies
     SWAP      number of the update                       copy it into the parameters, after the steps before
     END       nothing                                    end the process
 
@@ -21,7 +23,7 @@ from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.upload import Header, Upload
 from rollout.ranks.ring import RingWriter
 
-STEP, DRAW, PREPARE, SWAP, END = range(1, 6)
+STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE = range(1, 8)
 
 
 class Orders:
@@ -30,7 +32,7 @@ class Orders:
     def __init__(self, ring: RingWriter, version: int) -> None:
         self._ring = ring
         self._version = version
-        self.update = 0  # number of the last update that followers were told to prepare
+        self.prepared = 0  # number of the last update that followers were told to prepare
         self.swapped = 0  # number of the last one that they were told to copy
 
     def step(self, upload: Upload) -> None:
@@ -42,16 +44,23 @@ class Orders:
         at, refused = masks.rows
         self._write(DRAW, [at, refused, masks.host.shape[1]], _bytes(masks.host[: len(at)]))
 
-    def prepare(self, total_bytes: int, manifest_bytes: int) -> int:
-        """Give an update to prepare; returns its number. Any thread may call it."""
-        self.update += 1
-        self._write(PREPARE, [self.update, total_bytes, manifest_bytes])
-        return self.update
+    def open(self, number: int, manifest_bytes: int) -> None:
+        """Give the beginning of an update. Any thread may call it, as those for pieces and preparation."""
+        self._write(OPEN, [number, manifest_bytes])
+
+    def take(self, start: int, nbytes: int, at: int) -> None:
+        """Give a piece of the update, which lies at byte `at` of the relay memory."""
+        self._write(TAKE, [start, nbytes, at])
+
+    def prepare(self, number: int) -> None:
+        """Give the preparation of the update, whose bytes are verified."""
+        self.prepared = number
+        self._write(PREPARE, [number])
 
     def swap(self, version: int) -> None:
         """Give the copy of the prepared update."""
-        self.swapped = self.update
-        self._write(SWAP, [self.update, version])
+        self.swapped = self.prepared
+        self._write(SWAP, [self.prepared, version])
         self._version = version
 
     def end(self) -> None:

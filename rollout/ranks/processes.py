@@ -1,6 +1,6 @@
 """Rank 0's side of a tensor group: starts the followers, connects with them, watches them, ends them.
 
-    start       a process each, with inherited memory (ring, reports, staged updates) and an eventfd
+    start       a process each, with inherited memory (ring, reports, relay of updates) and an eventfd
     connect     a process group over a file store in a private folder: gloo on a CPU, NCCL on GPUs; no port is opened
     lead        the followers are ready: size the ring, give orders
     watch       a thread: a follower that ended, or whose loop is silent, is the end of the group
@@ -77,10 +77,10 @@ class Ranks:
         self._ring = SharedMemory.create("rollout-ring", 0)  # sized by `lead`
         table = SharedMemory.create("rollout-reports", count * Reports.line_bytes())
         self.reports = Reports(table, count)
-        self._staged = SharedMemory.create("rollout-update", 0)
+        self._relayed = SharedMemory.create("rollout-update", 0)
         self._manifest = SharedMemory.create("rollout-manifest", 0)
         self._eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
-        inherited = {"ring": self._ring, "reports": table, "staged": self._staged, "manifest": self._manifest}
+        inherited = {"ring": self._ring, "reports": table, "relayed": self._relayed, "manifest": self._manifest}
         shared = {name: memory.descriptor for name, memory in inherited.items()}
         for rank, eventfd in enumerate(self._eventfds, 1):
             self._processes.append(self._start(rank, {**shared, "eventfd": eventfd}))
@@ -109,7 +109,7 @@ class Ranks:
         """What the weight receiver uses to have all ranks take an update; None for one rank."""
         if self.size == 1:
             return None
-        self.updates = RankUpdates(self._staged, self._manifest, self.reports, lambda: self.orders, device)
+        self.updates = RankUpdates(self._relayed, self._manifest, self.reports, lambda: self.orders, device)
         return self.updates
 
     def watch(self, on_lost: Callable[[str], None]) -> None:

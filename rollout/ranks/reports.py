@@ -11,9 +11,12 @@ import numpy as np
 
 from rollout.ranks.ring import SharedMemory
 
-Number = Literal["beat", "position", "sequence", "launched", "drawn", "prepared", "refused", "swapped", "ready"]
+Number = Literal[
+    "beat", "position", "sequence", "launched", "drawn", "opened", "taken", "prepared", "refused", "swapped", "ready"
+]
 #: beat: passes of the loop. position: in the ring. sequence: of the last order that was carried out. launched, drawn:
-#: steps. prepared, refused: the last update that fits, or does not. swapped: the last one whose copy is done.
+#: steps. opened, prepared, refused: the last update that fits, is ready to swap, or is neither. taken: pieces of
+#: updates. swapped: the last update whose copy is done.
 NUMBERS: tuple[Number, ...] = get_args(Number)
 _TEXT_BYTES = 448
 

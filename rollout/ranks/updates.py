@@ -1,23 +1,26 @@
 """Updates of the weights in a tensor group: all ranks take an update, or none does.
 
-    receiver's thread   all bytes are verified, in memory that all ranks share
-                        PREPARE --> each follower: the manifest fits its shard, its copies are planned --> prepared
+    receiver's thread   OPEN --> each follower: the manifest fits its shard, its staging memory is laid out --> opened
+                        TAKE --> each piece, as it comes: every rank keeps its part, in its own staging memory
+                        all bytes are verified
+                        PREPARE --> each follower: its part is whole, its copies are planned --> prepared
                         all prepared: the update is ready for the loop
     loop                SWAP, between two steps --> every rank copies its part --> swapped
-    receiver's thread   all swapped: the memory may be written again
+    receiver's thread   all swapped: the staging memory may be written again
 
-Followers read the memory in their swap alone. An update that is dropped before its SWAP leaves no trace.
+Bytes are verified on rank 0 alone, and may be wrong until then: followers use them in their swap only. An update that
+is dropped before its SWAP leaves no trace.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 
 import msgpack
 import torch
 
 from rollout.ranks.orders import Orders
+from rollout.ranks.relay import RELAY_BYTES, RelayMemory
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
 from trainer_bridge.wire.errors import Unavailable, WeightsRejected
@@ -25,65 +28,106 @@ from trainer_bridge.wire.manifest import Manifest
 
 
 class RankUpdates:
-    """Rank 0's end. Belongs to the receiver's thread."""
+    """Rank 0's end (`rollout.weights.shard_destination.Ranks`). Belongs to the receiver's thread."""
 
     def __init__(
         self,
-        staged: SharedMemory,
+        relayed: SharedMemory,
         manifest: SharedMemory,
         reports: Reports,
         orders: Callable[[], Orders | None],
         device: torch.device,
+        relay_bytes: int = RELAY_BYTES,
     ) -> None:
-        self._staged, self._manifest, self._reports, self._orders = staged, manifest, reports, orders
-        self._view = PinnedView(device)
-        self._asked: Manifest | None = None
-        self._number = 0
+        self._manifest, self._reports, self._find_orders = manifest, reports, orders
+        self._memory = RelayMemory(relayed, device, lambda: min(reports.get("taken")), self._give, relay_bytes)
+        self._last = 0  # number of the last update that followers were told of
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Staging memory that all ranks share, uint8 [nbytes]."""
-        self._staged.grow(max(nbytes, 1))
-        return self._view.of(self._staged.map())[:nbytes]
-
-    def prepared(self, manifest: Manifest) -> bool:
-        """Whether all followers are ready to swap this update, whose bytes are verified; asks them at the first call.
-
-        Raises `WeightsRejected` if it does not fit one of them.
-        """
-        orders = self._orders()
-        if orders is None:
-            raise Unavailable("this worker is starting; publish again in a moment")
-        if self._asked is not manifest:
-            packed = msgpack.packb(manifest.to_wire())
-            self._manifest.grow(len(packed))
-            self._manifest.map()[: len(packed)] = packed
-            self._asked, self._number = manifest, orders.prepare(manifest.total_bytes, len(packed))
-        for follower, refused in enumerate(self._reports.get("refused")):
-            if refused == self._number:
-                raise WeightsRejected(f"rank {follower + 1}: {self._reports.text(follower)}", field="manifest")
-        return min(self._reports.get("prepared")) >= self._number
+    def open(self, manifest: Manifest) -> UpdateRelay:
+        """Begin an update on all ranks. Raises `Unavailable` while the worker starts."""
+        self._orders()
+        self._memory.open(manifest.bucket_bytes, manifest.total_bytes)
+        return UpdateRelay(self, self._memory, manifest)
 
     @property
     def copying(self) -> bool:
-        """Whether a follower may still read the memory."""
-        orders = self._orders()
+        """Whether a follower may still read its staging memory."""
+        orders = self._find_orders()
         return orders is not None and min(self._reports.get("swapped")) < orders.swapped
 
+    def tell(self, manifest: Manifest) -> int:
+        """Tell the followers of an update; returns its number, or 0 while they still read about the one before."""
+        answers = zip(self._reports.get("opened"), self._reports.get("refused"), strict=True)
+        if any(max(answer) < self._last for answer in answers):
+            return 0
+        packed = msgpack.packb(manifest.to_wire())
+        self._manifest.grow(len(packed))
+        self._manifest.map()[: len(packed)] = packed
+        self._last += 1
+        self._orders().open(self._last, len(packed))
+        return self._last
 
-class PinnedView:
-    """Shared memory as a tensor, registered with CUDA so that a GPU copies from it at full speed."""
+    def prepare(self, number: int) -> None:
+        """Tell the followers that all bytes of an update are verified."""
+        self._orders().prepare(number)
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._map: mmap.mmap | None = None
-        self._tensor = torch.empty(0, dtype=torch.uint8)
+    def are_prepared(self, number: int) -> bool:
+        """Whether all followers are ready to swap this update."""
+        return min(self._reports.get("prepared")) >= number
 
-    def of(self, memory: mmap.mmap) -> torch.Tensor:
-        """The memory, uint8; the tensor of a smaller map is not used any more."""
-        if memory is not self._map:
-            if self._cuda and self._map is not None:
-                torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
-            self._map, self._tensor = memory, torch.frombuffer(memory, dtype=torch.uint8)
-            if self._cuda:  # an error leaves pageable memory, which is slower
-                torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), self._tensor.numel(), 0)
-        return self._tensor
+    def check(self, number: int) -> None:
+        """Raise `WeightsRejected` if a follower refuses this update."""
+        for follower, refused in enumerate(self._reports.get("refused")):
+            if refused == number:
+                raise WeightsRejected(f"rank {follower + 1}: {self._reports.text(follower)}", field="manifest")
+
+    def _give(self, start: int, nbytes: int, at: int) -> None:
+        self._orders().take(start, nbytes, at)
+
+    def _orders(self) -> Orders:
+        orders = self._find_orders()
+        if orders is None:
+            raise Unavailable("this worker is starting; publish again in a moment")
+        return orders
+
+
+class UpdateRelay:
+    """One update on its way to the followers (`rollout.weights.shard_destination.Relay`)."""
+
+    def __init__(self, updates: RankUpdates, memory: RelayMemory, manifest: Manifest) -> None:
+        self._updates, self._memory, self._manifest = updates, memory, manifest
+        self._number = 0
+        self._asked = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a piece can be passed on. Raises `WeightsRejected` if the update does not fit a follower."""
+        if not self._number:
+            self._number = self._updates.tell(self._manifest)
+        else:
+            self._updates.check(self._number)
+        return self._number > 0 and self._memory.has_room()
+
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """Memory for the next piece."""
+        return self._memory.reserve(nbytes)
+
+    def pass_on(self, start: int, written: torch.cuda.Event | None, read: torch.cuda.Event | None) -> None:
+        """Give the reserved piece to the followers, once it is written."""
+        self._memory.pass_on(start, written, read)
+
+    def prepared(self) -> bool:
+        """Whether all followers are ready to swap; asks them once they have every piece. Raises `WeightsRejected`."""
+        if not self._number:
+            self._number = self._updates.tell(self._manifest)
+        if not self._number or not self._memory.all_given():
+            return False
+        if not self._asked:
+            self._asked = True
+            self._updates.prepare(self._number)
+        self._updates.check(self._number)
+        return self._updates.are_prepared(self._number)
+
+    def drop(self) -> None:
+        """Give no further piece."""
+        self._memory.drop()

@@ -1,0 +1,156 @@
+"""The memory by which rank 0 passes an update to the other ranks, piece by piece: a ring that all of them map.
+
+    rank 0     | piece 4 |    | piece 2 | piece 3 |     reserve -> filled by a transport -> TAKE in the ring of orders
+    follower                     taken: 1                  copies its part of each into its own staging memory
+
+A piece's memory is used again when all followers have taken it, and this rank has read it. Pieces are given in the
+order in which they were reserved; one that a device writes is given when its copy is done.
+
+With GPUs the memory is pinned, when it is first used. It is small, so that this takes a moment.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rollout.ranks.ring import SharedMemory
+
+#: Bytes of the memory, if two pieces fit.
+RELAY_BYTES = 256 << 20
+#: What transports write at a time, besides whole buckets.
+_PIECE_BYTES = 64 << 20
+_ALIGN = 64
+
+
+@dataclass(slots=True)
+class _Piece:
+    begin: int  # position
+    start: int  # in the stream
+    nbytes: int
+    written: torch.cuda.Event | None
+    read: torch.cuda.Event | None
+    number: int = 0  # counted over all pieces that were given; 0: not yet
+
+
+class RelayMemory:
+    """Rank 0's end. `taken` is the number of pieces that all followers have taken, `give` gives one: start, bytes, at.
+
+    Any thread may use it; pieces are reserved and passed on by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        device: torch.device,
+        taken: Callable[[], int],
+        give: Callable[[int, int, int], None],
+        most_bytes: int = RELAY_BYTES,
+    ) -> None:
+        self._memory, self._view = memory, PinnedView(device)
+        self._taken, self._give, self._most_bytes = taken, give, most_bytes
+        self._lock = threading.Lock()
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+        self._pieces: deque[_Piece] = deque()
+        self._reserved: tuple[int, int] | None = None  # position and bytes
+        self._position = 0  # where the next piece begins at the earliest
+        self._given = 0
+        self._piece_bytes = 0
+
+    def open(self, bucket_bytes: int, total_bytes: int) -> None:
+        """Expect pieces of at most one bucket. Memory of earlier pieces is used again when they are taken."""
+        with self._lock:
+            self._reserved = None
+            self._piece_bytes = max(_ALIGN, min(total_bytes, max(bucket_bytes, _PIECE_BYTES)))
+
+    def has_room(self) -> bool:
+        """Whether there is memory for one more piece."""
+        with self._lock:
+            self._advance()
+            wanted = min(4 * self._piece_bytes, max(2 * self._piece_bytes, self._most_bytes))
+            if self._tensor.numel() < wanted:
+                if self._pieces:
+                    return False  # it grows when no piece is in use
+                self._memory.grow(-(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE)
+                self._tensor, self._position = self._view.of(self._memory.map()), 0
+            return self._place(self._piece_bytes) is not None
+
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """Memory for the next piece, after `has_room` was true; the same again until it is passed on."""
+        with self._lock:
+            place = self._place(nbytes)
+            assert place is not None, "there is room for a piece"
+            self._reserved = (place, nbytes)
+            at = place % self._tensor.numel()
+            return self._tensor[at : at + nbytes]
+
+    def pass_on(self, start: int, written: torch.cuda.Event | None, read: torch.cuda.Event | None) -> None:
+        """Give the reserved piece to the followers, once it is written."""
+        with self._lock:
+            assert self._reserved is not None, "a piece is reserved first"
+            begin, nbytes = self._reserved
+            self._reserved, self._position = None, begin + -(-nbytes // _ALIGN) * _ALIGN
+            self._pieces.append(_Piece(begin, start, nbytes, written, read))
+            self._advance()
+
+    def all_given(self) -> bool:
+        """Whether all pieces are given."""
+        with self._lock:
+            self._advance()
+            return all(piece.number for piece in self._pieces)
+
+    def drop(self) -> None:
+        """Give no piece that is not given yet."""
+        with self._lock:
+            self._reserved = None
+            for piece in self._pieces:
+                if not piece.number and piece.written is not None:
+                    piece.written.synchronize()
+            self._pieces = deque(piece for piece in self._pieces if piece.number)
+
+    def _place(self, nbytes: int) -> int | None:
+        """The position of a piece of `nbytes`, which does not wrap; None if there is no room."""
+        capacity, begin = self._tensor.numel(), self._position
+        if capacity - begin % capacity < nbytes:
+            begin += capacity - begin % capacity
+        oldest = self._pieces[0].begin if self._pieces else self._position
+        return begin if begin + nbytes - oldest <= capacity else None
+
+    def _advance(self) -> None:
+        for piece in self._pieces:
+            if piece.number:
+                continue
+            if piece.written is not None and not piece.written.query():
+                break
+            self._given += 1
+            piece.number = self._given
+            self._give(piece.start, piece.nbytes, piece.begin % self._tensor.numel())
+        taken = self._taken() if self._pieces else 0
+        while self._pieces and 0 < self._pieces[0].number <= taken:
+            if (read := self._pieces[0].read) is not None and not read.query():
+                break
+            self._pieces.popleft()
+
+
+class PinnedView:
+    """Shared memory as a tensor, registered with CUDA so that a GPU copies from it at full speed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._map: mmap.mmap | None = None
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, memory: mmap.mmap) -> torch.Tensor:
+        """The memory, uint8; the tensor of a smaller map is not used any more."""
+        if memory is not self._map:
+            if self._cuda and self._map is not None:
+                torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
+            self._map, self._tensor = memory, torch.frombuffer(memory, dtype=torch.uint8)
+            if self._cuda:  # an error leaves pageable memory, which is slower
+                torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), self._tensor.numel(), 0)
+        return self._tensor
