@@ -76,7 +76,7 @@ class RelayMemory:
             if self._tensor.numel() < wanted:
                 if self._pieces:
                     return False  # it grows when no piece is in use
-                self._memory.grow(-(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE)
+                self._memory.grow(-(-wanted // _ALIGN) * _ALIGN)
                 self._tensor, self._position = self._view.of(self._memory.map()), 0
             return self._place(self._piece_bytes) is not None
 
