@@ -67,9 +67,10 @@ class ApplyMode:
         nbytes = parameter_bytes(views)
         self._shard = None if ranks is None else ShardStaging(views, staging, allocate)
         self.shadow: DeviceShadow | None = None
-        if asked != "in_place" and self._cuda is not None and self._shard is None:
-            if takes_device(nbytes, self._cuda, staging):
-                self.shadow = DeviceShadow(nbytes, self._cuda, allocate)
+        if asked != "in_place" and self._shard is None:
+            device = self._cuda or torch.device("cpu")
+            if takes_device(nbytes, device, staging):
+                self.shadow = DeviceShadow(nbytes, device, allocate)
         fits = self.shadow is not None or nbytes <= HOST_SHARE * _free_host_bytes()
         self.in_place = asked == "in_place" or (asked == "auto" and not fits)
         self.name = "in_place" if self.in_place else "staged"

@@ -43,9 +43,7 @@ def parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
 
 def takes_device(nbytes: int, device: torch.device, staging: Literal["auto", "device", "host"]) -> bool:
     """Whether updates of `nbytes` are staged on the device; `staging` is the setting. ValueError if it is full."""
-    if device.type != "cuda":
-        return False
-    free_bytes = torch.cuda.mem_get_info(device)[0]
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     if staging == "device" and nbytes > free_bytes:
         raise ValueError(
             f"weights.staging = device takes {nbytes / (1 << 30):.1f} GiB of a GPU next to the weights, "

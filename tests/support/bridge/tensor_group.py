@@ -1,4 +1,4 @@
-"""A tiny model in shards, and a worker around a real WeightReceiver whose followers are threads: real ring, no engine."""
+"""A tiny model in shards, and a worker around a real WeightReceiver whose followers are threads, without an engine."""
 
 from __future__ import annotations
 
@@ -99,6 +99,7 @@ class GroupWorker(Worker):
         self.reports = Reports(table, count)
         self.relayed, manifest = SharedMemory.create("relay", 0), SharedMemory.create("manifest", 0)
         eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
+        self._descriptors = [*eventfds, *(memory.descriptor for memory in (ring, table, self.relayed, manifest))]
         writer = RingWriter(ring, eventfds, lambda: self.reports.get("position"), 20.0)
         self.orders = Orders(writer, 0)
         self.reading = threading.Event()
@@ -142,6 +143,8 @@ class GroupWorker(Worker):
         self.orders.end()
         for follower in self.followers:
             follower.join(20)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
 
     def _follow(self, reader: RingReader, updates: FollowerUpdates, number: int) -> None:
         """What a follower's main thread does, without steps."""
