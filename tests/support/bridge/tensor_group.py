@@ -94,10 +94,10 @@ class GroupWorker(Worker):
         **settings: Any,
     ) -> None:
         self.shards = [TinyShard(rank, size) for rank in range(size)]
-        count, ring = size - 1, SharedMemory.create("ring", 1 << 20)
-        table = SharedMemory.create("reports", count * Reports.line_bytes())
+        count, ring = size - 1, SharedMemory.create("orders", 1 << 20)
+        table = SharedMemory.create("lines", count * Reports.line_bytes())
         self.reports = Reports(table, count)
-        self.relayed, manifest = SharedMemory.create("relay", 0), SharedMemory.create("manifest", 0)
+        self.relayed, manifest = SharedMemory.create("pieces", 0), SharedMemory.create("manifest", 0)
         eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
         self._descriptors = [*eventfds, *(memory.descriptor for memory in (ring, table, self.relayed, manifest))]
         writer = RingWriter(ring, eventfds, lambda: self.reports.get("position"), 20.0)
