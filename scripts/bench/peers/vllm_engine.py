@@ -86,6 +86,7 @@ class VllmEngine:
                 "cudagraph_capture_sizes": capture_sizes(job.most_rows),
             },
             **({"language_model_only": True} if job.shape in _INSIDE else {}),
+            additional_config={"gdn_prefill_backend": "triton"},  # the other one needs flashinfer
         )
         self._llm.apply_model(fill_like_a_model)
         self._numbers = itertools.count()
