@@ -31,7 +31,7 @@ from rollout.models import load_model
 from rollout.process.logs import set_up, worker_name
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_updates import FollowerUpdates, copy_all
-from rollout.ranks.orders import DRAW, END, OPEN, PREPARE, STEP, SWAP, TAKE, read_draw, read_step
+from rollout.ranks.orders import DRAW, END, OPEN, PREPARE, RELAY, STEP, SWAP, TAKE, read_draw, read_step
 from rollout.ranks.processes import connect
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import Head, RingReader, SharedMemory
@@ -98,6 +98,8 @@ class Follower:
             self._updates.open(*msgpack.unpackb(layout))
         elif head.kind == TAKE:
             self._updates.piece(*msgpack.unpackb(layout))
+        elif head.kind == RELAY:
+            self._updates.relay(*msgpack.unpackb(layout))
         elif head.kind == PREPARE:
             self._updates.prepare(*msgpack.unpackb(layout))
         elif head.kind == SWAP:

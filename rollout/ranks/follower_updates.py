@@ -16,12 +16,14 @@ import torch
 
 from rollout.config import Settings
 from rollout.models.loader import LoadedModel
+from rollout.ranks.device_relay import READ_BYTES, device_memory
 from rollout.ranks.relay import PinnedView
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.shard_staging import ShardStaging
 from rollout.weights.staging import Copy
+from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import from_wire
 
@@ -39,10 +41,14 @@ class FollowerUpdates:
         manifest: SharedMemory,
         reports: Reports,
         number: int,
+        of_device: IpcMemory | None = None,
     ) -> None:
+        self._of_device = of_device
+        self._read: Callable[[int, torch.Tensor], None] | None = None  # from rank 0's GPU
         self._map, self._staging = parameters, staging
         self._relayed, self._manifest, self._reports, self._number = relayed, manifest, reports, number
-        self._view = PinnedView(next(iter(parameters.views.values())).device)
+        self._device = next(iter(parameters.views.values())).device
+        self._view = PinnedView(self._device)
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         self._ready: tuple[int, int, list[Copy]] = (0, 0, [])  # number, version, copies
@@ -62,7 +68,8 @@ class FollowerUpdates:
         """Those of a shard's parameters."""
         parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
         staging = ShardStaging(parameters.views, settings.weights.staging)
-        return cls(parameters, staging, relayed, manifest, reports, number)
+        of_device = device_memory(loaded.model.embed.device)
+        return cls(parameters, staging, relayed, manifest, reports, number, of_device)
 
     # --- the main thread ----------------------------------------------------------------------------------------------
 
@@ -70,9 +77,13 @@ class FollowerUpdates:
         """Begin an update; the outcome is reported."""
         self._orders.put(lambda: self._begin(number, manifest_bytes))
 
-    def piece(self, start: int, nbytes: int, at: int) -> None:
+    def piece(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
         """Keep this rank's part of a piece."""
-        self._orders.put(lambda: self._keep(start, nbytes, at))
+        self._orders.put(lambda: self._keep(start, nbytes, at, on_device))
+
+    def relay(self, number: int, handle: bytes, nbytes: int) -> None:
+        """Map memory of rank 0's GPU; the outcome is reported."""
+        self._orders.put(lambda: self._map_relay(number, handle, nbytes))
 
     def prepare(self, number: int) -> None:
         """Plan the swap of the update, whose bytes are verified; the outcome is reported."""
@@ -107,18 +118,42 @@ class FollowerUpdates:
             self._open = (number, manifest.version)
             self._reports.set(self._number, "opened", number)
 
-    def _keep(self, start: int, nbytes: int, at: int) -> None:
+    def _map_relay(self, number: int, handle: bytes, nbytes: int) -> None:
+        try:
+            if self._of_device is None:
+                raise OSError(0, "this rank is on no GPU")
+            self._read = self._of_device.reader(handle, nbytes)
+        except OSError as error:
+            log.warning("rank 0's GPU cannot be read: %s", error)
+            self._reports.set(self._number, "unmapped", number)
+        else:
+            self._reports.set(self._number, "mapped", number)
+
+    def _keep(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
         number, _ = self._open
         try:
             if number:
-                event = self._staging.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
-                if event is not None:
-                    event.synchronize()
+                self._stage(start, nbytes, at, on_device)
         except Exception as error:  # as above
             log.exception("a piece of an update cannot be kept")
             self._open = (0, 0)
             self._refuse(number, f"{type(error).__name__}: {error}")
         self._reports.add(self._number, "taken")
+
+    def _stage(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
+        """Keep this rank's part of a piece; return when the piece is read."""
+        if not on_device:
+            event = self._staging.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
+        else:
+            assert self._read is not None, "rank 0 waits until its memory is mapped"
+            with self._staging.on_stream():
+                event, read = None, torch.empty(min(nbytes, READ_BYTES), dtype=torch.uint8, device=self._device)
+                for lo in range(0, nbytes, READ_BYTES):
+                    part = read[: min(READ_BYTES, nbytes - lo)]
+                    self._read(at + lo, part)
+                    event = self._staging.take(start + lo, part)
+        if event is not None:
+            event.synchronize()
 
     def _prepare(self, number: int) -> None:
         opened, version = self._open

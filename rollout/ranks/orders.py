@@ -4,6 +4,7 @@
     DRAW      places and masks of constrained rows       draw of the last step
     OPEN      number of an update, size of its manifest  check that it fits, lay out the staging memory
     TAKE      a piece: start and bytes, place in relay   keep the shard's part of it in the staging memory
+    RELAY     a handle of memory of rank 0's GPU         map it: pieces come through it
     PREPARE   number of the update                       all bytes are verified: plan its copies
     SWAP      number of the update                       copy it into the parameters, after the steps before
     END       nothing                                    end the process
@@ -23,7 +24,7 @@ from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.upload import Header, Upload
 from rollout.ranks.ring import RingWriter
 
-STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE = range(1, 8)
+STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE, RELAY = range(1, 9)
 
 
 class Orders:
@@ -48,9 +49,13 @@ class Orders:
         """Give the beginning of an update. Any thread may call it, as those for pieces and preparation."""
         self._write(OPEN, [number, manifest_bytes])
 
-    def take(self, start: int, nbytes: int, at: int) -> None:
-        """Give a piece of the update, which lies at byte `at` of the relay memory."""
-        self._write(TAKE, [start, nbytes, at])
+    def take(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
+        """Give a piece of the update, which lies at byte `at` of the relay memory of the host or of the device."""
+        self._write(TAKE, [start, nbytes, at, on_device])
+
+    def relay(self, number: int, handle: bytes, nbytes: int) -> None:
+        """Give the relay memory on rank 0's GPU, which has a number."""
+        self._write(RELAY, [number, handle, nbytes])
 
     def prepare(self, number: int) -> None:
         """Give the preparation of the update, whose bytes are verified."""

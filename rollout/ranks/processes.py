@@ -31,6 +31,7 @@ from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import Settings
 from rollout.process.scratch import ScratchFolder
+from rollout.ranks.device_relay import device_memory
 from rollout.ranks.orders import Orders
 from rollout.ranks.reports import Number, Reports
 from rollout.ranks.ring import RingWriter, SharedMemory
@@ -109,7 +110,9 @@ class Ranks:
         """What the weight receiver uses to have all ranks take an update; None for one rank."""
         if self.size == 1:
             return None
-        self.updates = RankUpdates(self._relayed, self._manifest, self.reports, lambda: self.orders, device)
+        self.updates = RankUpdates(
+            self._relayed, self._manifest, self.reports, lambda: self.orders, device, device_memory(device)
+        )
         return self.updates
 
     def watch(self, on_lost: Callable[[str], None]) -> None:

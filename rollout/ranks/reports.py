@@ -12,11 +12,24 @@ import numpy as np
 from rollout.ranks.ring import SharedMemory
 
 Number = Literal[
-    "beat", "position", "sequence", "launched", "drawn", "opened", "taken", "prepared", "refused", "swapped", "ready"
+    "beat",
+    "position",
+    "sequence",
+    "launched",
+    "drawn",
+    "opened",
+    "taken",
+    "mapped",
+    "unmapped",
+    "prepared",
+    "refused",
+    "swapped",
+    "ready",
 ]
 #: beat: passes of the loop. position: in the ring. sequence: of the last order that was carried out. launched, drawn:
 #: steps. opened, prepared, refused: the last update that fits, is ready to swap, or is neither. taken: pieces of
-#: updates. swapped: the last update whose copy is done.
+#: updates. mapped, unmapped: the last memory of rank 0's GPU that this rank can read, or cannot. swapped: the last
+#: update whose copy is done.
 NUMBERS: tuple[Number, ...] = get_args(Number)
 _TEXT_BYTES = 448
 

@@ -14,15 +14,19 @@ is dropped before its SWAP leaves no trace.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 
 import msgpack
 import torch
 
+from rollout.ranks.device_relay import DevicePlace
 from rollout.ranks.orders import Orders
-from rollout.ranks.relay import RELAY_BYTES, RelayMemory
+from rollout.ranks.relay import RELAY_BYTES, HostPlace, RelayMemory
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
+from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.wire.errors import Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
@@ -37,17 +41,31 @@ class RankUpdates:
         reports: Reports,
         orders: Callable[[], Orders | None],
         device: torch.device,
+        on_device: IpcMemory | None = None,
         relay_bytes: int = RELAY_BYTES,
     ) -> None:
         self._manifest, self._reports, self._find_orders = manifest, reports, orders
-        self._memory = RelayMemory(relayed, device, lambda: min(reports.get("taken")), self._give, relay_bytes)
+
+        def taken() -> int:
+            return min(reports.get("taken"))
+
+        self._host = RelayMemory(HostPlace(relayed, device), taken, functools.partial(self._give, False), relay_bytes)
+        self._device: RelayMemory | None = None
+        if on_device is not None:
+            place = DevicePlace(on_device, reports, lambda *told: self._orders().relay(*told))
+            self._device = RelayMemory(place, taken, functools.partial(self._give, True), relay_bytes)
+        self._giving = threading.Lock()
+        self._given = 0  # pieces
         self._last = 0  # number of the last update that followers were told of
 
-    def open(self, manifest: Manifest) -> UpdateRelay:
+    def open(self, manifest: Manifest, on_device: bool) -> UpdateRelay:
         """Begin an update on all ranks. Raises `Unavailable` while the worker starts."""
         self._orders()
-        self._memory.open(manifest.bucket_bytes, manifest.total_bytes)
-        return UpdateRelay(self, self._memory, manifest)
+        memories = [self._device, self._host] if on_device and self._device is not None else [self._host]
+        for memory in memories:
+            assert memory is not None
+            memory.open(manifest.bucket_bytes, manifest.total_bytes)
+        return UpdateRelay(self, [memory for memory in memories if memory is not None], manifest)
 
     @property
     def copying(self) -> bool:
@@ -81,8 +99,11 @@ class RankUpdates:
             if refused == number:
                 raise WeightsRejected(f"rank {follower + 1}: {self._reports.text(follower)}", field="manifest")
 
-    def _give(self, start: int, nbytes: int, at: int) -> None:
-        self._orders().take(start, nbytes, at)
+    def _give(self, on_device: bool, start: int, nbytes: int, at: int) -> int:
+        with self._giving:  # so that the numbers are in the order of the pieces
+            self._orders().take(start, nbytes, at, on_device)
+            self._given += 1
+            return self._given
 
     def _orders(self) -> Orders:
         orders = self._find_orders()
@@ -92,10 +113,13 @@ class RankUpdates:
 
 
 class UpdateRelay:
-    """One update on its way to the followers (`rollout.weights.shard_destination.Relay`)."""
+    """One update on its way to the followers (`rollout.weights.shard_destination.Relay`).
 
-    def __init__(self, updates: RankUpdates, memory: RelayMemory, manifest: Manifest) -> None:
-        self._updates, self._memory, self._manifest = updates, memory, manifest
+    Of several memories it uses the first one that the followers can read.
+    """
+
+    def __init__(self, updates: RankUpdates, memories: list[RelayMemory], manifest: Manifest) -> None:
+        self._updates, self._memories, self._manifest = updates, memories, manifest
         self._number = 0
         self._asked = False
 
@@ -106,21 +130,26 @@ class UpdateRelay:
             self._number = self._updates.tell(self._manifest)
         else:
             self._updates.check(self._number)
-        return self._number > 0 and self._memory.has_room()
+        while len(self._memories) > 1:
+            usable = self._memories[0].usable()
+            if usable is None:
+                return False
+            self._memories = self._memories[:1] if usable else self._memories[1:]
+        return self._number > 0 and self._memories[0].has_room()
 
     def reserve(self, nbytes: int) -> torch.Tensor:
         """Memory for the next piece."""
-        return self._memory.reserve(nbytes)
+        return self._memories[0].reserve(nbytes)
 
     def pass_on(self, start: int, written: torch.cuda.Event | None, read: torch.cuda.Event | None) -> None:
         """Give the reserved piece to the followers, once it is written."""
-        self._memory.pass_on(start, written, read)
+        self._memories[0].pass_on(start, written, read)
 
     def prepared(self) -> bool:
         """Whether all followers are ready to swap; asks them once they have every piece. Raises `WeightsRejected`."""
         if not self._number:
             self._number = self._updates.tell(self._manifest)
-        if not self._number or not self._memory.all_given():
+        if not self._number or not self._memories[0].all_given():
             return False
         if not self._asked:
             self._asked = True
@@ -130,4 +159,5 @@ class UpdateRelay:
 
     def drop(self) -> None:
         """Give no further piece."""
-        self._memory.drop()
+        for memory in self._memories:
+            memory.drop()

@@ -99,7 +99,7 @@ class ApplyMode:
             return InPlaceDestination(manifest, fit, self._views, pinned=self._cuda is not None)
         if self._shard is not None and self._ranks is not None:
             self._shard.open(manifest, fit)
-            return ShardDestination(self._shard, self._ranks.open(manifest))
+            return ShardDestination(self._shard, self._ranks.open(manifest, on_device))
         nbytes = manifest.total_bytes
         shadow = self.shadow if self.shadow is not None and nbytes <= self.shadow.nbytes else None
         if shadow is not None:

@@ -48,8 +48,8 @@ class Relay(Protocol):
 class Ranks(Protocol):
     """The other ranks of a tensor group, which take every update together with this one."""
 
-    def open(self, manifest: Manifest) -> Relay:
-        """Begin an update on all of them."""
+    def open(self, manifest: Manifest, on_device: bool) -> Relay:
+        """Begin an update on all of them; with `on_device` its pieces come on the device."""
 
     @property
     def copying(self) -> bool:

@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections.abc import Iterator, Mapping
@@ -182,6 +183,15 @@ class ShardStaging:
                 self._event = torch.cuda.Event()
                 self._event.record(self._stream)
         return self._event
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """The stream of this object is the current one of its device, if that is a GPU."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
 
     def copied(self) -> bool:
         """Whether all copies into the staging memory are done."""

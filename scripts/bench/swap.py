@@ -13,8 +13,8 @@ rank for each, with its part of every tensor as in FSDP2. An update is applied w
 extra time between two steps, from the times of the worker's steps (`scripts.bench.swap_pause`); `reported` is the
 worker's own figure. The floor is 2 x bytes over the bandwidth of a device copy, measured in the same run before the
 rows decode. If updates wait in pinned host memory, it is the bytes over the bandwidth of an upload. The ranks of a
-worker copy their parts at the same time: the floor of N ranks is that of an N-th of the bytes. `ready_s` is the time from
-the start of the worker's process until it serves.
+worker copy their parts at the same time: the floor of N ranks is that of an N-th of the bytes. `ready_s` is the time
+from the start of the worker until it serves.
 
 With --updates, greedy rows then run under weights that draw a different token for each version, and every token is
 compared with the version in its completion. The exit status is 1 if an update or a request failed, a token is wrong, or

@@ -15,7 +15,7 @@ import torch
 from rollout.models.cut import Cut
 from rollout.weights.shard_staging import ShardStaging, cut_rows
 from tests.support.bridge.fault_client import FaultServer, idle_s, run_fault
-from tests.support.bridge.file_memory import share_from
+from tests.support.bridge.file_memory import FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected
 from tests.support.bridge.tensor_group import GroupWorker
@@ -146,6 +146,42 @@ def test_blocks_of_staging_memory_do_not_show(tmp_path: Path, block_bytes: int) 
     with GroupWorker(2, block_bytes=block_bytes) as worker:
         for version, stacked in ((1, False), (2, True), (3, False)):
             assert worker.serve(good(worker, "zmq", tmp_path, version, stacked=stacked))
+
+
+# --- from device to device, over files in the place of a GPU's memory ------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_comes_on_a_device_goes_through_no_host_memory(tmp_path: Path, size: int) -> None:
+    peers = [FileMemory(tmp_path) for _ in range(size)]
+    with GroupWorker(size, relay_bytes=256, shared=tmp_path, peers=peers) as worker:
+        for version in (1, 2):
+            assert worker.serve(good(worker, "cuda_ipc", tmp_path, version))
+        assert worker.relayed.size == 0
+        assert worker.serve(good(worker, "zmq", tmp_path, 3))
+        assert worker.relayed.size > 0
+        assert worker.serve(good(worker, "cuda_ipc", tmp_path, 4))
+
+
+class Unreadable(FileMemory):
+    def reader(self, handle: bytes, nbytes: int) -> Any:
+        raise OSError(217, "cudaErrorPeerAccessUnsupported")
+
+
+class Full(FileMemory):
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        raise OSError(2, "cudaErrorMemoryAllocation")
+
+
+@pytest.mark.parametrize("failing", ["unreadable", "full", "no gpu"])
+def test_a_device_that_cannot_be_read_leaves_the_way_through_the_host(tmp_path: Path, failing: str) -> None:
+    plain = FileMemory(tmp_path)
+    last = {"unreadable": Unreadable(tmp_path), "full": plain, "no gpu": None}[failing]
+    peers = [Full(tmp_path) if failing == "full" else plain, plain, last]
+    with GroupWorker(3, relay_bytes=256, shared=tmp_path, peers=peers) as worker:
+        for version in (1, 2):
+            assert worker.serve(good(worker, "cuda_ipc", tmp_path, version))
+        assert worker.relayed.size > 0
 
 
 # --- all ranks or none ------------------------------------------------------------------------------------------------

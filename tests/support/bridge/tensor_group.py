@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 import torch
 
 from rollout.models.cut import Cut, CutView
 from rollout.ranks.follower_updates import FollowerUpdates, copy_all
-from rollout.ranks.orders import END, OPEN, PREPARE, SWAP, TAKE, Orders
+from rollout.ranks.orders import END, OPEN, PREPARE, RELAY, SWAP, TAKE, Orders
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates
@@ -20,6 +21,7 @@ from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.shard_staging import BLOCK_BYTES, ShardStaging
 from rollout.weights.staging import StagedWeights
 from tests.support.bridge.harness import EXPERTS, HIDDEN, INTER, TinyModel, Worker, wait_for
+from trainer_bridge.transports.cuda_ipc import IpcMemory
 
 VOCAB = 11
 
@@ -78,12 +80,16 @@ class TinyShard:
         view = self.views[name]
         if isinstance(view, CutView):
             kept = [index for begin, end in view.cut.ranges for index in range(begin, end)]
-            tensor = tensor.index_select(view.cut.dim, torch.tensor(kept, dtype=torch.int64))
-        return tensor.to(self.part(name).dtype)
+            tensor = tensor.index_select(view.cut.dim, torch.tensor(kept, dtype=torch.int64, device=tensor.device))
+        part = self.part(name)
+        return tensor.to(part.device, part.dtype)
 
 
 class GroupWorker(Worker):
-    """A worker of several ranks. `hold_followers` keeps the followers from reading orders while it is not set."""
+    """A worker of several ranks. The followers read no orders while `reading` is not set.
+
+    `peers` is by rank what takes the place of its GPU's memory, if pieces may go from device to device.
+    """
 
     def __init__(
         self,
@@ -91,9 +97,12 @@ class GroupWorker(Worker):
         relay_bytes: int = 1 << 20,
         block_bytes: int = BLOCK_BYTES,
         shared: Path | None = None,
+        peers: Sequence[IpcMemory | None] = (),
+        device: str = "cpu",
+        staging: Literal["auto", "device", "host"] = "auto",
         **settings: Any,
     ) -> None:
-        self.shards = [TinyShard(rank, size) for rank in range(size)]
+        self.shards = [TinyShard(rank, size, device=device) for rank in range(size)]
         count, ring = size - 1, SharedMemory.create("orders", 1 << 20)
         table = SharedMemory.create("lines", count * Reports.line_bytes())
         self.reports = Reports(table, count)
@@ -105,21 +114,25 @@ class GroupWorker(Worker):
         self.reading = threading.Event()
         self.reading.set()
         self.followers = []
-        device = torch.device("cpu")
         for number, eventfd in enumerate(eventfds):
             parameters = ParameterMap(self.shards[1 + number].views)
-            staging = ShardStaging(parameters.views, block_bytes=block_bytes)
-            updates = FollowerUpdates(parameters, staging, self.relayed, manifest, self.reports, number)
+            kept = ShardStaging(parameters.views, staging, block_bytes=block_bytes)
+            memories = (self.relayed, manifest, self.reports, number)
+            updates = FollowerUpdates(parameters, kept, *memories, peers[1 + number] if peers else None)
             reader = RingReader(ring, eventfd, lambda at, me=number: self.reports.set(me, "position", at))  # type: ignore[misc]
             follow = threading.Thread(target=self._follow, args=(reader, updates, number), daemon=True)
             follow.start()
             self.followers.append(follow)
-        ranks = RankUpdates(self.relayed, manifest, self.reports, lambda: self.orders, device, relay_bytes)
-        super().__init__(model=_Views(self.shards[0]), shared=shared, ranks=ranks, **settings)
+        mine = peers[0] if peers else None
+        where = self.shards[0].parameters["norm"].device
+        ranks = RankUpdates(self.relayed, manifest, self.reports, lambda: self.orders, where, mine, relay_bytes)
+        super().__init__(model=_Views(self.shards[0]), shared=shared, ranks=ranks, staging=staging, **settings)
 
     def serve(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether all ranks serve these tensors, once the followers have carried out every order."""
         self.wait_followers()
+        if self.shards[0].parameters["norm"].is_cuda:
+            torch.cuda.synchronize()
         return all(shard.serves(tensors) for shard in self.shards)
 
     def wait_followers(self) -> None:
@@ -158,6 +171,8 @@ class GroupWorker(Worker):
                 updates.open(*fields)
             elif head.kind == TAKE:
                 updates.piece(*fields)
+            elif head.kind == RELAY:
+                updates.relay(*fields)
             elif head.kind == PREPARE:
                 updates.prepare(*fields)
             elif head.kind == SWAP:
