@@ -182,9 +182,8 @@ class Report:
                     ratio = other[name] / row[name] if less_is_better else row[name] / other[name]
                     what = " ".join(f"{key} {row[key]}" for key in _IDENTITY[3:] if key in row)
                     when = "" if other["run"] == self._run else f" (measured in the run of {other['run']})"
-                    print(
-                        f"{row['shape']} {row['experiment']} {what}: {row['engine']} {ratio:.3f}x {other['engine']}{when}"
-                    )
+                    ours, theirs = row["engine"], other["engine"]
+                    print(f"{row['shape']} {row['experiment']} {what}: {ours} {ratio:.3f}x {theirs}{when}")
 
     def _keep_fact(self, fact: Row) -> None:
         print(json.dumps(_short(fact)), flush=True)
