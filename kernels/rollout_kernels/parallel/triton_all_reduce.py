@@ -11,9 +11,9 @@ barrier nor a fence. Everything that a program reads of its peers is in this GPU
 Rounding is that of `all_reduce` and `add_rms_norm` one after the other. So a step may take either way.
 
 Waiting is bounded: after `MOST_SPINS` reads of missing words a program sets `PeerBuffers.fault` to 1 plus the rank that
-did not send, and no program of this rank waits any more. Missing values are NaN. A program whose row has a missing value
-sends the row with negative numbers from then on, and a peer that finds one sets its own flag. So a wrong value cannot
-reach a rank whose flag is not set. The flag is read by the host, before it believes a step (`PeerBuffers.fault`).
+did not send, and no program of this rank waits any more. Missing values are NaN. A program whose row has a missing
+value sends the row with negative numbers from then on, and a peer that finds one sets its own flag. So no sum of a rank
+whose flag is not set has a wrong value in it. The host looks at the flag before it uses the results of a step.
 
 Legend: M rows, S parts, H width, R ranks, W words.
 """
