@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -21,9 +22,10 @@ _TEMPLATE = (
 )
 
 
-def add_processor(folder: Path) -> None:
-    """Add the files to a checkpoint of `make_model`."""
+def add_processor(folder: Path, more: Sequence[str] = ()) -> None:
+    """Add the files to a checkpoint of `make_model`; `more` are further special tokens, instead of the last words."""
     special = {"<eot>": EOT, "<start>": START, "<end>": END, "<turn>": TURN, "<image>": IMAGE, "<video>": VIDEO}
+    special |= {name: EOT - 1 - i for i, name in enumerate(more)}
     words = {f"w{token}": token for token in range(VOCAB) if token not in special.values()}
     words |= {"user": words.pop("w10"), "assistant": words.pop("w11"), "[UNK]": words.pop("w0")}
     tokenizer = Tokenizer(models.WordLevel(words | special, unk_token="[UNK]"))

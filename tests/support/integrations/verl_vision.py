@@ -1,0 +1,102 @@
+"""Tiny models of text and images for verl: their processor, and a data set whose messages have pictures.
+
+verl imports this module by `model.external_lib`, and loads the class of the data set by the file's path. verl's own
+reader of pictures and Qwen's own processors need packages of videos, which not every machine has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    BatchFeature,
+    Qwen2_5_VLConfig,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+)
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+from tests.support.gateway.image_folder import add_processor
+from tests.support.integrations.image_processor import WordsAndImages
+from tests.support.models.images import VIDEO, make_model
+
+NAME = "tests.support.integrations.verl_vision"
+MERGE, PATCH = 2, 4
+
+
+class _Pictures(WordsAndImages):
+    """Takes videos, too, as arrays [frames, channels, height, width], and sees how often it is called."""
+
+    calls = 0
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
+        super().__init__(image_processor, tokenizer, chat_template)
+        self.video_token, self.video_token_id = "<video>", VIDEO
+
+    @classmethod
+    def from_pretrained(cls, folder: str, **options: Any) -> _Pictures:
+        """The processor of a folder of `make_vision_checkpoint`."""
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        return cls(images, tokenizer, tokenizer.chat_template)
+
+    def __call__(self, images: Any = None, text: Any = None, videos: Any = None, **options: Any) -> BatchFeature:
+        type(self).calls += 1
+        found = super().__call__(images, text, **options)
+        if videos is not None:
+            assert options["do_sample_frames"] is False
+            made = [patches_of(np.asarray(video)) for video in videos]
+            found["pixel_values_videos"] = torch.from_numpy(np.concatenate([patches for patches, _ in made]))
+            found["video_grid_thw"] = torch.tensor([grid for _, grid in made])
+            if "fps" in options["video_metadata"][0]:
+                found["second_per_grid_ts"] = [2 / each["fps"] for each in options["video_metadata"]]
+        return found
+
+
+class Qwen3VLProcessor(_Pictures):
+    """verl knows a processor by the name of its class."""
+
+
+class Qwen2_5_VLProcessor(_Pictures):  # noqa: N801
+    """verl knows a processor by the name of its class."""
+
+
+AutoProcessor.register(Qwen3VLConfig, Qwen3VLProcessor, exist_ok=True)
+AutoProcessor.register(Qwen2_5_VLConfig, Qwen2_5_VLProcessor, exist_ok=True)
+
+
+def patches_of(video_FCHW: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Patches of a video, float32 [patches, values], and its grid: squares of patches one after the other."""
+    frames, channels, height, width = video_FCHW.shape
+    grid = frames // 2, height // PATCH, width // PATCH
+    shape = (grid[0], 2, channels, grid[1] // MERGE, MERGE, PATCH, grid[2] // MERGE, MERGE, PATCH)
+    split = video_FCHW.reshape(shape).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return np.ascontiguousarray(split.reshape(math.prod(grid), -1), np.float32) / 128 - 1, grid
+
+
+def make_vision_checkpoint(name: str, folder: Path) -> Any:
+    """A model of `tests.support.models.images`, with the files that verl needs; returns transformers' model."""
+    model = make_model(name, folder)
+    model.name_or_path = str(folder)
+    add_processor(folder, ("<|im_end|>", "\n"))  # verl asks for these two of Qwen's tokenizers
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "[UNK]"}))
+    return model
+
+
+class Drawn(RLHFDataset):
+    """A data set whose messages have pictures, not references to files."""
+
+    @classmethod
+    async def process_multi_modal_info(cls, messages: list[Any], **options: Any) -> tuple[Any, Any, Any]:
+        """The pictures of the messages."""
+        contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+        pictures = [part["image"] for parts in contents for part in parts if part["type"] == "image"]
+        return pictures or None, None, None
