@@ -23,7 +23,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from tests.support.integrations import verl_vision
+from tests.support.integrations import verl_drawn, verl_vision
 from tests.support.integrations.verl_parts import compose_config, start_ray, trainer_ranks
 from tests.support.integrations.verl_vision import Qwen3VLProcessor, make_vision_checkpoint, patches_of
 from tests.support.models.images import IMAGE, SINGLE_FRAMES, VIDEO, ImagePrompt, Picture, logits_of
@@ -53,7 +53,7 @@ def vision_config(folder: Path) -> Any:
         f"{rollout}.response_length=24",
         f"{rollout}.calculate_log_probs=True",
         f"actor_rollout_ref.model.external_lib={verl_vision.NAME}",
-        f"data.custom_cls.path={verl_vision.__file__}",
+        f"data.custom_cls.path={verl_drawn.__file__}",
         "data.custom_cls.name=Drawn",
         *(f"+{rollout}.engine_kwargs.rollout.{name}={value}" for name, value in FLAGS.items()),
     )
@@ -165,7 +165,7 @@ def test_images_and_videos_of_a_conversation(served: Any) -> None:
     if name in SINGLE_FRAMES:
         parts = [Picture((1, height, width), part, True) for part in np.split(values, frames)]
     else:
-        parts = [Picture((frames, height, width), values, True, 0.5)]
+        parts = [Picture((frames, height, width), values, True)]
     prompt = ImagePrompt([5, 6])
     for part in parts:
         append(prompt, part, VIDEO, 7)

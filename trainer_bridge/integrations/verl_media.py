@@ -135,9 +135,8 @@ class MediaProcessor:
         pieces = {"images" if kind.name == "image" else "videos": [piece]}
         inputs = build_multimodal_processor_inputs(self._processor, text=[" "], mm_processor_kwargs=options, **pieces)
         pixels, grid = as_pixels(inputs[kind.pixels]), np.asarray(inputs[kind.grid])
+        # verl's positions do not depend on the time between frames (`second_per_grid_ts`), so the worker's must not.
         parts = {kind.pixels: pixels, kind.grid: grid}
-        if (seconds := inputs.get("second_per_grid_ts")) is not None:
-            parts["second_per_grid_ts"] = seconds
         found = _Processed(parts, sum(math.prod(sizes) for sizes in grid.tolist()), pixels.nbytes)
         if key is not None:
             self._kept[key] = found

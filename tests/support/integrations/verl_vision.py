@@ -1,7 +1,6 @@
-"""Tiny models of text and images for verl: their processor, and a data set whose messages have pictures.
+"""Tiny models of text and images for verl, and their processor. verl imports this module by `model.external_lib`.
 
-verl imports this module by `model.external_lib`, and loads the class of the data set by the file's path. verl's own
-reader of pictures and Qwen's own processors need packages of videos, which not every machine has.
+Qwen's own processors need a package of videos, which not every machine has.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from transformers import (
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
 )
-from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from tests.support.gateway.image_folder import add_processor
 from tests.support.integrations.image_processor import WordsAndImages
@@ -89,14 +87,3 @@ def make_vision_checkpoint(name: str, folder: Path) -> Any:
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "[UNK]"}))
     return model
-
-
-class Drawn(RLHFDataset):
-    """A data set whose messages have pictures, not references to files."""
-
-    @classmethod
-    async def process_multi_modal_info(cls, messages: list[Any], **options: Any) -> tuple[Any, Any, Any]:
-        """The pictures of the messages."""
-        contents = [message["content"] for message in messages if isinstance(message["content"], list)]
-        pictures = [part["image"] for parts in contents for part in parts if part["type"] == "image"]
-        return pictures or None, None, None
