@@ -181,12 +181,15 @@ class Executor:
                 self.graphs.run(slot, header.size)
                 self._accept(header, slot)
                 self._compare(header, slot)
+                self._guess(header, slot)
                 return
             forwarded = self.graphs.forward(step, slot.experts)
         if forwarded is not None and header.tops:
             slot.scores.take_tops(self.step.whole_logits(forwarded[0]), step["top_at"], self.step.exact_sums)
         slot.forwarded = forwarded
-        if not header.features & _CONSTRAIN:
+        if forwarded is None:
+            self._guess(header, slot)
+        elif not header.features & _CONSTRAIN:
             self.run_draw(header, slot)
 
     def run_draw(self, header: Header, slot: Slot) -> None:
@@ -196,6 +199,11 @@ class Executor:
             self.step.sample(*forwarded, Feature(header.features), slot.output, slot.masks)
             self._accept(header, slot)
             self._compare(header, slot)
+            self._guess(header, slot)
+
+    def _guess(self, header: Header, slot: Slot) -> None:
+        if header.guesses >= 0:
+            self.step.guess(StepInput(header, slot.input), slot.output, slot.accepted)
 
     def _compare(self, header: Header, slot: Slot) -> None:
         if self._checked is not None and header.draws:
@@ -206,6 +214,8 @@ class Executor:
             step = StepInput(header, slot.input)
             if header.features & _CONSTRAIN and len(slot.masks.refused):
                 verify.refuse(self.step.rows, step, slot.masks.refused)
+            if header.guesses > 0:
+                slot.accepted.zero_()  # of rows without drafts, too
             verify.accept(self.step.rows, step, slot.output, slot.accepted)
 
     # --- between the steps --------------------------------------------------------------------------------------------
