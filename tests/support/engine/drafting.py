@@ -13,7 +13,8 @@ import torch
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.speculation.drafter import DRAFTERS
 from rollout.engine.step.device_step import DeviceStep
-from rollout.engine.step.row_state import LENGTH
+from rollout.engine.step.head_drafts import HeadDrafts
+from rollout.engine.step.row_state import LENGTH, PROMPT, SEED
 from rollout.engine.step.sampler import Sampler
 from tests.support.engine.harness import VOCAB, Bench
 
@@ -56,6 +57,23 @@ def drafting(
     return Bench(model, **{"speculation": "suffix", **fields}), drafter
 
 
+def replayed_guesses(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq[int]], wrong: float, seed: int = 0):
+    """Have the draft model guess recorded tokens, by the seed of their row, each wrong with probability `wrong`."""
+    rng, guess = random.Random(seed), HeadDrafts._guess
+
+    def replay(self, rows_R, hidden_RH, step, kv):
+        guess(self, rows_R, hidden_RH, step, kv)
+        for row in rows_R.tolist():
+            ints = self._rows.ints[row]
+            at = int(ints[LENGTH] - ints[PROMPT]) + 1
+            tokens = list(recorded[int(ints[SEED])][at : at + step.header.guesses])
+            tokens = [token if rng.random() >= wrong else (token + 1) % VOCAB for token in tokens]
+            tokens += [rng.randrange(VOCAB) for _ in range(step.header.guesses - len(tokens))]
+            self._rows.guesses[row, : len(tokens)] = torch.tensor(tokens)
+
+    monkeypatch.setattr(HeadDrafts, "_guess", replay)
+
+
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have decode steps run a row after the other, forward and draw; for rows without a constraint.
 
@@ -65,11 +83,17 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Sampler.__call__
 
     def decode(self, step, experts):
-        logits = []
+        logits, hidden, positions = [], [], []
         for i, row in enumerate(step["rows"]):
             context = int(self.rows.ints[row, LENGTH]) + 1
             batch = self.begin_decode(row[None], step["new_pages"][i : i + 1], context)
             logits.append(self.forward.compute_logits(self.forward(*batch, self.kv)))
+            if self.heads is not None:
+                hidden.append(self.heads.taps.hidden_TF[:1].clone())
+                positions.append(batch[1].positions_T)
+        if self.heads is not None:
+            self.heads.taps.hidden_TF[: len(hidden)] = torch.cat(hidden)
+            self.heads.positions_B[: len(positions)] = torch.cat(positions)
         return torch.cat(logits), step["rows"]
 
     def draw_each(self, logits_SV, rows_S, features, output_4R, masks=None):
