@@ -226,9 +226,9 @@ class EngineSettings(_Section):
         "off",
         description="draft tokens and verify several in one decode step; completions stay the same. suffix: what "
         "followed the last tokens before, in the row, in other completions of its prompt, and in earlier ones. "
-        "heads: guesses of speculation_model. auto: suffix, and heads if there is a speculation_model, for each row the "
-        "one that was right more often, but only as many drafts as pay by their acceptance and by the costs of steps "
-        "on this device",
+        "heads: guesses of speculation_model. auto: suffix, and heads if there is a speculation_model, for each row "
+        "what was right more often; and only as many drafts as pay, by acceptance and by the costs of steps on this "
+        "device",
     )
     speculation_model: str | None = Field(
         None,
@@ -322,7 +322,7 @@ class EngineSettings(_Section):
             raise ValueError("speculation = heads needs speculation_model: name the checkpoint of a draft model")
         if self.speculation_model is not None and self.speculation not in ("heads", "auto"):
             raise ValueError(
-                f"speculation_model is used with speculation = heads or auto, not {self.speculation}: change one of them"
+                f"speculation_model is for speculation = heads or auto, not {self.speculation}: change one of them"
             )
         return self
 

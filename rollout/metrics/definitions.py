@@ -136,8 +136,8 @@ def _accepted_by_drafter(name: str) -> Metric[Stretch]:
 def _accepted_by_age(name: str) -> Metric[Stretch]:
     return Metric(
         f"speculation/accepted_pct/age_{name}", "gauge", "%",
-        f"the same of drafts from weights {name.replace('_', ' ')} versions older: those of a draft model, or those that "
-        "the newest token of a text is from; drafts from prompts have no age", _ACCEPTED,
+        f"the same of drafts from weights {name.replace('_', ' ')} versions older: those of a draft model, or of the "
+        "newest token of a text; drafts from prompts have no age", _ACCEPTED,
     )  # fmt: skip
 
 

@@ -30,10 +30,12 @@ _NESTED = "transformer_layer_config"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _LAYER_NUMBERS = Rule(
     "a list of numbers of layers, ascending",
-    lambda value: isinstance(value, list)
-    and 0 < len(value) <= MOST_LAYERS
-    and all(type(item) is int and 0 <= item <= MOST_LAYERS for item in value)
-    and sorted(set(value)) == value,
+    lambda value: (
+        isinstance(value, list)
+        and 0 < len(value) <= MOST_LAYERS
+        and all(type(item) is int and 0 <= item <= MOST_LAYERS for item in value)
+        and sorted(set(value)) == value
+    ),
 )
 _RULES = {
     "draft_vocab_size": integer(1, 1 << 24),

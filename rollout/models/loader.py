@@ -17,7 +17,7 @@ import torch
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import TensorGroup
 
-from rollout.config import ModelSettings
+from rollout.config import ModelSettings, Settings
 from rollout.models.checkpoint_folder import (
     CheckpointError,
     GenerationDefaults,
@@ -90,6 +90,14 @@ def fetch(settings: ModelSettings, progress: Progress | None = None) -> Path:
         CheckpointError: there is no such folder, or the download fails.
     """
     return resolve_folder(settings.path, settings.revision, settings.load_format != "random", progress)
+
+
+def fetch_draft(settings: Settings, progress: Progress | None = None) -> Path | None:
+    """The folder of the draft model, as `fetch`; None if the settings name none."""
+    path = settings.engine.speculation_model
+    if path is None:
+        return None
+    return resolve_folder(path, None, settings.model.load_format != "random", progress)
 
 
 def load_model(
@@ -209,7 +217,8 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
         raise ValueError(f"{architecture} runs through transformers' own code, without images: set images = false")
     if source.draft is not None:
         raise ValueError(
-            f"{architecture} runs through transformers' own code, which no model drafts for: leave speculation_model out"
+            f"{architecture} runs through transformers' own code, and no model drafts for it: leave speculation_model "
+            "out"
         )
     cls = module_class(source.config, architecture)
     if source.group.size > 1:

@@ -710,7 +710,7 @@ class ModelSpec:
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer with KV keeps of a token, in the order of `attention_layers`; last that of the draft model."""
+        """What each layer with KV keeps of a token, in the order of `attention_layers`; the draft model is last."""
         mixers = (layer.mixer for layer in self.layers)
         shapes = tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, KVMixerSpec))
         return shapes if self.draft is None else (*shapes, self.draft.mixer.kv_shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -11,13 +12,13 @@ from rollout_kernels.sampling import gumbel_noise
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel, StopAt
 from rollout.engine.schedule import speculation
-from rollout.engine.step.device_step import DeviceStep
-from rollout.engine.step.head_drafts import HeadDrafts
+from rollout.engine.sequence.features import PLAIN
+from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from tests.engine.test_invariants import run_watched
-from tests.engine.test_speculation import FixedCosts, assert_same, submit_all, submit_free, submit_six
+from tests.engine.test_speculation import FixedCosts, adapted, assert_same, submit_all, submit_free, submit_six
 from tests.support.engine.adapted import make_adapters
-from tests.support.engine.drafting import replayed_guesses, row_by_row
+from tests.support.engine.drafting import replayed_guesses, row_by_row, watch_guesses
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of
 from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
@@ -49,6 +50,20 @@ def drafted(folders, head_folder):
     return load(folders[0], draft=head_folder)
 
 
+def as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have steps read and guess as where these are captured: for fixed numbers of rows, for the longest context."""
+    run = HeadDrafts.run
+
+    def run_graphs(self, step, output_4R, accepted_B, kv, graphs):
+        longest = self._rows.pages.shape[1] * kv.page_size
+        read = {size: functools.partial(self.read, size, longest, kv) for size in range(1, 33)}
+        guess = {size: functools.partial(self.guess, size, longest, PLAIN, kv) for size in (2, 4, 8, 16)}
+        self._rows.ints[0, LENGTH] += 1000  # of the padding
+        run(self, step, output_4R, accepted_B, kv, HeadGraphs(read, guess))
+
+    monkeypatch.setattr(HeadDrafts, "run", run_graphs)
+
+
 # --- what it guesses -------------------------------------------------------------------------------------------------
 
 
@@ -66,7 +81,7 @@ def reference_guesses(hf_model, head, tokens: list[int], count: int, draw) -> li
         embed = hf_model.get_input_embeddings()
         embeds, hidden, guesses = embed(torch.tensor(tokens[1:])), fused[:-1], []
         for index in range(count):
-            out = head_forward(config, tensors, embeds, hidden, torch.arange(len(hidden)))
+            out = head_forward(config, tensors, embeds, hidden)
             token = draw(head_logits(config, tensors, out[-1:]), index)
             guesses.append(token)
             embeds = torch.cat((embeds, embed(torch.tensor([token]))))
@@ -77,19 +92,12 @@ def reference_guesses(hf_model, head, tokens: list[int], count: int, draw) -> li
 @pytest.mark.parametrize("depth", [1, 2])
 def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatch, depth):
     """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
-    seen, guess = [], DeviceStep.guess
-
-    def watch(self, step, output_4R, accepted_R):
-        guess(self, step, output_4R, accepted_R)
-        rows = step["sampled_rows"] if step.header.layout else step["bases"][:, 0] if "bases" in step else step["rows"]
-        for row in rows.tolist() if step.header.draws else []:
-            ints, floats = self.rows.ints[row].tolist(), self.rows.floats[row].tolist()
-            seen.append((ints, floats, self.rows.guesses[row, : step.header.guesses].tolist()))
-
-    monkeypatch.setattr(DeviceStep, "guess", watch)
     model = load(folders[0], draft=head[2])
     fields = {**HEADS, "prefill_chunk_tokens": 8, "pipeline_depth": depth, "speculation_tokens": 4}
     bench = Bench(model, **fields)
+    seen = watch_guesses(monkeypatch)
+    if depth == 2:
+        as_captured(monkeypatch)
     prompts = {11: prompt_of(21, 1), 12: prompt_of(6, 2), 13: prompt_of(13, 3)}
     settings = {11: {"temperature": 0.0}, 12: {"temperature": 1.3}, 13: {"temperature": 0.8}}
     for seed, prompt in prompts.items():
@@ -117,21 +125,15 @@ def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatc
 
 def test_guesses_are_truncated_like_draws(drafted, monkeypatch):
     """With top_k = 1 a sampled row guesses what a greedy one does."""
-    seen: dict[bool, list[list[int]]] = {True: [], False: []}
-    guess = HeadDrafts._guess
-
-    def watch(self, rows_R, hidden_RH, step, kv):
-        guess(self, rows_R, hidden_RH, step, kv)
-        for row in rows_R.tolist():
-            seen[bool(self._rows.floats[row, NOISE])].append(self._rows.guesses[row].tolist())
-
-    monkeypatch.setattr(HeadDrafts, "_guess", watch)
+    found, seen = [], watch_guesses(monkeypatch)
     for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_k": 1}):
         bench = Bench(drafted, **HEADS)
+        seen.clear()  # those of the start
         bench.submit("a", prompt_of(9), 20, sampling=sampling)
         bench.run()
         bench.close()
-    assert seen[True] == seen[False] and len(seen[True]) > 10
+        found.append([guesses for *_, guesses in seen])
+    assert found[0] == found[1] and len(found[0]) > 10
 
 
 # --- what it does not change -----------------------------------------------------------------------------------------
@@ -268,9 +270,11 @@ def test_cancels_and_stop_strings_amid_guesses_leave_nothing_behind(folders, dra
 
 
 def test_rows_with_adapters_and_turns_of_known_prompts_guess_too(folders, drafted, hf_models, tmp_path_factory):
-    from tests.engine.test_speculation import adapted
 
-    adapters, slots = make_adapters(hf_models[0], folders[0], tmp_path_factory), {"adapter_slots": 2, "adapter_rank": 16}
+    adapters, slots = (
+        make_adapters(hf_models[0], folders[0], tmp_path_factory),
+        {"adapter_slots": 2, "adapter_rank": 16},
+    )
     plain = adapted(Bench(load(folders[0]), max_rows=16, **slots), adapters)
     plain.run()
     bench = adapted(Bench(drafted, max_rows=16, **slots, **HEADS), adapters)

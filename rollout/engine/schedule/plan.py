@@ -162,8 +162,8 @@ def make_plan(
             longest = start + tokens_in
         if not start % page_size:
             opens.append((place, seq.kv.pages[start // page_size]))
-    more = {"encodes": encodes, "guesses": guesses}
-    return Plan(spans, version, Feature(features), longest, tokens, draws, opens, saves, **more)
+    of_step = Feature(features), longest, tokens, draws, opens, saves
+    return Plan(spans, version, *of_step, encodes=encodes, guesses=guesses)
 
 
 def make_verify_plan(
@@ -190,8 +190,19 @@ def make_verify_plan(
         features |= seq.feature_bits
         tokens += count
         longest = max(longest, end)
-    more = {"drafts": tuple(drafts), "pages": tuple(pages), "guesses": guesses}
-    return Plan(spans, version, Feature(features), longest, tokens, tokens, [], saves, **more)
+    return Plan(
+        spans,
+        version,
+        Feature(features),
+        longest,
+        tokens,
+        tokens,
+        [],
+        saves,
+        tuple(drafts),
+        tuple(pages),
+        guesses=guesses,
+    )
 
 
 _new_tuple = tuple.__new__  # takes half the time of Span(...)

@@ -17,7 +17,7 @@ half-prefilled prompt too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster

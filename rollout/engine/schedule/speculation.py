@@ -203,8 +203,8 @@ class Speculation:
             return Drafts(seq, place, count, [], _NO_POSITION, age, HEADS)
         assert self._drafter is not None
         source = self._drafter.source(seq)
-        age = None if source is None else max(roster.version - source, 0)
-        return Drafts(seq, place, count, offer.path, seq.prompt_len + len(seq.tokens), age)
+        since = None if source is None else max(roster.version - source, 0)
+        return Drafts(seq, place, count, offer.path, seq.prompt_len + len(seq.tokens), since)
 
     def _count(self, seq: Sequence, offered: int, most: int, roster: Roster) -> int:
         """How many drafts a row gets: as its offer, `max_tokens` and its pages allow."""

@@ -21,7 +21,7 @@ from rollout_kernels.step import begin_step
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step import verify
 from rollout.engine.step.expert_trace import StepExperts
-from rollout.engine.step.head_drafts import HeadDrafts
+from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.image_encoder import ImageEncoder
 from rollout.engine.step.row_state import LAST, LENGTH, ROPE_DELTA, RowState
 from rollout.engine.step.sampler import Sampler
@@ -227,10 +227,16 @@ class DeviceStep:
         assert self.heads is not None, "a draft model guesses"
         return self.heads.make_taps(tokens)
 
-    def guess(self, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor) -> None:
+    def guess(
+        self,
+        step: StepInput,
+        output_4R: torch.Tensor,
+        accepted_R: torch.Tensor,
+        graphs: HeadGraphs | None = None,
+    ) -> None:
         """Have the draft model read the step, whose tokens are drawn and accepted, and guess; see `HeadDrafts.run`."""
         assert self.heads is not None, "a draft model guesses"
-        self.heads.run(step, output_4R, accepted_R, self.kv)
+        self.heads.run(step, output_4R, accepted_R, self.kv, graphs)
 
     def _images(self, step: StepInput) -> StepImages:
         assert self.encoder is not None

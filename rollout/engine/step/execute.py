@@ -181,14 +181,14 @@ class Executor:
                 self.graphs.run(slot, header.size)
                 self._accept(header, slot)
                 self._compare(header, slot)
-                self._guess(header, slot)
+                self.run_guess(header, slot)
                 return
             forwarded = self.graphs.forward(step, slot.experts)
         if forwarded is not None and header.tops:
             slot.scores.take_tops(self.step.whole_logits(forwarded[0]), step["top_at"], self.step.exact_sums)
         slot.forwarded = forwarded
         if forwarded is None:
-            self._guess(header, slot)
+            self.run_guess(header, slot)
         elif not header.features & _CONSTRAIN:
             self.run_draw(header, slot)
 
@@ -199,11 +199,13 @@ class Executor:
             self.step.sample(*forwarded, Feature(header.features), slot.output, slot.masks)
             self._accept(header, slot)
             self._compare(header, slot)
-            self._guess(header, slot)
+            self.run_guess(header, slot)
 
-    def _guess(self, header: Header, slot: Slot) -> None:
+    def run_guess(self, header: Header, slot: Slot) -> None:
+        """Have the draft model read the slot's step, whose tokens are drawn, and guess, if the header says so."""
         if header.guesses >= 0:
-            self.step.guess(StepInput(header, slot.input), slot.output, slot.accepted)
+            graphs = None if self.graphs is None else self.graphs.heads
+            self.step.guess(StepInput(header, slot.input), slot.output, slot.accepted, graphs)
 
     def _compare(self, header: Header, slot: Slot) -> None:
         if self._checked is not None and header.draws:

@@ -19,7 +19,8 @@ Legend: B places of a decode step, R rows, T tokens of a prefill, G guesses.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -36,36 +37,54 @@ from rollout.models.draft_head import DraftHead
 _HEEDED = Feature.GREEDY | Feature.DRAW | Feature.TRUNCATE
 
 
+@dataclass(frozen=True, slots=True)
+class HeadGraphs:
+    """What the draft model does with a decode step, captured; by the number of places, and by that of rows."""
+
+    read: Mapping[int, Callable[[], object]]
+    guess: Mapping[int, Callable[[], object]]
+
+    def guess_size(self, rows: int) -> int | None:
+        """The captured size that so many rows take; None if none is large enough."""
+        return min((size for size in self.guess if size >= rows), default=None)
+
+
 class HeadDrafts:
-    """Runs the draft model of `model` for the rows of a row state. Decode steps have up to `step_rows` rows."""
+    """Runs the draft model of `model` for the rows of a row state. Decode steps have up to `step_rows` rows.
+
+    What it reads and makes of a decode step is in memory of its own, at fixed addresses, so it can be captured.
+    """
 
     def __init__(self, model: Decoder, rows: RowState, step_rows: int) -> None:
-        assert model.draft is not None
+        assert model.draft is not None and rows.guesses is not None
         self._model = model
         self._head: DraftHead = model.draft
         self._rows = rows
-        device, dtype = model.embed.device, model.embed.dtype
-        #: Hidden states and positions of the last decode step; captured steps write to this memory.
+        self._guesses_RG = rows.guesses
+        #: Guesses of a row, where it guesses at all.
+        self.most = rows.guesses.shape[1]
+        device, hidden = model.embed.device, model.embed.shape[1]
+
+        def ints(count: int = step_rows) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+
+        #: Hidden states and positions of the last decode step; its forward writes them.
         self.taps = self.make_taps(step_rows)
-        self.positions_B = torch.zeros(step_rows, dtype=torch.int64, device=device)
+        self.positions_B = ints()
+        self._rows_B, self._following_B = ints(), ints()
+        self._hidden_BH = torch.zeros(step_rows, hidden, dtype=model.embed.dtype, device=device)
+        self._rows_R, self._at_R = ints(), ints()
         self._prefill: tuple[AttentionBatch, torch.Tensor] | None = None
         # Guesses advance copies of rows, as draws advance rows.
         self._ahead = RowState(step_rows, 1, 0, device)
         self._draw = Sampler(self._ahead)
         self._output_4R = torch.zeros(4, step_rows, dtype=torch.int32, device=device)
         self._places_R = torch.arange(step_rows, device=device)
-        assert dtype == self._head.norm.weight.dtype
 
     @property
     def reads_last_layer(self) -> bool:
         """True if it reads hidden states after the last layer."""
         return self._head.spec.taps[-1] == len(self._model.layers)
-
-    @staticmethod
-    def nbytes(model: Decoder, step_rows: int, chunk_tokens: int) -> int:
-        """Device memory of hidden states, bytes: of a decode step, and of a prefill while that runs."""
-        assert model.spec.draft is not None
-        return (step_rows + chunk_tokens) * model.spec.draft.fc.inputs * model.embed.dtype.itemsize
 
     def make_taps(self, tokens: int) -> HiddenTaps:
         """Memory for the hidden states of so many tokens."""
@@ -75,34 +94,97 @@ class HeadDrafts:
 
     def prefilled(self, batch: AttentionBatch, taps: HiddenTaps) -> None:
         """A prefill has run; `run` reads it after its draw."""
-        own = {"taps": None, "images": None, "experts": None, "adapters": None, "rope_positions": None, "rows_B": None}
-        self._prefill = replace(batch, **own), taps.hidden_TF
+        own = replace(batch, taps=None, images=None, experts=None, adapters=None, rope_positions=None, rows_B=None)
+        self._prefill = own, taps.hidden_TF
 
-    @torch.inference_mode()
-    def run(self, step: StepInput, output_4R: torch.Tensor, accepted_B: torch.Tensor, kv: KVCache) -> None:
+    def run(
+        self,
+        step: StepInput,
+        output_4R: torch.Tensor,
+        accepted_B: torch.Tensor,
+        kv: KVCache,
+        graphs: HeadGraphs | None = None,
+    ) -> None:
         """Read a step whose tokens are drawn, and guess.
 
         `accepted_B` (int32) are accepted drafts by place, 0 for all places without; read in steps with drafts.
         """
-        if self._prefill is not None:
-            (batch, hidden_TF), self._prefill = self._prefill, None
-            hidden_TH = self._read(self._following(step, output_4R), hidden_TF, batch, kv)
-            if not step.header.draws:
-                return
-            rows_R, at_R = step["sampled_rows"], step["sampled_at"]
+        header = step.header
+        if self._prefill is None:
+            rows_R, at_R = self._read_decode(step, output_4R, accepted_B, kv, graphs)
         else:
-            count = step.header.draws
-            tokens_B, batch = output_4R[0, :count].long(), self._decode_batch(step, kv)
-            hidden_TH = self._read(tokens_B, self.taps.hidden_TF[:count], batch, kv)
-            if "bases" in step:
-                rows_R, at_R = step["bases"].unbind(1)
-                at_R = at_R + accepted_B[at_R]
-            else:
-                rows_R, at_R = step["rows"][:count], self._places_R[:count]
-        if step.header.guesses > 0:
-            self._guess(rows_R, hidden_TH.index_select(0, at_R), step, kv)
+            (batch, hidden_TF), self._prefill = self._prefill, None
+            hidden_TH = self._forward(self._following(step, output_4R), hidden_TF, batch, kv)
+            if not header.draws:
+                return
+            rows_R, at_R = step["sampled_rows"], self._places_R[: header.draws]
+            self._hidden_BH[: header.draws] = hidden_TH.index_select(0, step["sampled_at"])
+        if header.guesses == 0:
+            return
+        assert header.guesses == self.most
+        count, features = len(rows_R), Feature(header.features) & _HEEDED
+        size = None if graphs is None or features & Feature.TRUNCATE else graphs.guess_size(count)
+        self._rows_R[:count], self._at_R[:count] = rows_R, at_R
+        if graphs is None or size is None:
+            self.guess(count, header.max_context, features, kv)
+            return
+        if size > count:
+            self._rows_R[count:size].zero_()
+        graphs.guess[size]()
 
-    def _read(
+    # --- what can be captured -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def read(self, places: int, max_context: int, kv: KVCache) -> None:
+        """Run the layer over the places of a decode step."""
+        table_BP = self._table(self._rows_B[:places], max_context, kv)
+        batch = _batch(self.positions_B[:places], table_BP, kv.page_size, max_context)
+        hidden_TF = self.taps.hidden_TF[:places]
+        self._hidden_BH[:places] = self._forward(self._following_B[:places], hidden_TF, batch, kv)
+
+    @torch.inference_mode()
+    def guess(self, count: int, max_context: int, features: Feature, kv: KVCache) -> None:
+        """Guess the next tokens of `count` rows, from the hidden states of the positions before their newest token."""
+        ahead, output_4R, places_R = self._ahead, self._output_4R, self._places_R[:count]
+        rows_R = self._rows_R[:count]
+        hidden_RH = self._hidden_BH.index_select(0, self._at_R[:count])
+        ahead.ints[:count] = self._rows.ints.index_select(0, rows_R)
+        ahead.floats[:count] = self._rows.floats.index_select(0, rows_R)
+        max_context = min(max_context + self.most, self._rows.pages.shape[1] * kv.page_size)
+        table_RP = self._table(rows_R, max_context, kv)
+        for index in range(self.most):
+            logits_RV = self._head.compute_logits(hidden_RH, self._model.lm_head)
+            self._draw(logits_RV, places_R, features, output_4R)
+            tokens_R = ahead.ints[:count, LAST]
+            self._guesses_RG.index_put_((rows_R, self._places_R[index]), tokens_R)
+            if index + 1 < self.most:
+                batch = _batch(ahead.ints[:count, LENGTH] - 1, table_RP, kv.page_size, max_context)
+                hidden_RH = self._head(self._embed(tokens_R), hidden_RH, batch, kv)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _read_decode(
+        self,
+        step: StepInput,
+        output_4R: torch.Tensor,
+        accepted_B: torch.Tensor,
+        kv: KVCache,
+        graphs: HeadGraphs | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read a decode step; returns the rows that may guess, and the places of their last positions."""
+        header, count = step.header, step.header.draws
+        size = header.size or count
+        self._rows_B[:size], self._following_B[:size] = step["rows"][:size], output_4R[0, :size]
+        if graphs is not None and size in graphs.read:
+            graphs.read[size]()
+        else:
+            self.read(count, header.max_context, kv)
+        if "bases" in step:
+            rows_R, at_R = step["bases"].unbind(1)
+            return rows_R, at_R + accepted_B[at_R]
+        return self._rows_B[:count], self._places_R[:count]
+
+    def _forward(
         self, following_T: torch.Tensor, hidden_TF: torch.Tensor, batch: AttentionBatch, kv: KVCache
     ) -> torch.Tensor:
         """Its hidden states at the positions of a batch; `following_T` are the tokens after these."""
@@ -119,42 +201,13 @@ class HeadDrafts:
             following_T[step["sampled_at"]] = output_4R[0, : step.header.draws].long()
         return following_T
 
-    def _decode_batch(self, step: StepInput, kv: KVCache) -> AttentionBatch:
-        """The places of a decode step, drafts included, as they were when its forward ran."""
-        count, page_size = step.header.draws, kv.page_size
-        columns = -(-step.header.max_context // page_size)
-        positions_B = self.positions_B[:count]
-        if self._rows.step_pages is None:
-            table_BP = self._rows.pages[:, :columns].index_select(0, step["rows"][:count])
-        else:
-            table_BP = self._rows.step_pages[:count, :columns]
-        return _batch(positions_B, table_BP, page_size, step.header.max_context)
-
-    def _guess(self, rows_R: torch.Tensor, hidden_RH: torch.Tensor, step: StepInput, kv: KVCache) -> None:
-        """Guess the next tokens of rows, whose newest token is `LAST`; `hidden_RH` is of the position before it."""
-        rows, ahead, header = self._rows, self._ahead, step.header
-        assert rows.guesses is not None
-        count, page_size = len(rows_R), kv.page_size
-        places_R, output_4R = self._places_R[:count], self._output_4R
-        ahead.ints[:count] = rows.ints.index_select(0, rows_R)
-        ahead.floats[:count] = rows.floats.index_select(0, rows_R)
-        end = rows.pages.shape[1] * page_size
-        max_context = min(header.max_context + header.guesses, end)
-        table_RP = rows.pages[:, : -(-max_context // page_size)].index_select(0, rows_R)
-        features = Feature(header.features) & _HEEDED
-        for index in range(header.guesses):
-            logits_RV = self._head.compute_logits(hidden_RH, self._model.lm_head)
-            self._draw(logits_RV, places_R, features, output_4R)
-            tokens_R = ahead.ints[:count, LAST]
-            rows.guesses[rows_R, index] = tokens_R
-            if index + 1 < header.guesses:
-                positions_R = (ahead.ints[:count, LENGTH] - 1).clamp_(max=max_context - 1)
-                batch = _batch(positions_R, table_RP, page_size, max_context)
-                hidden_RH = self._head(self._embed(tokens_R), hidden_RH, batch, kv)
+    def _table(self, rows_R: torch.Tensor, max_context: int, kv: KVCache) -> torch.Tensor:
+        return self._rows.pages[:, : -(-max_context // kv.page_size)].index_select(0, rows_R)
 
 
 def _batch(positions_B: torch.Tensor, table_BP: torch.Tensor, page_size: int, max_context: int) -> AttentionBatch:
-    """A token for each row, at these positions."""
+    """A token for each row, at these positions; a padding row may say a later one than there is."""
+    positions_B = positions_B.clamp(max=max_context - 1)
     pages_B = table_BP.gather(1, (positions_B // page_size)[:, None]).squeeze(1).long()
     return AttentionBatch(
         positions_T=positions_B,

@@ -29,7 +29,7 @@
     pages                  int32 [n, 3]: row, column of its page table, page; of all rows of a verify step
     bases                  int64 [rows, 2]: row, and place of its own draw, of a verify step after which the draft
                            model guesses
-    next_tokens            int64 [rows]: of the spans of a prefill, the token of the prompt that follows; 0 after its last
+    next_tokens            int64 [rows]: of the spans of a prefill, its next token; 0 after the last
     rope_positions         int64 [3, T]: positions of the rotary embedding by axis; of prefills of prompts with images
     image_at, _places      int64 [n]: tokens of the step that are images, and places of their embeddings in the buffer
     top_at                 int64 [n]: which of the drawing rows report their likeliest tokens

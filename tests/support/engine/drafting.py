@@ -59,19 +59,34 @@ def drafting(
 
 def replayed_guesses(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq[int]], wrong: float, seed: int = 0):
     """Have the draft model guess recorded tokens, by the seed of their row, each wrong with probability `wrong`."""
-    rng, guess = random.Random(seed), HeadDrafts._guess
+    rng, guess = random.Random(seed), HeadDrafts.guess
 
-    def replay(self, rows_R, hidden_RH, step, kv):
-        guess(self, rows_R, hidden_RH, step, kv)
-        for row in rows_R.tolist():
+    def replay(self, count, *how):
+        guess(self, count, *how)
+        for row in self._rows_R[:count].tolist():
             ints = self._rows.ints[row]
             at = int(ints[LENGTH] - ints[PROMPT]) + 1
-            tokens = list(recorded[int(ints[SEED])][at : at + step.header.guesses])
+            tokens = list(recorded.get(int(ints[SEED]), ())[at : at + self.most])
             tokens = [token if rng.random() >= wrong else (token + 1) % VOCAB for token in tokens]
-            tokens += [rng.randrange(VOCAB) for _ in range(step.header.guesses - len(tokens))]
-            self._rows.guesses[row, : len(tokens)] = torch.tensor(tokens)
+            tokens += [rng.randrange(VOCAB) for _ in range(self.most - len(tokens))]
+            self._rows.guesses[row] = torch.tensor(tokens)
 
-    monkeypatch.setattr(HeadDrafts, "_guess", replay)
+    monkeypatch.setattr(HeadDrafts, "guess", replay)
+
+
+def watch_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[float], list[int]]]:
+    """A list that gets the row state of each row that guesses, its integers and floats, and its guesses."""
+    seen, run = [], HeadDrafts.run
+
+    def watch(self, step, *how):
+        run(self, step, *how)
+        rows = step["sampled_rows"] if step.header.layout else step["bases"][:, 0] if "bases" in step else step["rows"]
+        for row in rows.tolist() if step.header.draws else []:
+            state = self._rows
+            seen.append((state.ints[row].tolist(), state.floats[row].tolist(), state.guesses[row].tolist()))
+
+    monkeypatch.setattr(HeadDrafts, "run", watch)
+    return seen
 
 
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:

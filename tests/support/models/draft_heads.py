@@ -92,9 +92,10 @@ def _rotate(x_THD: torch.Tensor, positions_T: torch.Tensor, theta: float) -> tor
 
 
 def head_forward(
-    config: dict[str, Any], tensors: Tensors, embeds_TH: torch.Tensor, hidden_TH: torch.Tensor, positions_T: torch.Tensor
+    config: dict[str, Any], tensors: Tensors, embeds_TH: torch.Tensor, hidden_TH: torch.Tensor
 ) -> torch.Tensor:
     """Hidden states of a whole sequence, [T, H]: causal attention over all positions, without a cache."""
+    positions_T = torch.arange(len(hidden_TH))
     eps, theta, dim = config["rms_norm_eps"], config["rope_theta"], config["head_dim"]
     of = {name.removeprefix("midlayer."): tensor for name, tensor in tensors.items()}
     normed_TH = _norm(hidden_TH, of["hidden_norm.weight"], eps)
