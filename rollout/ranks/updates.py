@@ -55,7 +55,6 @@ class RankUpdates:
             place = DevicePlace(on_device, reports, lambda *told: self._orders().relay(*told))
             self._device = RelayMemory(place, taken, functools.partial(self._give, True), relay_bytes)
         self._giving = threading.Lock()
-        self._given = 0  # pieces
         self._last = 0  # number of the last update that followers were told of
 
     def open(self, manifest: Manifest, on_device: bool) -> UpdateRelay:
@@ -101,9 +100,7 @@ class RankUpdates:
 
     def _give(self, on_device: bool, start: int, nbytes: int, at: int) -> int:
         with self._giving:  # so that the numbers are in the order of the pieces
-            self._orders().take(start, nbytes, at, on_device)
-            self._given += 1
-            return self._given
+            return self._orders().take(start, nbytes, at, on_device)
 
     def _orders(self) -> Orders:
         orders = self._find_orders()

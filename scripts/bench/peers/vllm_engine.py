@@ -75,6 +75,7 @@ class VllmEngine:
             max_model_len=max_context,
             max_num_seqs=job.most_rows,
             gpu_memory_utilization=_MEMORY_SHARE,
+            tensor_parallel_size=job.gpus,
             async_scheduling=True,
             enable_prefix_caching=True,
             disable_log_stats=True,

@@ -110,7 +110,7 @@ class GroupWorker(Worker):
         eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
         self._descriptors = [*eventfds, *(memory.descriptor for memory in (ring, table, self.relayed, manifest))]
         writer = RingWriter(ring, eventfds, lambda: self.reports.get("position"), 20.0)
-        self.orders = Orders(writer, 0)
+        self.orders = Orders(writer, 0, lambda: None)
         self.reading = threading.Event()
         self.reading.set()
         self.followers = []
@@ -137,7 +137,7 @@ class GroupWorker(Worker):
 
     def wait_followers(self) -> None:
         """Wait until every order that was given is carried out."""
-        last = self.orders._ring.sequence
+        last = self.orders.ordered
         wait_for(lambda: min(self.reports.get("sequence")) >= last, "the followers")
         wait_for(lambda: min(self.reports.get("swapped")) >= self.orders.swapped, "the swap of all ranks")
 
