@@ -102,6 +102,8 @@ class Follower:
             self._enqueued(reports)
             reports.add(self._number, "drawn")
         elif head.kind == OPEN:
+            if self._updates.in_place:
+                self._executor.finish()  # rank 0 holds generation, and has committed all steps
             self._updates.open(*msgpack.unpackb(layout))
         elif head.kind == TAKE:
             self._updates.piece(*msgpack.unpackb(layout))

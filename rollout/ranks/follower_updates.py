@@ -21,7 +21,7 @@ from rollout.ranks.relay import PinnedView
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
 from rollout.weights.parameter_map import ParameterMap, update_names
-from rollout.weights.shard_staging import ShardStaging
+from rollout.weights.shard_staging import ShardInPlace, ShardStaging
 from rollout.weights.staging import Copy
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.wire.errors import WeightsRejected
@@ -67,11 +67,18 @@ class FollowerUpdates:
     ) -> FollowerUpdates:
         """Those of a shard's parameters."""
         parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
-        staging = ShardStaging(parameters.views, settings.weights.staging)
+        weights = settings.weights
+        in_place = weights.apply == "in_place"
+        staging = ShardInPlace(parameters.views) if in_place else ShardStaging(parameters.views, weights.staging)
         of_device = device_memory(loaded.model.embed.device)
         return cls(parameters, staging, relayed, manifest, reports, number, of_device)
 
     # --- the main thread ----------------------------------------------------------------------------------------------
+
+    @property
+    def in_place(self) -> bool:
+        """Whether pieces are written into the parameters, which no step may use then."""
+        return self._staging.place is None
 
     def open(self, number: int, manifest_bytes: int) -> None:
         """Begin an update; the outcome is reported."""
@@ -100,6 +107,8 @@ class FollowerUpdates:
     # --- the thread of updates ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
         while True:
             self._orders.get()()
 

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 
 from rollout.ranks.ring import SharedMemory
+from rollout.weights.staging import register, unregister
 
 #: Bytes of the memory, if two pieces fit.
 RELAY_BYTES = 256 << 20
@@ -186,8 +187,8 @@ class PinnedView:
         """The memory, uint8; the tensor of a smaller map is not used any more."""
         if memory is not self._map:
             if self._cuda and self._map is not None:
-                torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
+                unregister(self._tensor)
             self._map, self._tensor = memory, torch.frombuffer(memory, dtype=torch.uint8)
-            if self._cuda:  # an error leaves pageable memory, which is slower
-                torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), self._tensor.numel(), 0)
+            if self._cuda:
+                register(self._tensor)
         return self._tensor

@@ -19,7 +19,7 @@ from rollout.process.progress import stage
 from rollout.weights.destination import InPlaceDestination, StagedDestination
 from rollout.weights.parameter_map import Fit
 from rollout.weights.shard_destination import Ranks, ShardDestination
-from rollout.weights.shard_staging import ShardStaging
+from rollout.weights.shard_staging import ShardInPlace, ShardStaging
 from rollout.weights.staging import (
     Allocate,
     Copy,
@@ -58,14 +58,14 @@ class ApplyMode:
         staging: Literal["auto", "device", "host"] = "auto",
         ranks: Ranks | None = None,
     ) -> None:
-        if ranks is not None:
-            if asked == "in_place":
-                raise ValueError("updates in place are not implemented for tensor_parallel: set apply to auto")
+        if ranks is not None and asked == "auto":
             asked = "staged"
         self._views, self._ranks = views, ranks
         self._cuda = next((view.device for view in views.values() if view.is_cuda), None)
         nbytes = parameter_bytes(views)
-        self._shard = None if ranks is None else ShardStaging(views, staging, allocate)
+        self._shard: ShardStaging | None = None
+        if ranks is not None:
+            self._shard = ShardInPlace(views) if asked == "in_place" else ShardStaging(views, staging, allocate)
         self.shadow: DeviceShadow | None = None
         if asked != "in_place" and self._shard is None:
             device = self._cuda or torch.device("cpu")
@@ -95,11 +95,11 @@ class ApplyMode:
 
     def open(self, manifest: Manifest, fit: Fit, on_device: bool) -> UpdateDestination:
         """The destination of an update; with `on_device` all bytes arrive on the device, by `put`."""
-        if self.in_place:
-            return InPlaceDestination(manifest, fit, self._views, pinned=self._cuda is not None)
         if self._shard is not None and self._ranks is not None:
             self._shard.open(manifest, fit)
             return ShardDestination(self._shard, self._ranks.open(manifest, on_device))
+        if self.in_place:
+            return InPlaceDestination(manifest, fit, self._views, pinned=self._cuda is not None)
         nbytes = manifest.total_bytes
         shadow = self.shadow if self.shadow is not None and nbytes <= self.shadow.nbytes else None
         if shadow is not None:
@@ -109,11 +109,12 @@ class ApplyMode:
     def update(self, manifest: Manifest, fit: Fit, destination: UpdateDestination) -> Update:
         """The verified update in `destination`; no other bytes land until it is released."""
         update: Update
-        if isinstance(destination, InPlaceDestination):
+        if self.in_place:
             update = InPlaceWeights(manifest)
         elif isinstance(destination, ShardDestination):
             update = StagedWeights(manifest, destination.copies())
         else:
+            assert isinstance(destination, StagedDestination)
             update = StagedWeights(manifest, self._plan(manifest, fit, destination.stream))
         self._staging.lend(update)
         return update

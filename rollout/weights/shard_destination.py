@@ -57,11 +57,10 @@ class Ranks(Protocol):
 
 
 class ShardDestination:
-    """Staging memory on all ranks: this rank's, and through `relay` that of the others."""
-
-    dirty = False
+    """The memory of all ranks: this rank's, and through `relay` that of the others."""
 
     def __init__(self, staging: ShardStaging, relay: Relay) -> None:
+        self.dirty = False  # some of the parameters are written, on some of the ranks
         self._staging, self._relay = staging, relay
         self._reserved = torch.empty(0, dtype=torch.uint8)
 
@@ -76,7 +75,8 @@ class ShardDestination:
         return self._reserved.numpy()
 
     def landed(self, start: int, end: int) -> None:
-        """Start to copy the bytes into the staging memory of every rank."""
+        """Start to copy the bytes into the memory of every rank."""
+        self.dirty |= self._staging.place is None
         self._relay.pass_on(start, None, self._staging.take(start, self._reserved))
 
     def put(self, start: int, data: torch.Tensor) -> None:
@@ -86,12 +86,13 @@ class ShardDestination:
             if time.monotonic() > until_s:
                 raise InternalError(f"a rank took no piece of the update for {_ROOM_S:g} s")
             time.sleep(_POLL_S)
+        self.dirty |= self._staging.place is None
         self._relay.reserve(data.numel()).copy_(data, non_blocking=True)
         taken = self._staging.take(start, data)  # on a device: its event is after the copy above
         self._relay.pass_on(start, taken, taken)
 
     def copied(self) -> bool:
-        """Whether every rank has its part in its staging memory, and its copies are planned.
+        """Whether every rank has its part, and its copies are planned.
 
         All bytes are verified when this is first called.
         """

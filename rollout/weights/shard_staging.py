@@ -1,4 +1,4 @@
-"""The staging memory of one rank of a tensor group: it keeps of an update what its shard keeps, and nothing else.
+"""Where one rank of a tensor group keeps its part of an update: in staging memory, or in place in its parameters.
 
     stream of whole tensors    |------ a ------|---- b ----|-------- c --------|     comes in pieces, in any order
     the shard's part               |== a ==|     |= b =|      |= c =|   |= c =|
@@ -6,7 +6,8 @@
                                '---- one copy of a swap ---'                         where these lie side by side, too
 
 The memory is on the device, allocated once, or on the host. Host memory is in blocks, which are pinned one by one when
-their first bytes come: nothing is pinned before the first update.
+their first bytes come: nothing is pinned before the first update. In place there is no such memory, besides that for
+tensors that can only be copied as a whole, such as those that are quantised.
 
 Invariants:
 
@@ -27,7 +28,7 @@ import torch
 from rollout.models.cut import Cut, CutView
 from rollout.weights.destination import check_equal, entries_within
 from rollout.weights.parameter_map import Fit
-from rollout.weights.staging import Allocate, Copy, parameter_bytes, takes_device
+from rollout.weights.staging import Allocate, Copy, parameter_bytes, register, takes_device, unregister
 from trainer_bridge.transports.tensors import TORCH_DTYPES
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry
@@ -38,6 +39,8 @@ BLOCK_BYTES = 256 << 20
 _COPY_BYTES = 4 << 20
 #: Bytes of a tensor that cross at a time where they have to be cut on the device first, or after it.
 _CUT_BYTES = 32 << 20
+#: Rows of so many bytes cross between host and device one by one; shorter ones are cut on the device.
+_LONG_BYTES = 64 << 10
 _ALIGN = 64
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
 
@@ -140,14 +143,9 @@ class ShardStaging:
         self._event: torch.cuda.Event | None = None  # of the last copy that is enqueued
 
     @property
-    def place(self) -> Literal["device", "host"]:
-        """Where updates are staged that are not larger than the parameters."""
+    def place(self) -> Literal["device", "host"] | None:
+        """Where updates are staged that are not larger than the parameters; None: in place."""
         return "host" if self._memory is None else "device"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the update that is staged, on this rank."""
-        return sum(kept.nbytes for kept in self._update.order)
 
     def open(self, manifest: Manifest, fit: Fit) -> None:
         """Begin an update; the one before is not used any more."""
@@ -210,7 +208,7 @@ class ShardStaging:
         for kept, other in self._update.fit.aliases:
             if kept not in self._kept:
                 continue
-            a, b = (self._staged(self._kept[name]) for name in (kept, other))
+            a, b = (self._arrived(self._kept[name]) for name in (kept, other))
             check_equal(kept, other, a, b, self._views[kept].dtype)
 
     def copies(self) -> list[Copy]:
@@ -264,6 +262,10 @@ class ShardStaging:
         memory = self._blocks[kept.block][kept.at : kept.at + kept.nbytes]
         return memory.view(TORCH_DTYPES[kept.entry.dtype]).view(kept.shape)
 
+    def _arrived(self, kept: _Kept) -> torch.Tensor:
+        """The values of a tensor that is complete."""
+        return self._staged(kept)
+
     # --- pieces -------------------------------------------------------------------------------------------------------
 
     def _take(self, start: int, data: torch.Tensor) -> None:
@@ -276,14 +278,25 @@ class ShardStaging:
             lo, hi = max(entry.offset, start) - entry.offset, min(entry.end, end) - entry.offset
             self._missing[entry.name] -= hi - lo
             self._cut(kept, lo, hi, data[lo + entry.offset - start :][: hi - lo])
+            if self._missing[entry.name] == 0:
+                self._end(kept)
+
+    def _end(self, kept: _Kept) -> None:
+        """All bytes of a tensor are taken."""
+
+    def _block(self, kept: _Kept) -> torch.Tensor:
+        """The memory of a tensor, at whose byte `kept.at` it begins."""
+        self._host.pin(kept.block, self._blocks[kept.block])
+        return self._blocks[kept.block]
 
     def _cut(self, kept: _Kept, lo: int, hi: int, piece: torch.Tensor) -> None:
         """Keep what belongs to this rank of bytes `lo` to `hi` of a tensor."""
-        block = self._blocks[kept.block]
-        self._host.pin(kept.block, block)
+        block = self._block(kept)
         itemsize = DTYPE_BYTES[kept.entry.dtype]
         whole = tuple(kept.entry.shape)
         rows = list(cut_rows(whole, itemsize, kept.cut, lo, hi))
+        if piece.device != block.device:
+            rows = list(_one_by_one(rows))
         if piece.device == block.device:
             for each in rows:
                 _copy_rows(each, piece, lo, block, -kept.at)
@@ -313,6 +326,59 @@ class ShardStaging:
                 block[kept.at + first : kept.at + last].copy_(gathered, non_blocking=True)
 
 
+class ShardInPlace(ShardStaging):
+    """The parameters themselves. Generation is held meanwhile, and the device has completed all steps."""
+
+    def __init__(self, views: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(views, "host")
+        self._whole: dict[str, torch.Tensor] = {}  # the kept bytes of tensors that are copied as a whole
+
+    @property
+    def place(self) -> None:
+        """There is no staging memory."""
+        return None
+
+    def open(self, manifest: Manifest, fit: Fit) -> None:
+        """Begin an update; the one before is not continued."""
+        self._whole.clear()
+        if self._update.layout != manifest.layout_digest:
+            order, _ = self._lay_out(manifest, fit, block_bytes=None)
+            starts = [entry.offset for entry in manifest.tensors]
+            order = [kept._replace(at=0) for kept in order]
+            self._update = _Staged(manifest.tensors, fit, manifest.layout_digest, starts, order)
+        self._others = {other for _, other in fit.aliases}
+        self._kept = {kept.entry.name: kept for kept in self._update.order}
+        self._missing = {name: kept.entry.nbytes for name, kept in self._kept.items()}
+
+    def check_whole(self) -> None:
+        """Raise `WeightsRejected` if bytes are missing, or if tensors that are one parameter differ on this rank."""
+        super().check_whole()
+        self._whole.clear()
+
+    def copies(self) -> list[Copy]:
+        """None: all is copied."""
+        return []
+
+    def _arrived(self, kept: _Kept) -> torch.Tensor:
+        if kept.entry.name not in self._whole:
+            return kept.target
+        return self._whole[kept.entry.name].view(TORCH_DTYPES[kept.entry.dtype]).view(kept.shape)
+
+    def _block(self, kept: _Kept) -> torch.Tensor:
+        name, target = kept.entry.name, kept.target
+        if _is_plain(target) and target.dtype == TORCH_DTYPES[kept.entry.dtype] and name not in self._others:
+            return target.detach().view(-1).view(torch.uint8)
+        if name not in self._whole:
+            self._whole[name] = torch.empty(kept.nbytes, dtype=torch.uint8, device=target.device)
+        return self._whole[name]
+
+    @torch.no_grad()
+    def _end(self, kept: _Kept) -> None:
+        if kept.entry.name in self._whole and kept.entry.name not in self._others:
+            kept.target.copy_(self._arrived(kept), non_blocking=True)
+            del self._whole[kept.entry.name]
+
+
 class HostBlocks:
     """Blocks of host memory, uint8. Each is pinned, if wanted, when its first bytes come."""
 
@@ -330,16 +396,15 @@ class HostBlocks:
         return self.blocks
 
     def pin(self, index: int, block: torch.Tensor) -> None:
-        """Pin one of the blocks, if it is not yet. An error leaves pageable memory, which is slower."""
-        if not self._wants_pins or index in self._pinned or block.is_cuda:
-            return
-        torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
-        self._pinned.add(index)
+        """Pin one of the blocks, if it is not yet."""
+        if self._wants_pins and index not in self._pinned and not block.is_cuda:
+            register(block)
+            self._pinned.add(index)
 
     def free(self) -> None:
         """Give all memory back."""
         for index in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.blocks[index].data_ptr())
+            unregister(self.blocks[index])
         self._pinned.clear()
         self.blocks = []
 
@@ -350,6 +415,16 @@ def _pages(nbytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _one_by_one(rows: list[Rows]) -> Iterator[Rows]:
+    """The same, in which long rows are copied one by one."""
+    for each in rows:
+        if each.times == 1 or each.width < _LONG_BYTES:
+            yield each
+            continue
+        for i in range(each.times):
+            yield Rows(each.source + i * each.source_step, 0, each.target + i * each.target_step, 0, each.width, 1)
 
 
 def _target(view: torch.Tensor) -> tuple[torch.Tensor, Cut | None]:

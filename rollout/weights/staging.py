@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -30,6 +31,8 @@ Allocate = Callable[[int], torch.Tensor]
 Copy = tuple[torch.Tensor, torch.Tensor]
 #: Share of the memory left by the weights that a shadow may take: the rest is for KV.
 SHADOW_SHARE = 1 / 3
+
+_log = logging.getLogger(__name__)
 
 
 def parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
@@ -50,6 +53,18 @@ def takes_device(nbytes: int, device: torch.device, staging: Literal["auto", "de
             f"{free_bytes / (1 << 30):.1f} GiB are free; set it to host, or weights.apply to in_place"
         )
     return staging == "device" or (staging == "auto" and nbytes <= SHADOW_SHARE * free_bytes)
+
+
+def register(memory: torch.Tensor) -> None:
+    """Pin host memory that torch did not allocate. If CUDA refuses, it stays pageable, from which copies are slower."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(status):
+        _log.warning("%d bytes for updates of the weights cannot be pinned: CUDA error %d", memory.numel(), int(status))
+
+
+def unregister(memory: torch.Tensor) -> None:
+    """Undo `register`; the memory can then be freed."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def plan_copies(manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], stream: torch.Tensor) -> list[Copy]:

@@ -184,6 +184,48 @@ def test_a_device_that_cannot_be_read_leaves_the_way_through_the_host(tmp_path: 
         assert worker.relayed.size > 0
 
 
+# --- in place ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_update_in_place_is_written_by_every_rank(tmp_path: Path, transport: str) -> None:
+    with GroupWorker(2, relay_bytes=512, apply="in_place", shared=tmp_path) as worker:
+        assert worker.receiver.summary()["staging"] is None
+        for version, how in enumerate(({}, {"stacked": True}, {"dtype": torch.float32}), 1):
+            assert worker.serve(good(worker, transport, tmp_path, version, **how))
+            assert worker.engine_gate.hold == "free" and not worker.engine_gate.stale
+
+
+@pytest.mark.parametrize("end", ["aborted", "damaged", "tied"])
+def test_an_update_in_place_that_breaks_leaves_the_worker_stale_until_a_whole_one_comes(
+    tmp_path: Path, end: str
+) -> None:
+    with GroupWorker(2, relay_bytes=512, apply="in_place") as worker:
+        good(worker, "zmq", tmp_path, 1)
+        tensors = tensors_of(2)
+        if end == "tied":
+            tensors["lm_head.weight"] = tensors["embed.weight"].clone()
+            tensors["lm_head.weight"][10, 0] += 1  # of the last rank
+        raw = RawPublisher(worker, tensors, 2)
+        assert raw.begin()["op"] == "ok"
+        if end == "tied":
+            raw.send_all()
+            assert_rejected(raw.commit(), "are one parameter")
+        else:
+            for index in range(3):
+                raw.send(index)
+                assert raw.answer() == (b"WAK1", index)
+        if end == "damaged":
+            raw.send(3, bytes(len(raw.buckets[3])), check=1)
+            assert raw.answer()[0] == b"WNO1"
+        elif end == "aborted":
+            assert worker.control(action="abort", token=raw.token.hex())["op"] == "ok"
+        wait_for(lambda: worker.engine_gate.stale, "the end of the update")
+        assert worker.receiver.version == 1
+        whole = good(worker, "zmq", tmp_path, 2)  # the same version again
+        assert worker.serve(whole) and not worker.engine_gate.stale
+
+
 # --- all ranks or none ------------------------------------------------------------------------------------------------
 
 

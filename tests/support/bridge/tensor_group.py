@@ -18,7 +18,7 @@ from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates
 from rollout.weights.parameter_map import ParameterMap
-from rollout.weights.shard_staging import BLOCK_BYTES, ShardStaging
+from rollout.weights.shard_staging import BLOCK_BYTES, ShardInPlace, ShardStaging
 from rollout.weights.staging import StagedWeights
 from tests.support.bridge.harness import EXPERTS, HIDDEN, INTER, TinyModel, Worker, wait_for
 from trainer_bridge.transports.cuda_ipc import IpcMemory
@@ -117,6 +117,8 @@ class GroupWorker(Worker):
         for number, eventfd in enumerate(eventfds):
             parameters = ParameterMap(self.shards[1 + number].views)
             kept = ShardStaging(parameters.views, staging, block_bytes=block_bytes)
+            if settings.get("apply") == "in_place":
+                kept = ShardInPlace(parameters.views)
             memories = (self.relayed, manifest, self.reports, number)
             updates = FollowerUpdates(parameters, kept, *memories, peers[1 + number] if peers else None)
             reader = RingReader(ring, eventfd, lambda at, me=number: self.reports.set(me, "position", at))  # type: ignore[misc]
