@@ -1,4 +1,4 @@
-"""Updates of a worker of two ranks that decodes, each rank a process: tokens are those of the version that they have."""
+"""Updates of a worker of two ranks that decodes, each rank a process: tokens are those of their versions."""
 
 from __future__ import annotations
 
