@@ -53,7 +53,7 @@ from rollout.metrics.wandb_mode import wandb_mode
 from rollout.metrics.wandb_sink import WandbSink
 from rollout.models import LoadedModel, load_model
 from rollout.models.language_model import LanguageModel, native
-from rollout.models.loader import fetch
+from rollout.models.loader import fetch, fetch_draft
 from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.network.access import Access
@@ -397,12 +397,16 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     sinks = make_sinks(settings, health)
     with stage(f"fetching {settings.model.path}") as advance:
         folder = fetch(settings.model, advance)
+    draft = None
+    if settings.engine.speculation_model is not None:
+        with stage(f"fetching {settings.engine.speculation_model}") as advance:
+            draft = fetch_draft(settings, advance)
     ranks = Ranks(settings)
     try:
         group = ranks.connect(device.torch_device)
         with stage("loading weights") as advance:
             experts = settings.engine.expert_format
-            loaded = load_model(settings.model, device.torch_device, advance, folder, experts, group)
+            loaded = load_model(settings.model, device.torch_device, advance, folder, experts, group, draft)
         worker = Worker(settings, loaded, sinks, health, restarts, ranks)
         collect_and_freeze()
         worker.start()

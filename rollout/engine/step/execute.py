@@ -189,12 +189,15 @@ class Executor:
                 self.graphs.run(slot, header.size)
                 self._accept(header, slot)
                 self._compare(header, slot)
+                self.run_guess(header, slot)
                 return
             forwarded = self.graphs.forward(step, slot.experts)
         if forwarded is not None and header.tops:
             slot.scores.take_tops(self.step.whole_logits(forwarded[0]), step["top_at"], self.step.exact_sums)
         slot.forwarded = forwarded
-        if not header.features & _CONSTRAIN:
+        if forwarded is None:
+            self.run_guess(header, slot)
+        elif not header.features & _CONSTRAIN:
             self.run_draw(header, slot)
 
     def run_draw(self, header: Header, slot: Slot) -> None:
@@ -204,6 +207,13 @@ class Executor:
             self.step.sample(*forwarded, Feature(header.features), slot.output, slot.masks)
             self._accept(header, slot)
             self._compare(header, slot)
+            self.run_guess(header, slot)
+
+    def run_guess(self, header: Header, slot: Slot) -> None:
+        """Have the draft model read the slot's step, whose tokens are drawn, and guess, if the header says so."""
+        if header.guesses >= 0:
+            graphs = None if self.graphs is None else self.graphs.heads
+            self.step.guess(StepInput(header, slot.input), slot.output, slot.accepted, graphs)
 
     def _compare(self, header: Header, slot: Slot) -> None:
         if self._checked is not None and header.draws:
@@ -214,6 +224,8 @@ class Executor:
             step = StepInput(header, slot.input)
             if header.features & _CONSTRAIN and len(slot.masks.refused):
                 verify.refuse(self.step.rows, step, slot.masks.refused)
+            if header.guesses > 0:
+                slot.accepted.zero_()  # of rows without drafts, too
             verify.accept(self.step.rows, step, slot.output, slot.accepted)
 
     # --- between the steps --------------------------------------------------------------------------------------------
