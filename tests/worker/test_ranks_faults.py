@@ -32,7 +32,7 @@ from tests.support.worker.harness import (
 from trainer_bridge.client.blocking import RolloutClient, Stream
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.errors import RolloutError, Unavailable
 
 LONG: dict[str, Any] = {"max_tokens": 30_000, "stream_every": 8, "stream": "tokens"}
 PROMPTS = ("17:", "2024:")
@@ -144,6 +144,15 @@ def assert_handed_back(streams: list[Stream], said: str, least: int = 16) -> Non
     assert time.monotonic() - began_s < KNOWN_S
 
 
+def assert_answered(late: Stream) -> None:
+    """A request that was sent when the group was lost ends, too; it may not have reached the engine."""
+    try:
+        (completion,) = late.wait().completions
+    except Unavailable:
+        return
+    assert completion.finish_reason == "error" and LOST in (completion.error or "")
+
+
 # --- the work of a worker that serves ---------------------------------------------------------------------------------
 
 
@@ -184,8 +193,7 @@ def test_a_follower_that_is_lost_at_a_point_of_a_step(
         points.reached(point)
         os.kill(follower, number)
         assert_handed_back(streams, said)
-        (completion,) = late.wait().completions
-        assert completion.finish_reason == "error" and LOST in (completion.error or "")
+        assert_answered(late)
     assert ended(worker) == FAULT
 
 
@@ -201,8 +209,7 @@ def test_a_follower_that_hangs_while_it_beats_ends_the_group(
         points.order(point)
         late = client.generate("17:", **LONG)
         assert_handed_back(streams, "no rank has completed anything for 3 s")
-        (completion,) = late.wait().completions
-        assert completion.finish_reason == "error" and LOST in (completion.error or "")
+        assert_answered(late)
     assert ended(worker) == FAULT
 
 
@@ -405,30 +412,23 @@ def test_a_worker_drains_on_a_signal_to_all_of_its_processes(start: Callable[...
 def test_a_supervisor_starts_a_lost_group_again_and_the_publisher_gives_it_its_weights(
     start: Callable[..., WorkerProcess], number: signal.Signals, said: str
 ) -> None:
-    worker = start(workers=2, restart_backoff_s=0.1)
-    (first, second), pids = worker.endpoints, worker.pids
+    worker = start(supervise=True, restart_backoff_s=0.1)
+    endpoints, (pid,) = worker.endpoints, worker.pids
     with (
-        RolloutClient(worker.endpoints, timeout_s=60.0) as client,
-        WeightPublisher(worker.endpoints, keep=True) as publisher,
+        RolloutClient(worker.endpoint, timeout_s=60.0) as client,
+        WeightPublisher(worker.endpoint, keep=True) as publisher,
     ):
         publisher.publish(tensors(2), 1).applied(60)
-        doomed = client.generate("17:", endpoint=first, **LONG)
-        other = client.generate("17:", endpoint=second, **LONG)
-        read(doomed, 16), read(other, 16)
-        (follower,) = followers_of(pids[0])
+        streams = streams_of(client)
+        (follower,) = followers_of(pid)
         os.kill(follower, number)
-        (completion,) = doomed.wait().completions
-        assert completion.finish_reason == "error" and said in (completion.error or "")
-        check("17:", completion, COUNT)
-        until(lambda: worker.pids[0] != pids[0], "the restart")
-        assert worker.endpoints == (first, second) and worker.pids[1] == pids[1]
-        (completion,) = client.generate("17:", endpoint=first, max_tokens=60, min_version=1).completions
+        assert_handed_back(streams, said)
+        until(lambda: worker.pids[0] != pid, "the restart")
+        assert worker.endpoints == endpoints
+        (completion,) = client.generate("17:", max_tokens=60, min_version=1).completions
         assert completion.versions == [(1, 60)]
         check("17:", completion, COUNT)
-        other.cancel()
-        (completion,) = other.wait().completions
-        assert completion.finish_reason == "cancelled"
-        check("17:", completion, COUNT)
+        assert client.status()["restarts"] == 1
     ends = [fact for fact in facts(worker.log_path) if fact["event"] == "worker_ended"]
     assert [(fact["worker"], fact["status"]) for fact in ends] == [(0, FAULT)]
 
