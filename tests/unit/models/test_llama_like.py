@@ -20,8 +20,8 @@ from rollout.models.registry import FAMILIES
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
-from tests.support.models.llama_like import CONFIGS, SIZES, make_llama_like
 from tests.support.models.paged import PROMPT, check
+from tests.support.models.variants import CONFIGS, SIZES, make_variant
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import pack
@@ -44,7 +44,7 @@ def with_kernels(quick: set[str]) -> list[Any]:
 @pytest.mark.parametrize(("stem", "kernels"), with_kernels(STEPS_BY_KERNELS))
 def test_steps_and_names_are_those_of_transformers(stem: str, kernels: bool, tmp_path: Path) -> None:
     fused = CONFIGS[stem][1]
-    reference = make_llama_like(stem, tmp_path)
+    reference = make_variant(stem, tmp_path)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     assert loaded.spec.plain_stream == fused
     check(loaded, reference, fused=kernels)
@@ -61,7 +61,7 @@ def test_steps_and_names_are_those_of_transformers(stem: str, kernels: bool, tmp
 
 @pytest.mark.parametrize(("stem", "kernels"), with_kernels(ADAPTERS_BY_KERNELS))
 def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, kernels: bool, tmp_path: Path) -> None:
-    reference = make_llama_like(stem, tmp_path)
+    reference = make_variant(stem, tmp_path)
     modules = ATTENTION if hasattr(reference.config, "num_experts_per_tok") else ALL
     adapter = make_adapter(reference, tmp_path / "adapter", 0, modules)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
@@ -77,7 +77,7 @@ def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, kernels: b
 @pytest.mark.parametrize("stem", ["Glm4Moe", "MiniMaxM2", "Afmoe", "GptOss"])
 def test_a_trainers_parameters_are_a_whole_update(stem: str, tmp_path: Path) -> None:
     """`named_parameters()` has no buffers; tensors of layers for further tokens may come with them."""
-    reference = make_llama_like(stem, tmp_path)
+    reference = make_variant(stem, tmp_path)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     parameters = ParameterMap(loaded.trainer_views(), UpdateNames(loaded.kept_if_absent(), loaded.spec.unused))
     rows = [(name, "float32", list(tensor.shape)) for name, tensor in reference.named_parameters()]
