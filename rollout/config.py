@@ -261,6 +261,12 @@ class EngineSettings(_Section):
         description="compare the tokens that the ranks of tensor_parallel drew after every step, and end the worker "
         "where they differ; for debugging",
     )
+    rank_stall_s: float | None = Field(
+        8.0,
+        gt=0,
+        description="seconds in which no rank of tensor_parallel completes anything although steps are ordered, after "
+        "which the worker returns all tokens and exits; ten times that during updates; none: never",
+    )
     stop_check_every: int = Field(4, ge=1, description="tokens between two searches for stop strings")
     max_faults: int = Field(
         3, ge=0, description="engine faults in an hour that are repaired by a rebuild; one more ends the worker"

@@ -42,7 +42,7 @@ from rollout.engine.build import (
 from rollout.engine.device.streams import Device, make_device
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages import PutAdapter, Shutdown
+from rollout.engine.messages import PutAdapter, RankStatus, Shutdown
 from rollout.engine.parts import Links
 from rollout.engine.step.execute import Orders
 from rollout.metrics.health import Health
@@ -65,7 +65,7 @@ from rollout.process.progress import stage
 from rollout.process.watchdog import Watchdog
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.ranks.orders import ring_bytes
-from rollout.ranks.processes import Ranks
+from rollout.ranks.processes import OwnProgress, Ranks
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
@@ -143,7 +143,8 @@ class Worker:
             lead = self._lead if self.ranks.size > 1 else None
             self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
         self.inspector = Inspector(self.engine)
-        self.vitals = Vitals(settings, self.engine, links, self.receiver, self.metrics, self.prompts, restarts)
+        parts = self.engine, links, self.receiver, self.metrics, self.prompts
+        self.vitals = Vitals(settings, *parts, restarts, self._rank_status)
         self.server = Server(
             settings.service,
             ServedModel(
@@ -189,7 +190,7 @@ class Worker:
 
     def start(self) -> None:
         """Take requests."""
-        self.ranks.watch(self._on_rank_lost)
+        self.ranks.watch(self._on_rank_lost, self._progress)
         self.metrics.start()
         self.server.start()
         self.vitals.tick()
@@ -282,6 +283,16 @@ class Worker:
         # Requests without an answer get `unavailable` when the service ends.
         except Exception:
             log.critical("generated tokens cannot be handed back", exc_info=True)
+
+    def _progress(self) -> OwnProgress:
+        """On the watching thread: how far this rank is."""
+        steps = self.engine.pipeline.steps()
+        busy = any(not step.slot.end.query() for step in steps)
+        return OwnProgress(self.engine.meter.steps, busy, self.engine.gate.swapping)
+
+    def _rank_status(self) -> list[RankStatus]:
+        committed = self.engine.meter.steps
+        return self.ranks.status(committed + self.engine.pipeline.in_flight, committed)
 
     def _on_rank_lost(self, failure: str) -> None:
         """On the watching thread: the loop takes note of it, unless it waits for the rank that is lost."""

@@ -1,7 +1,8 @@
 """A follower: a process that runs the steps of rank 0 on its own shard, and nothing else.
 
     main thread    ring --> launch, draw, swap on its own streams        no scheduler, no copy back, no commit
-    a thread       checks and plans updates, which takes longer than a step
+    updates        checks and plans updates, which takes longer than a step
+    beat           reports that the process lives and how far its device is (`beat.py`)
 
 It has the shard of the model, KV pages, row state and slots that rank 0 has, made by the same code in the same order.
 A follower ends with rank 0 (the kernel sees to it), and at any error: rank 0 then ends the group.
@@ -9,12 +10,8 @@ A follower ends with rank 0 (the kernel sees to it), and at any error: rank 0 th
 
 from __future__ import annotations
 
-import ctypes
-import json
 import logging
 import os
-import signal
-import sys
 import threading
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,12 +23,15 @@ import torch
 from rollout.config import Settings
 from rollout.engine.build import build_follower
 from rollout.engine.device.streams import Event, make_device
+from rollout.engine.sequence.features import Feature
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, Upload
 from rollout.models import load_model
 from rollout.models.loader import LoadedModel
 from rollout.process.logs import set_up, worker_name
+from rollout.ranks.beat import Beat, DeviceProgress
+from rollout.ranks.compiling import watch_compilations
 from rollout.ranks.devices import rank_device
 from rollout.ranks.orders import DRAW, END, PREPARE, STEP, SWAP, read_draw, read_step
 from rollout.ranks.processes import connect
@@ -45,19 +45,24 @@ from trainer_bridge.wire.manifest import Manifest, from_wire
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 0.25  # for orders; a beat follows
+_WAIT_S = 0.25  # for orders, between two looks at the streams
 _SWAP_POLL_S = 0.002  # while a swap is under way, whose end is reported
-_PR_SET_PDEATHSIG = 1
 
 
 class Follower:
     """Carries out the orders of rank 0."""
 
     def __init__(
-        self, settings: Settings, number: int, executor: Executor, slots: list[Slot], updates: PreparedUpdates
+        self,
+        settings: Settings,
+        number: int,
+        executor: Executor,
+        slots: list[Slot],
+        updates: PreparedUpdates,
+        progress: DeviceProgress,
     ) -> None:
         self._executor, self._slots, self._updates = executor, slots, updates
-        self._number = number
+        self._number, self._progress = number, progress
         self._version = settings.weights.initial_version
         self._last: tuple[Header, Slot] | None = None
         self._swap: tuple[int, Event] | None = None
@@ -67,7 +72,6 @@ class Follower:
         me = self._number
         reports.set(me, "ready", 1)
         while True:
-            reports.add(me, "beat")
             if self._swap is not None and self._swap[1].query():
                 self._executor.check()
                 reports.set(me, "swapped", self._swap[0])
@@ -90,8 +94,10 @@ class Follower:
     def _carry_out(self, head: Head, body: memoryview, reports: Reports) -> None:
         layout, rest = body[: head.layout], body[head.layout :]
         if head.kind == STEP:
-            self._launch(read_step(layout, rest))
-            reports.add(self._number, "launched")
+            upload = read_step(layout, rest)
+            self._launch(upload)
+            if not upload.header.features & Feature.CONSTRAIN.value:
+                self._enqueued(reports)
         elif head.kind == DRAW:
             assert self._last is not None, "a draw follows its step"
             header, slot = self._last
@@ -100,6 +106,7 @@ class Follower:
             slot.masks.set_rows(at, refused)
             slot.masks.host[: len(at)].copy_(masks_CW)
             self._executor.draw_with_masks(header, slot)
+            self._enqueued(reports)
             reports.add(self._number, "drawn")
         elif head.kind == PREPARE:
             self._updates.prepare(*msgpack.unpackb(layout))
@@ -108,6 +115,10 @@ class Follower:
             self._swap = (number, self._begin_swap(number, version))
         else:
             raise RuntimeError(f"order {head.sequence} is of an unknown kind, {head.kind}")
+
+    def _enqueued(self, reports: Reports) -> None:
+        self._progress.enqueued += 1
+        reports.set(self._number, "launched", self._progress.enqueued)
 
     def _launch(self, upload: Upload) -> None:
         slot = self._slots[0]
@@ -197,17 +208,15 @@ class PreparedUpdates:
         return self._planned[1]
 
 
-def main() -> None:
-    """Run a follower that rank 0 has started."""
-    told: dict[str, Any] = json.load(sys.stdin.buffer)
-    _end_with(told["parent"])
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then ends this process
-        signal.signal(number, signal.SIG_IGN)
+def follow(told: dict[str, Any]) -> None:
+    """Be the rank that rank 0 has asked for; never returns."""
     settings, rank = Settings.model_validate(told["settings"]), told["rank"]
     set_up(settings.log_level, settings.log_format, f"{worker_name()} rank {rank}")
     shared = {name: SharedMemory(descriptor) for name, descriptor in told["shared"].items() if name != "eventfd"}
     reports, number = Reports(shared["reports"], settings.engine.tensor_parallel - 1), rank - 1
+    beat = Beat(reports, number)
     try:
+        watch_compilations()
         torch.set_num_threads(settings.model.cpu_threads)
         device = make_device(rank_device(settings.model.device, rank))
         group = connect(Path(told["folder"]), rank, settings.engine.tensor_parallel, device.torch_device)
@@ -215,10 +224,12 @@ def main() -> None:
         loaded = load_model(model, device.torch_device, None, None, settings.engine.expert_format, group)
         updates = PreparedUpdates(loaded, settings, shared["staged"], shared["manifest"], reports, number)
         executor, slots = build_follower(settings, device, loaded.model)
-        follower = Follower(settings, number, executor, slots, updates)
+        progress = DeviceProgress(device, slots, group.peers)
+        follower = Follower(settings, number, executor, slots, updates, progress)
         reader = RingReader(
             shared["ring"], told["shared"]["eventfd"], lambda position: reports.set(number, "position", position)
         )
+        beat.serve(progress)
         follower.serve(reader, reports)
     # The other ranks wait for this one: say why it ends, and end, whatever threads still run.
     except BaseException as error:
@@ -226,14 +237,3 @@ def main() -> None:
         log.critical("rank %d failed", rank, exc_info=True)
         os._exit(1)
     os._exit(0)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent's main thread ends, which started it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

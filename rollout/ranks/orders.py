@@ -11,6 +11,8 @@ Every order has the weights version that is in use at it; a follower with anothe
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -19,6 +21,7 @@ import torch
 
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.upload import Header, Upload
+from rollout.engine.step_output import StepOutput
 from rollout.ranks.ring import RingWriter
 
 STEP, DRAW, PREPARE, SWAP, END = range(1, 6)
@@ -27,9 +30,12 @@ STEP, DRAW, PREPARE, SWAP, END = range(1, 6)
 class Orders:
     """The loop's end of the ring, as the executor sees it (`rollout.engine.step.execute.Orders`)."""
 
-    def __init__(self, ring: RingWriter, version: int) -> None:
+    def __init__(self, ring: RingWriter, version: int, settle: Callable[[], None]) -> None:
+        """`settle` returns when all that followers knew at its call is known here, and raises if a rank is lost."""
         self._ring = ring
         self._version = version
+        self._settle = settle
+        self.slow = 0  # sequence number of the last order that may take long
         self.update = 0  # number of the last update that followers were told to prepare
         self.swapped = 0  # number of the last one that they were told to copy
 
@@ -54,12 +60,28 @@ class Orders:
         self._write(SWAP, [self.update, version])
         self._version = version
 
+    def confirm(self, output: StepOutput) -> None:
+        """Raise if another rank knows that a step may be wrong.
+
+        What a rank lacks is NaN, and NaN in a part of a row makes its log-prob NaN on every rank. Weights may have NaN,
+        too, so that alone is no fault.
+        """
+        if math.isnan(sum(output.logprobs)):
+            self._settle()
+
+    @property
+    def ordered(self) -> int:
+        """Sequence number of the last order."""
+        return self._ring.sequence
+
     def end(self) -> None:
         """Give the end."""
         self._write(END, None)
 
     def _write(self, kind: int, layout: Any, *parts: memoryview) -> None:
-        self._ring.write(kind, self._version, msgpack.packb(layout), *parts)
+        sequence = self._ring.write(kind, self._version, msgpack.packb(layout), *parts)
+        if kind not in (STEP, DRAW):
+            self.slow = max(self.slow, sequence)
 
 
 def ring_bytes(upload_words: int, max_rows: int, mask_words: int, tokens: int) -> int:

@@ -59,6 +59,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--experiments", nargs="+", choices=EXPERIMENTS, default=["decode"])
     add("--shapes", nargs="+", choices=SHAPES, default=["qwen3-8b"])
     add("--layers", type=int, default=usual.layers, help="only the first ones of each shape, where memory is short")
+    add("--gpus", type=int, default=usual.gpus, help="that run each model together: of service and vllm")
     add("--budget", type=float, default=3600.0, help="seconds for the whole run; then the running engine is ended")
     add("--device", default=usual.device, help="device of ours and transformers: auto, cpu or cuda")
     add("--vllm-python", help="Python of the vLLM process")

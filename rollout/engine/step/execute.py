@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from rollout_kernels.parallel import TensorGroup
 
-from rollout.engine.device.streams import Device, Event, Stream
+from rollout.engine.device.streams import Device, DeviceError, Event, Stream
 from rollout.engine.kv.page_mover import PageMover
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step import verify
@@ -75,6 +75,9 @@ class Orders(Protocol):
 
     def swap(self, version: int) -> None:
         """The copy of the update that all ranks have prepared; `version` is that of later steps."""
+
+    def confirm(self, output: StepOutput) -> None:
+        """Raise if another rank knows that these outputs may be wrong."""
 
 
 class Executor:
@@ -148,10 +151,15 @@ class Executor:
         self._finish(header, slot)
 
     def read(self, header: Header, slot: Slot) -> StepOutput:
-        """Wait for the outputs of a step. Raises DeviceError if anything on the device failed."""
+        """Wait for the outputs of a step. Raises DeviceError if anything on the device failed, here or on a peer."""
         slot.d2h_done.synchronize()
         self.check()
-        return slot.read(header)
+        if slot.lost_rank is not None:
+            raise DeviceError(f"rank {slot.lost_rank} did not send its part of a sum in time, or sent a wrong one")
+        output = slot.read(header)
+        if self._orders is not None:
+            self._orders.confirm(output)
+        return output
 
     def _finish(self, header: Header, slot: Slot) -> None:
         self.compute.record(slot.end)
