@@ -55,10 +55,10 @@ def as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     run = HeadDrafts.run
 
     def run_graphs(self, step, output_4R, accepted_B, kv, graphs):
-        longest = self._rows.pages.shape[1] * kv.page_size
+        longest = self.rows.pages.shape[1] * kv.page_size
         read = {size: functools.partial(self.read, size, longest, kv) for size in range(1, 33)}
         guess = {size: functools.partial(self.guess, size, longest, PLAIN, kv) for size in (2, 4, 8, 16)}
-        self._rows.ints[0, LENGTH] += 1000  # of the padding
+        self.rows.ints[0, LENGTH] += 1000  # of the padding
         run(self, step, output_4R, accepted_B, kv, HeadGraphs(read, guess))
 
     monkeypatch.setattr(HeadDrafts, "run", run_graphs)
