@@ -63,12 +63,13 @@ def replayed_guesses(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq
 
     def replay(self, count, *how):
         guess(self, count, *how)
+        vocab = self._head.vocab
         for row in self._rows_R[:count].tolist():
             ints = self.rows.ints[row]
             at = int(ints[LENGTH] - ints[PROMPT]) + 1
             tokens = list(recorded.get(int(ints[SEED]), ())[at : at + self.most])
-            tokens = [token if rng.random() >= wrong else (token + 1) % VOCAB for token in tokens]
-            tokens += [rng.randrange(VOCAB) for _ in range(self.most - len(tokens))]
+            tokens = [token if rng.random() >= wrong else (token + 1) % vocab for token in tokens]
+            tokens += [rng.randrange(vocab) for _ in range(self.most - len(tokens))]
             self.rows.guesses[row] = torch.tensor(tokens)
 
     monkeypatch.setattr(HeadDrafts, "guess", replay)
