@@ -228,6 +228,18 @@ def test_right_guesses_make_as_few_steps_as_they_can(folders, drafted, monkeypat
     bench.close()
 
 
+def test_a_row_may_have_more_guesses_than_a_step_has_rows(folders, drafted, monkeypatch):
+    plain = Bench(load(folders[0]))
+    plain.submit("a", prompt_of(9), 50, sampling=SAMPLED)
+    plain.run()
+    replayed_guesses(monkeypatch, completions_by_seed(plain), 0.0)
+    bench = Bench(drafted, **HEADS, max_rows=1, speculation_rows=3, speculation_tokens=6)
+    bench.submit("a", prompt_of(9), 50, sampling=SAMPLED)
+    run_watched(bench)
+    bench.close()
+    assert bench.tokens("a") == plain.tokens("a") and bench.engine.roster.counters.accepted > 30
+
+
 @pytest.mark.parametrize(("host_pages", "wrong"), [(0, 0.0), (512, 0.3)])
 def test_preempted_rows_come_back_as_they_were(folders, drafted, monkeypatch, host_pages, wrong):
     plain = Bench(load(folders[0]), kv_pages=600)

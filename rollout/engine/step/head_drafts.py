@@ -80,6 +80,7 @@ class HeadDrafts:
         self._draw = Sampler(self._ahead)
         self._output_4R = torch.zeros(4, step_rows, dtype=torch.int32, device=device)
         self._places_R = torch.arange(step_rows, device=device)
+        self._order_G = torch.arange(self.most, device=device)
 
     @property
     def reads_last_layer(self) -> bool:
@@ -156,7 +157,7 @@ class HeadDrafts:
             logits_RV = self._head.compute_logits(hidden_RH, self._model.lm_head)
             self._draw(logits_RV, places_R, features, output_4R)
             tokens_R = ahead.ints[:count, LAST]
-            self._guesses_RG.index_put_((rows_R, self._places_R[index]), tokens_R)
+            self._guesses_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
             if index + 1 < self.most:
                 batch = _batch(ahead.ints[:count, LENGTH] - 1, table_RP, kv.page_size, max_context)
                 hidden_RH = self._head(self._embed(tokens_R), hidden_RH, batch, kv)
