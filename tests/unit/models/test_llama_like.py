@@ -140,12 +140,12 @@ def test_mimo_is_read_as_qwen2_without_its_prediction_of_further_tokens(
 
 def test_rotary_embeddings_follow_the_config_whichever_release_of_transformers_reads_it(tmp_path: Path) -> None:
     """Earlier ones leave `rotary_dim` of MiniMax-M2 as it is, and keep one map of rotary embeddings for OLMo 3."""
-    make_llama_like("MiniMaxM2", tmp_path / "minimax")
+    make_variant("MiniMaxM2", tmp_path / "minimax")
     config, name = read_config(tmp_path / "minimax", "auto")
     config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     attention = spec_from_config(config, name).layers[0].mixer
     assert attention.rope.width(attention.head_dim) == config.rotary_dim == attention.head_dim // 2
-    make_llama_like("Olmo3", tmp_path / "olmo")
+    make_variant("Olmo3", tmp_path / "olmo")
     config, name = read_config(tmp_path / "olmo", "auto")
     config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     mixers = [layer.mixer for layer in spec_from_config(config, name).layers]
