@@ -1,4 +1,4 @@
-"""Updates of a worker of two ranks that decodes, each rank a process: tokens are those of their versions."""
+"""Updates of a worker of two ranks that decodes: every token is one of the version that it names."""
 
 from __future__ import annotations
 
