@@ -392,7 +392,8 @@ def _pages(nbytes: int) -> torch.Tensor:
     """Memory that takes pages as it is filled: huge ones if the system has them, which are pinned faster."""
     pages = mmap.mmap(-1, max(nbytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # of a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
