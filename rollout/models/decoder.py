@@ -56,11 +56,11 @@ class DecoderLayer(Block):
         self.feed_forward_output_norm = norm() if around else None
         self.mixer: Attention | LatentAttention | DeltaNet
         if isinstance(mixer, DeltaNetSpec):
-            self.mixer = DeltaNet(mixer, index, spec.state_layers.index(index), dtype, device)
+            self.mixer = DeltaNet(mixer, index, spec.state_layers.index(index), dtype, device, group)
         else:
             kv_index, rope = spec.attention_layers.index(index), spec.ropes.index(mixer.turned)
             if isinstance(mixer, LatentSpec):
-                self.mixer = LatentAttention(mixer, index, kv_index, rope, dtype, device)
+                self.mixer = LatentAttention(mixer, index, kv_index, rope, dtype, device, group)
             else:
                 self.mixer = Attention(mixer, index, kv_index, rope, dtype, device, group)
         self.feed_forward: DenseFeedForward | SparseFeedForward

@@ -1,6 +1,8 @@
 """The spec of one rank's shard of a model.
 
     attention        query heads by rank with their KV heads; a KV head is kept by several ranks if there are fewer
+    latent attention heads by rank; the products that make latents, and the latents in the cache, on every rank
+    linear attention key heads by rank with their value heads, convolutions and states
     dense blocks     intermediate width by rank
     experts          intermediate width by rank where each part is whole blocks of 128; else whole experts by rank
     embedding,       vocabulary by rank
@@ -16,6 +18,7 @@ from dataclasses import replace
 
 from rollout.models.spec import (
     AttentionSpec,
+    DeltaNetSpec,
     DenseSpec,
     ExpertShard,
     FeedForwardSpec,
@@ -63,8 +66,7 @@ def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
 def _mixer(mixer: MixerSpec, shard: Shard) -> MixerSpec:
     if isinstance(mixer, AttentionSpec):
         return _attention(mixer, shard)
-    kind = "latent" if isinstance(mixer, LatentSpec) else "linear"
-    raise _CannotCutError(f"it has {kind} attention, for which this is not implemented; use one GPU a worker")
+    return _latent(mixer, shard) if isinstance(mixer, LatentSpec) else _linear(mixer, shard)
 
 
 def _attention(mixer: AttentionSpec, shard: Shard) -> AttentionSpec:
@@ -75,6 +77,19 @@ def _attention(mixer: AttentionSpec, shard: Shard) -> AttentionSpec:
         raise _CannotCutError(f"{kv_heads} KV heads are neither a multiple of {size} nor a divisor of it")
     kept = HeadShard(shard, kv_heads)
     return replace(mixer, heads=heads // size, kv_heads=max(1, kv_heads // size), shard=kept)
+
+
+def _latent(mixer: LatentSpec, shard: Shard) -> LatentSpec:
+    if mixer.heads % shard.size:
+        raise _CannotCutError(f"{mixer.heads} heads of latent attention are no multiple of {shard.size}")
+    return replace(mixer, heads=mixer.heads // shard.size, shard=shard)
+
+
+def _linear(mixer: DeltaNetSpec, shard: Shard) -> DeltaNetSpec:
+    keys, values, size = mixer.key_heads, mixer.value_heads, shard.size
+    if keys % size:
+        raise _CannotCutError(f"{keys} key heads of linear attention are no multiple of {size}")
+    return replace(mixer, key_heads=keys // size, value_heads=values // size, shard=shard)
 
 
 def _dense(block: DenseSpec, shard: Shard) -> DenseSpec:
