@@ -55,6 +55,29 @@ def shard_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
     return replace(spec, layers=tuple(layers[layer] for layer in spec.layers), shard=shard)
 
 
+def spec_of_rank(spec: ModelSpec, rank: int) -> ModelSpec:
+    """The spec of another rank of the same group; `spec` is that of a shard."""
+    assert spec.shard is not None
+    shard = Shard(rank, spec.shard.size)
+    layers = {layer: _layer_of_rank(layer, shard) for layer in dict.fromkeys(spec.layers)}
+    return replace(spec, layers=tuple(layers[layer] for layer in spec.layers), shard=shard)
+
+
+def _layer_of_rank(layer: LayerSpec, shard: Shard) -> LayerSpec:
+    mixer, block = layer.mixer, layer.feed_forward
+    if isinstance(mixer, AttentionSpec):
+        assert mixer.shard is not None
+        mixer = replace(mixer, shard=mixer.shard._replace(shard=shard))
+    else:
+        mixer = replace(mixer, shard=shard)
+    if isinstance(block, DenseSpec):
+        return replace(layer, mixer=mixer, feed_forward=replace(block, shard=shard))
+    assert block.shard is not None
+    shared = None if block.shared is None else replace(block.shared, shard=shard)
+    block = replace(block, shared=shared, shard=block.shard._replace(shard=shard))
+    return replace(layer, mixer=mixer, feed_forward=block)
+
+
 class _CannotCutError(Exception):
     """Why a model cannot be cut."""
 

@@ -387,7 +387,8 @@ class DeltaNetSpec:
         """The product that makes everything that the block needs of a token."""
         modules, (q, k, v, z, b, a) = self.names.inputs, self.input_widths
         by_modules = {2: (q + k + v + z, b + a), 4: (q + k + v, z, b, a), 6: (q, k, v, z, b, a)}
-        widths, cuts = by_modules[len(modules)], ()
+        widths = by_modules[len(modules)]
+        cuts: tuple[Cut, ...] = ()
         if self.shard is not None:
             joined = len(modules) == 4  # one module holds queries, keys and values side by side
             cuts = tuple(self.shard.cut(*((q, k, v) if joined and not at else (w,))) for at, w in enumerate(widths))

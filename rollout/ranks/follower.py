@@ -1,7 +1,7 @@
 """A follower: a process that runs the steps of rank 0 on its own shard, and nothing else.
 
     main thread    ring --> launch, draw, swap on its own streams        no scheduler, no copy back, no commit
-    a thread       checks and plans updates, which takes longer than a step
+    two threads    check and plan updates, map adapters: these take longer than a step
 
 It has the shard of the model, KV pages, row state and slots that rank 0 has, made by the same code in the same order.
 A follower ends with rank 0 (the kernel sees to it), and at any error: rank 0 then ends the group.
@@ -24,7 +24,7 @@ import msgpack
 import torch
 
 from rollout.config import Settings
-from rollout.engine.build import build_follower
+from rollout.engine.build import build_follower, sleeping_memory
 from rollout.engine.device.streams import Event, make_device
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
@@ -32,6 +32,8 @@ from rollout.engine.step.upload import Header, Upload
 from rollout.models import load_model
 from rollout.models.loader import LoadedModel
 from rollout.process.logs import set_up, worker_name
+from rollout.ranks.adapters import AdapterCopies
+from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.devices import rank_device
 from rollout.ranks.orders import DRAW, END, PREPARE, STEP, SWAP, read_draw, read_step
 from rollout.ranks.processes import connect
@@ -46,7 +48,7 @@ from trainer_bridge.wire.manifest import Manifest, from_wire
 log = logging.getLogger(__name__)
 
 _WAIT_S = 0.25  # for orders; a beat follows
-_SWAP_POLL_S = 0.002  # while a swap is under way, whose end is reported
+_SWAP_POLL_S = 0.002  # while a swap or another copy is under way, whose end is reported
 _PR_SET_PDEATHSIG = 1
 
 
@@ -54,9 +56,15 @@ class Follower:
     """Carries out the orders of rank 0."""
 
     def __init__(
-        self, settings: Settings, number: int, executor: Executor, slots: list[Slot], updates: PreparedUpdates
+        self,
+        settings: Settings,
+        number: int,
+        executor: Executor,
+        slots: list[Slot],
+        updates: PreparedUpdates,
+        copies: FollowerCopies,
     ) -> None:
-        self._executor, self._slots, self._updates = executor, slots, updates
+        self._executor, self._slots, self._updates, self._copies = executor, slots, updates, copies
         self._number = number
         self._version = settings.weights.initial_version
         self._last: tuple[Header, Slot] | None = None
@@ -72,7 +80,8 @@ class Follower:
                 self._executor.check()
                 reports.set(me, "swapped", self._swap[0])
                 self._swap = None
-            if not reader.wait(_WAIT_S if self._swap is None else _SWAP_POLL_S):
+            copying = self._copies.report()
+            if not reader.wait(_WAIT_S if self._swap is None and not copying else _SWAP_POLL_S):
                 self._executor.check()
                 continue
             head, body = reader.read()
@@ -107,7 +116,7 @@ class Follower:
             number, version = msgpack.unpackb(layout)
             self._swap = (number, self._begin_swap(number, version))
         else:
-            raise RuntimeError(f"order {head.sequence} is of an unknown kind, {head.kind}")
+            self._copies.carry_out(head.kind, msgpack.unpackb(layout))
 
     def _launch(self, upload: Upload) -> None:
         slot = self._slots[0]
@@ -213,9 +222,12 @@ def main() -> None:
         group = connect(Path(told["folder"]), rank, settings.engine.tensor_parallel, device.torch_device)
         model = settings.model.model_copy(update={"device": str(device.torch_device)})
         loaded = load_model(model, device.torch_device, None, None, settings.engine.expert_format, group)
+        memory = sleeping_memory(settings, device, loaded.model)  # before anything takes views of the weights
         updates = PreparedUpdates(loaded, settings, shared["staged"], shared["manifest"], reports, number)
-        executor, slots = build_follower(settings, device, loaded.model)
-        follower = Follower(settings, number, executor, slots, updates)
+        adapters = AdapterCopies(shared["adapters"], rank, loaded.dtype, device.torch_device, reports)
+        executor, slots = build_follower(settings, device, loaded.model, memory)
+        copies = FollowerCopies(executor, adapters, memory, reports, number)
+        follower = Follower(settings, number, executor, slots, updates, copies)
         reader = RingReader(
             shared["ring"], told["shared"]["eventfd"], lambda position: reports.set(number, "position", position)
         )

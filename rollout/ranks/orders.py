@@ -4,6 +4,11 @@
     DRAW      places and masks of constrained rows       draw of the last step
     PREPARE   number and sizes of an update              check that it fits, plan its copies; nothing changes yet
     SWAP      number of the update                       copy it into the parameters, after the steps before
+    ADAPTER   number, place and layout of an adapter     map this rank's part of it
+    WRITE     slot and number of an adapter              copy the part to the slot, beside steps or between two
+    FORGET    number of an adapter                       unmap it, once no copy reads it
+    MOVE      direction, pages, pages of the host        copy KV or states to the host or back
+    MEMORY    what a sleep does with the memory          keep, give back, take again
     END       nothing                                    end the process
 
 Every order has the weights version that is in use at it; a follower with another one ends.
@@ -11,7 +16,8 @@ Every order has the weights version that is in use at it; a follower with anothe
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence as Seq
+from typing import Any, Literal
 
 import msgpack
 import numpy as np
@@ -19,17 +25,24 @@ import torch
 
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.upload import Header, Upload
+from rollout.models.lora_slots import AdapterWeights
+from rollout.ranks.reports import Number, Reports
 from rollout.ranks.ring import RingWriter
 
-STEP, DRAW, PREPARE, SWAP, END = range(1, 6)
+STEP, DRAW, PREPARE, SWAP, END, ADAPTER, WRITE, FORGET, MOVE, MEMORY = range(1, 11)
+
+#: The queues of page movers.
+Queue = Literal["kv_out", "kv_in", "state_out", "state_in"]
 
 
 class Orders:
     """The loop's end of the ring, as the executor sees it (`rollout.engine.step.execute.Orders`)."""
 
-    def __init__(self, ring: RingWriter, version: int) -> None:
+    def __init__(self, ring: RingWriter, version: int, reports: Reports) -> None:
         self._ring = ring
         self._version = version
+        self._reports = reports
+        self._ordered: dict[Number, int] = {}  # how many of the orders whose ends are reported
         self.update = 0  # number of the last update that followers were told to prepare
         self.swapped = 0  # number of the last one that they were told to copy
 
@@ -53,6 +66,66 @@ class Orders:
         self.swapped = self.update
         self._write(SWAP, [self.update, version])
         self._version = version
+
+    def done(self, name: Number, number: int) -> bool:
+        """Whether all followers have carried out this order. Any thread may ask."""
+        return min(self._reports.get(name)) >= number
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def adapter(self, ticket: int, number: int, begin: int, part_bytes: int, layout: Any) -> None:
+        """Give an adapter to map. Any thread may call it."""
+        self._write(ADAPTER, [ticket, number, begin, part_bytes, layout])
+
+    def forget_adapter(self, ticket: int, number: int) -> None:
+        """Give an adapter to forget. Any thread may call it."""
+        self._write(FORGET, [ticket, number])
+
+    def write_adapter(self, slot: int, weights: AdapterWeights, beside: bool) -> int:
+        """Give the copy of an adapter to a slot; returns its number."""
+        number = self._next("wrote")
+        self._write(WRITE, [number, slot, weights.shared.number, beside])  # type: ignore[attr-defined]
+        return number
+
+    def adapter_written(self, number: int) -> bool:
+        """Whether that copy is done on all followers."""
+        return self.done("wrote", number)
+
+    # --- KV on the host, and sleep ------------------------------------------------------------------------------------
+
+    def move(self, queue: Queue, pages: Seq[int], host_pages: Seq[int]) -> int:
+        """Give a piece of pages to move; `queue` names the direction. Returns the number of the piece."""
+        number = self._next(queue)
+        self._write(MOVE, [queue, list(pages), list(host_pages)])
+        return number
+
+    def moved(self, queue: Queue, number: int) -> bool:
+        """Whether that piece is moved on all followers."""
+        return self.done(queue, number)
+
+    def memory(self, what: str) -> int:
+        """Give an order of a sleep; returns its number."""
+        number = self._next("memory_done")
+        self._write(MEMORY, [number, what])
+        return number
+
+    def memory_done(self, number: int) -> bool:
+        """Whether all followers have carried it out, or failed to."""
+        return self.done("memory_done", number)
+
+    def memory_failures(self, number: int) -> list[str]:
+        """Why followers could not carry it out."""
+        failed = enumerate(self._reports.get("memory_failed"))
+        return [f"rank {i + 1}: {self._reports.text(i)}" for i, last in failed if last == number]
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that all followers have given back so far."""
+        return sum(self._reports.get("memory_freed"))
+
+    def _next(self, name: Number) -> int:
+        number = self._ordered[name] = self._ordered.get(name, 0) + 1
+        return number
 
     def end(self) -> None:
         """Give the end."""

@@ -30,7 +30,9 @@ import torch.distributed as dist
 from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import Settings
+from rollout.models.language_model import LanguageModel, native
 from rollout.process.scratch import ScratchFolder
+from rollout.ranks.adapters import RankAdapters
 from rollout.ranks.orders import Orders
 from rollout.ranks.reports import Number, Reports
 from rollout.ranks.ring import RingWriter, SharedMemory
@@ -80,7 +82,9 @@ class Ranks:
         self._staged = SharedMemory.create("rollout-update", 0)
         self._manifest = SharedMemory.create("rollout-manifest", 0)
         self._eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
+        self._adapters = SharedMemory.create("rollout-adapters", 0)
         inherited = {"ring": self._ring, "reports": table, "staged": self._staged, "manifest": self._manifest}
+        inherited["adapters"] = self._adapters
         shared = {name: memory.descriptor for name, memory in inherited.items()}
         for rank, eventfd in enumerate(self._eventfds, 1):
             self._processes.append(self._start(rank, {**shared, "eventfd": eventfd}))
@@ -102,7 +106,7 @@ class Ranks:
             time.sleep(_READY_POLL_S)
         self._ring.grow(ring_bytes)
         ring = RingWriter(self._ring, self._eventfds, lambda: self.reports.get("position"), ROOM_S)
-        self.orders = Orders(ring, version)
+        self.orders = Orders(ring, version, self.reports)
         return self.orders
 
     def take_updates(self, device: torch.device) -> RankUpdates | None:
@@ -111,6 +115,15 @@ class Ranks:
             return None
         self.updates = RankUpdates(self._staged, self._manifest, self.reports, lambda: self.orders, device)
         return self.updates
+
+    def take_adapters(self, model: LanguageModel) -> RankAdapters | None:
+        """What gives all ranks their parts of adapters; None for one rank, or where no adapters are served."""
+        engine = self._settings.engine
+        if self.size == 1 or not engine.adapter_slots:
+            return None
+        spec, dtype = native(model).spec, model.embed.dtype
+        limits = (engine.adapter_rank, dtype, engine.max_adapters)
+        return RankAdapters(self._adapters, spec, *limits, self.reports, lambda: self.orders, model.embed.device)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Have `on_lost` called, on the watching thread, once the group is lost. Before, the process ends at once."""

@@ -11,9 +11,17 @@ import numpy as np
 
 from rollout.ranks.ring import SharedMemory
 
-Number = Literal["beat", "position", "sequence", "launched", "drawn", "prepared", "refused", "swapped", "ready"]
+Number = Literal[
+    "beat", "position", "sequence", "launched", "drawn", "prepared", "refused", "swapped", "ready",
+    "adapter_seen", "adapter_refused", "forgotten", "wrote", "kv_out", "kv_in", "state_out", "state_in",
+    "memory_done", "memory_failed", "memory_freed",
+]  # fmt: skip
 #: beat: passes of the loop. position: in the ring. sequence: of the last order that was carried out. launched, drawn:
 #: steps. prepared, refused: the last update that fits, or does not. swapped: the last one whose copy is done.
+#: adapter_seen, adapter_refused: the last adapter that was mapped or refused, or refused. forgotten: the last order to
+#: forget one that is carried out. wrote: copies to adapter slots that are done. kv_out to state_in: pieces that were
+#: moved to the host or back. memory_done, memory_failed: the last order of a sleep that is done, or that failed;
+#: memory_freed: bytes that sleeps gave back.
 NUMBERS: tuple[Number, ...] = get_args(Number)
 _TEXT_BYTES = 448
 

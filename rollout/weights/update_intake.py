@@ -425,12 +425,14 @@ class UpdateIntake:
         begin, destination, commit = current.begin, current.destination, current.commit
         if not begin.receiver.finish(current.incoming, commit.options) or not destination.copied():
             return
-        if self._ranks is not None and not self._ranks.prepared(begin.manifest):
+        if self._ranks is not None and begin.adapter is None and not self._ranks.prepared(begin.manifest):
             return
         destination.check_aliases(begin.manifest, begin.fit, self._parameters.views)
         if begin.adapter is not None:
             assert isinstance(destination, StagedDestination)
-            update: Update | AdapterUpdate = begin.adapter.update(begin.manifest, destination)
+            update: Update | AdapterUpdate | None = begin.adapter.update(begin.manifest, destination)
+            if update is None:
+                return
         else:
             update = self._mode.update(begin.manifest, begin.fit, destination)
         begin.receiver.drop(current.incoming, None)

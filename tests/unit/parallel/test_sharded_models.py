@@ -36,7 +36,8 @@ EVEN: dict[str, dict[str, Any]] = {
     "Qwen3_5": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "Qwen3_5Moe": {"linear_num_key_heads": 4, "num_experts": 8, "shared_expert_intermediate_size": 20},
     "Qwen3Next": {
-        "linear_num_key_heads": 4, "linear_num_value_heads": 12, "num_experts": 8, "shared_expert_intermediate_size": 20,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 12, "num_experts": 8,
+        "shared_expert_intermediate_size": 20,
     },
     "DeepseekV3 moonlight": {"num_attention_heads": 8, "num_key_value_heads": 8},
     "DeepseekV3": {"moe_intermediate_size": 20},
