@@ -43,6 +43,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     flags = dict(zip(("tensor_parallel", "speculation"), request.param, strict=True)) | {"check_ranks": True}
     with start_pair(folder, vocab, logs, FLAGS, flags) as workers:
         yield workers
+        assert_idle(workers.several)
 
 
 def test_groups_prefixes_and_preemption_give_the_same_tokens(pair: Pair) -> None:
