@@ -198,7 +198,7 @@ def _layout(weights: AdapterWeights, begin: int, memory: mmap.mmap) -> list[Part
 def _pin(memory: mmap.mmap, begin: int, nbytes: int, device: torch.device) -> int | None:
     """Register memory with CUDA; its address, or None if that fails: copies from it are slower then."""
     address = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=1).data_ptr()
-    with torch.cuda.device(device):  # else it is registered with the first GPU, which is that of another rank
+    with torch.cuda.device(device):  # else CUDA would use the first GPU, the device of rank 0
         status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
     return address if int(status) == 0 else None
 
