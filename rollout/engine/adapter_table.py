@@ -198,6 +198,7 @@ class AdapterTable:
     def put(self, name: str, version: int | None, weights: AdapterWeights) -> Adapter:
         """Add an adapter, or a newer version of one. Raises AdapterError, and then nothing has changed."""
         assert weights.rank <= self.memory.rank
+        self._let_go()
         version, edition = self.registry.check(name, version), self.registry.next_edition()
         adapter = self.known.get(name)
         if adapter is None:
@@ -216,6 +217,7 @@ class AdapterTable:
     def drop(self, name: str) -> None:
         """Forget an adapter that no request names; its slot is free once no row has it."""
         adapter = self.known.pop(name)
+        self._let_go()
         if adapter.slot is not None:
             adapter.slot.adapter, adapter.slot = None, None
 
@@ -265,6 +267,7 @@ class AdapterTable:
             assert adapter.slot is None or adapter.slot.adapter is adapter, "an adapter and its slot disagree"
 
     def _begin_load(self, adapter: Adapter) -> AdapterSlot | None:
+        self._let_go()
         free = [slot for slot in self._slots if slot.refs == 0]
         if not free:
             return None
@@ -284,9 +287,13 @@ class AdapterTable:
             slot.order = self._orders.write_adapter(slot.number, weights, beside=stream is self.loads)
         stream.run(functools.partial(self.memory.write, slot.number, weights))
         stream.record(slot.written)
+        if self._orders is not None:
+            self._read.append((slot, weights))
+
+    def _let_go(self) -> None:
+        """Refer no more to the weights that no rank reads any more."""
         while self._read and self._is_written(self._read[0][0]):
             self._read.popleft()
-        self._read.append((slot, weights))
 
     def _is_written(self, slot: AdapterSlot) -> bool:
         return slot.written.query() and (self._orders is None or self._orders.adapter_written(slot.order))

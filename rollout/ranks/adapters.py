@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 #: Places beside those of the adapters that may be loaded: for new weights while the old ones are in use.
 _SPARE = 8
 _PLACE_ALIGN = 2 << 20
-_TENSOR_ALIGN = 64
+_PART_ALIGN, _TENSOR_ALIGN = 4096, 64
 
 
 class PartTensor(NamedTuple):
@@ -83,7 +83,7 @@ class RankAdapters:
         self._specs = [spec_of_rank(spec, rank) for rank in range(self.size)]
         tensors = 2 * len(model_products(spec))
         needed = AdapterSlots.bytes_for(spec, 1, most_rank, dtype) + tensors * _TENSOR_ALIGN
-        self.part_bytes = -(-needed // _TENSOR_ALIGN) * _TENSOR_ALIGN
+        self.part_bytes = -(-needed // _PART_ALIGN) * _PART_ALIGN
         self.place_bytes = -(-self.part_bytes * len(self._specs) // _PLACE_ALIGN) * _PLACE_ALIGN
         memory.grow(self.place_bytes * (most + _SPARE))  # pages of a place take no memory until they are written
         self._map, self._device, self._pins = memory.map(), device, device.type == "cuda"

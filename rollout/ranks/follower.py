@@ -35,7 +35,7 @@ from rollout.process.logs import set_up, worker_name
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.devices import rank_device
-from rollout.ranks.orders import DRAW, END, PREPARE, STEP, SWAP, read_draw, read_step
+from rollout.ranks.orders import ANY_VERSION, DRAW, END, PREPARE, STEP, SWAP, read_draw, read_step
 from rollout.ranks.processes import connect
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import Head, RingReader, SharedMemory
@@ -85,7 +85,7 @@ class Follower:
                 self._executor.check()
                 continue
             head, body = reader.read()
-            if head.version != self._version:
+            if head.version not in (self._version, ANY_VERSION):
                 raise RuntimeError(
                     f"order {head.sequence} is for version {head.version}, this rank has {self._version}"
                 )

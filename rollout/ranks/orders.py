@@ -11,7 +11,8 @@
     MEMORY    what a sleep does with the memory          keep, give back, take again
     END       nothing                                    end the process
 
-Every order has the weights version that is in use at it; a follower with another one ends.
+Every order has the weights version that is in use at it; a follower with another one ends. Orders that other threads
+than the loop give in any order beside swaps have none.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from rollout.ranks.ring import RingWriter
 
 STEP, DRAW, PREPARE, SWAP, END, ADAPTER, WRITE, FORGET, MOVE, MEMORY = range(1, 11)
 
+#: Instead of a version.
+ANY_VERSION = -1
 #: The queues of page movers.
 Queue = Literal["kv_out", "kv_in", "state_out", "state_in"]
 
@@ -75,11 +78,11 @@ class Orders:
 
     def adapter(self, ticket: int, number: int, begin: int, part_bytes: int, layout: Any) -> None:
         """Give an adapter to map. Any thread may call it."""
-        self._write(ADAPTER, [ticket, number, begin, part_bytes, layout])
+        self._write(ADAPTER, [ticket, number, begin, part_bytes, layout], version=ANY_VERSION)
 
     def forget_adapter(self, ticket: int, number: int) -> None:
         """Give an adapter to forget. Any thread may call it."""
-        self._write(FORGET, [ticket, number])
+        self._write(FORGET, [ticket, number], version=ANY_VERSION)
 
     def write_adapter(self, slot: int, weights: AdapterWeights, beside: bool) -> int:
         """Give the copy of an adapter to a slot; returns its number."""
@@ -131,8 +134,8 @@ class Orders:
         """Give the end."""
         self._write(END, None)
 
-    def _write(self, kind: int, layout: Any, *parts: memoryview) -> None:
-        self._ring.write(kind, self._version, msgpack.packb(layout), *parts)
+    def _write(self, kind: int, layout: Any, *parts: memoryview, version: int | None = None) -> None:
+        self._ring.write(kind, self._version if version is None else version, msgpack.packb(layout), *parts)
 
 
 def ring_bytes(upload_words: int, max_rows: int, mask_words: int, tokens: int) -> int:
