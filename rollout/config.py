@@ -246,7 +246,7 @@ class EngineSettings(_Section):
         ge=1,
         le=64,
         description="GPUs that run the model together, with a part of it each: ranks, a process each on this machine. "
-        "Needs Linux; on a CPU the ranks are processes that share it. Excludes images, and models that run through "
+        "Needs Linux; on a CPU the ranks are processes that share it. Excludes models that run through "
         "transformers' own code",
     )
     check_ranks: bool = Field(

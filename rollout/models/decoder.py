@@ -142,7 +142,7 @@ class Decoder(Block):
     @torch.inference_mode()
     def forward(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""
-        x_TH = self._embedded(token_ids_T)
+        x_TH = self.embedded(token_ids_T)
         if self.embed_scale != 1.0:
             x_TH = x_TH * self.embed_scale
         images = batch.images
@@ -156,7 +156,7 @@ class Decoder(Block):
                 x_TH = images.add_after(index, x_TH)
         return self.norm(x_TH)
 
-    def _embedded(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+    def embedded(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding, [T, H]. Each is on one rank; the others add zeros."""
         if self.spec.shard is None:
             return F.embedding(token_ids_T, self.embed)

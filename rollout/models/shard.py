@@ -7,7 +7,8 @@
     experts          intermediate width by rank where each part is whole blocks of 128; else whole experts by rank
     embedding,       vocabulary by rank
       output layer
-    norms, routers   whole on every rank
+    norms, routers,  whole on every rank
+      vision tower
 
 Each block reads the whole hidden state, which is the same on all ranks, and makes a part of a sum over the ranks.
 """
@@ -45,8 +46,6 @@ def shard_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
         return spec
     shard = Shard(rank, size)
     try:
-        if spec.tower is not None:
-            raise _CannotCutError("its vision tower is not; set images = false")
         layers = {layer: _layer(layer, shard) for layer in dict.fromkeys(spec.layers)}
         if not replace(spec, shard=Shard(size - 1, size)).kept_vocab:
             raise _CannotCutError(f"its vocabulary has {spec.vocab} tokens")

@@ -35,7 +35,7 @@ from rollout.process.logs import set_up, worker_name
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.devices import rank_device
-from rollout.ranks.orders import ANY_VERSION, DRAW, END, PREPARE, STEP, SWAP, read_draw, read_step
+from rollout.ranks.orders import ANY_VERSION, DRAW, END, PIXELS, PREPARE, STEP, SWAP, read_draw, read_step
 from rollout.ranks.processes import connect
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import Head, RingReader, SharedMemory
@@ -67,6 +67,7 @@ class Follower:
         self._executor, self._slots, self._updates, self._copies = executor, slots, updates, copies
         self._number = number
         self._version = settings.weights.initial_version
+        self._pixels = bytearray()  # of the next step
         self._last: tuple[Header, Slot] | None = None
         self._swap: tuple[int, Event] | None = None
 
@@ -99,8 +100,11 @@ class Follower:
     def _carry_out(self, head: Head, body: memoryview, reports: Reports) -> None:
         layout, rest = body[: head.layout], body[head.layout :]
         if head.kind == STEP:
-            self._launch(read_step(layout, rest))
+            pixels, self._pixels = self._pixels, bytearray()
+            self._launch(read_step(layout, rest, pixels))
             reports.add(self._number, "launched")
+        elif head.kind == PIXELS:
+            self._pixels += rest
         elif head.kind == DRAW:
             assert self._last is not None, "a draw follows its step"
             header, slot = self._last
@@ -125,7 +129,7 @@ class Follower:
         words = slot.staging.words[: len(upload.words)]
         words.copy_(upload.words)
         self._executor.h2d.wait(slot.end)  # and so is its copy on the device
-        self._executor.execute(Upload(upload.header, words), slot)
+        self._executor.execute(Upload(upload.header, words, upload.encodes), slot)
         self._last = (upload.header, slot)
 
     def _begin_swap(self, number: int, version: int) -> Event:

@@ -1,4 +1,4 @@
-"""What a worker keeps besides weights, with several ranks as with one: adapters, KV on the host, states, sleep."""
+"""With several ranks as with one: adapters, KV and states on the host, sessions, images, sleep."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from peft import LoraConfig
 from safetensors.torch import load_file
 
 from tests.support.models.hybrids import make_hybrid
+from tests.support.models.images import make_model, picture, prompt_with
 from tests.support.models.latent import make_latent
 from tests.support.peft_adapters import make_adapter
 from tests.support.worker.harness import assert_idle, until
 from tests.support.worker.rank_pair import Pair, assert_all_equal, assert_equal, start_pair
+from trainer_bridge import MediaItem, MediaPrompt
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import BadRequest, Unavailable, WeightsRejected
@@ -28,15 +31,20 @@ FLAGS: dict[str, Any] = {
     **{"sleep": True, "host_kv_gib": 0.01, "host_kv_piece_mib": 0.02},
 }
 LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+HYBRID = (*LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = {
-    "Qwen3_5": (*LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "Qwen3.5": HYBRID,  # with images
+    "Qwen3_5": HYBRID,
     "Glm4MoeLite": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
 }
-CASES = [("Qwen3_5", 2), pytest.param(("Glm4MoeLite", 2), marks=pytest.mark.nightly)]
-CASES += [pytest.param((name, 4), marks=pytest.mark.nightly) for name in TARGETS]
+CASES = [("Qwen3.5", 2), pytest.param(("Glm4MoeLite", 2), marks=pytest.mark.nightly)]
+CASES += [pytest.param((name, 4), marks=pytest.mark.nightly) for name in ("Qwen3_5", "Glm4MoeLite")]
+IMAGES: dict[str, Any] = {"images": True, "image_tokens": 128, "image_patches": 400}
 
 
 def make(name: str, folder: Path, seed: int) -> Any:
+    if name == "Qwen3.5":
+        return make_model(name, folder, seed)
     if name == "Qwen3_5":
         return make_hybrid(name, folder, seed, linear_num_key_heads=4, linear_num_value_heads=8)
     return make_latent(name, folder, seed, moe_intermediate_size=20)
@@ -47,9 +55,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (name, size), folder = request.param, tmp_path_factory.mktemp("models")
     reference = make(name, folder / "base", 0)
     for i in range(4):
-        make_adapter(reference, folder / "adapters" / f"f{i}", i, TARGETS[name])
+        options = {"exclude_modules": ".*visual.*"} if name == "Qwen3.5" else {}
+        make_adapter(reference, folder / "adapters" / f"f{i}", i, TARGETS[name], **options)
     (folder / "adapters" / "broken").mkdir()
     flags = FLAGS | {"adapter_root": str(folder / "adapters"), "adapters": f"first={folder / 'adapters' / 'f0'}"}
+    if name == "Qwen3.5":
+        flags |= IMAGES
     logs = tmp_path_factory.mktemp("logs")
     with start_pair(folder / "base", VOCAB, logs, flags, {"tensor_parallel": size, "check_ranks": True}) as workers:
         yield workers
@@ -139,6 +150,22 @@ def test_turns_of_a_session_go_on_with_their_kv(pair: Pair) -> None:
 
     for theirs, ours in zip(*pair.each(talk), strict=True):
         assert_equal(ours, theirs)
+
+
+def test_prompts_with_images(pair: Pair) -> None:
+    if "media" not in pair.each(lambda client: client.status())[1]["capabilities"]:
+        pytest.skip("this model takes no images")
+    prompts = [prompt_with(5, picture(4, 10), 4), prompt_with(2, picture(2, 8, 1), 3, picture(8, 10, 2), 6)]
+    requests: list[dict[str, Any]] = []
+    for i, prompt in enumerate([*prompts, prompts[0]]):
+        media = [MediaItem(at, prompt.length(j), each.grid, each.pixels) for j, (at, each) in enumerate(prompt.places)]
+        sent = MediaPrompt(np.array(prompt.ids, np.int32), tuple(media))
+        requests.append({"prompt": sent, "max_tokens": 16, "n": 1 + i, "seed": i, **(GREEDY if i else SAMPLED)})
+    results = pair.both(requests)
+    assert_all_equal(results)
+    plain = pair.both([requests[0] | {"prompt": [3 if token > 87 else token for token in prompts[0].ids]}])
+    one, other = (result[0][1].completions[0].token_ids.tolist() for result in (results, plain))
+    assert one != other, "the images are not seen"
 
 
 def test_completions_go_on_after_a_sleep_of_all_ranks(pair: Pair) -> None:

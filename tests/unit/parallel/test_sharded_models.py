@@ -18,6 +18,7 @@ from rollout.weights.destination import InPlaceDestination
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.models.families import FAMILIES, make_checkpoint
 from tests.support.models.hybrids import HYBRIDS, make_hybrid
+from tests.support.models.images import make_model
 from tests.support.models.latent import LATENT, make_latent
 from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.variants import CONFIGS, SIZES
@@ -178,27 +179,30 @@ def test_an_update_of_whole_tensors_fills_a_shard(
         assert all(start_ranks(2).run(_update_shard, *folders, names, experts))
 
 
-def _random_shard(group: TensorGroup, folder: Path, reference: Path) -> bool:
-    random = _load(folder, group, load_format="random", random_seed=3)
-    loaded = _load(reference, group)
+def _random_shard(group: TensorGroup, folder: Path, reference: Path, images: bool) -> bool:
+    random = _load(folder, group, load_format="random", random_seed=3, images=images)
+    loaded = _load(reference, group, images=images)
     expected = _parameters(loaded.model)
     return all(torch.equal(value, expected[name]) for name, value in _parameters(random.model).items())
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "GptOss wide", "Afmoe", "Qwen3Next", "Glm4MoeLite"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "GptOss wide", "Afmoe", "Qwen3Next", "Glm4MoeLite", "Qwen3-VL"])
 def test_random_weights_of_shards_are_parts_of_those_of_one_rank(
     name: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
     """The whole random model, saved as a checkpoint, gives the shards that are made at random."""
-    Case(name, tmp_path / "shapes")
-    whole = _load(tmp_path / "shapes", load_format="random", random_seed=3)
+    if images := name == "Qwen3-VL":
+        make_model(name, tmp_path / "shapes")
+    else:
+        Case(name, tmp_path / "shapes")
+    whole = _load(tmp_path / "shapes", load_format="random", random_seed=3, images=images)
     tensors = {name: view.contiguous() for name, view in whole.model.hf_views().items()}
     kept = {name: tensors[name] for name in _names_of(whole, 0)}
     (tmp_path / "saved").mkdir()
     save_file({name: tensor.clone() for name, tensor in kept.items()}, tmp_path / "saved" / "model.safetensors")
     config = (tmp_path / "shapes" / "config.json").read_text()
     (tmp_path / "saved" / "config.json").write_text(config)
-    assert all(start_ranks(2).run(_random_shard, tmp_path / "shapes", tmp_path / "saved"))
+    assert all(start_ranks(2).run(_random_shard, tmp_path / "shapes", tmp_path / "saved", images))
 
 
 def _load_as_shard(group: TensorGroup, folder: Path) -> str:
