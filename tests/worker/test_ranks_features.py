@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from tests.support.models.hybrids import make_hybrid
 from tests.support.models.images import make_model, picture, prompt_with
 from tests.support.models.latent import make_latent
 from tests.support.peft_adapters import make_adapter
-from tests.support.worker.harness import assert_idle, until
+from tests.support.worker.harness import assert_idle, check, launch, until
 from tests.support.worker.rank_pair import Pair, assert_all_equal, assert_equal, start_pair
+from tests.worker.test_ranks_faults import followers_of
 from trainer_bridge import MediaItem, MediaPrompt
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.wire.errors import BadRequest, Unavailable, WeightsRejected
+from trainer_bridge.wire.errors import BadRequest, RolloutError, Unavailable, WeightsRejected
 
 VOCAB = 83
 GREEDY: dict[str, Any] = {"temperature": 0.0, "stop": {"ignore_eos": True}}
@@ -202,3 +205,35 @@ def test_after_a_sleep_of_level_2_all_ranks_wait_for_weights(pair: Pair, tmp_pat
     (after,) = pair.both([request])
     assert_all_equal([after])
     assert after[1].completions[0].token_ids.tolist() == before[1].completions[0].token_ids.tolist()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_follower_that_is_lost_in_a_sleep_ends_the_group(tmp_path: Path, number: signal.Signals) -> None:
+    flags = {"tensor_parallel": 2, "device": "cpu", "max_rows": 4, "sleep": True, "host_kv_gib": 0.05}
+    with launch(log=tmp_path / "log", **flags) as worker, RolloutClient(worker.endpoint, timeout_s=60) as client:
+        (follower,) = followers_of(worker.pid)
+        stream = client.generate("17:", max_tokens=3000, stream="tokens", stream_every=8)
+        next(stream)
+        client.sleep()
+        os.kill(follower, number)
+        (completion,) = stream.wait().completions
+        assert completion.finish_reason == "error" and "tensor group is lost" in (completion.error or "")
+        check("17:", completion, {0: 1})
+        until(lambda: worker.returncode is not None, "the end of the worker")
+
+
+@pytest.mark.nightly
+def test_a_follower_that_is_stopped_while_kv_moves_ends_the_group(tmp_path: Path) -> None:
+    """Rank 0 waits for its copies, and for nothing else."""
+    flags = {"tensor_parallel": 2, "device": "cpu", "max_rows": 4, "sleep": True, "host_kv_gib": 0.05}
+    with launch(log=tmp_path / "log", **flags) as worker, RolloutClient(worker.endpoint, timeout_s=60) as client:
+        (follower,) = followers_of(worker.pid)
+        stream = client.generate("17:", max_tokens=3000, stream="tokens", stream_every=8)
+        next(stream)
+        os.kill(follower, signal.SIGSTOP)
+        with pytest.raises(RolloutError):
+            client.sleep()
+        (completion,) = stream.wait().completions
+        assert completion.finish_reason == "error" and "hung" in (completion.error or "")
+        check("17:", completion, {0: 1})
