@@ -59,14 +59,14 @@ class VisionTower(nn.Module):
             "position_ids": vision_utils.get_vision_position_ids(grid_thw, merge),
         }
         if hasattr(module, "num_grid_per_side"):
-            indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-                grid_thw,
-                num_grid_per_side=module.num_grid_per_side,
-                mode=module.interpolation_mode,
-                align_corners=module.interpolation_align_corners,
-                spatial_merge_size=merge,
-            )
-            given |= {"interp_indices": indices, "interp_weights": weights}
+            sizes = {"num_grid_per_side": module.num_grid_per_side, "spatial_merge_size": merge}
+            if hasattr(module, "interpolation_mode"):
+                modes = {"mode": module.interpolation_mode, "align_corners": module.interpolation_align_corners}
+                parts = vision_utils.get_vision_interpolation_indices_and_weights(grid_thw, **sizes, **modes)
+                given |= dict(zip(("interp_indices", "interp_weights"), parts, strict=True))
+            else:  # transformers 5.10
+                parts = vision_utils.get_vision_bilinear_indices_and_weights(grid_thw, **sizes)
+                given |= dict(zip(("bilinear_indices", "bilinear_weights"), parts, strict=True))
         if hasattr(module, "window_size"):
             index, cu_seqlens = vision_utils.get_vision_window_index(
                 grid_thw, spatial_merge_size=merge, window_size=module.window_size, patch_size=module.patch_size

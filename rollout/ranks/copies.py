@@ -6,16 +6,13 @@ order.
     WRITE beside     adapters stream   after the steps that were launched before it; steps that read the slot come later
     WRITE in use     compute stream    between two steps, as on rank 0
     MOVE             stream of the direction, after the steps that were launched before it
-    MEMORY           here, while the device is quiet; the follower beats meanwhile
+    MEMORY           here, while the device is quiet
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
@@ -25,10 +22,6 @@ from rollout.engine.step.execute import Executor
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.orders import ADAPTER, FORGET, MEMORY, MOVE, WRITE
 from rollout.ranks.reports import Reports
-
-_BEAT_S = 0.25
-#: The longest time that an order of a sleep may take: to copy the weights to the host, and to pin the memory for it.
-_MEMORY_S = 300.0
 
 
 class FollowerCopies:
@@ -108,44 +101,24 @@ class FollowerCopies:
     def _change_memory(self, number: int, what: str) -> None:
         memory = self._memory
         assert memory is not None, "rank 0 can sleep, and so can this rank"
-        with self._beating():
-            try:
-                if what == "save":
-                    self._executor.finish()
-                    memory.save()
-                elif what == "release":
-                    self._executor.finish()
-                    self._freed(memory.release())
-                elif what == "restore":
-                    memory.restore()
-                elif what == "fall_back":
-                    self._freed(memory.fall_back())
-                else:
-                    memory.forget()
-            except MemoryShortError as error:
-                self._reports.say(self._number, str(error))
-                self._reports.set(self._number, "memory_failed", number)
+        try:
+            if what == "save":
+                self._executor.finish()
+                memory.save()
+            elif what == "release":
+                self._executor.finish()
+                self._freed(memory.release())
+            elif what == "restore":
+                memory.restore()
+            elif what == "fall_back":
+                self._freed(memory.fall_back())
+            else:
+                memory.forget()
+        except MemoryShortError as error:
+            self._reports.say(self._number, str(error))
+            self._reports.set(self._number, "memory_failed", number)
         self._reports.set(self._number, "memory_done", number)
 
     def _freed(self, nbytes: int) -> None:
         before = self._reports.get("memory_freed")[self._number]
         self._reports.set(self._number, "memory_freed", before + nbytes)
-
-    @contextmanager
-    def _beating(self) -> Iterator[None]:
-        """Beat in another thread while this one is busy, for as long as an order may take."""
-        over = threading.Event()
-
-        def beat() -> None:
-            for _ in range(int(_MEMORY_S / _BEAT_S)):
-                if over.wait(_BEAT_S):
-                    return
-                self._reports.add(self._number, "beat")
-
-        thread = threading.Thread(target=beat, name="beat", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()

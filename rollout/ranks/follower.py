@@ -1,7 +1,9 @@
 """A follower: a process that runs the steps of rank 0 on its own shard, and nothing else.
 
     main thread    ring --> launch, draw, swap on its own streams        no scheduler, no copy back, no commit
-    two threads    check and plan updates, map adapters: these take longer than a step
+    updates        checks and plans updates, which takes longer than a step
+    adapters       maps adapters, which does, too
+    beat           reports that the process lives and how far its device is (`beat.py`)
 
 It has the shard of the model, KV pages, row state and slots that rank 0 has, made by the same code in the same order.
 A follower ends with rank 0 (the kernel sees to it), and at any error: rank 0 then ends the group.
@@ -9,12 +11,8 @@ A follower ends with rank 0 (the kernel sees to it), and at any error: rank 0 th
 
 from __future__ import annotations
 
-import ctypes
-import json
 import logging
 import os
-import signal
-import sys
 import threading
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,6 +24,7 @@ import torch
 from rollout.config import Settings
 from rollout.engine.build import build_follower, sleeping_memory
 from rollout.engine.device.streams import Event, make_device
+from rollout.engine.sequence.features import Feature
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, Upload
@@ -33,6 +32,8 @@ from rollout.models import load_model
 from rollout.models.loader import LoadedModel
 from rollout.process.logs import set_up, worker_name
 from rollout.ranks.adapters import AdapterCopies
+from rollout.ranks.beat import Beat, DeviceProgress
+from rollout.ranks.compiling import watch_compilations
 from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.devices import rank_device
 from rollout.ranks.orders import ANY_VERSION, DRAW, END, PIXELS, PREPARE, STEP, SWAP, read_draw, read_step
@@ -47,9 +48,8 @@ from trainer_bridge.wire.manifest import Manifest, from_wire
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 0.25  # for orders; a beat follows
+_WAIT_S = 0.25  # for orders, between two looks at the streams
 _SWAP_POLL_S = 0.002  # while a swap or another copy is under way, whose end is reported
-_PR_SET_PDEATHSIG = 1
 
 
 class Follower:
@@ -63,9 +63,10 @@ class Follower:
         slots: list[Slot],
         updates: PreparedUpdates,
         copies: FollowerCopies,
+        progress: DeviceProgress,
     ) -> None:
         self._executor, self._slots, self._updates, self._copies = executor, slots, updates, copies
-        self._number = number
+        self._number, self._progress = number, progress
         self._version = settings.weights.initial_version
         self._pixels = bytearray()  # of the next step
         self._last: tuple[Header, Slot] | None = None
@@ -76,7 +77,6 @@ class Follower:
         me = self._number
         reports.set(me, "ready", 1)
         while True:
-            reports.add(me, "beat")
             if self._swap is not None and self._swap[1].query():
                 self._executor.check()
                 reports.set(me, "swapped", self._swap[0])
@@ -101,8 +101,10 @@ class Follower:
         layout, rest = body[: head.layout], body[head.layout :]
         if head.kind == STEP:
             pixels, self._pixels = self._pixels, bytearray()
-            self._launch(read_step(layout, rest, pixels))
-            reports.add(self._number, "launched")
+            upload = read_step(layout, rest, pixels)
+            self._launch(upload)
+            if not upload.header.features & Feature.CONSTRAIN.value:
+                self._enqueued(reports)
         elif head.kind == PIXELS:
             self._pixels += rest
         elif head.kind == DRAW:
@@ -113,6 +115,7 @@ class Follower:
             slot.masks.set_rows(at, refused)
             slot.masks.host[: len(at)].copy_(masks_CW)
             self._executor.draw_with_masks(header, slot)
+            self._enqueued(reports)
             reports.add(self._number, "drawn")
         elif head.kind == PREPARE:
             self._updates.prepare(*msgpack.unpackb(layout))
@@ -121,6 +124,10 @@ class Follower:
             self._swap = (number, self._begin_swap(number, version))
         else:
             self._copies.carry_out(head.kind, msgpack.unpackb(layout))
+
+    def _enqueued(self, reports: Reports) -> None:
+        self._progress.enqueued += 1
+        reports.set(self._number, "launched", self._progress.enqueued)
 
     def _launch(self, upload: Upload) -> None:
         slot = self._slots[0]
@@ -210,17 +217,15 @@ class PreparedUpdates:
         return self._planned[1]
 
 
-def main() -> None:
-    """Run a follower that rank 0 has started."""
-    told: dict[str, Any] = json.load(sys.stdin.buffer)
-    _end_with(told["parent"])
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then ends this process
-        signal.signal(number, signal.SIG_IGN)
+def follow(told: dict[str, Any]) -> None:
+    """Be the rank that rank 0 has asked for; never returns."""
     settings, rank = Settings.model_validate(told["settings"]), told["rank"]
     set_up(settings.log_level, settings.log_format, f"{worker_name()} rank {rank}")
     shared = {name: SharedMemory(descriptor) for name, descriptor in told["shared"].items() if name != "eventfd"}
     reports, number = Reports(shared["reports"], settings.engine.tensor_parallel - 1), rank - 1
+    beat = Beat(reports, number)
     try:
+        watch_compilations()
         torch.set_num_threads(settings.model.cpu_threads)
         device = make_device(rank_device(settings.model.device, rank))
         group = connect(Path(told["folder"]), rank, settings.engine.tensor_parallel, device.torch_device)
@@ -231,10 +236,12 @@ def main() -> None:
         adapters = AdapterCopies(shared["adapters"], rank, loaded.dtype, device.torch_device, reports)
         executor, slots = build_follower(settings, device, loaded.model, memory)
         copies = FollowerCopies(executor, adapters, memory, reports, number)
-        follower = Follower(settings, number, executor, slots, updates, copies)
+        progress = DeviceProgress(device, slots, group.peers)
+        follower = Follower(settings, number, executor, slots, updates, copies, progress)
         reader = RingReader(
             shared["ring"], told["shared"]["eventfd"], lambda position: reports.set(number, "position", position)
         )
+        beat.serve(progress)
         follower.serve(reader, reports)
     # The other ranks wait for this one: say why it ends, and end, whatever threads still run.
     except BaseException as error:
@@ -242,14 +249,3 @@ def main() -> None:
         log.critical("rank %d failed", rank, exc_info=True)
         os._exit(1)
     os._exit(0)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent's main thread ends, which started it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ than the loop give in any order beside swaps have none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
@@ -31,12 +31,15 @@ from rollout.engine.messages import Pixels
 from rollout.engine.sequence.images import Encode
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.upload import Header, Upload
+from rollout.engine.step_output import StepOutput
 from rollout.models.lora_slots import AdapterWeights
 from rollout.ranks.reports import Number, Reports
 from rollout.ranks.ring import RingWriter
 
 STEP, DRAW, PREPARE, SWAP, END, ADAPTER, WRITE, FORGET, MOVE, MEMORY, PIXELS = range(1, 12)
 
+#: Orders that may take a follower long. It only begins others, or has another thread carry them out.
+_SLOW = (PREPARE, SWAP, MEMORY, END)
 _PIECE_BYTES = 1 << 20
 #: Instead of a version.
 ANY_VERSION = -1
@@ -47,11 +50,14 @@ Queue = Literal["kv_out", "kv_in", "state_out", "state_in"]
 class Orders:
     """The loop's end of the ring, as the executor sees it (`rollout.engine.step.execute.Orders`)."""
 
-    def __init__(self, ring: RingWriter, version: int, reports: Reports) -> None:
+    def __init__(self, ring: RingWriter, version: int, reports: Reports, settle: Callable[[], None]) -> None:
+        """`settle` returns when all that followers knew at its call is known here, and raises if a rank is lost."""
         self._ring = ring
         self._version = version
         self._reports = reports
+        self._settle = settle
         self._ordered: dict[Number, int] = {}  # how many of the orders whose ends are reported
+        self.slow = 0  # sequence number of the last order that may take long
         self.update = 0  # number of the last update that followers were told to prepare
         self.swapped = 0  # number of the last one that they were told to copy
 
@@ -141,12 +147,29 @@ class Orders:
         number = self._ordered[name] = self._ordered.get(name, 0) + 1
         return number
 
+    def confirm(self, output: StepOutput) -> None:
+        """Raise if another rank knows that a step may be wrong.
+
+        What a rank lacks is NaN, and NaN in a part of a row makes its log-prob NaN on every rank. Weights may have NaN,
+        too, so that alone is no fault.
+        """
+        if math.isnan(sum(output.logprobs)):
+            self._settle()
+
+    @property
+    def ordered(self) -> int:
+        """Sequence number of the last order."""
+        return self._ring.sequence
+
     def end(self) -> None:
         """Give the end."""
         self._write(END, None)
 
     def _write(self, kind: int, layout: Any, *parts: memoryview, version: int | None = None) -> None:
-        self._ring.write(kind, self._version if version is None else version, msgpack.packb(layout), *parts)
+        now = self._version if version is None else version
+        sequence = self._ring.write(kind, now, msgpack.packb(layout), *parts)
+        if kind in _SLOW:
+            self.slow = max(self.slow, sequence)
 
 
 def ring_bytes(upload_words: int, max_rows: int, mask_words: int, tokens: int) -> int:

@@ -61,7 +61,9 @@ class Two:
         self.reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1)
         ring, eventfd, device = SharedMemory.create("ring", 1 << 16), os.eventfd(0), CpuDevice()
         position = lambda at: self.reports.set(0, "position", at)  # noqa: E731
-        self.orders = Orders(RingWriter(ring, [eventfd], lambda: self.reports.get("position"), 5.0), 0, self.reports)
+        self.orders = Orders(
+            RingWriter(ring, [eventfd], lambda: self.reports.get("position"), 5.0), 0, self.reports, lambda: None
+        )
         self.reader = RingReader(ring, eventfd, position)
         step: Any = None  # sleeps run no step
         self.executor = Executor(device, Streams.make(device), step)

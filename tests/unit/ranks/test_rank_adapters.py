@@ -48,7 +48,7 @@ class Group:
         self.memory, ring = SharedMemory.create("adapters", 0), SharedMemory.create("ring", 1 << 18)
         eventfd = os.eventfd(0)
         writer = RingWriter(ring, [eventfd], lambda: self.reports.get("position"), 5.0)
-        self.orders = Orders(writer, 0, self.reports)
+        self.orders = Orders(writer, 0, self.reports, lambda: None)
         self.reader = RingReader(ring, eventfd, lambda position: self.reports.set(0, "position", position))
         settings = (self.memory, shard_spec(spec, 0, SIZE), 4, torch.float32, MOST)
         self.adapters = RankAdapters(*settings, self.reports, lambda: self.orders, CPU)
