@@ -19,7 +19,6 @@ from tests.support.models.latent import make_latent
 from tests.support.peft_adapters import make_adapter
 from tests.support.worker.harness import assert_idle, check, launch, until
 from tests.support.worker.rank_pair import Pair, assert_all_equal, assert_equal, start_pair
-from tests.worker.test_ranks_faults import followers_of
 from trainer_bridge import MediaItem, MediaPrompt
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -212,7 +211,7 @@ def test_after_a_sleep_of_level_2_all_ranks_wait_for_weights(pair: Pair, tmp_pat
 def test_a_follower_that_is_lost_in_a_sleep_ends_the_group(tmp_path: Path, number: signal.Signals) -> None:
     flags = {"tensor_parallel": 2, "device": "cpu", "max_rows": 4, "sleep": True, "host_kv_gib": 0.05}
     with launch(log=tmp_path / "log", **flags) as worker, RolloutClient(worker.endpoint, timeout_s=60) as client:
-        (follower,) = followers_of(worker.pid)
+        (follower,) = (rank["pid"] for rank in client.status()["ranks"][1:])
         stream = client.generate("17:", max_tokens=3000, stream="tokens", stream_every=8)
         next(stream)
         client.sleep()
@@ -228,7 +227,7 @@ def test_a_follower_that_is_stopped_while_kv_moves_ends_the_group(tmp_path: Path
     """Rank 0 waits for its copies, and for nothing else."""
     flags = {"tensor_parallel": 2, "device": "cpu", "max_rows": 4, "sleep": True, "host_kv_gib": 0.05}
     with launch(log=tmp_path / "log", **flags) as worker, RolloutClient(worker.endpoint, timeout_s=60) as client:
-        (follower,) = followers_of(worker.pid)
+        (follower,) = (rank["pid"] for rank in client.status()["ranks"][1:])
         stream = client.generate("17:", max_tokens=3000, stream="tokens", stream_every=8)
         next(stream)
         os.kill(follower, signal.SIGSTOP)
