@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
@@ -18,7 +19,7 @@ from tests.support.models.images import make_model, picture, prompt_with
 from tests.support.models.latent import make_latent
 from tests.support.peft_adapters import make_adapter
 from tests.support.worker.harness import assert_idle, check, launch, until
-from tests.support.worker.rank_pair import Pair, assert_all_equal, assert_equal, start_pair
+from tests.support.worker.rank_pair import Pair, start_pair
 from trainer_bridge import MediaItem, MediaPrompt
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -29,7 +30,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "stop": {"ignore_eos": True}}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "stop": {"ignore_eos": True}}
 FLAGS: dict[str, Any] = {
     **{"dtype": "float32", "max_rows": 6, "page_size": 4, "kv_pages": 70, "prefill_chunk_tokens": 16},
-    **{"device": "cpu", "max_context_tokens": 200, "adapter_slots": 2, "adapter_rank": 8, "max_adapters": 4},
+    **{"max_context_tokens": 200, "adapter_slots": 2, "adapter_rank": 8, "max_adapters": 4},
     **{"sleep": True, "host_kv_gib": 0.01, "host_kv_piece_mib": 0.02},
 }
 LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
@@ -39,8 +40,9 @@ TARGETS = {
     "Qwen3_5": HYBRID,
     "Glm4MoeLite": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
 }
-CASES = [("Qwen3.5", 2), pytest.param(("Glm4MoeLite", 2), marks=pytest.mark.nightly)]
-CASES += [pytest.param((name, 4), marks=pytest.mark.nightly) for name in ("Qwen3_5", "Glm4MoeLite")]
+CASES = [("Qwen3.5", 2, "cpu"), pytest.param(("Glm4MoeLite", 2, "cpu"), marks=pytest.mark.nightly)]
+CASES += [pytest.param((name, 4, "cpu"), marks=pytest.mark.nightly) for name in ("Qwen3_5", "Glm4MoeLite")]
+CASES += [pytest.param((name, 2, "cuda"), marks=pytest.mark.gpu) for name in ("Qwen3.5", "Glm4MoeLite")]
 IMAGES: dict[str, Any] = {"images": True, "image_tokens": 128, "image_patches": 400}
 
 
@@ -54,17 +56,26 @@ def make(name: str, folder: Path, seed: int) -> Any:
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    (name, size), folder = request.param, tmp_path_factory.mktemp("models")
+    (name, size, device), folder = request.param, tmp_path_factory.mktemp("models")
+    if device == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"this needs {size} GPUs")
     reference = make(name, folder / "base", 0)
     for i in range(4):
         options = {"exclude_modules": ".*visual.*"} if name == "Qwen3.5" else {}
-        make_adapter(reference, folder / "adapters" / f"f{i}", i, TARGETS[name], **options)
+        make_adapter(reference, folder / "adapters" / f"f{i}", i, TARGETS[name], lora_alpha=3, **options)
     (folder / "adapters" / "broken").mkdir()
-    flags = FLAGS | {"adapter_root": str(folder / "adapters"), "adapters": f"first={folder / 'adapters' / 'f0'}"}
+    flags = FLAGS | {
+        "device": device,
+        "adapter_root": str(folder / "adapters"),
+        "adapters": f"first={folder / 'adapters' / 'f0'}",
+    }
     if name == "Qwen3.5":
         flags |= IMAGES
     logs = tmp_path_factory.mktemp("logs")
-    with start_pair(folder / "base", VOCAB, logs, flags, {"tensor_parallel": size, "check_ranks": True}) as workers:
+    several = {"tensor_parallel": size, "check_ranks": True}
+    # Norms of small values in linear attention multiply the rounding of sums, which differs with the batch.
+    arithmetic = {"exact": device == "cpu", "tolerance": 1e-3}
+    with start_pair(folder / "base", VOCAB, logs, flags, several, **arithmetic) as workers:
         yield workers
         with RolloutClient(workers.several.endpoint, timeout_s=60) as client:
             client.sleep()  # which empties the caches: snapshots keep pages
@@ -84,12 +95,12 @@ def test_adapters_of_folders_share_two_slots(pair: Pair) -> None:
     for name, folder in (("second", "f1"), ("third", "f2")):
         pair.each(lambda client, name=name, folder=folder: client.load_adapter(name, folder))
     results = pair.both(requests_of(pair, 8, [None, "first", "second", "third"]))
-    assert_all_equal(results)
+    pair.check(results)
     prompt = pair.prompt(12, 99)
     said = pair.both(
         [{"prompt": prompt, "max_tokens": 12, "adapter": name, **GREEDY} for name in (None, "first", "second")]
     )
-    assert_all_equal(said)
+    pair.check(said)
     assert len({tuple(ours.completions[0].token_ids.tolist()) for _, ours in said}) == 3, "the adapters do nothing"
     for worker in (pair.one, pair.several):
         with RolloutClient(worker.endpoint, timeout_s=60) as client, pytest.raises(BadRequest, match="adapter_config"):
@@ -111,7 +122,7 @@ def test_a_newer_version_comes_into_use_amid_a_completion_on_all_ranks(pair: Pai
         return again
 
     theirs, ours = pair.each(amid)
-    assert_equal(ours, theirs)
+    pair.check_one(ours, theirs)
 
 
 def test_adapters_are_replaced_over_the_bridge_more_often_than_there_are_places(pair: Pair, tmp_path: Path) -> None:
@@ -124,18 +135,18 @@ def test_adapters_are_replaced_over_the_bridge_more_often_than_there_are_places(
             with WeightPublisher(worker.endpoint, bucket_bytes=1 << 14) as publisher:
                 publisher.publish(tensors, version, adapter="sent", adapter_config=config.to_dict()).applied(60)
         if version % 5 == 0:
-            assert_all_equal(pair.both(requests_of(pair, 2, ["sent"], 8)))
+            pair.check(pair.both(requests_of(pair, 2, ["sent"], 8)))
     for worker in (pair.one, pair.several):
         with WeightPublisher(worker.endpoint) as publisher, pytest.raises(WeightsRejected):
             wrong = {name: tensor[:-1] for name, tensor in tensors.items()}
             publisher.publish(wrong, 99, adapter="sent", adapter_config=config.to_dict()).applied(60)
-    assert_all_equal(pair.both(requests_of(pair, 4, ["sent", "first", None])))
+    pair.check(pair.both(requests_of(pair, 4, ["sent", "first", None])))
     pair.each(lambda client: client.unload_adapter("sent"))
 
 
 def test_preempted_rows_get_their_kv_and_states_back_from_the_host(pair: Pair) -> None:
     requests = requests_of(pair, 10, [None, "first"], 60)
-    assert_all_equal(pair.both(requests))
+    pair.check(pair.both(requests))
     _, status = pair.each(lambda client: client.status())
     assert status["preemptions"] > 0 and status["offload"]["restored"] > 0, "the pool is too large for these"
 
@@ -151,7 +162,7 @@ def test_turns_of_a_session_go_on_with_their_kv(pair: Pair) -> None:
         return said
 
     for theirs, ours in zip(*pair.each(talk), strict=True):
-        assert_equal(ours, theirs)
+        pair.check_one(ours, theirs)
 
 
 def test_prompts_with_images(pair: Pair) -> None:
@@ -164,7 +175,7 @@ def test_prompts_with_images(pair: Pair) -> None:
         sent = MediaPrompt(np.array(prompt.ids, np.int32), tuple(media))
         requests.append({"prompt": sent, "max_tokens": 16, "n": 1 + i, "seed": i, **(GREEDY if i else SAMPLED)})
     results = pair.both(requests)
-    assert_all_equal(results)
+    pair.check(results)
     plain = pair.both([requests[0] | {"prompt": [3 if token > 87 else token for token in prompts[0].ids]}])
     one, other = (result[0][1].completions[0].token_ids.tolist() for result in (results, plain))
     assert one != other, "the images are not seen"
@@ -185,7 +196,7 @@ def test_completions_go_on_after_a_sleep_of_all_ranks(pair: Pair) -> None:
 
     theirs, ours = pair.each(amid)
     for a, b in zip(ours.completions, theirs.completions, strict=True):
-        assert_equal(a, b)
+        pair.check_one(a, b)
         assert not a.recomputed
 
 
@@ -202,7 +213,7 @@ def test_after_a_sleep_of_level_2_all_ranks_wait_for_weights(pair: Pair, tmp_pat
             publisher.publish(old, 1).applied(60)
             until(lambda client=client: client.status()["state"] == "serving", "the weights")
     (after,) = pair.both([request])
-    assert_all_equal([after])
+    pair.check([after])
     assert after[1].completions[0].token_ids.tolist() == before[1].completions[0].token_ids.tolist()
 
 
