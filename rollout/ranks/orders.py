@@ -3,7 +3,10 @@
     PIXELS    a part of what the images of a step are    keep it for the next step
     STEP      header of an upload, its words             launch it, and draw unless rows wait for masks
     DRAW      places and masks of constrained rows       draw of the last step
-    PREPARE   number and sizes of an update              check that it fits, plan its copies; nothing changes yet
+    OPEN      number of an update, size of its manifest  check that it fits, lay out the staging memory
+    TAKE      a piece: start and bytes, place in relay   keep the shard's part of it in the staging memory
+    RELAY     a handle of memory of rank 0's GPU         map it: pieces come through it
+    PREPARE   number of the update                       all bytes are verified: plan its copies
     SWAP      number of the update                       copy it into the parameters, after the steps before
     ADAPTER   number, place and layout of an adapter     map this rank's part of it
     WRITE     slot and number of an adapter              copy the part to the slot, beside steps or between two
@@ -36,10 +39,10 @@ from rollout.models.lora_slots import AdapterWeights
 from rollout.ranks.reports import Number, Reports
 from rollout.ranks.ring import RingWriter
 
-STEP, DRAW, PREPARE, SWAP, END, ADAPTER, WRITE, FORGET, MOVE, MEMORY, PIXELS = range(1, 12)
+STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE, RELAY, ADAPTER, WRITE, FORGET, MOVE, MEMORY, PIXELS = range(1, 15)
 
-#: Orders that may take a follower long. It only begins others, or has another thread carry them out.
-_SLOW = (PREPARE, SWAP, MEMORY, END)
+#: Orders that take a follower no time: it enqueues them, or has another thread carry them out.
+_QUICK = (STEP, DRAW, PIXELS, ADAPTER, WRITE, FORGET, MOVE)
 _PIECE_BYTES = 1 << 20
 #: Instead of a version.
 ANY_VERSION = -1
@@ -58,7 +61,8 @@ class Orders:
         self._settle = settle
         self._ordered: dict[Number, int] = {}  # how many of the orders whose ends are reported
         self.slow = 0  # sequence number of the last order that may take long
-        self.update = 0  # number of the last update that followers were told to prepare
+        self.pieces = 0  # of updates that were given
+        self.prepared = 0  # number of the last update that followers were told to prepare
         self.swapped = 0  # number of the last one that they were told to copy
 
     def step(self, upload: Upload) -> None:
@@ -75,16 +79,32 @@ class Orders:
         at, refused = masks.rows
         self._write(DRAW, [at, refused, masks.host.shape[1]], _bytes(masks.host[: len(at)]))
 
-    def prepare(self, total_bytes: int, manifest_bytes: int) -> int:
-        """Give an update to prepare; returns its number. Any thread may call it."""
-        self.update += 1
-        self._write(PREPARE, [self.update, total_bytes, manifest_bytes])
-        return self.update
+    def open(self, number: int, manifest_bytes: int) -> None:
+        """Give the beginning of an update. Any thread may call it, as those for pieces and preparation."""
+        self._write(OPEN, [number, manifest_bytes])
+
+    def take(self, start: int, nbytes: int, at: int, on_device: bool) -> int:
+        """Give a piece of the update, which lies at byte `at` of the relay memory of the host or of the device.
+
+        Returns the number of the piece, over all updates. One thread at a time gives pieces.
+        """
+        self._write(TAKE, [start, nbytes, at, on_device])
+        self.pieces += 1
+        return self.pieces
+
+    def relay(self, number: int, handle: bytes, nbytes: int) -> None:
+        """Give the relay memory on rank 0's GPU, which has a number."""
+        self._write(RELAY, [number, handle, nbytes])
+
+    def prepare(self, number: int) -> None:
+        """Give the preparation of the update, whose bytes are verified."""
+        self.prepared = number
+        self._write(PREPARE, [number])
 
     def swap(self, version: int) -> None:
         """Give the copy of the prepared update."""
-        self.swapped = self.update
-        self._write(SWAP, [self.update, version])
+        self.swapped = self.prepared
+        self._write(SWAP, [self.prepared, version])
         self._version = version
 
     def done(self, name: Number, number: int) -> bool:
@@ -168,7 +188,7 @@ class Orders:
     def _write(self, kind: int, layout: Any, *parts: memoryview, version: int | None = None) -> None:
         now = self._version if version is None else version
         sequence = self._ring.write(kind, now, msgpack.packb(layout), *parts)
-        if kind in _SLOW:
+        if kind not in _QUICK:
             self.slow = max(self.slow, sequence)
 
 
