@@ -443,7 +443,6 @@ def test_a_supervisor_starts_a_lost_group_again_and_the_publisher_gives_it_its_w
     [
         (["--adapter-slots=2", "--sleep"], "adapter_slots = 0 and sleep = false"),
         (["--host-kv-gib=1"], "host_kv_gib = 0"),
-        (["--apply=in_place"], "apply"),
         (["--tensor-parallel=3"], "cannot be cut into 3 shards"),
     ],
 )
