@@ -207,7 +207,7 @@ def test_a_follower_that_hangs_while_it_beats_ends_the_group(
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         streams = streams_of(client)
         points.order(point)
-        late = client.generate("17:", **LONG)
+        late = client.generate("980:", **LONG)  # not the prompt of a stream: its KV is there
         assert_handed_back(streams, "no rank has completed anything for 3 s")
         assert_answered(late)
     assert ended(worker) == FAULT
