@@ -222,11 +222,18 @@ class EngineSettings(_Section):
     mask_threads: int | None = Field(
         None, ge=1, le=64, description="threads that compute masks of constrained rows; none: half the cores"
     )
-    speculation: Literal["off", "suffix", "auto"] = Field(
+    speculation: Literal["off", "suffix", "heads", "auto"] = Field(
         "off",
         description="draft tokens and verify several in one decode step; completions stay the same. suffix: what "
         "followed the last tokens before, in the row, in other completions of its prompt, and in earlier ones. "
-        "auto: the same, but only as many drafts as pay by their acceptance and by the costs of steps on this device",
+        "heads: guesses of speculation_model. auto: suffix, and heads if there is a speculation_model, for each row "
+        "what was right more often; and only as many drafts as pay, by acceptance and by the costs of steps on this "
+        "device",
+    )
+    speculation_model: str | None = Field(
+        None,
+        description="checkpoint of the model that drafts with heads: a local folder or a Hugging Face hub id of an "
+        "EAGLE-3 head for the served model. Excludes tensor_parallel",
     )
     speculation_tokens: int = Field(3, ge=1, le=16, description="most drafts of a row in a step")
     speculation_rows: int = Field(
@@ -253,6 +260,12 @@ class EngineSettings(_Section):
         False,
         description="compare the tokens that the ranks of tensor_parallel drew after every step, and end the worker "
         "where they differ; for debugging",
+    )
+    rank_stall_s: float | None = Field(
+        8.0,
+        gt=0,
+        description="seconds in which no rank of tensor_parallel completes anything although steps are ordered, after "
+        "which the worker returns all tokens and exits; ten times that during updates; none: never",
     )
     stop_check_every: int = Field(4, ge=1, description="tokens between two searches for stop strings")
     max_faults: int = Field(
@@ -310,6 +323,16 @@ class EngineSettings(_Section):
         return self
 
     @model_validator(mode="after")
+    def _drafts_have_a_model(self) -> EngineSettings:
+        if self.speculation == "heads" and self.speculation_model is None:
+            raise ValueError("speculation = heads needs speculation_model: name the checkpoint of a draft model")
+        if self.speculation_model is not None and self.speculation not in ("heads", "auto"):
+            raise ValueError(
+                f"speculation_model is for speculation = heads or auto, not {self.speculation}: change one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ranks_can_do_it(self) -> EngineSettings:
         if self.tensor_parallel == 1:
             return self
@@ -317,6 +340,7 @@ class EngineSettings(_Section):
             "adapter_slots = 0": self.adapter_slots > 0,
             "sleep = false": self.sleep,
             "host_kv_gib = 0": self.host_kv_gib > 0,
+            "speculation_model = none": self.speculation_model is not None,
         }
         if wrong := [setting for setting, is_asked in asked.items() if is_asked]:
             raise ValueError(
@@ -482,10 +506,13 @@ class MetricsSettings(_Section):
 
 
 class SupervisorSettings(_Section):
-    """Several workers on one machine, one a device."""
+    """Several workers on one machine, or one, that are started again when they die."""
 
     workers: int = Field(
         1, ge=1, le=64, description="worker processes; a supervisor runs and restarts them if there are several"
+    )
+    supervise: bool = Field(
+        False, description="supervise a single worker, too, such as one that has all GPUs with tensor_parallel"
     )
     max_restarts: int = Field(5, ge=0, description="restarts of one worker in an hour; after that it stays down")
     restart_backoff_s: float = Field(

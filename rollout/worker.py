@@ -42,7 +42,7 @@ from rollout.engine.build import (
 from rollout.engine.device.streams import Device, make_device
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages import PutAdapter, Shutdown
+from rollout.engine.messages import PutAdapter, RankStatus, Shutdown
 from rollout.engine.parts import Links
 from rollout.engine.step.execute import Orders
 from rollout.metrics.health import Health
@@ -53,7 +53,7 @@ from rollout.metrics.wandb_mode import wandb_mode
 from rollout.metrics.wandb_sink import WandbSink
 from rollout.models import LoadedModel, load_model
 from rollout.models.language_model import LanguageModel, native
-from rollout.models.loader import fetch
+from rollout.models.loader import fetch, fetch_draft
 from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.network.access import Access
@@ -65,7 +65,7 @@ from rollout.process.progress import stage
 from rollout.process.watchdog import Watchdog
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.ranks.orders import ring_bytes
-from rollout.ranks.processes import Ranks
+from rollout.ranks.processes import OwnProgress, Ranks
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
@@ -143,7 +143,8 @@ class Worker:
             lead = self._lead if self.ranks.size > 1 else None
             self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
         self.inspector = Inspector(self.engine)
-        self.vitals = Vitals(settings, self.engine, links, self.receiver, self.metrics, self.prompts, restarts)
+        parts = self.engine, links, self.receiver, self.metrics, self.prompts
+        self.vitals = Vitals(settings, *parts, restarts, self._rank_status)
         self.server = Server(
             settings.service,
             ServedModel(
@@ -189,7 +190,7 @@ class Worker:
 
     def start(self) -> None:
         """Take requests."""
-        self.ranks.watch(self._on_rank_lost)
+        self.ranks.watch(self._on_rank_lost, self._progress)
         self.metrics.start()
         self.server.start()
         self.vitals.tick()
@@ -248,6 +249,10 @@ class Worker:
         self.inspector.set_gauges()
         self.engine.meter.set({"rollout/reclaimed_rows": self.server.reclaimed})
         self.engine.meter.mismatch(self.server.mismatch.take())
+        if ranks := self._rank_status():
+            behind = ranks[0].launched - min(rank.done for rank in ranks)
+            beat_age_s = max(rank.beat_age_s for rank in ranks)
+            self.engine.meter.set({"ranks/beat_age_s": beat_age_s, "ranks/steps_behind": max(0, behind)})
 
     # --- recover ------------------------------------------------------------------------------------------------------
 
@@ -282,6 +287,16 @@ class Worker:
         # Requests without an answer get `unavailable` when the service ends.
         except Exception:
             log.critical("generated tokens cannot be handed back", exc_info=True)
+
+    def _progress(self) -> OwnProgress:
+        """On the watching thread: how far this rank is."""
+        steps = self.engine.pipeline.steps()
+        busy = any(not step.slot.end.query() for step in steps)
+        return OwnProgress(self.engine.meter.steps, busy, self.engine.gate.swapping)
+
+    def _rank_status(self) -> list[RankStatus]:
+        committed = self.engine.meter.steps
+        return self.ranks.status(committed + self.engine.pipeline.in_flight, committed)
 
     def _on_rank_lost(self, failure: str) -> None:
         """On the watching thread: the loop takes note of it, unless it waits for the rank that is lost."""
@@ -386,12 +401,16 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     sinks = make_sinks(settings, health)
     with stage(f"fetching {settings.model.path}") as advance:
         folder = fetch(settings.model, advance)
+    draft = None
+    if settings.engine.speculation_model is not None:
+        with stage(f"fetching {settings.engine.speculation_model}") as advance:
+            draft = fetch_draft(settings, advance)
     ranks = Ranks(settings)
     try:
         group = ranks.connect(device.torch_device)
         with stage("loading weights") as advance:
             experts = settings.engine.expert_format
-            loaded = load_model(settings.model, device.torch_device, advance, folder, experts, group)
+            loaded = load_model(settings.model, device.torch_device, advance, folder, experts, group, draft)
         worker = Worker(settings, loaded, sinks, health, restarts, ranks)
         collect_and_freeze()
         worker.start()

@@ -55,6 +55,7 @@ from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Orders, Streams
 from rollout.engine.step.expert_trace import routing_shape
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
+from rollout.engine.step.head_drafts import HeadDrafts
 from rollout.engine.step.image_encoder import ImageEncoder
 from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words, verify_words
 from rollout.engine.step.pipeline import Pipeline
@@ -241,14 +242,17 @@ def _build_steps(site: _Site, lasting: _Lasting | None, progress: Progress | Non
     check_row_state(engine, most_pages, model, device.free_bytes())
     adapters = _adapter_slots(site) if lasting is None else lasting.adapters
     states = _states(site) if lasting is None else lasting.kv.states
-    rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, adapters is not None)
+    guesses = engine.speculation_tokens if guessing(engine) else 0
+    rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, adapters is not None, guesses)
     chunk = chunk_tokens(engine, model)
     encoder = _image_encoder(site) if lasting is None else lasting.encoder
     images = encoder is not None
     prompt_words = slot_words(engine.max_rows, most_pages, context, chunk, images)
     words = prompt_words + verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
     speculates = engine.draft_rows > 0
-    slots = [Slot(device, words, engine.step_rows, vocab, chunk, routing, speculates) for _ in range(_SLOTS)]
+    peers = model.group.peers if isinstance(model, Decoder) else None
+    fault = None if peers is None else peers.fault
+    slots = [Slot(device, words, engine.step_rows, vocab, chunk, routing, speculates, fault) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
     executor, costs = _build_executor(site, rows, adapters, states, encoder, slots, lasting, progress)
     return _Steps(executor, costs, slots, routing, context, chunk, prompt_words)
@@ -289,8 +293,15 @@ def _speculation(engine: EngineSettings, costs: StepCosts | None) -> Speculation
     if costs is None:
         return None
     adapts = engine.speculation == "auto"
-    drafter = DRAFTERS["suffix" if adapts else engine.speculation](engine.speculation_kept_tokens)
-    return Speculation(drafter, engine.speculation_tokens, engine.speculation_rows, costs, adapts)
+    make = DRAFTERS.get("suffix" if adapts else engine.speculation)
+    drafter = None if make is None else make(engine.speculation_kept_tokens)
+    most = engine.speculation_tokens, engine.speculation_rows
+    return Speculation(drafter, *most, costs, adapts, guessing(engine))
+
+
+def guessing(engine: EngineSettings) -> bool:
+    """Whether a draft model guesses."""
+    return engine.speculation_model is not None
 
 
 def _build_allocator(
@@ -349,7 +360,8 @@ def _build_executor(
     context = context_limit(settings, model)
     kv = _allocate_kv(model, _LEAST_PAGES, engine, states) if lasting is None else lasting.kv
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
-    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site), encoder)
+    heads = HeadDrafts(native(model), rows, engine.step_rows) if guessing(engine) else None
+    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site), encoder, heads)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else None
     streams = Streams.make(device, adapters is not None)
@@ -463,6 +475,7 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
                 f"speculation is {engine.speculation}, and {model.spec.architecture} has linear attention, whose "
                 "states cannot go back to a token: set speculation = off"
             )
+        assert not guessing(engine) or model.draft is not None, "the model was loaded for other settings"
     else:
         _check_fallback(engine, model.spec.architecture)
 

@@ -10,6 +10,7 @@ sequence (lengths, versions) may be a step newer than the sequence next to it.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rollout.engine.kv.encodings import EncodingCounts
@@ -95,6 +96,7 @@ class Inspector:
                 "speculation/saved_s": counters.saved_s,
                 "speculation/expected_saved_s": counters.expected_saved_s,
                 "speculation/accepted_pct": percent(counters.accepted, counters.drafted),
+                **_accepted_by_drafter(counters.drafts_by_drafter),
                 **_accepted_by_age(counters.drafts_by_age),
                 "speculation/tokens_a_step": 1 + counters.accepted / max(counters.decode_rows, 1),
                 "kv/preemptions": counters.preemptions,
@@ -214,6 +216,11 @@ def _unfinished_row(
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 3)
+
+
+def _accepted_by_drafter(drafts: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+    """Of (drafted, accepted) by drafter."""
+    return {f"speculation/accepted_pct/by_{name}": percent(part, whole) for name, (whole, part) in drafts.items()}
 
 
 def _accepted_by_age(drafts: list[tuple[int, int]]) -> dict[str, float]:

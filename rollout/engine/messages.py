@@ -544,6 +544,20 @@ EngineState = Literal["serving", "paused", "draining", "asleep", "stale", "stall
 
 
 @dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank of a tensor group."""
+
+    rank: int
+    pid: int
+    device: str
+    beat_age_s: float  # seconds since its last beat; 0 of rank 0
+    sequence: int  # of the last order that it has carried out; of rank 0: that it has given
+    launched: int  # steps
+    done: int  # steps that are complete on its device; of rank 0: that it has committed
+    swapped: int  # updates of the weights whose copy it has; of rank 0: that it has begun
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot of the engine, replaced as a whole a few times a second; `status` is answered from it."""
 
@@ -578,5 +592,6 @@ class EngineStatus:
     idle_pct: Mapping[str, float] = field(default_factory=dict)  # share of about the last 10 s, by cause
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last report, as `rollout top` shows them
     swaps: tuple[SwapStatus, ...] = ()  # the last swaps, newest first
+    ranks: tuple[RankStatus, ...] = ()  # of a tensor group, rank 0 first
     problems: tuple[str, ...] = ()  # what has failed although generation goes on, a sentence each
     stale: str = ""  # why the weights cannot be used, and what cures that

@@ -29,7 +29,9 @@ from rollout.metrics.samples import Samples
 #: "gauge": of now, or of the interval. "counter": only grows while the worker runs. "histogram": counts by size.
 Kind = Literal["gauge", "counter", "histogram"]
 
-#: Ages of what a path comes from, in weights versions, by the names in metrics; each up to the next one.
+#: What drafts, by the names in metrics.
+DRAFTER_NAMES = {"suffix": "suffix matching", "heads": "the draft model"}
+#: Ages of what drafts come from, in weights versions, by the names in metrics; each up to the next one.
 DRAFT_AGES = {"0": 0, "1": 1, "2_to_4": 2, "5_up": 5}
 FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 
@@ -125,11 +127,17 @@ def _idle_pct(cause: str) -> Callable[[Stretch], float]:
     return lambda stretch: stretch.idle_pct[cause]
 
 
+def _accepted_by_drafter(name: str) -> Metric[Stretch]:
+    return Metric(
+        f"speculation/accepted_pct/by_{name}", "gauge", "%", f"the same of drafts by {DRAFTER_NAMES[name]}", _ACCEPTED
+    )
+
+
 def _accepted_by_age(name: str) -> Metric[Stretch]:
     return Metric(
         f"speculation/accepted_pct/age_{name}", "gauge", "%",
-        f"the same of drafts from text of weights {name.replace('_', ' ')} versions older, by the newest token of the "
-        "text; drafts from prompts have no age", _ACCEPTED,
+        f"the same of drafts from weights {name.replace('_', ' ')} versions older: those of a draft model, or of the "
+        "newest token of a text; drafts from prompts have no age", _ACCEPTED,
     )  # fmt: skip
 
 
@@ -280,6 +288,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "speculation/accepted_pct", "gauge", "%", "share of the verified drafts that were accepted, since start",
         _ACCEPTED, top="drafts accepted",
     ),
+    *(_accepted_by_drafter(name) for name in DRAFTER_NAMES),
     *(_accepted_by_age(name) for name in DRAFT_AGES),
     Metric(
         "speculation/accepted_older_pct", "gauge", "%",
@@ -345,6 +354,15 @@ METRICS: tuple[Metric[Stretch], ...] = (
     Metric(
         "images/buffer_used_pct", "gauge", "%", "share of the buffer for embeddings of images that holds any",
         Panel("Images", "Buffer in use"),
+    ),
+    Metric(
+        "ranks/beat_age_s", "gauge", "s", "seconds since the oldest last beat of a follower of a tensor group",
+        Panel("Tensor group", "Oldest beat"),
+    ),
+    Metric(
+        "ranks/steps_behind", "gauge", "steps",
+        "steps that the first rank of a tensor group has launched, and the slowest one has not completed",
+        Panel("Tensor group", "Steps behind"),
     ),
     Metric(
         "weights/version", "gauge", "version", "weights version that new steps run with", Panel("Weights", "Version")

@@ -45,6 +45,21 @@ class ExpertRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenTaps:
+    """Memory for the residual stream before some layers, which a draft model reads."""
+
+    layers: tuple[int, ...]
+    hidden_TF: torch.Tensor  # a part as wide as the stream for each of the layers; may have more rows than tokens
+
+    def take(self, layer: int, x_TH: torch.Tensor) -> None:
+        """Keep the stream before `layer`, if it is wanted."""
+        if layer in self.layers:
+            tokens, width = x_TH.shape
+            begin = self.layers.index(layer) * width
+            self.hidden_TF[:tokens, begin : begin + width].copy_(x_TH)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Positions and cache places of one step's tokens.
 
@@ -67,6 +82,7 @@ class AttentionBatch:
     #: Positions of the rotary embedding where they are not `positions_T`: [T], or [3, T] by axis in steps with images.
     rope_positions: torch.Tensor | None = None
     images: StepImages | None = None  # tokens of the step that are images
+    taps: HiddenTaps | None = None  # hidden states that are kept for a draft model
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

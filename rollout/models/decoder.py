@@ -14,6 +14,7 @@ from torch import nn
 
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.delta_net import DeltaNet
+from rollout.models.draft_head import DraftHead
 from rollout.models.latent import LatentAttention
 from rollout.models.layers import (
     Attention,
@@ -139,6 +140,9 @@ class Decoder(Block):
         self.embed_scale = rounded
         self.ropes = nn.ModuleList(Rope(rope, head_dim, device) for rope, head_dim in spec.ropes)
         self.tower = None if spec.tower is None else VisionTower(spec.tower, dtype, device)
+        self.draft: DraftHead | None = None
+        if spec.draft is not None:
+            self.draft = DraftHead(spec.draft, len(spec.attention_layers), spec.vocab, dtype, device)
 
     @torch.inference_mode()
     def forward(
@@ -156,10 +160,15 @@ class Decoder(Block):
             x_TH = images.replace_in(x_TH)
         cos_sin = tuple(rope(batch.turned_by) for rope in self.ropes)
         context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv, run_experts)
+        taps = batch.taps
         for index, layer in enumerate(self.layers):
+            if taps is not None:
+                taps.take(index, x_TH)
             x_TH = layer(x_TH, context)
             if images is not None:
                 x_TH = images.add_after(index, x_TH)
+        if taps is not None:
+            taps.take(len(self.layers), x_TH)
         return self.norm(x_TH)
 
     def _embedded(self, token_ids_T: torch.Tensor) -> torch.Tensor:
@@ -208,7 +217,9 @@ class Decoder(Block):
         if not self.spec.tied:
             regions.append(one_name(f"{names.lm_head}.weight", self.lm_head, cut))
         regions = [with_spellings(region, names.spellings) for region in regions]
-        return regions if self.tower is None else [*regions, *self.tower.regions()]
+        if self.tower is not None:
+            regions += self.tower.regions()
+        return regions if self.draft is None else [*regions, *self.draft.update_regions()]
 
     def hf_views(self) -> dict[str, torch.Tensor]:
         """Hugging Face names of all layouts, and for each name a view of its part of a fused parameter.

@@ -194,14 +194,17 @@ class FusedDecoder:
         last, *before = reversed([cast(DecoderLayer, layer) for layer in model.layers])
         added = None
         for index, layer in enumerate(reversed(before)):
-            residual_TH, added = self._layer(layer, residual_TH, added, context)
+            residual_TH, added = self._layer(layer, residual_TH, added, context, index)
             if batch.images is not None:  # never after the last layer: `tower_spec`
                 residual_TH = batch.images.add_after(index, residual_TH)
         if batch.wanted is None:
-            residual_TH, added = self._layer(last, residual_TH, added, context)
+            residual_TH, added = self._layer(last, residual_TH, added, context, len(before))
         else:
             residual_TH, added = self._last_layer(last, residual_TH, added, context, batch.wanted)
-        return self._norm(residual_TH, added, model.norm.weight)
+        x_TH = self._norm(residual_TH, added, model.norm.weight)
+        if batch.taps is not None and batch.wanted is None:
+            batch.taps.take(len(model.layers), residual_TH)
+        return x_TH
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
@@ -251,10 +254,12 @@ class FusedDecoder:
             self._experts.begin_step(tokens)
 
     def _layer(
-        self, layer: DecoderLayer, residual_TH: torch.Tensor, last: Unsummed | None, context: StepContext
+        self, layer: DecoderLayer, residual_TH: torch.Tensor, last: Unsummed | None, context: StepContext, index: int
     ) -> tuple[torch.Tensor, Unsummed | None]:
         """One layer; `last` is what is left to add of the one before. Returns the residual, and what this leaves."""
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
+        if context.batch.taps is not None:  # the norm has added what was left
+            context.batch.taps.take(index, residual_TH)
         mixed: Unsummed | None
         if layer.mixer in self._fused and isinstance(layer.mixer, DeltaNet):
             mixed = self._linear_attention(layer, layer.mixer, x_TH, residual_TH, context)
@@ -277,6 +282,8 @@ class FusedDecoder:
         """As `_layer`: keys and values of all tokens, and everything else of the wanted ones alone."""
         assert isinstance(layer.mixer, Attention)
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
+        if context.batch.taps is not None:
+            context.batch.taps.take(len(self._model.layers) - 1, residual_TH)
         queries = self._queries(layer.mixer, x_TH, context).select(wanted.at_S)
         residual_SH = residual_TH.index_select(0, wanted.at_S)
         if not len(residual_SH):

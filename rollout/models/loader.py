@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import TensorGroup
 
-from rollout.config import ModelSettings
+from rollout.config import ModelSettings, Settings
 from rollout.models.checkpoint_folder import (
     CheckpointError,
     GenerationDefaults,
@@ -40,6 +40,8 @@ from rollout.models.checkpoint_tensors import (
 )
 from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
+from rollout.models.draft_checkpoint import fill_draft, read_draft
+from rollout.models.draft_head import FLAGS, OFFSETS, PREFIX
 from rollout.models.language_model import LanguageModel, LanguageModelSpec
 from rollout.models.longrope import choose_factors
 from rollout.models.names import Region, all_views, is_needed
@@ -75,6 +77,11 @@ class LoadedModel:
         """Names of tensors that an update may leave out: they keep their values."""
         return frozenset(all_views(region for region in self.model.hf_regions() if region.kept_if_absent))
 
+    def draft_names(self) -> frozenset[str]:
+        """Names of the tensors of the draft model in updates."""
+        draft = self.model.draft if isinstance(self.model, Decoder) else None
+        return frozenset() if draft is None else frozenset(all_views(draft.update_regions()))
+
 
 def fetch(settings: ModelSettings, progress: Progress | None = None) -> Path:
     """The folder of the checkpoint; one on the hub is downloaded. `progress` is called with (bytes, bytes in all).
@@ -85,6 +92,14 @@ def fetch(settings: ModelSettings, progress: Progress | None = None) -> Path:
     return resolve_folder(settings.path, settings.revision, settings.load_format != "random", progress)
 
 
+def fetch_draft(settings: Settings, progress: Progress | None = None) -> Path | None:
+    """The folder of the draft model, as `fetch`; None if the settings name none."""
+    path = settings.engine.speculation_model
+    if path is None:
+        return None
+    return resolve_folder(path, None, settings.model.load_format != "random", progress)
+
+
 def load_model(
     settings: ModelSettings,
     device: torch.device,
@@ -92,12 +107,14 @@ def load_model(
     folder: Path | None = None,
     experts: Format = "plain",
     group: TensorGroup | None = None,
+    draft: Path | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, or its shapes with random weights, onto `device`.
 
     `progress` is called with (values copied, values in all). `folder` is the result of `fetch`, if it was called
     before. `experts` is the format of the experts' weights. With a `group` of several ranks the model is this rank's
     shard; the views of `trainer_views` still take whole tensors of the checkpoint, and copy the shard's part of them.
+    `draft` is the folder of a model that drafts for it.
 
     Raises:
         CheckpointError: the checkpoint cannot be found or read, or its tensors do not fit its architecture.
@@ -111,7 +128,7 @@ def load_model(
     tensors = {} if settings.load_format == "random" else list_tensors(folder)
     dtype = _pick_dtype(settings, getattr(config, "dtype", None) or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)
-    source = _Source(settings, folder, config, architecture, tensors, dtype, device, progress, group)
+    source = _Source(settings, folder, config, architecture, tensors, dtype, device, progress, group, draft)
     native = is_native(architecture, settings.model_impl)
     model: LanguageModel = _load_native(source, experts) if native else _load_fallback(source, experts)
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
@@ -133,6 +150,7 @@ class _Source:
     device: torch.device
     progress: Progress | None
     group: TensorGroup
+    draft: Path | None
 
     @property
     def random(self) -> bool:
@@ -158,6 +176,13 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
         tensors = turn(tensors, outline.hf_views(), spec.turned_files)
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
+    drafted: dict[str, StoredTensor] = {}
+    if source.draft is not None:
+        if group.size > 1:
+            raise ValueError("a draft model cannot be cut into shards: leave speculation_model out, or use one GPU")
+        draft, drafted = read_draft(source.draft, spec, source.random)
+        spec = replace(spec, draft=draft, unused=(*spec.unused, PREFIX + OFFSETS, PREFIX + FLAGS))
+        outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)
     _check_memory(outline.parameters(), source.folder, device)
     group.prepare(spec.hidden, source.dtype)
     model = Decoder(spec, source.dtype, device, experts, group)
@@ -165,6 +190,8 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
         fill_random(model, source.settings.random_seed, whole)
     else:
         copy_tensors(tensors, model.hf_views(), source.progress)
+        if model.draft is not None and source.draft is not None:
+            fill_draft(model.draft, source.draft, drafted)
     return model.eval()
 
 
@@ -188,6 +215,11 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     architecture, dtype, device = source.architecture, source.dtype, source.device
     if source.settings.images:
         raise ValueError(f"{architecture} runs through transformers' own code, without images: set images = false")
+    if source.draft is not None:
+        raise ValueError(
+            f"{architecture} runs through transformers' own code, and no model drafts for it: leave speculation_model "
+            "out"
+        )
     cls = module_class(source.config, architecture)
     if source.group.size > 1:
         raise ValueError(

@@ -45,7 +45,7 @@ def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None) -> No
 
 def _fill(model: Decoder, dtype: torch.dtype, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
-        if name.endswith("_scales") or name.startswith("tower."):
+        if name.endswith("_scales") or name.startswith(("tower.", "draft.")):
             continue
         coded = parameter.dtype == torch.uint8
         weight = torch.empty(parameter.shape, dtype=dtype, device=parameter.device) if coded else parameter
@@ -56,6 +56,9 @@ def _fill(model: Decoder, dtype: torch.dtype, generator: torch.Generator) -> Non
     if model.tower is not None:
         model.tower.fill_random(generator)
     _fill_ends(model.embed, model.lm_head, model.norm.weight, model.spec, generator)
+    if model.draft is not None:  # last: the model has the same weights without it
+        for name, parameter in model.draft.named_parameters():
+            _fill_parameter(f"draft.{name}", parameter, model.spec, generator)
 
 
 def _whole_values(

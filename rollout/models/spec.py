@@ -181,6 +181,7 @@ class AttentionSpec:
     sinks: bool = False  # each head has a score that takes part in the softmax and has no value
     gate: bool = False  # a sigmoid of a product of the token weights the output, each value of each head on its own
     query_gate: bool = False  # the same, but the product is part of that of the queries: each head's gate follows it
+    inputs: int | None = None  # width of its input; None: that of the residual stream
     shard: HeadShard | None = None  # the heads above are those of one rank
 
     @property
@@ -202,7 +203,7 @@ class AttentionSpec:
         if self.shard is not None:
             cuts = (self.q_cut(q_width // self.heads), self.kv_cut, self.kv_cut)
             cuts = cuts if len(self.names.qkv) > 1 else (_joined(cuts),)
-        return LinearSpec(self.hidden, self.names.qkv, widths, self.qkv_bias, cuts)
+        return LinearSpec(self.inputs or self.hidden, self.names.qkv, widths, self.qkv_bias, cuts)
 
     def q_cut(self, width: int) -> Cut:
         """What a shard keeps of a tensor that has `width` entries for each query head."""
@@ -574,6 +575,27 @@ class LayerSpec:
         return isinstance(self.feed_forward, MoESpec)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """A draft model of one layer over hidden states of the model that it drafts for (EAGLE-3, arXiv 2503.01840)."""
+
+    hidden: int  # of the residual stream, as in the other model
+    vocab: int  # tokens that it can draft
+    eps: float
+    #: The layers of the other model before which its residual stream is read; their number is that after the last one.
+    taps: tuple[int, ...]
+    mixer: AttentionSpec
+    feed_forward: DenseSpec
+    own_head: bool  # it has an output layer of its own; else it has that of the other model
+    mapped: bool  # its vocabulary is a part of that of the other model
+    norm_before_residual: bool = False  # the hidden state is added after its norm, and not before
+
+    @property
+    def fc(self) -> LinearSpec:
+        """The product that fuses the hidden states which are read."""
+        return LinearSpec(len(self.taps) * self.hidden, ("fc",), (self.hidden,), False)
+
+
 class ModelNames(NamedTuple):
     """Modules outside the layers, and the prefix of a layer; `{}` stands for its number."""
 
@@ -616,6 +638,7 @@ class ModelSpec:
         str, ...
     ] = ()  # endings of tensors whose files have the last two dimensions the other way round
     tower: TowerSpec | None = None  # of a model that is served with images
+    draft: DraftSpec | None = None  # of the model that drafts for it
     shard: Shard | None = None  # the blocks are those of one rank, and so is its part of the vocabulary
 
     @property
@@ -692,9 +715,10 @@ class ModelSpec:
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer with KV keeps of a token, in the order of `attention_layers`."""
+        """What each layer with KV keeps of a token, in the order of `attention_layers`; the draft model is last."""
         mixers = (layer.mixer for layer in self.layers)
-        return tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, KVMixerSpec))
+        shapes = tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, KVMixerSpec))
+        return shapes if self.draft is None else (*shapes, self.draft.mixer.kv_shape)
 
     @property
     def tied_names(self) -> dict[str, str]:

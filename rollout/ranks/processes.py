@@ -1,9 +1,9 @@
 """Rank 0's side of a tensor group: starts the followers, connects with them, watches them, ends them.
 
-    start       a process each, with inherited memory (ring, reports, staged updates) and an eventfd
+    start       a process each, with inherited memory (ring, reports, relay of updates) and an eventfd
     connect     a process group over a file store in a private folder: gloo on a CPU, NCCL on GPUs; no port is opened
     lead        the followers are ready: size the ring, give orders
-    watch       a thread: a follower that ended, or whose loop is silent, is the end of the group
+    watch       a thread: a rank that ended or hangs is the end of the group (`watch.py`)
     close       kill the followers: they hold nothing that anybody needs
 
 A group cannot be made whole: the others wait for the lost rank in a collective operation. So rank 0 hands its requests
@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,19 @@ import torch.distributed as dist
 from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import Settings
+from rollout.engine.messages import RankStatus
 from rollout.process.scratch import ScratchFolder
+from rollout.ranks.compiling import compiling, watch_compilations
+from rollout.ranks.device_relay import device_memory
+from rollout.ranks.devices import rank_device
 from rollout.ranks.orders import Orders
-from rollout.ranks.reports import Number, Reports
+from rollout.ranks.reports import NUMBERS, Number, Reports
 from rollout.ranks.ring import RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates
+from rollout.ranks.watch import FollowerLook, GroupLook, GroupWatch
 
 log = logging.getLogger(__name__)
 
-#: Seconds without a pass of a follower's loop after which the group is lost.
-SILENT_S = 6.0
 #: Seconds that rank 0 waits for room in the ring.
 ROOM_S = 8.0
 _LOOK_S = 0.25
@@ -47,11 +51,23 @@ _LOOK_S = 0.25
 _CONNECT_S = 3600.0
 _READY_POLL_S = 0.02
 _KILL_WAIT_S = 5.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_BEATS_TO_SETTLE = 3
+_FLAG_CAUSE_S = 1.0
 _FAILED = 1
 
 
 class RankLostError(RuntimeError):
     """A follower ended or hangs: the group is at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnProgress:
+    """How far rank 0 is, for the watching thread."""
+
+    committed: int = 0  # steps
+    busy: bool = False  # a step is not complete on the device
+    slow: bool = False  # it works on something that may take long, such as a swap
 
 
 class Ranks:
@@ -70,6 +86,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = threading.Event()
         self._on_lost: Callable[[str], None] = _end_at_once
+        self._progress: Callable[[], OwnProgress] = OwnProgress
         if self.size == 1:
             return
         count = self.size - 1
@@ -77,13 +94,15 @@ class Ranks:
         self._ring = SharedMemory.create("rollout-ring", 0)  # sized by `lead`
         table = SharedMemory.create("rollout-reports", count * Reports.line_bytes())
         self.reports = Reports(table, count)
-        self._staged = SharedMemory.create("rollout-update", 0)
+        self._relayed = SharedMemory.create("rollout-update", 0)
         self._manifest = SharedMemory.create("rollout-manifest", 0)
         self._eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
-        inherited = {"ring": self._ring, "reports": table, "staged": self._staged, "manifest": self._manifest}
+        inherited = {"ring": self._ring, "reports": table, "relayed": self._relayed, "manifest": self._manifest}
         shared = {name: memory.descriptor for name, memory in inherited.items()}
         for rank, eventfd in enumerate(self._eventfds, 1):
             self._processes.append(self._start(rank, {**shared, "eventfd": eventfd}))
+        self._watch_rules = GroupWatch(count, settings.engine.rank_stall_s)
+        watch_compilations()
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
 
@@ -102,18 +121,24 @@ class Ranks:
             time.sleep(_READY_POLL_S)
         self._ring.grow(ring_bytes)
         ring = RingWriter(self._ring, self._eventfds, lambda: self.reports.get("position"), ROOM_S)
-        self.orders = Orders(ring, version)
+        self.orders = Orders(ring, version, self._settle)
         return self.orders
 
     def take_updates(self, device: torch.device) -> RankUpdates | None:
         """What the weight receiver uses to have all ranks take an update; None for one rank."""
         if self.size == 1:
             return None
-        self.updates = RankUpdates(self._staged, self._manifest, self.reports, lambda: self.orders, device)
+        self.updates = RankUpdates(
+            self._relayed, self._manifest, self.reports, lambda: self.orders, device, device_memory(device)
+        )
         return self.updates
 
-    def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Have `on_lost` called, on the watching thread, once the group is lost. Before, the process ends at once."""
+    def watch(self, on_lost: Callable[[str], None], progress: Callable[[], OwnProgress]) -> None:
+        """Have `on_lost` called, on the watching thread, once the group is lost. Before, the process ends at once.
+
+        `progress` is called on that thread, too.
+        """
+        self._progress = progress
         self._on_lost = on_lost
 
     def check(self) -> None:
@@ -121,14 +146,22 @@ class Ranks:
         if self.failure:
             raise RankLostError(self.failure)
 
-    def status(self) -> list[dict[str, Any]]:
-        """The followers, for `status`."""
-        names: tuple[Number, ...] = ("sequence", "launched", "swapped")
-        columns = [self.reports.get(name) for name in names] if self.size > 1 else []
-        return [
-            {"rank": rank, "pid": process.pid, **dict(zip(names, numbers, strict=True))}
-            for rank, (process, *numbers) in enumerate(zip(self._processes, *columns, strict=True), 1)
-        ]
+    def status(self, launched: int, committed: int) -> list[RankStatus]:
+        """All ranks, of which rank 0 has launched and committed so many steps; none of one rank."""
+        if self.size == 1:
+            return []
+        orders = self.orders
+        ordered, swapped = (0, 0) if orders is None else (orders.ordered, orders.swapped)
+        names: tuple[Number, ...] = ("sequence", "launched", "done", "swapped")
+        followers = zip(
+            [process.pid for process in self._processes],
+            self._watch_rules.silent_s,
+            *(self.reports.get(name) for name in names),
+            strict=True,
+        )
+        rows = [(os.getpid(), 0.0, ordered, launched, committed, swapped), *followers]
+        device = self._settings.model.device
+        return [RankStatus(rank, pid, rank_device(device, rank), *row) for rank, (pid, *row) in enumerate(rows)]
 
     def wait_for_cause(self, seconds: float) -> str:
         """Why the group is lost, once the watching thread knows it; empty if it does not in time."""
@@ -152,7 +185,7 @@ class Ranks:
         self._folder.close()
 
     def _start(self, rank: int, shared: dict[str, int]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "rollout.ranks.follower"]
+        command = [sys.executable, "-m", "rollout.ranks.entry"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=list(shared.values()))
         assert process.stdin is not None
         told = {"rank": rank, "parent": os.getpid(), "folder": str(self._folder.path), "shared": shared}
@@ -163,34 +196,81 @@ class Ranks:
     # --- the watching thread ------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        count = len(self._processes)
-        seen, silent_s, looked_s = [0] * count, [0.0] * count, time.monotonic()
+        looked_s = time.monotonic()
         while not self._closing.wait(_LOOK_S):
             # A process that was stopped itself counts only the time that this thread observed.
             now_s = time.monotonic()
             passed_s, looked_s = min(now_s - looked_s, 2 * _LOOK_S), now_s
-            beats = self.reports.get("beat")
-            silent_s = [
-                0.0 if beat != before or beat == 0 else silent + passed_s
-                for beat, before, silent in zip(beats, seen, silent_s, strict=True)
-            ]
-            seen = beats
-            if (failure := self._lost(silent_s)) and not self._closing.is_set():
+            try:
+                failure = self._watch_rules.look(self._look(), passed_s)
+            except RuntimeError as error:  # of the device
+                failure = f"rank 0: {error}"
+            if failure and not self._closing.is_set():
                 self.failure = failure
                 log.critical("the tensor group is lost: %s", failure)
                 self._on_lost(failure)
                 return
 
-    def _lost(self, silent_s: list[float]) -> str:
-        for rank, process in enumerate(self._processes, 1):
-            said = self.reports.text(rank - 1)
-            said = f": {said}" if said else ""
-            if (status := process.poll()) is not None:
-                how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-                return f"rank {rank} {how}{said}"
-            if silent_s[rank - 1] > SILENT_S:
-                return f"rank {rank} (process {process.pid}) has hung for {silent_s[rank - 1]:.0f} s{said}"
-        return ""
+    def _look(self) -> GroupLook:
+        own, orders = self._progress(), self.orders
+        slow, pieces, prepared, swapped = (
+            (0, 0, 0, 0) if orders is None else (orders.slow, orders.pieces, orders.prepared, orders.swapped)
+        )
+        columns = {name: self.reports.get(name) for name in NUMBERS}
+        followers, cpu_s = [], sum(os.times()[:2])
+        for number, process in enumerate(self._processes):
+            at = {name: column[number] for name, column in columns.items()}
+            stopped, used_s = _process_stat(process.pid)
+            cpu_s += used_s
+            late = at["sequence"] < slow or at["taken"] < pieces
+            late |= max(at["prepared"], at["refused"]) < prepared or at["swapped"] < swapped
+            followers.append(
+                FollowerLook(
+                    pid=process.pid,
+                    status=process.poll(),
+                    stopped=stopped,
+                    said=self.reports.text(number),
+                    beat=at["beat"],
+                    ready=at["ready"] > 0,
+                    sequence=at["sequence"],
+                    launched=at["launched"],
+                    done=at["done"],
+                    slow=late,
+                    compiling=at["compiling"] > 0,
+                )
+            )
+        return GroupLook(
+            followers,
+            ordered=0 if orders is None else orders.ordered,
+            done=own.committed,
+            busy=own.busy,
+            slow=own.slow,
+            compiling=compiling() > 0,
+            cpu_s=None if self.group.device.type == "cuda" else cpu_s,
+        )
+
+    def _settle(self) -> None:
+        """Return when the flags that followers had at the call are known; raise if one is set, or a rank is lost."""
+        if self.group.peers is None:
+            return
+        before = self.reports.get("beat")
+        # The first beat may have looked before the call, and a look is of the copy that the one before began.
+        while min(now - then for now, then in zip(self.reports.get("beat"), before, strict=True)) < _BEATS_TO_SETTLE:
+            self.check()
+            time.sleep(_READY_POLL_S)
+        if any(self.reports.get("fault")):
+            self.wait_for_cause(_FLAG_CAUSE_S)
+            raise RankLostError(self.failure or "a rank waited in vain for a part of a sum")
+        self.check()
+
+
+def _process_stat(pid: int) -> tuple[bool, float]:
+    """Whether a process is stopped, and the seconds of CPU time that it has used."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return False, 0.0
+    return fields[0] == "T", (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 def connect(folder: Path, rank: int, size: int, device: torch.device) -> TensorGroup:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from rollout.config import Settings
 from rollout.engine.inspect import Inspector
 from rollout.engine.loop import Engine
-from rollout.engine.messages import EngineStatus
+from rollout.engine.messages import EngineStatus, RankStatus
 from rollout.engine.parts import Links
 from rollout.metrics.definitions import TOP_METRICS
 from rollout.metrics.sinks import MetricsThread
@@ -34,7 +35,10 @@ class Alive(Protocol):
 
 
 class Vitals:
-    """The parts of a worker, read for its status. `restarts` counts the supervisor's restarts of this worker."""
+    """The parts of a worker, read for its status.
+
+    `restarts` counts the supervisor's restarts of this worker, `ranks` describes those of a tensor group.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Vitals:
         metrics: MetricsThread,
         prompts: TextProcess | None,
         restarts: int,
+        ranks: Callable[[], Sequence[RankStatus]] = tuple,
     ) -> None:
         self.faults: list[float] = []  # when the engine failed, `time.perf_counter()`
         self.last_tick_s = time.perf_counter()
@@ -53,6 +58,7 @@ class Vitals:
         self._receiver, self._metrics, self._prompts = receiver, metrics, prompts
         self._stall_s = settings.engine.stall_s
         self._restarts = restarts
+        self._ranks = ranks
         self._next_status_s = 0.0
         self._known_problems: tuple[str, ...] = ()
 
@@ -91,6 +97,7 @@ class Vitals:
             faults=len(self.faults),
             restarts=self._restarts,
             prompt_faults=0 if self._prompts is None else self._prompts.deaths,
+            ranks=tuple(self._ranks()),
             problems=self.problems(),
             metrics={} if reported is None else {m.name: reported.metrics[m.name] for m in TOP_METRICS},
         )

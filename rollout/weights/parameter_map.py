@@ -51,6 +51,7 @@ class UpdateNames:
 
     kept_if_absent: frozenset[str] = frozenset()
     unused: tuple[str, ...] = ()  # beginnings of names that the worker has no use for
+    optional: frozenset[str] = frozenset()  # that may be absent even where an update must be whole
     unused_patterns: tuple[str, ...] = ()  # the same, as regular expressions that such names contain
 
     def is_unused(self, name: str) -> bool:
@@ -61,7 +62,7 @@ class UpdateNames:
 def update_names(settings: ModelSettings, loaded: LoadedModel) -> UpdateNames:
     """What updates may have or lack. Random weights are not worth keeping: then an update must have every tensor."""
     kept = frozenset() if settings.load_format == "random" else loaded.kept_if_absent()
-    return UpdateNames(kept, loaded.spec.unused, loaded.spec.unused_patterns)
+    return UpdateNames(kept, loaded.spec.unused, loaded.draft_names(), loaded.spec.unused_patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,15 @@ class ParameterMap:
         )
 
     def check(self, manifest: Manifest, whole: bool = False) -> Fit:
-        """Decide whether the manifest's tensors make a whole update. With `whole` no tensor may be left out.
+        """Decide whether the manifest's tensors make a whole update. With `whole` only optional ones may be left out.
 
         Raises `WeightsRejected`, listing names, when a name is unknown, a shape differs, elements would stay
         unwritten, or elements would be written twice.
         """
         self.check_tensors(manifest)
         unused = tuple(entry.name for entry in manifest.tensors if self._is_unused(entry.name))
-        return self._check_cover(self._used(manifest), unused, frozenset() if whole else self.names.kept_if_absent)
+        may_lack = self.names.optional if whole else self.names.kept_if_absent | self.names.optional
+        return self._check_cover(self._used(manifest), unused, may_lack)
 
     def check_tensors(self, manifest: Manifest) -> None:
         """Raise `WeightsRejected`, listing names, when a name is unknown or a shape differs."""
@@ -128,7 +130,7 @@ class ParameterMap:
         """
         copied, _ = self._split_aliases(self._used(manifest))
         intervals, _ = _stack([(name, self._runs[name]) for name in copied])
-        written, _ = self._with_kept(_merge(intervals), self.names.kept_if_absent)
+        written, _ = self._with_kept(_merge(intervals), self.names.kept_if_absent | self.names.optional)
         return [] if np.array_equal(written, self._whole) else self._missing(written)
 
     def _is_unused(self, name: str) -> bool:

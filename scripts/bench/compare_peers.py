@@ -13,6 +13,7 @@ file with the environment as `env -0` writes it. The output of an engine goes to
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from scripts.bench.shapes import SHAPES
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the children, print and write; returns 1 if one failed."""
     args = _parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exception, so that the running engine ends, too
     deadline_s = time.monotonic() + args.budget
     report = Report(args.out)
     failed = False
@@ -59,6 +61,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--experiments", nargs="+", choices=EXPERIMENTS, default=["decode"])
     add("--shapes", nargs="+", choices=SHAPES, default=["qwen3-8b"])
     add("--layers", type=int, default=usual.layers, help="only the first ones of each shape, where memory is short")
+    add("--gpus", type=int, default=usual.gpus, help="that run each model together: of service and vllm")
     add("--budget", type=float, default=3600.0, help="seconds for the whole run; then the running engine is ended")
     add("--device", default=usual.device, help="device of ours and transformers: auto, cpu or cuda")
     add("--vllm-python", help="Python of the vLLM process")

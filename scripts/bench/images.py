@@ -123,7 +123,7 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
     for run, (kind, count) in enumerate((("image", 2), ("image", args.prompts), ("text", args.prompts))):
         prompts = [prompt_of(1000 * run + i, kind) for i in range(count)]
         done.clear()
-        encoded, began_s = encodings.counts.encoded, time.perf_counter()
+        steps, encoded, began_s = engine.meter.steps, encodings.counts.encoded, time.perf_counter()
         for i, prompt in enumerate(prompts):
             request = Request((f"run{run}", str(i)), prompt, args.new, args.n, SamplingParams(seed=i))
             engine.inbox.put(Submit(request))
@@ -135,7 +135,7 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
             first_s = [each.queued_s + each.prefill_s for each in done]
             rows.append(
                 row(args, kind, seconds, sorted(first_s), encodings.counts.encoded - encoded)
-                | {"steps": engine.meter.steps}
+                | {"steps": engine.meter.steps - steps}
             )
     engine.check_integrity()
     engine.executor.close()
@@ -163,7 +163,7 @@ def run_vllm(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure vLLM: the same shape, the same numbers of tokens."""
     from scripts.bench.peers.vllm_engine import ENVIRONMENT, capture_sizes, fill_like_a_model
 
-    for name, value in ENVIRONMENT.items():
+    for name, value in {**ENVIRONMENT, "VLLM_MM_HASHER_ALGORITHM": "sha256"}.items():  # its default needs a package
         os.environ.setdefault(name, value)
     import vllm
     from PIL import Image
@@ -171,7 +171,7 @@ def run_vllm(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     length = args.text + (args.side // _PATCH // _MERGE) ** 2
     with tempfile.TemporaryDirectory() as folder:
-        path = write_processor(write_checkpoint(args.shape, Path(folder)))
+        path = write_processor(write_checkpoint(args.shape, Path(folder)), args.side**2)
         llm = vllm.LLM(
             model=str(path),
             load_format="dummy",
@@ -181,8 +181,10 @@ def run_vllm(args: argparse.Namespace) -> list[dict[str, Any]]:
             gpu_memory_utilization=0.92,
             async_scheduling=True,
             enable_prefix_caching=True,
+            disable_log_stats=True,
             generation_config="vllm",
             seed=0,
+            attention_backend="FLASH_ATTN",
             limit_mm_per_prompt={"image": 1, "video": 0},
             compilation_config={
                 "cudagraph_mode": "FULL_AND_PIECEWISE",
@@ -194,7 +196,7 @@ def run_vllm(args: argparse.Namespace) -> list[dict[str, Any]]:
         for run, (kind, count) in enumerate((("image", 2), ("image", args.prompts), ("text", args.prompts))):
             sampling = vllm.SamplingParams(
                 temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0, max_tokens=args.new, n=args.n,
-                output_kind=RequestOutputKind.CUMULATIVE,
+                output_kind=RequestOutputKind.DELTA,
             )  # fmt: skip
             prompts: list[dict[str, Any]] = []
             for i in range(count):
@@ -222,8 +224,11 @@ def run_vllm(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def write_processor(folder: Path) -> Path:
-    """Add a processor to a checkpoint: a tokenizer of a few words, and the defaults for images."""
+def write_processor(folder: Path, most_pixels: int) -> Path:
+    """Add a processor to a checkpoint: a tokenizer of a few words, and the defaults for images.
+
+    Larger images than `most_pixels` are made smaller. vLLM sets memory aside for the largest one.
+    """
     names = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645, "<|vision_start|>": _VISION_START}
     names |= {"<|vision_end|>": _VISION_END, "<|image_pad|>": IMAGE_TOKEN, "<|video_pad|>": IMAGE_TOKEN + 1}
     added = [
@@ -239,7 +244,8 @@ def write_processor(folder: Path) -> Path:
     pixels = {
         "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": _PATCH, "merge_size": _MERGE,
         "temporal_patch_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-        "size": {"shortest_edge": 65536, "longest_edge": 16777216}, "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": min(65_536, most_pixels), "longest_edge": most_pixels},
+        "processor_class": "Qwen3VLProcessor",
     }  # fmt: skip
     files: dict[str, Any] = {
         "tokenizer.json": tokenizer,

@@ -378,6 +378,7 @@ def check_families(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{family}: ready after {time.perf_counter() - began_s:.1f} s", flush=True)
         results.append(checker.check())
         print(results[-1], flush=True)
+        write_results(args.out, results)  # a time limit loses only what was not checked
         del checker
         gc.collect()
         if args.device != "cpu":

@@ -59,7 +59,11 @@ def test_grpo_learns_to_count_in_ten_steps(tmp_path: Path) -> None:
     )  # fmt: skip
     model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "model")
     trainer = GRPOTrainer(
-        model, reward_of_counts, args, Dataset.from_list(rows), processing_class=WordsAndImages.of(tmp_path / "model")
+        model,
+        reward_of_counts,
+        args,
+        Dataset.from_list(rows),
+        processing_class=WordsAndImages.from_pretrained(tmp_path / "model"),
     )
     flags = {"images": True, "max_rows": 32, "image_tokens": 256, "image_patches": 1024}
     with start(tmp_path / "model", tmp_path / "log", **flags) as worker, use_workers(trainer, worker.endpoints):

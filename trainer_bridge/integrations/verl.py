@@ -10,7 +10,7 @@
 verl loads this file by the entry-point group `verl.plugins`. It hides the errors of that, so they are logged here. A
 replica is one worker on one GPU. Invariants:
 
-- Token ids go both ways and are never made from text here.
+- Token ids go both ways and are never made from text here. Pixels are made by the trainer's processor (`verl_media`).
 - Weights are swapped between two steps of a worker that generates on: nothing is aborted, and no KV is released.
 - `global_steps` of a completion come from the weights versions that drew its tokens, not from when it ended.
 - Only `abort_all_requests(reject_request=True)` ends requests. Without it they wait until `resume_generation`.
@@ -31,6 +31,7 @@ import numpy as np
 
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.launch import WorkerProcess, start_worker
+from trainer_bridge.client.media import MediaPrompt
 from trainer_bridge.client.results import Completion
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import NotFound, RolloutError
@@ -38,6 +39,8 @@ from trainer_bridge.wire.errors import NotFound, RolloutError
 NAME = "rollout"
 _PUBLISHED = "published"  # the wire format of updates that workers have already
 _SERIES = "0.9."
+
+_NEVER = -100.0  # the logit bias of tokens that must not be drawn
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ try:
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
     from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
     from verl.workers.rollout.utils import ensure_async_iterator
+
+    from trainer_bridge.integrations.verl_media import MediaProcessor, ProcessorSource
 except Exception as error:
     _log.error("verl's rollout.name=%s is missing: %s: %s", NAME, type(error).__name__, error)
     raise
@@ -74,12 +79,23 @@ _SAMPLING = (
 class Server:
     """A Ray actor with a worker process: what verl calls a rollout server.
 
-    `config` is verl's RolloutConfig; `device` the GPU that the worker sees, or None. Methods that verl calls on all
-    servers and that a worker does not need do nothing; each says why.
+    `config` is verl's RolloutConfig; `device` the GPU that the worker sees, or None. `processor` is
+    for workers with `images`. Methods that verl calls on all servers and that a worker does not need do nothing; each
+    says why.
     """
 
-    def __init__(self, config: Any, model: str, mode: RolloutMode, replica_rank: int, device: str | None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        model: str,
+        mode: RolloutMode,
+        replica_rank: int,
+        device: str | None,
+        processor: ProcessorSource,
+    ) -> None:
         self._config, self._model, self._mode, self._device = config, model, mode, device
+        self._processor = processor
+        self._media: MediaProcessor | None = None
         self._flags = serve_flags(config, mode)
         self._seed = config.seed + replica_rank
         self._worker: WorkerProcess | None = None
@@ -92,7 +108,9 @@ class Server:
         self._steps: dict[int, int | None] = {}  # the trainer's global steps, by weights version
 
     async def launch(self) -> str:
-        """Start the worker. Returns its endpoint. Raises `WorkerFailed`."""
+        """Start the worker. Returns its endpoint. Raises `WorkerFailed`; ValueError if a processor is missing."""
+        if self._flags.get("images"):
+            self._media = await asyncio.to_thread(MediaProcessor, self._processor)
         host = ray.util.get_node_ip_address()
         flags: dict[str, Any] = {
             name: value.format(host=host) if isinstance(value, str) else value for name, value in self._flags.items()
@@ -121,11 +139,9 @@ class Server:
 
         Raises ValueError for what cannot be served, `RolloutError` if the completion fails.
         """
-        for name, given in {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}.items():
-            if given is not None:
-                raise ValueError(f"the prompt has {name}, and a rollout worker serves text")
-        prompt = [int(token) for token in prompt_ids]
-        fields = self._fields(prompt, sampling_params, request_id)
+        token_ids = [int(token) for token in prompt_ids]
+        fields = self._fields(token_ids, sampling_params, request_id)
+        prompt = await self._prompt(token_ids, image_data, video_data, audio_data, mm_processor_kwargs)
         wants_logprobs = bool(sampling_params.get("logprobs"))
         if self._rejecting:
             return self._output(None, wants_logprobs)
@@ -223,6 +239,22 @@ class Server:
             raise RuntimeError("the server has no worker yet; call launch first")
         return self._client
 
+    async def _prompt(
+        self, token_ids: list[int], images: Any, videos: Any, audio: Any, options: Any
+    ) -> list[int] | MediaPrompt:
+        """The prompt as the client takes it, with the pixels of its images."""
+        if audio is not None:
+            raise ValueError("the prompt has audio_data, and a rollout worker serves text and images")
+        if self._media is not None:
+            return await self._media.prompt(token_ids, images, videos, options)
+        for name, given in {"image_data": images, "video_data": videos}.items():
+            if given is not None:
+                raise ValueError(
+                    f"the prompt has {name}, and the worker serves text alone; set "
+                    "actor_rollout_ref.rollout.engine_kwargs.rollout.images=true for a model of text and images"
+                )
+        return token_ids
+
     def _fields(self, prompt: list[int], params: Mapping[str, Any], request_id: str) -> dict[str, Any]:
         """The fields of `generate` for verl's sampling parameters."""
         given = dict(params)
@@ -246,6 +278,8 @@ class Server:
             given.setdefault("seed", _seed_of(self._seed, request_id, prompt))
         if self._config.enable_rollout_routing_replay:
             given["return_routing"] = "all"
+        if self._media is not None:
+            given["logit_bias"] = dict.fromkeys(self._media.placeholders, _NEVER)
         return {**given, "stop": stop}
 
     def _output(self, item: Completion | None, logprobs: bool) -> TokenOutput:
@@ -345,7 +379,14 @@ class Replica(RolloutReplica):
                 max_concurrency=self.max_concurrency,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             )
-            .remote(self.config, model, self.rollout_mode, self.replica_rank, device)
+            .remote(
+                self.config,
+                model,
+                self.rollout_mode,
+                self.replica_rank,
+                device,
+                ProcessorSource.of(self.model_config),
+            )
         )
         self._server_address = await server.launch.remote()
         self._server_handle, self.servers = server, [server]

@@ -14,6 +14,7 @@ Invariants:
   words of it, so its peers have begun it, and have read all of the exchange before. Nothing is overwritten unread.
 - The number of an exchange is counted for each row, on the device: graphs can be replayed. All ranks exchange the same
   rows in the same order, so the counters agree.
+- A word with a negative number has a row in it that its sender knows to be wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class PeerBuffers:
     words_2RMW: torch.Tensor  # int64, zero at first
     addresses_R: torch.Tensor  # int64, on the device
     exchanges_M: torch.Tensor  # int32: how many exchanges each row has had
-    fault: torch.Tensor  # int32 [1]: 1 once a peer's words did not come; then nothing waits any more
+    fault: torch.Tensor  # int32 [1]: 1 + the rank whose words did not come, or were wrong; then nothing waits any more
     owner: Any = None  # keeps the peers' memory mapped
 
     @property

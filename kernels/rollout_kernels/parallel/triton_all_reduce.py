@@ -10,8 +10,10 @@ barrier nor a fence. Everything that a program reads of its peers is in this GPU
 
 Rounding is that of `all_reduce` and `add_rms_norm` one after the other. So a step may take either way.
 
-Waiting is bounded: after `MOST_SPINS` reads of missing words a program sets `PeerBuffers.fault`, and no program waits
-any more. Missing values are NaN, and so are then the log-probabilities of the step: the host notices these.
+Waiting is bounded: after `MOST_SPINS` reads of missing words a program sets `PeerBuffers.fault` to 1 plus the rank that
+did not send, and no program of this rank waits any more. Missing values are NaN. A program whose row has a missing
+value sends the row with negative numbers from then on, and a peer that finds one sets its own flag. So no sum of a rank
+whose flag is not set has a wrong value in it. The host looks at the flag before it uses the results of a step.
 
 Legend: M rows, S parts, H width, R ranks, W words.
 """
@@ -53,22 +55,28 @@ def _send(at, word, live):
 
 
 @triton.jit
-def _receive(at, live, number, fault_ptr, most_spins):
-    """The data of words, int32, once all of them have this number, and where it came or is not live."""
+def _receive(at, live, number, fault_ptr, most_spins, RANK: tl.constexpr):
+    """Words of rank RANK, once they have this number: data as int32, where it came or is not live, 1 if some did not.
+
+    A word is in one of three states: 0, it came; 1, it never will; 2, it may still come.
+    """
     word = tl.load(at, mask=live, other=0, volatile=True)
-    waiting = tl.max((live & ((word >> 32).to(tl.int32) != number)).to(tl.int32))
+    sent = (word >> 32).to(tl.int32)
+    state = tl.max(tl.where((sent == number) | (live == 0), 0, tl.where(sent < 0, 1, 2)))
     spins = 0
-    while waiting != 0:
+    while state == 2:
         word = tl.load(at, mask=live, other=0, volatile=True)
+        sent = (word >> 32).to(tl.int32)
         # All threads must agree on the end of the loop, so the flag is a part of what they find the maximum of.
         fault = tl.load(fault_ptr + tl.zeros_like(word), volatile=True)
-        missing = live & ((word >> 32).to(tl.int32) != number) & (fault == 0)
-        waiting = tl.max(missing.to(tl.int32))
+        never = (sent < 0) | (fault != 0)
+        state = tl.max(tl.where((sent == number) | (live == 0), 0, tl.where(never, 1, 2)))
         spins += 1
-        if (waiting != 0) & (spins >= most_spins):
-            tl.store(fault_ptr, 1)
-            waiting = 0
-    return word.to(tl.int32), ((word >> 32).to(tl.int32) == number) | (live == 0)
+        if (state == 2) & (spins >= most_spins):
+            state = 1
+    if state == 1:
+        tl.atomic_cas(fault_ptr, 0, 1 + RANK)  # the first cause stays
+    return word.to(tl.int32), (sent == number) | (live == 0), state
 
 
 @triton.jit
@@ -137,19 +145,21 @@ def _all_reduce_kernel(
         x = tl.load(_row_at(residual_ptr + row * H, w, halves, PAIRS), mask=live, other=0.0).to(tl.float32)
     mine = tl.load(addresses_ptr + RANK).to(tl.pointer_type(tl.int64))
     total = tl.zeros_like(added)
+    lost = 0
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             total += own.to(tl.float32)
         else:
             at = mine + ((turn * RANKS + rank) * most_rows + row) * row_words + w
-            data, came = _receive(at, live_W, number, fault_ptr, most_spins)
+            data, came, missed = _receive(at, live_W, number, fault_ptr, most_spins, rank)
+            lost = lost | missed
             if PAIRS:
                 low = (data & 65535).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
                 high = (data >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
                 total += tl.join(tl.where(came, low, float("nan")), tl.where(came, high, float("nan")))
             else:
                 total += tl.where(came, data.to(tl.float32, bitcast=True), float("nan"))
-    tl.store(exchanges_ptr + row, number)
+    tl.store(exchanges_ptr + row, number | (lost << 31))  # negative for ever: no word of this row is believed again
     total = narrow(total, dtype)
     if NORM:
         stored = narrow(x + total.to(tl.float32), dtype)

@@ -28,6 +28,7 @@ def _set_up_kernel(
     pages_ptr,
     tokens_ptr,
     adapters_ptr,
+    guesses_ptr,
     width,
     columns,
     stride_pages,
@@ -36,6 +37,7 @@ def _set_up_kernel(
     LAST: tl.constexpr,
     LENGTH: tl.constexpr,
     HAS_ADAPTERS: tl.constexpr,
+    GUESSES: tl.constexpr,
     MOST_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -47,8 +49,12 @@ def _set_up_kernel(
     if tl.program_id(1) == 0:
         ahead, which = tl.load(drafts_ptr + 4 * n + 2), tl.load(drafts_ptr + 4 * n + 3)
         position = tl.load(ints_ptr + owner * INTS + LENGTH) + ahead
-        at = tl.minimum(tl.maximum(position - tl.load(verified_ptr + 4 * which + 3), 0), width - 1)
+        begin = tl.load(verified_ptr + 4 * which + 3)
+        at = tl.minimum(tl.maximum(position - begin, 0), width - 1)
         token = tl.load(paths_ptr + which * width + at)
+        if GUESSES > 0:
+            guess = tl.load(guesses_ptr + owner * GUESSES + ahead - 1, mask=begin < 0, other=0)
+            token = tl.where(begin < 0, guess, token)
         i = tl.arange(0, MOST_COLUMNS)
         ints = tl.load(ints_ptr + owner * INTS + i, mask=i < INTS, other=0)
         ints = tl.where(i == LENGTH, position, tl.where(i == LAST, token, ints))
@@ -100,6 +106,7 @@ def set_up_drafts(
     pages_RP: torch.Tensor,
     drafts_R: torch.Tensor,
     adapters_R: torch.Tensor | None,
+    guesses_RG: torch.Tensor | None = None,
     *,
     last: int,
     length: int,
@@ -108,13 +115,15 @@ def set_up_drafts(
 
     Args:
         drafts_N4: int64: draft row, row, how far ahead (from 1), which of the `verified`.
-        verified_M4: int64: row, place of its own draw, number of drafts, first position of its path.
+        verified_M4: int64: row, place of its own draw, number of drafts, first position of its path; less than 0 for
+            a row whose drafts are its guesses.
         paths_MW: int64 tokens expected from there on; a position beyond takes the last one.
         ints_RI: int64 row state, changed in place as all that follow.
         floats_RF: float32.
         pages_RP: int32 page tables.
         drafts_R: int64, gets the draft of each draft row.
         adapters_R: int32, or None where no adapters are served.
+        guesses_RG: int64 guesses of a draft model, or None without one.
         last: column of `ints_RI` with the last token.
         length: column of `ints_RI` with the number of tokens whose KV is written.
     """
@@ -130,6 +139,7 @@ def set_up_drafts(
         pages_RP,
         drafts_R,
         drafts_R if adapters_R is None else adapters_R,
+        drafts_R if guesses_RG is None else guesses_RG,
         paths_MW.shape[1],
         columns,
         pages_RP.stride(0),
@@ -138,6 +148,7 @@ def set_up_drafts(
         LAST=last,
         LENGTH=length,
         HAS_ADAPTERS=adapters_R is not None,
+        GUESSES=0 if guesses_RG is None else guesses_RG.shape[1],
         MOST_COLUMNS=_MOST_COLUMNS,
         BLOCK=_PAGES,
         num_warps=4,

@@ -13,7 +13,7 @@ from rollout.engine.messages import Delta, RequestDone, VersionRuns
 from rollout.engine.sequence.experts import ExpertPages
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit
-from rollout.metrics.definitions import DRAFT_AGES
+from rollout.metrics.definitions import DRAFT_AGES, DRAFTER_NAMES
 
 #: Error of a completion whose next token could not be drawn.
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): look at the weights of this version"
@@ -38,9 +38,13 @@ class Counters:
     #: (drafted, accepted) of steps that were committed, by the age of what was drafted from, as in `DRAFT_AGES`.
     drafts_by_age: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)] * len(DRAFT_AGES))
     prefilled_tokens: int = 0  # that prefills have computed, also again
+    #: (drafted, accepted) of steps that were committed, by drafter.
+    drafts_by_drafter: dict[str, tuple[int, int]] = field(default_factory=lambda: dict.fromkeys(DRAFTER_NAMES, (0, 0)))
 
-    def note_drafts(self, age: int | None, drafted: int, accepted: int) -> None:
+    def note_drafts(self, drafter: str, age: int | None, drafted: int, accepted: int) -> None:
         """Count the drafts of a row; `age` in weights versions, None for drafts from no weights."""
+        before = self.drafts_by_drafter[drafter]
+        self.drafts_by_drafter[drafter] = before[0] + drafted, before[1] + accepted
         if age is not None:
             which = sum(age >= least for least in DRAFT_AGES.values()) - 1
             before = self.drafts_by_age[which]

@@ -59,7 +59,10 @@ class Span(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The drafts of one decode row: `length` tokens of `path`, from the position that the row then has."""
+    """The drafts of one decode row: `length` tokens of `path`, from the position that the row then has.
+
+    Guesses of a draft model have no path: the device has made them, and the host does not know them.
+    """
 
     seq: Sequence
     place: int  # of the row's own draw among those of the step; those of its drafts follow
@@ -67,6 +70,7 @@ class Drafts(NamedTuple):
     path: list[int]  # tokens expected from position `begin` on
     begin: int
     age: int | None = None  # versions between the weights that the path comes from and the step's; None: from none
+    drafter: str = "suffix"
 
     def tokens(self, position: int, width: int) -> list[int]:
         """The drafts if the first is at `position`, as `verify.set_up` takes them from a path padded to `width`."""
@@ -90,6 +94,8 @@ class Plan:
     #: (row, column of its page table, page) of a verify step; `opens` is empty then.
     pages: tuple[tuple[int, int, int], ...] = ()
     encodes: tuple[Encode, ...] = ()  # images that are encoded before the forward
+    #: Tokens that the draft model guesses for each row that draws; 0: it only reads the step; -1: it does not run.
+    guesses: int = -1
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:
@@ -142,8 +148,9 @@ def make_plan(
     page_size: int,
     saves: tuple[tuple[int, int], ...] = (),
     encodes: tuple[Encode, ...] = (),
+    guesses: int = -1,
 ) -> Plan:
-    """The step of these spans under the weights of `version`; `saves` and `encodes` as in `Plan`."""
+    """The step of these spans under the weights of `version`; `saves`, `encodes` and `guesses` as in `Plan`."""
     opens: list[tuple[int, int]] = []
     features = tokens = draws = longest = 0
     for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
@@ -155,13 +162,22 @@ def make_plan(
             longest = start + tokens_in
         if not start % page_size:
             opens.append((place, seq.kv.pages[start // page_size]))
-    return Plan(spans, version, Feature(features), longest, tokens, draws, opens, saves, encodes=encodes)
+    of_step = Feature(features), longest, tokens, draws, opens, saves
+    return Plan(spans, version, *of_step, encodes=encodes, guesses=guesses)
 
 
 def make_verify_plan(
-    seqs: list[Sequence], drafts: list[Drafts], version: int, page_size: int, saves: tuple[tuple[int, int], ...] = ()
+    seqs: list[Sequence],
+    drafts: list[Drafts],
+    version: int,
+    page_size: int,
+    saves: tuple[tuple[int, int], ...] = (),
+    guesses: int = -1,
 ) -> Plan:
-    """A step of these decode rows, with `drafts` of some of them, in the order of `seqs`."""
+    """A step of these decode rows, with `drafts` of some of them, in the order of `seqs`.
+
+    The draft model writes KV at the positions of its guesses, so the plan tells the pages of these, too.
+    """
     counts = {draft.seq: draft.length for draft in drafts}
     spans, pages = [], []
     features = tokens = longest = 0
@@ -169,11 +185,24 @@ def make_verify_plan(
         kv, count = seq.kv, 1 + counts.get(seq, 0)
         first, end = kv.length - seq.drafted, kv.length + count
         spans.append(Span(seq, kv.length, count, count))
-        pages += [(seq.row, i, kv.pages[i]) for i in range(first // page_size, (end - 1) // page_size + 1)]
+        told = min(end + max(guesses, 0), kv.capacity)
+        pages += [(seq.row, i, kv.pages[i]) for i in range(first // page_size, (told - 1) // page_size + 1)]
         features |= seq.feature_bits
         tokens += count
         longest = max(longest, end)
-    return Plan(spans, version, Feature(features), longest, tokens, tokens, [], saves, tuple(drafts), tuple(pages))
+    return Plan(
+        spans,
+        version,
+        Feature(features),
+        longest,
+        tokens,
+        tokens,
+        [],
+        saves,
+        tuple(drafts),
+        tuple(pages),
+        guesses=guesses,
+    )
 
 
 _new_tuple = tuple.__new__  # takes half the time of Span(...)

@@ -17,11 +17,12 @@ half-prefilled prompt too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.sequence.sequence import Sequence, State
+from rollout.models.draft_head import PREFIX as DRAFT_PREFIX
 from rollout.models.lora_slots import AdapterWeights
 
 #: Tokens before a page is needed at which a row is preempted for it, where the page has to be copied first.
@@ -79,12 +80,14 @@ def _grows_soon(seq: Sequence) -> bool:
 # --- weights or an adapter change ------------------------------------------------------------------------------------
 
 
-def change_weights(roster: Roster, version: int, recompute: bool, names: Iterable[str] = ()) -> list[Sequence]:
+def change_weights(roster: Roster, version: int, recompute: bool, names: Collection[str] = ()) -> list[Sequence]:
     """Steps planned from now on run under `version`. Returns the sequences whose KV has to be computed again.
 
     `names` are those of the tensors that have changed.
     """
     roster.version = version
+    if any(name.startswith(DRAFT_PREFIX) for name in names):
+        roster.draft_version = version
     if roster.allocator.encodings is not None:
         roster.allocator.encodings.weights_changed(names)
     roster.feed.queue_early(version)

@@ -141,7 +141,8 @@ class Scheduler:
         if not spans:
             return None
         encodes = () if encodings is None else encodings.take_encodes()
-        return make_plan(spans, roster.version, self._page_size, self._saves(), encodes)
+        guesses = -1 if self.speculation is None else self.speculation.prompt_guesses
+        return make_plan(spans, roster.version, self._page_size, self._saves(), encodes, guesses)
 
     def _plan_decode(self) -> Plan | None:
         roster = self.roster
@@ -153,9 +154,9 @@ class Scheduler:
         if not seqs:
             return None
         if self.speculation is not None:
-            drafts = self.speculation.drafts(seqs, roster)
-            if drafts or any(seq.drafted for seq in seqs):
-                return make_verify_plan(seqs, drafts, roster.version, self._page_size, self._saves())
+            drafts, guesses = self.speculation.choose(seqs, roster)
+            if drafts or guesses >= 0 or any(seq.drafted for seq in seqs):
+                return make_verify_plan(seqs, drafts, roster.version, self._page_size, self._saves(), guesses)
         return make_plan(decode_spans(seqs), roster.version, self._page_size, self._saves())
 
     def _saves(self) -> tuple[tuple[int, int], ...]:
@@ -180,6 +181,8 @@ class Scheduler:
         for draft in plan.drafts:
             draft.seq.drafted += draft.length
             self.roster.counters.drafted += draft.length
+        if self.speculation is not None:
+            self.speculation.launched(plan)
 
     def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
         roster = self.roster
@@ -250,9 +253,11 @@ class Scheduler:
             if seq.state is leaving and not seq.finalized:
                 roster.settle(seq)
         if plan.drafts:
-            assert output.accepted is not None
+            assert output.accepted is not None and self.speculation is not None
             for draft in plan.drafts:
-                counters.note_drafts(draft.age, draft.length, output.accepted[draft.place])
+                accepted = output.accepted[draft.place]
+                counters.note_drafts(draft.drafter, draft.age, draft.length, accepted)
+                self.speculation.verified(draft, accepted)
         if plan.kind == "decode":
             counters.decode_rows += plan.rows
         else:

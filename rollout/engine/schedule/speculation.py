@@ -1,19 +1,30 @@
 """Which decode rows get drafts in the next step, and how many.
 
-A row's path begins after its committed tokens. Its drafts begin later, where the row is once the steps in flight have
-run: each of them draws one token at least, and more if drafts are accepted. So a path is longer than the drafts.
+Drafts come from a drafter on the host, or from a draft model on the device.
+
+A drafter gives a path. It begins after the committed tokens of a row. The row's drafts begin later, where the row is
+once the steps in flight have run: each of them draws one token at least, and more if drafts are accepted. So a path is
+longer than the drafts.
+
+A draft model guesses after a step what the next step of each row may verify. The plan of the first step says that it
+guesses, and sees to pages for the guesses; the plan of the second says how many of them become drafts. The host knows
+neither the guesses nor where the row is.
 
 With `adapts` rows draft only where the step costs less than the tokens that are expected of it: by how often the
-drafter was right for each row, and by the costs of steps. While no row drafts, only some plans ask the drafter.
+drafter was right for each row, and by the costs of steps. While no row drafts, only some plans ask the drafter; and the
+draft model guesses now and then for a few rows, as only verified guesses tell how good they are.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.plan import Drafts, Plan
 from rollout.engine.schedule.roster import Roster
+from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.speculation.acceptance import Acceptance
 from rollout.engine.speculation.drafter import Drafter
@@ -21,77 +32,213 @@ from rollout.engine.speculation.step_costs import StepCosts, worthwhile
 
 #: Of so many plans one asks the drafter while drafts do not pay.
 _ASKED_EVERY = 8
+#: Of so many plans one has the draft model guess while its guesses do not pay, for so many rows.
+_PROBED_EVERY, _PROBED_ROWS = 64, 4
+_CONSTRAIN = Feature.CONSTRAIN.value
+_NO_POSITION = -1  # of a path that there is none of
+HEADS = "heads"
+
+
+class Choice(NamedTuple):
+    """What a step of decode rows does beside a plain one."""
+
+    drafts: list[Drafts]
+    guesses: int  # as in `Plan`
+
+
+class _Offer(NamedTuple):
+    """The drafts that one row could have."""
+
+    most: int
+    acceptance: Acceptance
+    path: list[int] | None  # None: guesses of the draft model
 
 
 class Speculation:
-    """Asks a drafter.
+    """Asks a drafter, and has a draft model guess.
 
     Args:
-        drafter: what guesses tokens.
+        drafter: what guesses tokens on the host, if anything does.
         most: drafts of a row in a step.
         most_rows: drafts of all rows in a step.
         costs: of decode steps; corrected by the steps that run.
         adapts: drafts only where they pay, else always.
+        heads: there is a draft model.
     """
 
-    def __init__(self, drafter: Drafter, most: int, most_rows: int, costs: StepCosts, adapts: bool = False) -> None:
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        most: int,
+        most_rows: int,
+        costs: StepCosts,
+        adapts: bool = False,
+        heads: bool = False,
+    ) -> None:
         self._drafter = drafter
         self._most = most
         self._most_rows = most_rows
         self._followed: dict[Sequence, Acceptance] = {}  # that the drafter knows
+        self._guessed: dict[Sequence, Acceptance] = {}  # that the draft model has guessed for
         self._costs = costs
         self._adapts = adapts
-        self._all_rows = Acceptance()
+        self._heads = heads
+        self._all_rows, self._all_guesses = Acceptance(), Acceptance()
         self._resting = 0  # plans before the drafter is asked again
+        self._unpaid = 0  # plans since guesses were verified that did not pay
+        self._probing = False  # guesses of the last plan are verified whether or not they pay
 
-    def drafts(self, seqs: list[Sequence], roster: Roster) -> list[Drafts]:
-        """The drafts of a step of these rows, in their order; may give rows a page more for them."""
+    @property
+    def prompt_guesses(self) -> int:
+        """What the draft model does after a step of prompts, as `Plan.guesses`: it reads them all."""
+        return -1 if not self._heads else 0 if self._unpaid else self._most
+
+    def choose(self, seqs: list[Sequence], roster: Roster) -> Choice:
+        """The drafts of a step of these rows, in their order; may give rows pages more for them."""
         self._end_finalized()
-        if self._resting:
-            self._resting -= 1
-            return []
-        paths = {seq: path for seq in seqs if (path := self._path(seq))}
-        if not paths:
-            self._resting = _ASKED_EVERY - 1 if self._adapts and not any(seq.drafted for seq in seqs) else 0
-            return []
-        wanted = self._wanted(paths, seqs)
-        if not any(wanted.values()):
-            self._resting = _ASKED_EVERY - 1
-            return []
-        left, place, drafts = self._most_rows, 0, []
-        for seq in seqs:
-            path = paths.get(seq, [])
-            count = self._count(seq, len(path), min(wanted[seq], left), roster) if path else 0
-            if count > 0:
-                source = self._drafter.source(seq)
-                age = None if source is None else max(roster.version - source, 0)
-                drafts.append(Drafts(seq, place, count, path, seq.prompt_len + len(seq.tokens), age))
-                left -= count
-            place += 1 + count
-        return drafts
+        offers = self._offers(seqs)
+        wanted = self._wanted(offers, seqs) if offers else {}
+        drafts = self._drafts(seqs, offers, wanted, roster) if any(wanted.values()) else []
+        guesses = self._guesses(seqs)
+        if guesses > 0:
+            self._grow(seqs, drafts, guesses, roster)
+        return Choice(drafts, guesses)
+
+    def launched(self, plan: Plan) -> None:
+        """A plan is in flight: its rows have the guesses that follow it, and no older ones."""
+        if not self._heads:
+            return
+        guesses = max(plan.guesses, 0)
+        for seq, _, _, draws, _ in plan.spans:
+            seq.guessed = guesses if draws else 0
+
+    def verified(self, draft: Drafts, accepted: int) -> None:
+        """The drafts of a row were compared with its tokens."""
+        acceptance = self._guessed.get(draft.seq)
+        if draft.drafter == HEADS and acceptance is not None:
+            acceptance.note(accepted, min(accepted + 1, draft.length))
 
     def ran(self, plan: Plan, tokens: int, seconds: float, counters: Counters) -> None:
         """A decode step was committed: it took this long on the device, and `tokens` of its tokens were kept."""
         rows, drafts = plan.rows, plan.draws - plan.rows
         context = float(sum(span.start + 1 for span in plan.spans))
+        guess_s = self._costs.guess_s(rows) if plan.guesses > 0 else 0.0
         if drafts and tokens:
             plain_s = self._costs.plain_s(rows, context) * tokens / rows
-            expected_s = float(self._costs.verify_s(rows, context, np.array([drafts]))[0])
+            expected_s = float(self._costs.verify_s(rows, context, np.array([drafts]))[0]) + guess_s
             counters.saved_s += plain_s - seconds
             counters.expected_saved_s += plain_s - expected_s
-        self._costs.ran(rows, context, drafts, seconds)
+        self._costs.ran(rows, context, drafts, seconds - guess_s)
 
-    def _wanted(self, paths: dict[Sequence, list[int]], seqs: list[Sequence]) -> dict[Sequence, int]:
-        """The drafts that each row with a path should get, if its pages allow."""
+    # --- what rows could have -----------------------------------------------------------------------------------------
+
+    def _offers(self, seqs: list[Sequence]) -> dict[Sequence, _Offer]:
+        """The better offer of each row that has any."""
+        offers = self._guess_offers(seqs) if self._heads else {}
+        if self._drafter is None:
+            return offers
+        if self._resting:
+            self._resting -= 1
+            return offers
+        paths = {seq: path for seq in seqs if (path := self._path(seq))}
+        if not paths:
+            self._resting = _ASKED_EVERY - 1 if self._adapts and not any(seq.drafted for seq in seqs) else 0
+        for seq, path in paths.items():
+            offer = _Offer(len(path) - _certain(seq), self._followed[seq], path)
+            if seq not in offers or offers[seq].acceptance.chance <= offer.acceptance.chance:
+                offers[seq] = offer
+        return offers
+
+    def _guess_offers(self, seqs: list[Sequence]) -> dict[Sequence, _Offer]:
+        offers = {}
+        for seq in seqs:
+            if seq.guessed and _may_guess(seq):
+                if seq not in self._guessed:
+                    self._guessed[seq] = Acceptance(self._all_guesses)
+                offers[seq] = _Offer(seq.guessed, self._guessed[seq], None)
+        return offers
+
+    def _wanted(self, offers: dict[Sequence, _Offer], seqs: list[Sequence]) -> dict[Sequence, int]:
+        """The drafts that each row with an offer should get, if its pages allow."""
+        probed, self._probing = self._probing, False
         if not self._adapts:
-            return dict.fromkeys(paths, max(1, min(self._most, self._most_rows // len(paths))))
-        chances_M1 = np.array([self._followed[seq].chance for seq in paths])[:, None]
+            return dict.fromkeys(offers, max(1, min(self._most, self._most_rows // len(offers))))
+        chances = [(offer.acceptance.chance, offer.most) for offer in offers.values()]
+        guess_s = self._costs.guess_s(len(seqs)) if any(offer.path is None for offer in offers.values()) else 0.0
+        counts = self._paying(chances, seqs, guess_s)
+        if not any(counts):
+            self._resting = _ASKED_EVERY - 1
+            if probed:
+                return dict.fromkeys([seq for seq in offers if offers[seq].path is None][:_PROBED_ROWS], self._most)
+        return dict(zip(offers, counts, strict=True))
+
+    def _paying(self, chances: list[tuple[float, int]], seqs: list[Sequence], guess_s: float) -> list[int]:
+        """The drafts that pay for each row whose (chance, most drafts) is given, in a step of `seqs`."""
         ahead_K = np.arange(1, self._most + 1)
-        drafts_M1 = np.array([len(path) - _certain(seq) for seq, path in paths.items()])[:, None]
+        chances_M1 = np.array([chance for chance, _ in chances])[:, None]
+        drafts_M1 = np.array([most for _, most in chances])[:, None]
         chances_MK = np.where(ahead_K <= drafts_M1, chances_M1**ahead_K, 0.0)
         context = float(sum(seq.kv.length + 1 for seq in seqs))
-        counts = worthwhile(chances_MK, len(seqs), context, self._costs, self._most_rows)
-        return dict(zip(paths, counts, strict=True))
+        return worthwhile(chances_MK, len(seqs), context, self._costs, self._most_rows, guess_s)
+
+    # --- what they get ------------------------------------------------------------------------------------------------
+
+    def _drafts(
+        self, seqs: list[Sequence], offers: dict[Sequence, _Offer], wanted: dict[Sequence, int], roster: Roster
+    ) -> list[Drafts]:
+        left, place, drafts = self._most_rows, 0, []
+        for seq in seqs:
+            count, offer = 0, offers.get(seq)
+            if offer is not None:
+                count = self._count(seq, offer.most, min(wanted.get(seq, 0), left), roster)
+            if offer is not None and count > 0:
+                drafts.append(self._draft(seq, place, count, offer, roster))
+                left -= count
+            place += 1 + max(count, 0)
+        return drafts
+
+    def _draft(self, seq: Sequence, place: int, count: int, offer: _Offer, roster: Roster) -> Drafts:
+        if offer.path is None:
+            age = max(roster.version - roster.draft_version, 0)
+            return Drafts(seq, place, count, [], _NO_POSITION, age, HEADS)
+        assert self._drafter is not None
+        source = self._drafter.source(seq)
+        since = None if source is None else max(roster.version - source, 0)
+        return Drafts(seq, place, count, offer.path, seq.prompt_len + len(seq.tokens), since)
+
+    def _count(self, seq: Sequence, offered: int, most: int, roster: Roster) -> int:
+        """How many drafts a row gets: as its offer, `max_tokens` and its pages allow."""
+        count = min(most, offered, seq.max_tokens - seq.launched - 1)
+        _grow(seq, count, roster)
+        return min(count, seq.kv.capacity - seq.kv.length - 1)
+
+    def _guesses(self, seqs: list[Sequence]) -> int:
+        """What the draft model does after a step of these rows, as `Plan.guesses`."""
+        if not self._heads or not any(map(_may_guess, seqs)):
+            return -1 if not self._heads else 0
+        if not self._adapts:
+            return self._most
+        rows = [seq for seq in seqs if _may_guess(seq)]
+        chances = [(self._guessed.get(seq, self._all_guesses).chance, self._most) for seq in rows]
+        if any(self._paying(chances, seqs, self._costs.guess_s(len(seqs)))):
+            self._unpaid = 0
+            return self._most
+        self._unpaid += 1
+        if self._unpaid % _PROBED_EVERY == 0:
+            self._probing = True
+            return self._most
+        # Guesses that would pay in a step of one row will pay when few rows are left: until then its KV is kept whole.
+        alone = max(range(len(rows)), key=lambda i: chances[i][0])
+        return 0 if any(self._paying([chances[alone]], [rows[alone]], self._costs.guess_s(1))) else -1
+
+    def _grow(self, seqs: list[Sequence], drafts: list[Drafts], guesses: int, roster: Roster) -> None:
+        """Give rows the pages of their guesses, which the draft model writes to."""
+        counts = {draft.seq: draft.length for draft in drafts}
+        for seq in seqs:
+            spare = seq.max_tokens - seq.launched - 1
+            _grow(seq, min(counts.get(seq, 0) + guesses, spare), roster)
+
+    # --- the drafter --------------------------------------------------------------------------------------------------
 
     def _path(self, seq: Sequence) -> list[int]:
         """The path of a row, if it reaches beyond the tokens in flight."""
@@ -109,29 +256,35 @@ class Speculation:
             self._followed[seq].follow(seq.tokens, len(seq.tokens) + certain, path[certain:])
         return path if len(path) > in_flight - seq.drafted else []
 
-    def _count(self, seq: Sequence, path: int, most: int, roster: Roster) -> int:
-        """How many drafts a row gets: as its path, `max_tokens` and its pages allow."""
-        kv, certain = seq.kv, _certain(seq)
-        count = min(most, path - certain, seq.max_tokens - seq.launched - 1)
-        running = len(roster.decoding) + len(roster.prefilling)
-        while kv.capacity < kv.length + 1 + count and roster.allocator.pool.available > running:
-            if not roster.allocator.try_grow(seq):
-                break
-        return min(count, kv.capacity - kv.length - 1)
-
     def _ask(self, seq: Sequence, want: int) -> list[int]:
+        assert self._drafter is not None
         runs = seq.drawn.versions
         version = runs[-1][0] if runs else 0
         return self._drafter.path(seq, seq.group.request.prompt.token_ids, seq.tokens, want, version)
 
     def _end_finalized(self) -> None:
-        ended = [seq for seq in self._followed if seq.finalized]
-        for seq in ended:
+        for seq in [seq for seq in self._followed if seq.finalized]:
+            assert self._drafter is not None
             self._ask(seq, 0)  # tells its last tokens
             self._drafter.ended(seq)
             del self._followed[seq]
+        for seq in [seq for seq in self._guessed if seq.finalized]:
+            del self._guessed[seq]
 
 
 def _certain(seq: Sequence) -> int:
     """Tokens in flight that come in any case."""
     return seq.launched - seq.drafted - len(seq.tokens)
+
+
+def _may_guess(seq: Sequence) -> bool:
+    """Whether a row may have guesses as drafts: masks of a constraint are made on the host, which knows no guess."""
+    return seq.may_draft and not seq.feature_bits & _CONSTRAIN and seq.max_tokens - seq.launched > 1
+
+
+def _grow(seq: Sequence, drafts: int, roster: Roster) -> None:
+    """Give a row pages for so many drafts, while one page stays free for each running row."""
+    running = len(roster.decoding) + len(roster.prefilling)
+    while seq.kv.capacity < seq.kv.length + 1 + drafts and roster.allocator.pool.available > running:
+        if not roster.allocator.try_grow(seq):
+            break

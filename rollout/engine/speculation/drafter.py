@@ -32,5 +32,6 @@ class Drafter(Protocol):
         """Nothing is added to this completion any more; its key may be unknown."""
 
 
-#: By the value of `engine.speculation`: makes a drafter that keeps at most this number of tokens of completions.
+#: By name: makes a drafter that keeps at most this number of tokens of completions. A draft model is not among them:
+#: it guesses on the device, and the host never knows its guesses (`step/head_drafts.py`).
 DRAFTERS: dict[str, Callable[[int], Drafter]] = {"suffix": SuffixDrafter}

@@ -5,12 +5,13 @@
 `measured` is a table from start-up: steps of this many rows with short contexts. Constant and slope correct it by the
 steps that were run: attention reads the context of each row, and a verify step sets drafts up. Plain and verify steps
 have a correction each. That of verify steps begins at the one of plain steps. A context counts again for each draft,
-unless attention reads shared pages once.
+unless attention reads shared pages once. What a draft model takes after a step is a table of its own, by rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -45,10 +46,18 @@ class StepCosts:
         measured: seconds of a decode step by its rows; one entry at least.
         padded: a step takes as long as the next larger entry (captured sizes), else costs lie between two entries.
         shares: a row and its drafts read its context once, all together.
+        guesses: seconds that a draft model takes to read a step and to guess, by rows; empty without one.
     """
 
-    def __init__(self, measured: Mapping[int, float], padded: bool, shares: bool = False) -> None:
+    def __init__(
+        self,
+        measured: Mapping[int, float],
+        padded: bool,
+        shares: bool = False,
+        guesses: Mapping[int, float] = MappingProxyType({}),
+    ) -> None:
         self._shares = shares
+        self._guesses = dict(sorted(guesses.items()))
         sizes = np.array(sorted(measured))
         # More rows are never cheaper: what says otherwise is noise.
         seconds = np.maximum.accumulate(np.array([measured[size] for size in sizes.tolist()]))
@@ -67,6 +76,12 @@ class StepCosts:
         constant, slope = self._of_verify
         contexts_N = self._read(rows, context, drafts_N)
         return np.maximum(self._table(rows + drafts_N) + constant + slope * contexts_N / _UNIT, 1e-9)
+
+    def guess_s(self, rows: int) -> float:
+        """Seconds that the draft model takes to guess for so many rows."""
+        if not self._guesses:
+            return 0.0
+        return float(np.interp(rows, list(self._guesses), list(self._guesses.values())))
 
     def ran(self, rows: int, context: float, drafts: int, seconds: float) -> None:
         """A step of `rows` rows and `drafts` drafts took this long on the device; `context` as in `plain_s`."""
@@ -87,7 +102,9 @@ class StepCosts:
         return self._measured[np.minimum(rows_N, len(self._measured) - 1)]
 
 
-def worthwhile(chances_MK: np.ndarray, rows: int, context: float, costs: StepCosts, most: int) -> list[int]:
+def worthwhile(
+    chances_MK: np.ndarray, rows: int, context: float, costs: StepCosts, most: int, guess_s: float = 0.0
+) -> list[int]:
     """How many drafts each of M rows gets so that a step draws the most tokens a second; all 0 if plain steps do.
 
     Args:
@@ -96,6 +113,7 @@ def worthwhile(chances_MK: np.ndarray, rows: int, context: float, costs: StepCos
         context: sum of their contexts, tokens; of each row once.
         costs: of the steps.
         most: drafts of all rows.
+        guess_s: seconds that it takes a draft model to make them.
     """
     chances_N = chances_MK.reshape(-1)
     order = np.argsort(-chances_N, kind="stable")[: min(most, np.count_nonzero(chances_N))]
@@ -103,7 +121,7 @@ def worthwhile(chances_MK: np.ndarray, rows: int, context: float, costs: StepCos
         return [0] * len(chances_MK)
     drafts_N = np.arange(1, len(order) + 1)
     tokens_N = rows + np.cumsum(chances_N[order])
-    speeds_N = tokens_N / costs.verify_s(rows, context, drafts_N)
+    speeds_N = tokens_N / (costs.verify_s(rows, context, drafts_N) + guess_s)
     best = int(speeds_N.argmax())
     if speeds_N[best] < LEAST_GAIN * rows / costs.plain_s(rows, context):
         return [0] * len(chances_MK)

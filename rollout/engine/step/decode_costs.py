@@ -8,6 +8,7 @@ all that is written, and the row state is as before afterwards.
 from __future__ import annotations
 
 import functools
+import logging
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from rollout.engine.step.upload import put_decode
 _WARM, _TIMED = 1, 3
 _STRIDE = 7919  # between the tokens of neighbouring rows
 
+log = logging.getLogger(__name__)
+
 
 def measure_decode_costs(executor: Executor, slot: Slot, max_rows: int) -> StepCosts:
     """The cost table for steps of up to `max_rows` rows: of each captured size, otherwise of powers of two."""
@@ -33,7 +36,11 @@ def measure_decode_costs(executor: Executor, slot: Slot, max_rows: int) -> StepC
     larger = [1 << i for i in range(max_rows.bit_length()) if 1 << i > (captured[-1] if captured else 0)]
     sizes = sorted({*captured, *larger, max_rows})
     measured = {rows: _seconds(executor, slot, rows) for rows in sizes}
-    return StepCosts(measured, bool(captured), executor.step.shares_pages)
+    guesses = {}
+    if (heads := executor.step.heads) is not None:
+        guesses = {rows: _seconds(executor, slot, rows, heads.most) for rows in sizes}
+        log.info("a draft model guesses", extra={"seconds_by_rows": {rows: round(s, 6) for rows, s in guesses.items()}})
+    return StepCosts(measured, bool(captured), executor.step.shares_pages, guesses)
 
 
 def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
@@ -54,7 +61,8 @@ def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
     executor.finish()
 
 
-def _seconds(executor: Executor, slot: Slot, rows: int) -> float:
+def _seconds(executor: Executor, slot: Slot, rows: int, guesses: int = 0) -> float:
+    """Of a plain step; with `guesses` only of the draft model after it."""
     size = None if executor.graphs is None else executor.graphs.sizes.size_for(rows)
     padded = size or rows
     slot.staging.begin()
@@ -68,8 +76,13 @@ def _seconds(executor: Executor, slot: Slot, rows: int) -> float:
     for _ in range(_WARM + _TIMED):
         compute.run(functools.partial(step.receive, upload.words))
         compute.run(functools.partial(_different_tokens, state, rows))
-        compute.record(start)
-        compute.run(functools.partial(executor.run, step, slot))
+        if guesses:
+            compute.run(functools.partial(executor.run, step, slot))
+            compute.record(start)
+            compute.run(functools.partial(executor.run_guess, step.header._replace(guesses=guesses), slot))
+        else:
+            compute.record(start)
+            compute.run(functools.partial(executor.run, step, slot))
         compute.record(end)
         compute.run(functools.partial(_as_before, state))
         end.synchronize()

@@ -4,6 +4,7 @@
     decode     one token for each row, the last one of the row state; logits of the next
     prefill    the tokens of spans of any length; logits after those that draw
     sample     from logits to the tokens, in the row state and in the output
+    guess      the draft model reads the step and guesses the next tokens of its rows; where there is one
 
 The sampled token goes from `sample` into the row state (carry-over): the next step reads it there, whether or not the
 host has seen it. Inputs are a `StepInput` and device tensors; nothing here knows a sequence or the scheduler.
@@ -20,12 +21,13 @@ from rollout_kernels.step import begin_step
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step import verify
 from rollout.engine.step.expert_trace import StepExperts
+from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.image_encoder import ImageEncoder
 from rollout.engine.step.row_state import LAST, LENGTH, ROPE_DELTA, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.step.scores import StepScores
 from rollout.engine.step.upload import StepInput
-from rollout.models.batch import AttentionBatch, Chunk, KVCache, StepImages, WantedTokens
+from rollout.models.batch import AttentionBatch, Chunk, HiddenTaps, KVCache, StepImages, WantedTokens
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, experts_alone, obstacle, supports
 from rollout.models.fused_experts import DecoderWithFusedExperts
@@ -72,6 +74,7 @@ class DeviceStep:
         exact_sums: bool = False,
         shares_pages: bool = False,
         encoder: ImageEncoder | None = None,
+        heads: HeadDrafts | None = None,
     ) -> None:
         self.model = model
         self.forward = forward
@@ -83,7 +86,10 @@ class DeviceStep:
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
         self.encoder = encoder
+        self.heads = heads
         self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
+        if heads is not None and heads.reads_last_layer:
+            self.skips_unwanted = False
 
     def whole_logits(self, logits_SK: torch.Tensor) -> torch.Tensor:
         """Logits of the whole vocabulary; a shard's forward leaves those of its own part."""
@@ -91,7 +97,7 @@ class DeviceStep:
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same over another KV cache."""
-        more = self.adapters, self.exact_sums, self.shares_pages, self.encoder
+        more = self.adapters, self.exact_sums, self.shares_pages, self.encoder, self.heads
         return DeviceStep(self.model, self.forward, kv, self.rows, *more)
 
     def begin(self, step: StepInput) -> None:
@@ -127,6 +133,8 @@ class DeviceStep:
             bool(features & _ADAPTER),
             step["segments"] if self.shares_pages else None,
         )
+        if self.heads is not None:
+            self.heads.positions_B[: len(token_ids_B)].copy_(batch.positions_T)
         hidden_BD = self.forward(token_ids_B, batch, self.kv)
         if experts is not None:
             experts.end(batch)
@@ -165,6 +173,7 @@ class DeviceStep:
             rows_B=rows_B,
             segments_SW=segments_SW,
             rope_positions=self._rope_positions(rows_B, begun.positions_B),
+            taps=None if self.heads is None else self.heads.taps,
         )
         return begun.token_ids_B, batch
 
@@ -196,7 +205,10 @@ class DeviceStep:
             rows_B=rows_C,
             rope_positions=step["rope_positions"] if "rope_positions" in step else None,
             images=self._images(step) if "image_at" in step else None,
+            taps=None if header.guesses < 0 else self._prefill_taps(header.tokens),
         )
+        if self.heads is not None and batch.taps is not None:
+            self.heads.prefilled(batch, batch.taps)
         if self.skips_unwanted and experts is None and not header.scored:
             wanted = self._wanted(step, batch, adapted)
             hidden_SD = self.forward(step["tokens"], replace(batch, wanted=wanted), self.kv)
@@ -217,6 +229,21 @@ class DeviceStep:
         if header.draws == 0:
             return None
         return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]
+
+    def _prefill_taps(self, tokens: int) -> HiddenTaps:
+        assert self.heads is not None, "a draft model guesses"
+        return self.heads.make_taps(tokens)
+
+    def guess(
+        self,
+        step: StepInput,
+        output_4R: torch.Tensor,
+        accepted_R: torch.Tensor,
+        graphs: HeadGraphs | None = None,
+    ) -> None:
+        """Have the draft model read the step, whose tokens are drawn and accepted, and guess; see `HeadDrafts.run`."""
+        assert self.heads is not None, "a draft model guesses"
+        self.heads.run(step, output_4R, accepted_R, self.kv, graphs)
 
     def _images(self, step: StepInput) -> StepImages:
         assert self.encoder is not None

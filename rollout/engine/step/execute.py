@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from rollout_kernels.parallel import TensorGroup
 
-from rollout.engine.device.streams import Device, Event, Stream
+from rollout.engine.device.streams import Device, DeviceError, Event, Stream
 from rollout.engine.kv.page_mover import PageMover
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step import verify
@@ -75,6 +75,9 @@ class Orders(Protocol):
 
     def swap(self, version: int) -> None:
         """The copy of the update that all ranks have prepared; `version` is that of later steps."""
+
+    def confirm(self, output: StepOutput) -> None:
+        """Raise if another rank knows that these outputs may be wrong."""
 
 
 class Executor:
@@ -148,10 +151,15 @@ class Executor:
         self._finish(header, slot)
 
     def read(self, header: Header, slot: Slot) -> StepOutput:
-        """Wait for the outputs of a step. Raises DeviceError if anything on the device failed."""
+        """Wait for the outputs of a step. Raises DeviceError if anything on the device failed, here or on a peer."""
         slot.d2h_done.synchronize()
         self.check()
-        return slot.read(header)
+        if slot.lost_rank is not None:
+            raise DeviceError(f"rank {slot.lost_rank} did not send its part of a sum in time, or sent a wrong one")
+        output = slot.read(header)
+        if self._orders is not None:
+            self._orders.confirm(output)
+        return output
 
     def _finish(self, header: Header, slot: Slot) -> None:
         self.compute.record(slot.end)
@@ -181,12 +189,15 @@ class Executor:
                 self.graphs.run(slot, header.size)
                 self._accept(header, slot)
                 self._compare(header, slot)
+                self.run_guess(header, slot)
                 return
             forwarded = self.graphs.forward(step, slot.experts)
         if forwarded is not None and header.tops:
             slot.scores.take_tops(self.step.whole_logits(forwarded[0]), step["top_at"], self.step.exact_sums)
         slot.forwarded = forwarded
-        if not header.features & _CONSTRAIN:
+        if forwarded is None:
+            self.run_guess(header, slot)
+        elif not header.features & _CONSTRAIN:
             self.run_draw(header, slot)
 
     def run_draw(self, header: Header, slot: Slot) -> None:
@@ -196,6 +207,13 @@ class Executor:
             self.step.sample(*forwarded, Feature(header.features), slot.output, slot.masks)
             self._accept(header, slot)
             self._compare(header, slot)
+            self.run_guess(header, slot)
+
+    def run_guess(self, header: Header, slot: Slot) -> None:
+        """Have the draft model read the slot's step, whose tokens are drawn, and guess, if the header says so."""
+        if header.guesses >= 0:
+            graphs = None if self.graphs is None else self.graphs.heads
+            self.step.guess(StepInput(header, slot.input), slot.output, slot.accepted, graphs)
 
     def _compare(self, header: Header, slot: Slot) -> None:
         if self._checked is not None and header.draws:
@@ -206,6 +224,8 @@ class Executor:
             step = StepInput(header, slot.input)
             if header.features & _CONSTRAIN and len(slot.masks.refused):
                 verify.refuse(self.step.rows, step, slot.masks.refused)
+            if header.guesses > 0:
+                slot.accepted.zero_()  # of rows without drafts, too
             verify.accept(self.step.rows, step, slot.output, slot.accepted)
 
     # --- between the steps --------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@
                                                     steps that change the logits; once more for steps with adapters.
                                                     They draw outside the graph, which costs more than the padding
 
+    draft     what the draft model does after a     one to read a step, for each of the sizes; one to guess for so many
+              step                                  rows, all without truncation
+
 A step of n rows takes the smallest captured size that holds them; the rest is padding on row 0. Nothing is compiled
 while serving.
 """
@@ -27,6 +30,7 @@ from rollout.engine.device.streams import Stream
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.expert_trace import StepExperts
+from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import StepInput, Upload, put_decode
 from rollout.models.decoder import Decoder, DecoderLayer
@@ -127,6 +131,8 @@ class DecodeGraphs:
         #: Features of the forwards that are captured: without adapters, and with.
         self._kinds = (Feature.NONE,) if step.adapters is None else (Feature.NONE, Feature.ADAPTER)
         self.forwards: dict[tuple[int, bool], _Forward] = {}
+        self._read: dict[int, torch.cuda.CUDAGraph] = {}
+        self._guess: dict[int, torch.cuda.CUDAGraph] = {}
         #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
         self.experts: dict[int, list[torch.Tensor]] = {}
 
@@ -154,7 +160,15 @@ class DecodeGraphs:
     @property
     def count(self) -> int:
         """Graphs that are captured."""
-        return len(self._steps) + len(self.forwards)
+        return len(self._steps) + len(self.forwards) + len(self._read) + len(self._guess)
+
+    @property
+    def heads(self) -> HeadGraphs | None:
+        """What the draft model does with decode steps; None without one."""
+        if not self._read:
+            return None
+        read = {size: graph.replay for size, graph in self._read.items()}
+        return HeadGraphs(read, {size: graph.replay for size, graph in self._guess.items()})
 
     def run(self, slot: Slot, size: int) -> None:
         """Enqueue a decode step, draw included, whose upload is padded to `size`; on the compute stream."""
@@ -196,6 +210,9 @@ class DecodeGraphs:
         self.run_whole(step, slot)
         if Feature.ADAPTER in self._kinds:
             self.run_forward(step, slot.experts, Feature.ADAPTER)
+        if (heads := self._step.heads) is not None:
+            heads.read(size, self._max_context, self._step.kv)
+            heads.guess(size, self._max_context, PLAIN, self._step.kv)
         self._stream.synchronize()
 
     def _upload(self, slot: Slot, size: int) -> Upload:
@@ -211,6 +228,8 @@ class DecodeGraphs:
         if size in self.sizes.forward:
             for features in self._kinds:
                 self._capture_forward(slots[0], size, features)
+        if self._step.heads is not None:
+            self._capture_heads(self._step.heads, size)
         for slot in slots:
             step, graph = self._on_slot(slot, size), torch.cuda.CUDAGraph()
             with capturing(graph, self._pool):
@@ -220,6 +239,14 @@ class DecodeGraphs:
             if isinstance(self._step.forward, FusedDecoder | DecoderWithFusedExperts):
                 # Only the first slot's: they keep their memory, which the graphs captured after them can't write to.
                 self.experts.setdefault(size, self._step.forward.take_chosen())
+
+    def _capture_heads(self, heads: HeadDrafts, size: int) -> None:
+        read, guess = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with capturing(read, self._pool):
+            heads.read(size, self._max_context, self._step.kv)
+        with capturing(guess, self._pool):
+            heads.guess(size, self._max_context, PLAIN, self._step.kv)
+        self._read[size], self._guess[size] = read, guess
 
     def _capture_forward(self, slot: Slot, size: int, features: Feature) -> None:
         upload, graph = self._upload(slot, size), torch.cuda.CUDAGraph()

@@ -29,14 +29,15 @@ from rollout.engine.step.upload import ALIGNMENT_WORDS, Staging, Upload, put_dec
 
 _IMAGE_WORDS = 10  # of a token, more, where a prompt has images: three positions, its place in the step, its embedding
 #: int32 words of an upload. A token: id, position, span. A span: rows, ends, lengths, samples, tops, copy, save, load,
-#: alignment.
+#: next token, alignment.
 _TOKEN_WORDS = 6
 _SCORED_WORDS = 4  # of a token that is scored, more: its place and the next token's id
-_SPAN_WORDS = 30
+_SPAN_WORDS = 32
 _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, adapter
 #: Features whose rows have more to set up.
 _SETUP_FEATURES = Feature.MIN_TOKENS | Feature.BIAS | Feature.PENALIZE
 _DRAFT_WORDS = 8
+_BASE_WORDS = 4  # of a row after whose step the draft model guesses: row and place as int64
 _PAGE_WORDS = 3  # of a page that a verify step tells
 _SAVE_WORDS = 4  # of a row that ended and whose state is saved: row and place as int64
 
@@ -74,6 +75,8 @@ class Packer:
             self._put_decode(plan, size or plan.draws, staging)
         else:
             layout = _put_prefill(plan.spans, staging)
+            if plan.guesses >= 0:
+                _put_next_tokens(plan.spans, staging)
         _put_states(plan, staging)
         _put_images(plan, staging)
         scored: dict[str, Any] = {}
@@ -96,6 +99,7 @@ class Packer:
             tops=tops,
             **scored,
             drafts=max((draft.length for draft in plan.drafts), default=0),
+            guesses=plan.guesses,
         ).with_encodes(plan.encodes)
 
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
@@ -118,15 +122,19 @@ class Packer:
         staging.put("pages", np.array(plan.pages, dtype=np.int32))
         if not plan.drafts:
             return
-        paths_MW = np.zeros((len(plan.drafts), plan.path_tokens), dtype=np.int64)
+        paths_MW = np.zeros((len(plan.drafts), max(plan.path_tokens, 1)), dtype=np.int64)
         verified, drafts, draft_rows = [], [], iter(self._draft_rows)
-        for which, (seq, place, count, path, begin, _) in enumerate(plan.drafts):
+        for which, (seq, place, count, path, begin, *_) in enumerate(plan.drafts):
             verified.append((seq.row, place, count, begin))
             drafts += [(next(draft_rows), seq.row, ahead, which) for ahead in range(1, count + 1)]
             paths_MW[which, : len(path)] = path
         staging.put("verified", np.array(verified, dtype=np.int64))
         staging.put("paths", paths_MW)
         staging.put("drafts", np.array(drafts, dtype=np.int64))
+        if plan.guesses > 0:
+            draws = [span.draws for span in plan.spans]
+            bases = zip([span.seq.row for span in plan.spans], np.cumsum([0, *draws[:-1]]), strict=True)
+            staging.put("bases", np.array(list(bases), dtype=np.int64))
 
     def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:
         """Rows that no step has set up yet, and the pages that are copied for them."""
@@ -193,6 +201,15 @@ def _put_prefill(spans: Seq[Span], staging: Staging) -> tuple[tuple[int, int, in
     tokens = np.concatenate([prompt.tokens for *_, prompt in spans if prompt is not None]).astype(np.int64)
     columns = [(seq.row, start, tokens_in, draws) for seq, start, tokens_in, draws, _ in spans]
     return put_prefill(staging, columns, tokens)
+
+
+def _put_next_tokens(spans: Seq[Span], staging: Staging) -> None:
+    """The token of each prompt after what a step takes of it."""
+    tokens = []
+    for seq, start, tokens_in, _, _ in spans:
+        known, end = seq.kv.prefill_tokens, start + tokens_in
+        tokens.append(int(known[end]) if known is not None and end < len(known) else 0)
+    staging.put("next_tokens", np.array(tokens, dtype=np.int64))
 
 
 def _put_setup(staging: Staging, seqs: Seq[Sequence], adapters: bool = False) -> None:
@@ -299,7 +316,8 @@ def verify_words(max_rows: int, draft_rows: int, most: int) -> int:
     if not draft_rows:
         return 0
     positions = 2 * (most + 1)  # that a row may have in such a step, and tokens of its path
-    return draft_rows * 2 * (_DRAFT_WORDS + positions) + max_rows * _PAGE_WORDS * (positions + 1)
+    told = positions + most  # positions whose pages are told: guesses may follow
+    return draft_rows * 2 * (_DRAFT_WORDS + positions) + max_rows * (_PAGE_WORDS * (told + 1) + _BASE_WORDS)
 
 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, images: bool = False) -> int:

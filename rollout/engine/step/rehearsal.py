@@ -169,7 +169,7 @@ def _pack_decode(executor: Executor, slot: Slot, step: Rehearsed, max_context: i
     staging.begin()
     put_decode(staging, [], [], rows, no_segments(rows) if executor.step.shares_pages else None)
     tops = put_tops(staging, range(rows)) if step.features & Feature.TOP else ()
-    return staging.upload(rows, rows, rows, step.features.value, max_context, tops=tops)
+    return staging.upload(rows, rows, rows, step.features.value, max_context, tops=tops, guesses=_guesses(executor))
 
 
 def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: int) -> Upload:
@@ -179,9 +179,11 @@ def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: 
     staging.put("copies", np.zeros((rows, 2), dtype=np.int32))
     tokens = np.arange(total, dtype=np.int64) % executor.step.rows.vocab
     layout = put_prefill(staging, [(0, step.earlier, length, 1) for length in step.prompts], tokens)
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"guesses": _guesses(executor)}
+    if executor.step.heads is not None:
+        staging.put("next_tokens", np.zeros(rows, dtype=np.int64))
     if step.features & Feature.TOP:
-        more = {"tops": put_tops(staging, range(rows)), "ranked": True, "prompt_tops": True}
+        more |= {"tops": put_tops(staging, range(rows)), "ranked": True, "prompt_tops": True}
         more["scored"] = put_scored(staging, np.arange(total), tokens, scored_multiple(executor.device.torch_device))
     return staging.upload(rows, total, rows, step.features.value, max_context, layout=layout, **more)
 
@@ -199,6 +201,11 @@ def _run(executor: Executor, slot: Slot, upload: Upload) -> None:
     executor.compute.record(done)
     done.synchronize()
     executor.check()
+
+
+def _guesses(executor: Executor) -> int:
+    heads = executor.step.heads
+    return -1 if heads is None else heads.most
 
 
 def _possible(executor: Executor, features: Feature) -> Feature:

@@ -13,6 +13,7 @@
     banned  [rows, K]            stop ids, padded by repeating the first; banned until min_tokens
     adapters [rows]    int32     slot of the row's adapter, 0 for none; where adapters are served
     drafts  [rows]     int64     of a draft row: its draft
+    guesses [rows, G]  int64     the next tokens of the row as the draft model guesses them; where there is one
 
 Row 0 is padding. The last rows are draft rows: for one step a draft row is a copy of a row that has drafts, some tokens
 ahead, with a draft as its last token (`verify.py`). The first step of a sequence sets its row up, from the `init_*` and
@@ -43,7 +44,15 @@ FLOATS = FIRST_FLOAT_RULE + len(FLOAT_RULES)  # columns
 class RowState:
     """Device tensors indexed by row."""
 
-    def __init__(self, max_rows: int, max_pages: int, vocab: int, device: torch.device, adapters: bool = False) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_pages: int,
+        vocab: int,
+        device: torch.device,
+        adapters: bool = False,
+        guesses: int = 0,
+    ) -> None:
         """State of `max_rows` rows, draft rows included, beside the padding."""
         rows = max_rows + 1
         self.vocab = vocab
@@ -56,6 +65,7 @@ class RowState:
         self.banned = torch.zeros(rows, MAX_STOP_IDS, dtype=torch.int64, device=device)
         self.adapters = torch.zeros(rows, dtype=torch.int32, device=device) if adapters else None
         self.drafts = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.guesses = torch.zeros(rows, guesses, dtype=torch.int64, device=device) if guesses else None
         on_gpu = device.type == "cuda"
         self.step_pages = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device) if on_gpu else None
 

@@ -12,6 +12,9 @@
 `masks` and `scores` hold what only some steps have. A step with constrained rows has two parts, and the second waits
 for their masks: start, forward_end, draw_start, end.
 
+Where kernels wait for other ranks, the flag of a wait in vain comes with the outputs. It is copied after the step, so
+it is set if the step waited in vain.
+
 A slot is taken from acquire until the commit that read its host outputs has returned; nothing else writes to its
 buffers in between.
 """
@@ -44,8 +47,12 @@ class Slot:
         chunk_tokens: int,
         routing: RoutingShape | None = None,
         speculates: bool = False,
+        fault: torch.Tensor | None = None,
     ) -> None:
-        """Buffers for steps of up to `max_rows` rows, drafts included; `speculates` if there may be any."""
+        """Buffers for steps of up to `max_rows` rows, drafts included; `speculates` if there may be any.
+
+        `fault` is the flag of the tensor group's peer buffers (`PeerBuffers.fault`), if it has them.
+        """
         self.staging = Staging(device.host_buffer((upload_words,), torch.int32))
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
         output_words = OUTPUT_FIELDS * max_rows
@@ -59,6 +66,8 @@ class Slot:
         self._accepted_host = self._result_host[output_words:words]
         self.experts = None if routing is None else StepExperts(routing, self._result[words:])
         self._token_words = record_words(routing, 1)
+        self._fault = fault
+        self._fault_host = None if fault is None else device.host_buffer((1,), torch.int32)
         self.h2d_start, self.h2d_done = device.event(), device.event()
         self.start, self.end = device.event(), device.event()
         self.d2h_start, self.d2h_done = device.event(), device.event()
@@ -79,6 +88,14 @@ class Slot:
         else:
             words = self._output_words + self._token_words * header.tokens
             self._result_host[:words].copy_(self._result[:words], non_blocking=True)
+        if self._fault is not None and self._fault_host is not None:
+            self._fault_host.copy_(self._fault, non_blocking=True)
+
+    @property
+    def lost_rank(self) -> int | None:
+        """The rank for which a kernel of this device waited in vain, before the outputs were copied; None if none."""
+        fault = 0 if self._fault_host is None else int(self._fault_host)
+        return fault - 1 if fault else None
 
     def read(self, header: Header) -> StepOutput:
         """The outputs that have arrived. `experts` is a view, which the next step overwrites."""

@@ -23,10 +23,13 @@
     known                  int64 [n, 3]: row, token that goes in, its position; of rows of a decode forward whose token
                            comes from the host
     verified               int64 [M, 4] of rows with drafts: row, place of its own draw, number of drafts (their places
-                           follow), first position of its path
+                           follow), first position of its path; or `IN_ROW_STATE`: the drafts are the row's guesses
     paths                  int64 [M, W]: the tokens that are expected from there on; padded
     drafts                 int64 [N, 4] of drafts: draft row, row, how far ahead (from 1), which of the `verified`
     pages                  int32 [n, 3]: row, column of its page table, page; of all rows of a verify step
+    bases                  int64 [rows, 2]: row, and place of its own draw, of a verify step after which the draft
+                           model guesses
+    next_tokens            int64 [rows]: of the spans of a prefill, its next token; 0 after the last
     rope_positions         int64 [3, T]: positions of the rotary embedding by axis; of prefills of prompts with images
     image_at, _places      int64 [n]: tokens of the step that are images, and places of their embeddings in the buffer
     top_at                 int64 [n]: which of the drawing rows report their likeliest tokens
@@ -51,6 +54,8 @@ from rollout.engine.sequence.images import Encode
 #: Sections start at a multiple of this many int32 words: 16 bytes. Kernels are compiled anew for pointers that are less
 #: well aligned, and nothing is compiled while serving.
 _ALIGN = 4
+#: In the place of a path's first position: the drafts are the guesses of the row state.
+IN_ROW_STATE = -1
 #: int32 words that alignment adds to an upload at most: fewer than `_ALIGN` for each of fewer than 32 sections.
 ALIGNMENT_WORDS = 32 * (_ALIGN - 1)
 _TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
@@ -82,6 +87,8 @@ class Header(NamedTuple):
     ranked: bool = False  # they have ranks, too
     prompt_tops: bool = False  # and their likeliest tokens
     drafts: int = 0  # most drafts of a row; 0 in a step without drafts
+    #: Tokens that the draft model guesses for each row after the step; 0: it only reads the step; -1: it does not run.
+    guesses: int = -1
 
     def to_fields(self) -> dict[str, Any]:
         """A map of integers, strings and lists, for a wire."""

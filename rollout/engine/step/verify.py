@@ -24,7 +24,7 @@ import torch
 
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
-from rollout.engine.step.upload import StepInput
+from rollout.engine.step.upload import IN_ROW_STATE, StepInput
 
 _NO_TOKEN = -1
 
@@ -42,7 +42,7 @@ def set_up(rows: RowState, step: StepInput) -> None:
     if rows.ints.is_cuda:
         from rollout_kernels.step.triton_drafts import set_up_drafts
 
-        copied = rows.ints, rows.floats, rows.pages, rows.drafts, rows.adapters
+        copied = rows.ints, rows.floats, rows.pages, rows.drafts, rows.adapters, rows.guesses
         set_up_drafts(step["drafts"], step["verified"], step["paths"], *copied, last=LAST, length=LENGTH)
     else:
         copy_rows(rows, step)
@@ -70,6 +70,8 @@ def copy_rows(rows: RowState, step: StepInput) -> None:
     position_N = ints_NI[:, LENGTH] + ahead_N
     at_N = (position_N - begin_M[which_N]).clamp_(0, paths_MW.shape[1] - 1)
     token_N = paths_MW[which_N, at_N]
+    if rows.guesses is not None:
+        token_N = torch.where(begin_M[which_N] == IN_ROW_STATE, rows.guesses[owner_N, ahead_N - 1], token_N)
     ints_NI[:, LENGTH], ints_NI[:, LAST] = position_N, token_N
     rows.ints.index_copy_(0, draft_N, ints_NI)
     rows.drafts.index_copy_(0, draft_N, token_N)

@@ -149,6 +149,7 @@ def status_reply(
         "faults": status.faults,
         "restarts": status.restarts,
         "prompt_faults": status.prompt_faults,
+        "ranks": [asdict(rank) for rank in status.ranks],
         "problems": list(status.problems),
         "capabilities": list(capabilities),
         "max_context_tokens": model.max_context_tokens,

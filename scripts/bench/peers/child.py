@@ -15,7 +15,7 @@ import traceback
 from typing import Any
 
 from scripts.bench.peers.experiments import Engine, run_job
-from scripts.bench.peers.job import Job
+from scripts.bench.peers.job import SHARDED, Job
 
 PREFIX = "ROW "
 _ERROR_CHARS = 500
@@ -23,6 +23,8 @@ _ERROR_CHARS = 500
 
 def make_engine(job: Job) -> Engine:
     """The engine of a job, ready to generate. The modules of other engines are not imported."""
+    if job.gpus > 1 and job.engine not in SHARDED:
+        raise ValueError(f"{job.engine} runs on one GPU: with {job.gpus} take {' or '.join(SHARDED)}")
     if job.engine in ("ours", "ours-blocking", "ours-grouped", "ours-apart", "ours-fallback"):
         from scripts.bench.peers.ours_engine import OursEngine, group_experts, keep_shared_apart
 

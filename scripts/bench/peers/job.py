@@ -14,6 +14,8 @@ from scripts.bench.peers.workloads import completion_lengths
 #: `ours-apart` with shared experts apart from the others, `ours-fallback` with transformers' code as the model,
 #: `service` is our worker, measured by a client of its socket.
 ENGINES = ("ours", "ours-blocking", "ours-grouped", "ours-apart", "ours-fallback", "service", "vllm", "transformers")
+#: Those that run a model on several GPUs here.
+SHARDED = ("service", "vllm")
 EXPERIMENTS = ("decode", "contexts", "post", "short", "long_job", "groups", "prefill", "arrivals")
 _SLACK_TOKENS = 16
 
@@ -25,6 +27,7 @@ class Job:
     engine: str = "ours"
     shape: str = "qwen3-8b"
     layers: int = 0  # the first ones of the shape; 0: all
+    gpus: int = 1  # that run the model together, of `service` and vLLM
     experiments: tuple[str, ...] = ("decode",)
     device: str = "auto"
     rows: tuple[int, ...] = (1, 8, 32, 128)  # of decode and contexts

@@ -40,7 +40,9 @@ _IDENTITY = (
     "completions",
     "scale",
     "layers",
+    "gpus",
 )
+_OURS = ("ours", "service")
 #: The figure for comparing engines, and whether a smaller one is better.
 _FIGURES = {
     "decode": ("ms", True),
@@ -155,12 +157,14 @@ class Report:
     def add(self, job: Job, row: Row) -> None:
         """Print a row and write it to the file."""
         named = {"shape": job.shape, "engine": job.engine, **({"layers": job.layers} if job.layers else {})}
+        if job.gpus > 1:
+            named["gpus"] = job.gpus
         if "facts" in row:
             self._keep_fact({"run": self._run, **named, **row["facts"]})
             return
         row = {**named, **row, "run": self._run}
         if self._bandwidth is not None and "experiment" in row and "skipped" not in row:
-            row |= floors(job, row, self._bandwidth)
+            row |= floors(job, row, self._bandwidth * job.gpus)
         print(json.dumps(_short(row)), flush=True)
         self._new.append(row)
         key = _identity(row)
@@ -168,17 +172,18 @@ class Report:
         self._write()
 
     def compare(self) -> None:
-        """Print the ratio of ours to another engine for each experiment that both have done."""
+        """Print the ratio of ours, or of our service, to another engine for each experiment that both have done."""
         for row in self._new:
             name, less_is_better = _FIGURES.get(row.get("experiment", ""), ("", True))
-            if row["engine"] != "ours" or name not in row:
+            if row["engine"] not in _OURS or name not in row:
                 continue
             for other in self._rows:
-                if other["engine"] != "ours" and name in other and _same_work(row, other):
+                if other["engine"] not in _OURS and name in other and _same_work(row, other):
                     ratio = other[name] / row[name] if less_is_better else row[name] / other[name]
                     what = " ".join(f"{key} {row[key]}" for key in _IDENTITY[3:] if key in row)
                     when = "" if other["run"] == self._run else f" (measured in the run of {other['run']})"
-                    print(f"{row['shape']} {row['experiment']} {what}: ours {ratio:.3f}x {other['engine']}{when}")
+                    ours, theirs = row["engine"], other["engine"]
+                    print(f"{row['shape']} {row['experiment']} {what}: {ours} {ratio:.3f}x {theirs}{when}")
 
     def _keep_fact(self, fact: Row) -> None:
         print(json.dumps(_short(fact)), flush=True)

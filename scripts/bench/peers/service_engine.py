@@ -35,6 +35,7 @@ class ServiceEngine:
             write_checkpoint(job.shape, Path(self._folder.name), job.layers),
             load_format="random",
             device=job.device,
+            tensor_parallel=job.gpus,
             max_rows=engine.max_rows,
             max_context_tokens=engine.max_context_tokens,
             kv_memory_fraction=engine.kv_memory_fraction,

@@ -75,6 +75,7 @@ class VllmEngine:
             max_model_len=max_context,
             max_num_seqs=job.most_rows,
             gpu_memory_utilization=_MEMORY_SHARE,
+            tensor_parallel_size=job.gpus,
             async_scheduling=True,
             enable_prefix_caching=True,
             disable_log_stats=True,
@@ -86,6 +87,7 @@ class VllmEngine:
                 "cudagraph_capture_sizes": capture_sizes(job.most_rows),
             },
             **({"language_model_only": True} if job.shape in _INSIDE else {}),
+            additional_config={"gdn_prefill_backend": "triton"},  # the other one needs flashinfer
         )
         self._llm.apply_model(fill_like_a_model)
         self._numbers = itertools.count()

@@ -13,7 +13,8 @@ import torch
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.speculation.drafter import DRAFTERS
 from rollout.engine.step.device_step import DeviceStep
-from rollout.engine.step.row_state import LENGTH
+from rollout.engine.step.head_drafts import HeadDrafts
+from rollout.engine.step.row_state import LENGTH, PROMPT, SEED
 from rollout.engine.step.sampler import Sampler
 from tests.support.engine.harness import VOCAB, Bench
 
@@ -56,6 +57,39 @@ def drafting(
     return Bench(model, **{"speculation": "suffix", **fields}), drafter
 
 
+def replayed_guesses(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq[int]], wrong: float, seed: int = 0):
+    """Have the draft model guess recorded tokens, by the seed of their row, each wrong with probability `wrong`."""
+    rng, guess = random.Random(seed), HeadDrafts.guess
+
+    def replay(self, count, *how):
+        guess(self, count, *how)
+        vocab = self._head.vocab
+        for row in self._rows_R[:count].tolist():
+            ints = self.rows.ints[row]
+            at = int(ints[LENGTH] - ints[PROMPT]) + 1
+            tokens = list(recorded.get(int(ints[SEED]), ())[at : at + self.most])
+            tokens = [token if rng.random() >= wrong else (token + 1) % vocab for token in tokens]
+            tokens += [rng.randrange(vocab) for _ in range(self.most - len(tokens))]
+            self.rows.guesses[row] = torch.tensor(tokens)
+
+    monkeypatch.setattr(HeadDrafts, "guess", replay)
+
+
+def watch_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[float], list[int]]]:
+    """A list that gets the row state of each row that guesses, its integers and floats, and its guesses."""
+    seen, run = [], HeadDrafts.run
+
+    def watch(self, step, *how):
+        run(self, step, *how)
+        rows = step["sampled_rows"] if step.header.layout else step["bases"][:, 0] if "bases" in step else step["rows"]
+        for row in rows.tolist() if step.header.draws else []:
+            state = self.rows
+            seen.append((state.ints[row].tolist(), state.floats[row].tolist(), state.guesses[row].tolist()))
+
+    monkeypatch.setattr(HeadDrafts, "run", watch)
+    return seen
+
+
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have decode steps run a row after the other, forward and draw; for rows without a constraint.
 
@@ -65,11 +99,17 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Sampler.__call__
 
     def decode(self, step, experts):
-        logits = []
+        logits, hidden, positions = [], [], []
         for i, row in enumerate(step["rows"]):
             context = int(self.rows.ints[row, LENGTH]) + 1
             batch = self.begin_decode(row[None], step["new_pages"][i : i + 1], context)
             logits.append(self.forward.compute_logits(self.forward(*batch, self.kv)))
+            if self.heads is not None:
+                hidden.append(self.heads.taps.hidden_TF[:1].clone())
+                positions.append(batch[1].positions_T)
+        if self.heads is not None:
+            self.heads.taps.hidden_TF[: len(hidden)] = torch.cat(hidden)
+            self.heads.positions_B[: len(positions)] = torch.cat(positions)
         return torch.cat(logits), step["rows"]
 
     def draw_each(self, logits_SV, rows_S, features, output_4R, masks=None):

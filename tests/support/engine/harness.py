@@ -129,9 +129,9 @@ class Bench:
         self.engine.executor.close()
 
 
-def load(folder: Path, device: str = "cpu") -> Decoder:
+def load(folder: Path, device: str = "cpu", draft: Path | None = None) -> Decoder:
     settings = ModelSettings(path=str(folder), dtype="float32", device=device)
-    return load_model(settings, torch.device(device)).model
+    return load_model(settings, torch.device(device), draft=draft).model
 
 
 def watch_prefills(bench: Bench) -> list[int]:

@@ -1,4 +1,4 @@
-"""A processor of text and images for tiny models: transformers' image processor and a tokenizer of words.
+"""A processor of text and images for tiny models: transformers' image processor and a tokenizer.
 
 Those of Qwen need torchvision, for videos. This one does with a text what they do: a placeholder for each token.
 """
@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoImageProcessor, AutoTokenizer, BatchFeature, ProcessorMixin
+from transformers import AutoTokenizer, BatchFeature, ProcessorMixin, Qwen2VLImageProcessorPil
 
 from tests.support.models.images import IMAGE
 
@@ -22,11 +22,11 @@ class WordsAndImages(ProcessorMixin):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
     @classmethod
-    def of(cls, folder: Path) -> WordsAndImages:
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> WordsAndImages:
+        """The processor of a folder. Options of transformers make no difference."""
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.pad_token = "[UNK]"
-        images = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        return cls(images, tokenizer, chat_template=tokenizer.chat_template)
+        images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        return cls(images, tokenizer, tokenizer.chat_template)
 
     def __call__(self, images: Any = None, text: Any = None, **options: Any) -> BatchFeature:
         texts = [text] if isinstance(text, str) else list(text)
@@ -39,7 +39,7 @@ class WordsAndImages(ProcessorMixin):
             lengths = iter([math.prod(grid) // 4 for grid in pixels["image_grid_thw"].tolist()])
             for i, each in enumerate(texts):
                 head, *rest = each.split(self.image_token)
-                texts[i] = head + "".join(" ".join([self.image_token] * next(lengths)) + after for after in rest)
+                texts[i] = head + "".join(self.image_token * next(lengths) + after for after in rest)
         encoded = self.tokenizer(texts, add_special_tokens=False, **options)
         encoded["mm_token_type_ids"] = [[int(token == IMAGE) for token in row] for row in encoded["input_ids"]]
         return BatchFeature({**encoded, **pixels}, tensor_type=tensors)

@@ -10,7 +10,7 @@ import ray
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import register as register_loop
@@ -56,7 +56,9 @@ class TrainerRank(Worker):
 
     def __init__(self, checkpoint: str, engine: dict[str, Any]) -> None:
         super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        has_images = hasattr(AutoConfig.from_pretrained(checkpoint), "vision_config")
+        kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+        self.model = kind.from_pretrained(checkpoint, dtype=torch.float32)
         self.checkpoint_engine = CheckpointEngineRegistry.new("rollout", is_master=self.rank == 0, **engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench import encode
 from scripts.bench.images import main, write_checkpoint, write_processor
 
 
@@ -24,9 +25,17 @@ def test_it_measures_images_and_text(tmp_path: Path) -> None:
 def test_the_checkpoint_of_the_peer_has_a_tokenizer_and_an_image_processor(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
-    folder = write_processor(write_checkpoint("qwen3-vl-8b", tmp_path))
+    folder = write_processor(write_checkpoint("qwen3-vl-8b", tmp_path), 1 << 20)
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == config.image_token_id
     assert (
         AutoImageProcessor.from_pretrained(folder, backend="pil").merge_size == config.vision_config.spatial_merge_size
     )
+
+
+def test_the_tower_alone_is_measured_beside_its_floor(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--shape", "tiny", "--device", "cpu", "--side", "96", "--images", "1", "2", "--tflops", "1e-6"]
+    assert encode.main(["--out", str(out), *flags]) == 0
+    one, two = json.loads(out.read_text())
+    assert one["device_ms"] > 0 and two["floor_ms"] == pytest.approx(2 * one["floor_ms"], abs=0.02)

@@ -78,21 +78,50 @@ def test_the_norm_over_ranks_is_a_sum_and_a_norm_that_follow_each_other(
             assert normed.abs().max() < atol
 
 
-def _without_a_peer(group: TensorGroup, folder: Path) -> tuple[int, int, int]:
+def _without_a_peer(group: TensorGroup, folder: Path) -> tuple[int, int, list[int]]:
     peers = share_buffers(group, folder, 4, 16)
     parts = torch.ones(1, 2, 16)
-    before = peers.fault.item()
+    before = int(peers.fault)
     if group.rank == 0:  # the other rank does not come
         first = all_reduce_rows(parts, peers, most_spins=50)
         second = all_reduce_rows(parts, peers, most_spins=1 << 40)  # would spin for ever if it waited
         assert first.isnan().all() and second.isnan().all()
-    exchanges = peers.exchanges_M[0].item()
+    exchanges = [count & 0x7FFFFFFF for count in peers.exchanges_M.tolist()]
     group.all_gather(torch.zeros(1))
-    return before, peers.fault.item(), exchanges
+    return before, int(peers.fault), exchanges
 
 
 def test_a_missing_rank_sets_the_flag_and_nothing_waits_any_more(
     tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
     first, second = start_ranks(2).run(_without_a_peer, tmp_path)
-    assert first == (0, 1, 2) and second == (0, 0, 0)
+    assert first == (0, 2, [2, 2, 0, 0]) and second == (0, 0, [0, 0, 0, 0])
+
+
+def _with_a_late_rank(group: TensorGroup, folder: Path) -> list[tuple[int, list[bool]]]:
+    peers = share_buffers(group, folder, 4, 16)
+    found = []
+
+    def exchange(rows: int) -> None:
+        total = all_reduce_rows(torch.ones(1, rows, 16), peers, most_spins=1 << 40 if late else 200)
+        found.append((int(peers.fault), total.isnan().any(-1).tolist()))
+
+    late = group.rank == 1
+    if not late:
+        exchange(2)
+    group.all_gather(torch.zeros(1))  # the other has waited in vain
+    if late:
+        exchange(2)  # with what the other sent before
+    group.all_gather(torch.zeros(1))
+    exchange(4)
+    return found
+
+
+def test_what_a_rank_knows_to_be_wrong_sets_the_flag_of_its_peer(
+    tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    early, late = start_ranks(2).run(_with_a_late_rank, tmp_path)
+    assert early[0] == (2, [True, True]) and early[1][0] == 2
+    # Its first sum is whole, so no flag is set. The second one has rows of the other in it that are not.
+    assert late[0] == (0, [False, False])
+    assert late[1][0] == 1 and late[1][1][:2] == [True, True]

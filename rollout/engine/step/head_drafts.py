@@ -1,0 +1,219 @@
+"""The draft model on the device: after each step it reads what the step computed, and guesses the rows' next tokens.
+
+    step      forward (keeps hidden states) | draw | accept | read | guess, guess, ...
+                                                                      -> row state: guesses
+    next step                                      set_up: drafts = guesses | forward | draw | accept | ...
+
+Everything runs on the compute stream, so the next step verifies guesses that the host has never seen.
+
+    read    all tokens of the step, at their positions: hidden states of the target, and the token that follows each.
+            After a refused draft that token is a wrong one; the position is read again by the step that computes it.
+    guess   from the last position of each row: the token that the draft model would draw with the row's own noise at
+            that position, temperature and truncation; the best one for rows that take the best. So it is the token
+            that the row draws wherever both models agree well enough. Penalties, biases and bans are left out.
+
+Where the KV of the draft model is missing or from other tokens, such as at the end of a shared page, guesses are worse.
+
+Legend: B places of a decode step, R rows, T tokens of a prefill, G guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from rollout.engine.sequence.features import Feature
+from rollout.engine.step.row_state import LAST, LENGTH, RowState
+from rollout.engine.step.sampler import Sampler
+from rollout.engine.step.upload import StepInput
+from rollout.models.batch import AttentionBatch, HiddenTaps, KVCache
+from rollout.models.decoder import Decoder
+from rollout.models.draft_head import DraftHead
+
+#: What guesses heed of the draw.
+_HEEDED = Feature.GREEDY | Feature.DRAW | Feature.TRUNCATE
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGraphs:
+    """What the draft model does with a decode step, captured; by the number of places, and by that of rows."""
+
+    read: Mapping[int, Callable[[], object]]
+    guess: Mapping[int, Callable[[], object]]
+
+    def guess_size(self, rows: int) -> int | None:
+        """The captured size that so many rows take; None if none is large enough."""
+        return min((size for size in self.guess if size >= rows), default=None)
+
+
+class HeadDrafts:
+    """Runs the draft model of `model` for the rows of a row state. Decode steps have up to `step_rows` rows.
+
+    What it reads and makes of a decode step is in memory of its own, at fixed addresses, so it can be captured.
+    """
+
+    def __init__(self, model: Decoder, rows: RowState, step_rows: int) -> None:
+        assert model.draft is not None and rows.guesses is not None
+        self._model = model
+        self._head: DraftHead = model.draft
+        self.rows = rows
+        self._guesses_RG = rows.guesses
+        #: Guesses of a row, where it guesses at all.
+        self.most = rows.guesses.shape[1]
+        device, hidden = model.embed.device, model.embed.shape[1]
+
+        def ints(count: int = step_rows) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+
+        #: Hidden states and positions of the last decode step; its forward writes them.
+        self.taps = self.make_taps(step_rows)
+        self.positions_B = ints()
+        self._rows_B, self._following_B = ints(), ints()
+        self._hidden_BH = torch.zeros(step_rows, hidden, dtype=model.embed.dtype, device=device)
+        self._rows_R, self._at_R = ints(), ints()
+        self._prefill: tuple[AttentionBatch, torch.Tensor] | None = None
+        # Guesses advance copies of rows, as draws advance rows.
+        self._ahead = RowState(step_rows, 1, 0, device)
+        self._draw = Sampler(self._ahead)
+        self._output_4R = torch.zeros(4, step_rows, dtype=torch.int32, device=device)
+        self._places_R = torch.arange(step_rows, device=device)
+        self._order_G = torch.arange(self.most, device=device)
+
+    @property
+    def reads_last_layer(self) -> bool:
+        """True if it reads hidden states after the last layer."""
+        return self._head.spec.taps[-1] == len(self._model.layers)
+
+    def make_taps(self, tokens: int) -> HiddenTaps:
+        """Memory for the hidden states of so many tokens."""
+        spec, embed = self._head.spec, self._model.embed
+        hidden_TF = torch.zeros(tokens, spec.fc.inputs, dtype=embed.dtype, device=embed.device)
+        return HiddenTaps(spec.taps, hidden_TF)
+
+    def prefilled(self, batch: AttentionBatch, taps: HiddenTaps) -> None:
+        """A prefill has run; `run` reads it after its draw."""
+        own = replace(batch, taps=None, images=None, experts=None, adapters=None, rope_positions=None, rows_B=None)
+        self._prefill = own, taps.hidden_TF
+
+    def run(
+        self,
+        step: StepInput,
+        output_4R: torch.Tensor,
+        accepted_B: torch.Tensor,
+        kv: KVCache,
+        graphs: HeadGraphs | None = None,
+    ) -> None:
+        """Read a step whose tokens are drawn, and guess.
+
+        `accepted_B` (int32) are accepted drafts by place, 0 for all places without; read in steps with drafts.
+        """
+        header = step.header
+        if self._prefill is None:
+            rows_R, at_R = self._read_decode(step, output_4R, accepted_B, kv, graphs)
+        else:
+            (batch, hidden_TF), self._prefill = self._prefill, None
+            hidden_TH = self._forward(self._following(step, output_4R), hidden_TF, batch, kv)
+            if not header.draws:
+                return
+            rows_R, at_R = step["sampled_rows"], self._places_R[: header.draws]
+            self._hidden_BH[: header.draws] = hidden_TH.index_select(0, step["sampled_at"])
+        if header.guesses == 0:
+            return
+        assert header.guesses == self.most
+        count, features = len(rows_R), Feature(header.features) & _HEEDED
+        size = None if graphs is None or features & Feature.TRUNCATE else graphs.guess_size(count)
+        self._rows_R[:count], self._at_R[:count] = rows_R, at_R
+        if graphs is None or size is None:
+            self.guess(count, header.max_context, features, kv)
+            return
+        if size > count:
+            self._rows_R[count:size].zero_()
+        graphs.guess[size]()
+
+    # --- what can be captured -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def read(self, places: int, max_context: int, kv: KVCache) -> None:
+        """Run the layer over the places of a decode step."""
+        table_BP = self._table(self._rows_B[:places], max_context, kv)
+        batch = _batch(self.positions_B[:places], table_BP, kv.page_size, max_context)
+        hidden_TF = self.taps.hidden_TF[:places]
+        self._hidden_BH[:places] = self._forward(self._following_B[:places], hidden_TF, batch, kv)
+
+    @torch.inference_mode()
+    def guess(self, count: int, max_context: int, features: Feature, kv: KVCache) -> None:
+        """Guess the next tokens of `count` rows, from the hidden states of the positions before their newest token."""
+        ahead, output_4R, places_R = self._ahead, self._output_4R, self._places_R[:count]
+        rows_R = self._rows_R[:count]
+        hidden_RH = self._hidden_BH.index_select(0, self._at_R[:count])
+        ahead.ints[:count] = self.rows.ints.index_select(0, rows_R)
+        ahead.floats[:count] = self.rows.floats.index_select(0, rows_R)
+        max_context = min(max_context + self.most, self.rows.pages.shape[1] * kv.page_size)
+        table_RP = self._table(rows_R, max_context, kv)
+        for index in range(self.most):
+            logits_RV = self._head.compute_logits(hidden_RH, self._model.lm_head)
+            self._draw(logits_RV, places_R, features, output_4R)
+            tokens_R = ahead.ints[:count, LAST]
+            self._guesses_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
+            if index + 1 < self.most:
+                batch = _batch(ahead.ints[:count, LENGTH] - 1, table_RP, kv.page_size, max_context)
+                hidden_RH = self._head(self._embed(tokens_R), hidden_RH, batch, kv)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _read_decode(
+        self,
+        step: StepInput,
+        output_4R: torch.Tensor,
+        accepted_B: torch.Tensor,
+        kv: KVCache,
+        graphs: HeadGraphs | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read a decode step; returns the rows that may guess, and the places of their last positions."""
+        header, count = step.header, step.header.draws
+        size = header.size or count
+        self._rows_B[:size], self._following_B[:size] = step["rows"][:size], output_4R[0, :size]
+        if graphs is not None and size in graphs.read:
+            graphs.read[size]()
+        else:
+            self.read(count, header.max_context, kv)
+        if "bases" in step:
+            rows_R, at_R = step["bases"].unbind(1)
+            return rows_R, at_R + accepted_B[at_R]
+        return self._rows_B[:count], self._places_R[:count]
+
+    def _forward(
+        self, following_T: torch.Tensor, hidden_TF: torch.Tensor, batch: AttentionBatch, kv: KVCache
+    ) -> torch.Tensor:
+        """Its hidden states at the positions of a batch; `following_T` are the tokens after these."""
+        return self._head(self._embed(following_T), self._head.fuse(hidden_TF), batch, kv)
+
+    def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens_T, self._model.embed)
+
+    def _following(self, step: StepInput, output_4R: torch.Tensor) -> torch.Tensor:
+        """The token that follows each token of a prefill: the next one of the prompt, or the one that was drawn."""
+        following_T = step["tokens"].roll(-1)
+        following_T[step["query_starts"][1:].long() - 1] = step["next_tokens"]
+        if step.header.draws:
+            following_T[step["sampled_at"]] = output_4R[0, : step.header.draws].long()
+        return following_T
+
+    def _table(self, rows_R: torch.Tensor, max_context: int, kv: KVCache) -> torch.Tensor:
+        return self.rows.pages[:, : -(-max_context // kv.page_size)].index_select(0, rows_R)
+
+
+def _batch(positions_B: torch.Tensor, table_BP: torch.Tensor, page_size: int, max_context: int) -> AttentionBatch:
+    """A token for each row, at these positions; a padding row may say a later one than there is."""
+    positions_B = positions_B.clamp(max=max_context - 1)
+    pages_B = table_BP.gather(1, (positions_B // page_size)[:, None]).squeeze(1).long()
+    return AttentionBatch(
+        positions_T=positions_B,
+        kv_slots_T=pages_B * page_size + positions_B % page_size,
+        page_table_BP=table_BP,
+        context_lens_B=(positions_B + 1).int(),
+        max_context=max_context,
+    )

@@ -1,0 +1,115 @@
+"""The beat of a follower: a thread that reports that the process lives, and how far its device is.
+
+    every quarter of a second    done, fault, beat        in this order: a beat tells that the numbers before it are new
+
+Its own thread, so that a long launch, a compilation or a large update does not silence it: a beat that stands still
+means that the whole process does. Whether the loop and the device go on is told by the other numbers (`watch.py`).
+
+A follower whose flag is set (`PeerBuffers.fault`), or whose device fails, ends here, also while its loop waits for the
+device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+from rollout_kernels.parallel.peer_buffers import PeerBuffers
+
+from rollout.engine.device.streams import Device
+from rollout.engine.step.slot import Slot
+from rollout.ranks.compiling import compiling
+from rollout.ranks.reports import Reports
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two beats.
+BEAT_S = 0.25
+_FAILED = 1
+
+
+class Beat:
+    """Beats from its construction on; looks at the device from `serve` on."""
+
+    def __init__(self, reports: Reports, number: int) -> None:
+        self._reports, self._number = reports, number
+        self._progress: DeviceProgress | None = None
+        threading.Thread(target=self._run, name="beat", daemon=True).start()
+
+    def serve(self, progress: DeviceProgress) -> None:
+        """Report this progress, too. No step is captured any more: CUDA forbids questions during a capture."""
+        self._progress = progress
+
+    def _run(self) -> None:
+        pause, reports, me = threading.Event(), self._reports, self._number
+        while not pause.wait(BEAT_S):
+            try:
+                reports.set(me, "compiling", compiling())
+                if self._progress is not None:
+                    self._look(self._progress)
+            # The loop may wait for a device that is lost: the other ranks must know.
+            except Exception as error:
+                self._end(f"{type(error).__name__}: {error}")
+            reports.add(me, "beat")
+
+    def _look(self, progress: DeviceProgress) -> None:
+        self._reports.set(self._number, "done", progress.done())
+        if (lost := progress.lost_rank()) is not None:
+            self._reports.set(self._number, "fault", 1 + lost)
+            self._end(f"rank {lost} did not send its part of a sum in time, or sent a wrong one")
+
+    def _end(self, reason: str) -> None:
+        self._reports.say(self._number, reason)
+        log.critical("this rank ends: %s", reason)
+        os._exit(_FAILED)
+
+
+class DeviceProgress:
+    """How far the device of this process is. `done` and `lost_rank` belong to one thread; they wait for nothing."""
+
+    def __init__(self, device: Device, slots: Sequence[Slot], peers: PeerBuffers | None) -> None:
+        self._device, self._slots, self._peers = device, tuple(slots), peers
+        self.enqueued = 0  # steps whose end is enqueued; counted by the loop
+        self._done = 0
+        self._copy: _FlagCopy | None = None
+
+    def done(self) -> int:
+        """Steps that are complete on the device."""
+        enqueued = self.enqueued  # first: a step that is enqueued meanwhile makes the result smaller, not larger
+        running = sum(not slot.end.query() for slot in self._slots)
+        self._done = max(self._done, enqueued - running)
+        return self._done
+
+    def lost_rank(self) -> int | None:
+        """The rank for which a kernel of this device has waited in vain; None if there is none. One call late."""
+        if self._peers is None:
+            return None
+        if self._copy is None:
+            self._copy = _FlagCopy(self._device, self._peers.fault)
+        return self._copy.turn()
+
+
+class _FlagCopy:
+    """Copies the flag to the host again and again, on a stream of its own."""
+
+    def __init__(self, device: Device, fault: torch.Tensor) -> None:
+        if fault.is_cuda:
+            torch.cuda.set_device(fault.device)  # of this thread
+        self._stream, self._copied = device.stream("flag"), device.event()
+        self._fault, self._host = fault, device.host_buffer((1,), torch.int32)
+        self._begin()
+
+    def turn(self) -> int | None:
+        """The rank that the last finished copy tells of; begins the next copy."""
+        if not self._copied.query():
+            return None
+        fault = int(self._host)
+        self._begin()
+        return fault - 1 if fault else None
+
+    def _begin(self) -> None:
+        self._stream.run(lambda: self._host.copy_(self._fault, non_blocking=True))
+        self._stream.record(self._copied)

@@ -1,0 +1,482 @@
+"""A draft model changes no completion, guesses what its reference says, and its guesses are verified without a wait."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+from rollout_kernels.sampling import gumbel_noise
+
+from rollout.engine.build import rebuild_engine
+from rollout.engine.inspect import Inspector
+from rollout.engine.messages import Cancel, PutAdapter, StopAt
+from rollout.engine.schedule import speculation
+from rollout.engine.sequence.features import PLAIN
+from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
+from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
+from tests.engine.test_invariants import run_watched
+from tests.engine.test_speculation import (
+    RULES,
+    STOP,
+    FixedCosts,
+    adapted,
+    assert_same,
+    submit_all,
+    submit_free,
+    submit_six,
+)
+from tests.support.engine.adapted import make_adapters
+from tests.support.engine.constraints import SIZE, Cycle, X, Y
+from tests.support.engine.drafting import replayed_guesses, row_by_row, watch_guesses
+from tests.support.engine.harness import VOCAB, Bench, load, prompt_of
+from tests.support.engine.offloading import PAGE
+from tests.support.engine.replay import replayed
+from tests.support.engine.sleeping import Sleeping, outcome, submit_some
+from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
+from tests.support.kernels.grids import nightly
+from tests.support.models.draft_heads import head_config, head_forward, head_logits, random_head, save_head
+from tests.support.models.every_family import EVERY_FAMILY
+
+HEADS = {"speculation": "heads", "speculation_model": "a folder"}
+SAMPLED = {"temperature": 1.0, "seed": 7}
+
+
+@pytest.fixture(scope="module", params=["mapped", "whole"])
+def head(request, hf_models, tmp_path_factory):
+    """Config, tensors and folder of a random head."""
+    mapped = request.param == "mapped"
+    config = head_config(hf_models[0].config, 60 if mapped else None, norm_before_residual=not mapped)
+    tensors = random_head(config, seed=3)
+    return config, tensors, save_head(tmp_path_factory.mktemp("head"), config, tensors)
+
+
+@pytest.fixture(scope="module")
+def head_folder(hf_models, tmp_path_factory):
+    config = head_config(hf_models[0].config)
+    return save_head(tmp_path_factory.mktemp("head"), config, random_head(config))
+
+
+@pytest.fixture
+def drafted(folders, head_folder):
+    """A fresh decoder with a draft model."""
+    return load(folders[0], draft=head_folder)
+
+
+def as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have steps read and guess as where these are captured: for fixed numbers of rows, for the longest context."""
+    run = HeadDrafts.run
+
+    def run_graphs(self, step, output_4R, accepted_B, kv, graphs):
+        longest = self.rows.pages.shape[1] * kv.page_size
+        read = {size: functools.partial(self.read, size, longest, kv) for size in range(1, 33)}
+        guess = {size: functools.partial(self.guess, size, longest, PLAIN, kv) for size in (2, 4, 8, 16)}
+        self.rows.ints[0, LENGTH] += 1000  # of the padding
+        run(self, step, output_4R, accepted_B, kv, HeadGraphs(read, guess))
+
+    monkeypatch.setattr(HeadDrafts, "run", run_graphs)
+
+
+# --- what it guesses -------------------------------------------------------------------------------------------------
+
+
+def reference_guesses(hf_model, head, tokens: list[int], count: int, draw) -> list[int]:
+    """What a head guesses after these tokens: `draw(logits, index of the guess)` is a token."""
+    config, tensors, _ = head
+    with torch.inference_mode():
+        states = hf_model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        # The last of these is after the model's last norm; that before it is what layer 2 of 2 leaves.
+        read = []
+        hook = hf_model.model.norm.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+        hf_model(torch.tensor([tokens]))
+        hook.remove()
+        fused = torch.cat((states[0], states[1], read[0]), dim=-1)[0] @ tensors["fc.weight"].T
+        embed = hf_model.get_input_embeddings()
+        embeds, hidden, guesses = embed(torch.tensor(tokens[1:])), fused[:-1], []
+        for index in range(count):
+            out = head_forward(config, tensors, embeds, hidden)
+            token = draw(head_logits(config, tensors, out[-1:]), index)
+            guesses.append(token)
+            embeds = torch.cat((embeds, embed(torch.tensor([token]))))
+            hidden = torch.cat((hidden, out[-1:]))
+    return guesses
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatch, depth):
+    """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
+    model = load(folders[0], draft=head[2])
+    fields = {**HEADS, "prefill_chunk_tokens": 8, "pipeline_depth": depth, "speculation_tokens": 4}
+    bench = Bench(model, **fields)
+    seen = watch_guesses(monkeypatch)
+    if depth == 2:
+        as_captured(monkeypatch)
+    prompts = {11: prompt_of(21, 1), 12: prompt_of(6, 2), 13: prompt_of(13, 3)}
+    settings = {11: {"temperature": 0.0}, 12: {"temperature": 1.3}, 13: {"temperature": 0.8}}
+    for seed, prompt in prompts.items():
+        bench.submit(f"r{seed}", prompt, 30, sampling={**settings[seed], "seed": seed})
+    bench.run()
+    bench.close()
+    of_row = {bench.completions[f"r{seed}", 0].seed: seed for seed in prompts}
+    checked = 0
+    for ints, floats, guesses in seen:
+        seed = of_row[ints[SEED]]
+        known = prompts[seed] + bench.tokens(f"r{seed}")
+        if ints[LENGTH] + 1 + len(guesses) > len(known):
+            continue  # it has ended
+        assert ints[LAST] == known[ints[LENGTH]]
+
+        def draw(logits_1V, index, ints=ints, floats=floats):
+            at = torch.tensor([ints[LENGTH] + 1 - ints[PROMPT] + index])
+            noise_1V = gumbel_noise(torch.tensor([ints[SEED]]), at, VOCAB)
+            return int((logits_1V / floats[TEMPERATURE] + floats[NOISE] * noise_1V).argmax())
+
+        assert guesses == reference_guesses(hf_models[0], head, known[: ints[LENGTH] + 1], len(guesses), draw)
+        checked += 1
+    assert checked > 50
+
+
+def test_guesses_are_truncated_like_draws(drafted, monkeypatch):
+    """With top_k = 1 a sampled row guesses what a greedy one does."""
+    found, seen = [], watch_guesses(monkeypatch)
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_k": 1}):
+        bench = Bench(drafted, **HEADS)
+        seen.clear()  # those of the start
+        bench.submit("a", prompt_of(9), 20, sampling=sampling)
+        bench.run()
+        bench.close()
+        found.append([guesses for *_, guesses in seen])
+    assert found[0] == found[1] and len(found[0]) > 10
+
+
+# --- what it does not change -----------------------------------------------------------------------------------------
+
+
+def completions_by_seed(bench: Bench) -> dict[int, list[int]]:
+    return {completion.seed: completion.token_ids for completion in bench.completions.values()}
+
+
+@pytest.fixture(scope="module")
+def plain(folders) -> Bench:
+    bench = Bench(load(folders[0]))
+    submit_all(bench)
+    bench.run()
+    bench.close()
+    return bench
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_random_head_changes_nothing(drafted, plain, depth):
+    bench = Bench(drafted, **HEADS, pipeline_depth=depth)
+    submit_all(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, plain)
+    counters = bench.engine.roster.counters
+    assert counters.drafted > 200 and counters.accepted < counters.drafted / 3
+    assert counters.drafts_by_drafter == {"suffix": (0, 0), "heads": (counters.drafted, counters.accepted)}
+
+
+def submit_seeded(bench: Bench) -> None:
+    """Rows whose seeds differ: all kinds of sampling, groups, a stop."""
+    rules = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+        {"temperature": 1.0, "logit_bias": ((5, 3.0), (9, -4.0))},
+    ]
+    for i, sampling in enumerate(rules):
+        bench.submit(f"rules{i}", prompt_of(5 + 3 * i, i), 22 + i, sampling={**sampling, "seed": 50 + i}, n=1 + i % 3)
+    stop = {"token_ids": (31, 32), "min_tokens": 6}
+    bench.submit("stops", prompt_of(9, 20), 60, sampling={"temperature": 1.0, "seed": 60}, stop=stop, n=3)
+    bench.submit("one", prompt_of(6, 22), 1, sampling={"temperature": 1.0, "seed": 61})
+    bench.submit("two", prompt_of(6, 22), 2, sampling={"temperature": 1.0, "seed": 62})
+
+
+@pytest.mark.parametrize(("wrong", "depth"), [(0.3, 2), (None, 1), *nightly((0.0, 2), (0.3, 1))])
+def test_all_bits_are_equal_with_rows_computed_one_by_one(folders, drafted, monkeypatch, wrong, depth):
+    row_by_row(monkeypatch)
+    plain = Bench(load(folders[0]), max_rows=32, pipeline_depth=depth)
+    submit_seeded(plain)
+    plain.run()
+    plain.close()
+    if wrong is not None:
+        replayed_guesses(monkeypatch, completions_by_seed(plain), wrong)
+    bench = Bench(drafted, **HEADS, max_rows=32, pipeline_depth=depth)
+    submit_seeded(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, plain, exact=True)
+    counters = bench.engine.roster.counters
+    assert counters.accepted > (100 if wrong is not None else 0)
+
+
+def test_right_guesses_make_as_few_steps_as_they_can(folders, drafted, monkeypatch):
+    plain = Bench(load(folders[0]))
+    plain.submit("a", prompt_of(9), 101, sampling=SAMPLED)
+    plain.run()
+    replayed_guesses(monkeypatch, completions_by_seed(plain), 0.0)
+    bench = Bench(drafted, **HEADS, speculation_tokens=4)
+    bench.submit("a", prompt_of(9), 101, sampling=SAMPLED)
+    assert run_watched(bench).most == 2, "no wait between the steps"
+    assert bench.tokens("a") == plain.tokens("a")
+    assert bench.engine.roster.counters.decode_rows == 20 and plain.engine.roster.counters.decode_rows == 100
+    Inspector(bench.engine).set_gauges()
+    report = bench.engine.meter.report()
+    assert report["speculation/tokens_a_step"] == 5 and report["speculation/accepted_pct/by_heads"] == 100
+    bench.close()
+
+
+def test_a_row_may_have_more_guesses_than_a_step_has_rows(folders, drafted, monkeypatch):
+    plain = Bench(load(folders[0]))
+    plain.submit("a", prompt_of(9), 50, sampling=SAMPLED)
+    plain.run()
+    replayed_guesses(monkeypatch, completions_by_seed(plain), 0.0)
+    bench = Bench(drafted, **HEADS, max_rows=1, speculation_rows=3, speculation_tokens=6)
+    bench.submit("a", prompt_of(9), 50, sampling=SAMPLED)
+    run_watched(bench)
+    bench.close()
+    assert bench.tokens("a") == plain.tokens("a") and bench.engine.roster.counters.accepted > 30
+
+
+@pytest.mark.parametrize(("host_pages", "wrong"), [(0, 0.0), (512, 0.3)])
+def test_preempted_rows_come_back_as_they_were(folders, drafted, monkeypatch, host_pages, wrong):
+    plain = Bench(load(folders[0]), kv_pages=600)
+    submit_six(plain)
+    plain.run()
+    replayed_guesses(monkeypatch, completions_by_seed(plain), wrong)
+    page_bytes = drafted.spec.kv_bytes_per_token(drafted.embed.dtype) * PAGE
+    fields = {"kv_pages": 40, "page_size": PAGE, "host_kv_gib": host_pages * page_bytes / 2**30}
+    bench = Bench(drafted, **HEADS, **fields)
+    submit_six(bench)
+    run_watched(bench)
+    bench.close()
+    assert bench.engine.roster.counters.preemptions > 0 and bench.engine.roster.counters.accepted > 100
+    assert_same(bench, plain)
+
+
+@pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
+def test_a_swap_between_verify_steps(folders, hf_models, drafted, monkeypatch, kv_on_swap):
+    old = Bench(load(folders[0]))
+    for i in range(3):
+        old.submit(f"r{i}", prompt_of(8 + i, i), 50, sampling={"temperature": 0.0, "seed": i})
+    old.run()
+    replayed_guesses(monkeypatch, completions_by_seed(old), 0.2)
+    mailbox = Mailbox()
+    bench = Bench(drafted, receiver=mailbox, kv_on_swap=kv_on_swap, recompute_fraction=1.0, **HEADS)
+    for i in range(3):
+        bench.submit(f"r{i}", prompt_of(8 + i, i), 50, sampling={"temperature": 0.0, "seed": i})
+    swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), drafted), 7)
+    bench.close()
+    assert bench.engine.roster.counters.accepted > 5
+    for i in range(3):
+        done = bench.completions[f"r{i}", 0]
+        assert set(done.versions) == {0, 1} and done.versions == sorted(done.versions)
+        assert done.token_ids == replayed(hf_models, prompt_of(8 + i, i), done)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_cancels_and_stop_strings_amid_guesses_leave_nothing_behind(folders, drafted, monkeypatch, seed):
+    six = Bench(load(folders[0]), kv_pages=600)
+    submit_six(six)
+    six.run()
+    replayed_guesses(monkeypatch, completions_by_seed(six), 0.2)
+    bench, rng = Bench(drafted, **HEADS, kv_pages=60), random.Random(seed)
+    submit_six(bench)
+    for i in range(6):
+        for _ in range(rng.randint(1, 5)):
+            bench.engine.tick()
+        key = ("c", f"r{i}")
+        bench.engine.inbox.put(Cancel(key) if i % 2 else StopAt(key, 0, 3, "end"))
+    run_watched(bench)
+    bench.close()
+    for (name, index), completion in bench.completions.items():
+        assert completion.token_ids == six.tokens(name, index)[: len(completion.token_ids)]
+
+
+def test_rows_with_adapters_and_turns_of_known_prompts_guess_too(folders, drafted, hf_models, tmp_path_factory):
+
+    adapters, slots = (
+        make_adapters(hf_models[0], folders[0], tmp_path_factory),
+        {"adapter_slots": 2, "adapter_rank": 16},
+    )
+    plain = adapted(Bench(load(folders[0]), max_rows=16, **slots), adapters)
+    plain.run()
+    bench = adapted(Bench(drafted, max_rows=16, **slots, **HEADS), adapters)
+    run_watched(bench)
+    assert_same(bench, plain)
+    for each in (plain, bench):
+        submit_free(each)  # the prefix cache holds KV of the first ones
+        each.submit("again", prompt_of(9, 20) + each.tokens("stops", 0), 12, sampling=SAMPLED)
+        each.run()
+        each.close()
+    assert_same(bench, plain)
+    assert bench.engine.roster.counters.drafted > 300
+
+
+# --- only where it pays ----------------------------------------------------------------------------------------------
+
+
+def costs(monkeypatch, measured, guesses):
+    fixed = FixedCosts(measured, padded=False, guesses=guesses)
+    monkeypatch.setattr("rollout.engine.build.measure_decode_costs", lambda *_: fixed)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "measured", "guesses", "pays"),
+    [
+        (0.0, {1: 1.0, 72: 1.0}, {1: 0.1, 8: 0.2}, True),
+        (1.0, {1: 1.0, 72: 1.0}, {1: 0.1, 8: 0.2}, False),
+        (0.0, {1: 1.0, 72: 72.0}, {1: 0.1, 8: 0.2}, False),
+        (0.0, {1: 1.0, 72: 1.0}, {1: 9.0, 8: 9.0}, False),
+    ],
+)
+def test_auto_guesses_while_it_pays(folders, drafted, monkeypatch, wrong, measured, guesses, pays):
+    six = Bench(load(folders[0]), kv_pages=600)
+    submit_six(six)
+    six.run()
+    replayed_guesses(monkeypatch, completions_by_seed(six), wrong)
+    costs(monkeypatch, measured, guesses)
+    bench = Bench(drafted, kv_pages=600, **{**HEADS, "speculation": "auto"})
+    submit_six(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, six)
+    drafted_, accepted = bench.engine.roster.counters.drafts_by_drafter["heads"]
+    assert accepted > 200 if pays else drafted_ < 130
+
+
+def test_auto_probes_a_draft_model_that_did_not_pay(folders, drafted, monkeypatch):
+    """A head that has become better is found again."""
+    monkeypatch.setattr(speculation, "_PROBED_EVERY", 4)
+    plain = Bench(load(folders[0]), kv_pages=600)
+    plain.submit("a", prompt_of(9), 300, sampling=SAMPLED)
+    plain.run()
+    recorded = completions_by_seed(plain)
+    right = {seed: list(tokens) for seed, tokens in recorded.items()}
+    recorded = {seed: [(t + 1) % VOCAB for t in tokens[:100]] + tokens[100:] for seed, tokens in right.items()}
+    replayed_guesses(monkeypatch, recorded, 0.0)
+    costs(monkeypatch, {1: 1.0, 72: 1.3}, {1: 0.4, 8: 0.4})
+    bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
+    bench.submit("a", prompt_of(9), 300, sampling=SAMPLED)
+    run_watched(bench)
+    bench.close()
+    assert bench.tokens("a") == right[bench.completions["a", 0].seed]
+    assert bench.engine.roster.counters.drafts_by_drafter["heads"][1] > 60
+
+
+def test_both_drafters_in_auto_change_nothing(drafted, plain):
+    bench = Bench(drafted, **{**HEADS, "speculation": "auto"})
+    for _ in range(2):
+        submit_all(bench)
+        run_watched(bench)
+        assert_same(bench, plain)
+        bench.completions.clear()
+    bench.close()
+
+
+# --- everything at once ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, *nightly(*range(1, 30))])
+def test_any_guesses_of_any_rows_give_what_none_give(folders, drafted, hf_models, tmp_path_factory, monkeypatch, seed):
+    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; guesses right, wrong, random."""
+    rng = random.Random(seed)
+    adapters = make_adapters(hf_models[0], folders[0], tmp_path_factory)
+    fields = {
+        "max_rows": rng.choice([2, 5, 16]),
+        "kv_pages": rng.choice([40, 60, 256]),
+        "pipeline_depth": rng.choice([1, 2]),
+        "prefill_chunk_tokens": rng.choice([16, 64]),
+        "adapter_slots": 2,
+        "adapter_rank": 16,
+    }
+    asked = []
+    for i in range(14):
+        constraint = rng.choice([None, None, None, [X, Y], [X, Y, SIZE]])
+        more = {
+            "sampling": {**rng.choice(RULES), "seed": i},
+            "stop": {"token_ids": (STOP, 31), "min_tokens": rng.choice([0, 5])} if rng.random() < 0.6 else {},
+            "n": rng.choice([1, 1, 3]),
+            "adapter": rng.choice([None, "a0", "a1"]),
+            "top_logprobs": rng.choice([0, 0, 2]),
+            "stream_every": rng.choice([0, 1, 3]),
+        }
+        asked.append((f"r{i}", prompt_of(rng.randint(3, 20), i % 5), rng.randint(1, 45), constraint, more))
+
+    def run(bench: Bench, gaps: random.Random) -> Bench:
+        for i in range(2):
+            bench.engine.inbox.put(PutAdapter(f"a{i}", adapters[i][0], token=i))
+        for name, prompt, length, lists, more in asked:
+            constraint = None if lists is None else Cycle(lists, STOP if more["stop"] else None)
+            bench.submit(name, prompt, length, constraint=constraint, **more)
+            for _ in range(gaps.choice([0, 0, 2, 9])):
+                bench.engine.tick()
+        run_watched(bench)
+        bench.close()
+        return bench
+
+    plain = run(Bench(load(folders[0]), **{**fields, "kv_pages": 600, "max_rows": 16}), random.Random(1))
+    if rng.random() < 0.8:
+        replayed_guesses(monkeypatch, completions_by_seed(plain), rng.choice([0.0, 0.1, 0.5]), seed)
+    bench = Bench(
+        drafted,
+        speculation=rng.choice(["heads", "heads", "auto"]),
+        speculation_model="a folder",
+        speculation_tokens=rng.randint(1, 6),
+        speculation_rows=rng.choice([3, 16, 64]),
+        host_kv_gib=rng.choice([0.0, 0.001]),
+        **fields,
+    )
+    run(bench, rng)
+    assert_same(bench, plain)
+    assert bench.engine.roster.counters.drafted > 0 or bench.settings.engine.speculation == "auto"
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "DeepseekV3", *nightly("qwen3_moe", "GptOss", "Glm4Moe")])
+def test_targets_of_other_families_have_draft_models_too(family, tmp_path, monkeypatch):
+    """Experts, latents, windows, norms around blocks: the hidden states come from their residual streams."""
+    hf_model = EVERY_FAMILY[family](tmp_path / "target", 0)
+    config = head_config(hf_model.config.get_text_config())
+    save_head(tmp_path / "head", config, random_head(config))
+
+    def run(bench: Bench) -> Bench:
+        for i in range(6):
+            prompt = [token % config["vocab_size"] for token in prompt_of(10 + i, i)]
+            bench.submit(f"r{i}", prompt, 40, sampling={"temperature": 1.0, "seed": i})
+        run_watched(bench)
+        bench.close()
+        return bench
+
+    plain = run(Bench(load(tmp_path / "target")))
+    replayed_guesses(monkeypatch, completions_by_seed(plain), 0.2)
+    bench = run(Bench(load(tmp_path / "target", draft=tmp_path / "head"), **HEADS))
+    assert_same(bench, plain)
+    assert bench.engine.roster.counters.accepted > 100
+
+
+def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder, monkeypatch, strict):
+    """Its weights come back with those of the target, and its guesses are the same after both."""
+    plain = Sleeping(load(folders[0]))
+    submit_some(plain, prompt_of)
+    plain.run()
+    bench = Sleeping(load(folders[0], draft=head_folder), **HEADS)
+    weights = {name: view.clone() for name, view in bench.engine.executor.step.model.draft.views().items()}
+    submit_some(bench, prompt_of)
+    for _ in range(6):
+        bench.engine.tick()
+    bench.sleep()
+    bench.wake()
+    bench.run()
+    assert outcome(bench) == outcome(plain)
+    rebuild_engine(bench.engine, bench.settings)
+    after = bench.engine.executor.step.model.draft.views()
+    assert all(torch.equal(after[name], view) for name, view in weights.items())
+    before = bench.engine.roster.counters.drafted
+    bench.completions.clear()
+    submit_some(bench, prompt_of)
+    bench.run()
+    assert outcome(bench) == outcome(plain) and bench.engine.roster.counters.drafted > before
+    for each in (plain, bench):
+        each.close()

@@ -1,0 +1,165 @@
+"""The rules by which rank 0 finds a lost rank, and by which a slow one stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout.ranks.watch import SILENT_S, FollowerLook, GroupLook, GroupWatch
+
+STALL_S = 8.0
+LOOK_S = 0.25
+FIRST, SECOND = FollowerLook(pid=11), FollowerLook(pid=12)
+#: A step is ordered, and neither follower has completed it.
+WAITING = GroupLook([replace(FIRST, launched=1), replace(SECOND, launched=1)], ordered=1, busy=True)
+
+
+class Group:
+    """A group that is looked at every quarter of a second; `beats` says which followers beat."""
+
+    def __init__(self, look: GroupLook, stall_s: float | None = STALL_S) -> None:
+        self.look = look
+        self.watch = GroupWatch(len(look.followers), stall_s)
+        self.beats = [True] * len(look.followers)
+        self.now_s, self.failure = 0.0, ""
+
+    def change(self, follower: int | None = None, **fields: Any) -> None:
+        if follower is None:
+            self.look = replace(self.look, **fields)
+            return
+        followers = list(self.look.followers)
+        followers[follower] = replace(followers[follower], **fields)
+        self.look = replace(self.look, followers=followers)
+
+    def go(self, seconds: float, cpu: float | None = None, passed_s: float = LOOK_S) -> str:
+        """Look for so long, or until the group is lost. `cpu` is how many cores its ranks use."""
+        for _ in range(round(seconds / LOOK_S)):
+            self.now_s += LOOK_S
+            for follower, beats in enumerate(self.beats):
+                if beats:
+                    self.change(follower, beat=self.look.followers[follower].beat + 1)
+            if cpu is not None:
+                self.change(cpu_s=(self.look.cpu_s or 0.0) + cpu * LOOK_S)
+            self.failure = self.watch.look(self.look, passed_s)
+            if self.failure:
+                break
+        return self.failure
+
+
+@pytest.mark.parametrize(("status", "says"), [(-9, "ended by signal 9"), (1, "ended with status 1: no memory")])
+def test_a_process_that_ended_is_found_at_once(status: int, says: str) -> None:
+    group = Group(GroupLook([FIRST, SECOND]))
+    assert group.go(100) == ""
+    group.change(1, status=status, said="no memory")
+    assert says in group.go(LOOK_S) and "rank 2" in group.failure
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_stopped_process_is_found_also_while_it_starts(ready: bool) -> None:
+    group = Group(GroupLook([replace(FIRST, ready=ready), SECOND]))
+    group.change(0, stopped=True)
+    group.beats[0] = False
+    assert "rank 1 (process 11) has hung" in group.go(60)
+    assert SILENT_S < group.now_s <= SILENT_S + 2 * LOOK_S
+
+
+def test_a_process_that_is_stopped_now_and_then_is_not_lost() -> None:
+    group = Group(GroupLook([FIRST, SECOND]))
+    for _ in range(5):
+        group.change(0, stopped=True)
+        group.beats[0] = False
+        assert group.go(SILENT_S - 1) == ""
+        group.change(0, stopped=False)
+        group.beats[0] = True
+        assert group.go(1) == ""
+
+
+def test_a_beat_that_stands_still_counts_once_a_follower_is_ready() -> None:
+    group = Group(GroupLook([FIRST, replace(SECOND, ready=False)]))
+    group.beats[1] = False
+    assert group.go(600) == ""  # it imports, or loads a large model
+    group.beats[1] = True
+    group.change(1, ready=True)
+    assert group.go(10) == ""
+    group.beats[1], began_s = False, group.now_s
+    assert "rank 2" in group.go(60)
+    assert SILENT_S < group.now_s - began_s <= SILENT_S + 2 * LOOK_S
+
+
+def test_time_that_the_watching_thread_has_not_seen_does_not_count() -> None:
+    group = Group(WAITING)
+    group.beats[0] = False
+    assert group.go(30, passed_s=0.01) == ""
+
+
+def test_a_group_that_completes_nothing_is_lost_however_it_beats() -> None:
+    group = Group(WAITING)
+    assert "no rank has completed anything for 8 s" in group.go(60)
+    assert group.now_s <= STALL_S + 2 * LOOK_S
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "ranks 0, 1, 2 have hung"),
+        ({"followers": [replace(FIRST, sequence=1, launched=1), SECOND]}, "rank 2 has hung"),  # it took no order
+        ({"followers": [replace(FIRST, sequence=1, launched=1, done=1), replace(SECOND, sequence=1, launched=1)],
+          "busy": False}, "rank 2 has hung"),
+        ({"followers": [replace(FIRST, sequence=1), replace(SECOND, sequence=1)]}, "rank 0 has hung"),
+    ],
+)  # fmt: skip
+def test_the_ranks_that_are_behind_are_named(fields: dict[str, Any], named: str) -> None:
+    group = Group(replace(WAITING, **({"followers": [replace(f, sequence=1) for f in WAITING.followers]} | fields)))
+    assert named in group.go(60)
+
+
+def test_an_idle_group_is_not_lost() -> None:
+    done = [replace(follower, sequence=4, launched=3, done=3) for follower in (FIRST, SECOND)]
+    assert Group(GroupLook(done, ordered=4, done=3)).go(3600) == ""
+
+
+def test_each_completed_step_or_order_begins_the_time_anew() -> None:
+    group = Group(WAITING)
+    for number in range(1, 10):
+        assert group.go(STALL_S - 1) == ""
+        group.change(number % 2, **{("done", "sequence")[number % 2]: number})
+        group.change(1, launched=20)
+    assert group.go(STALL_S - 1) == ""
+    group.change(done=1)  # of rank 0
+    assert group.go(STALL_S - 1) == ""
+    assert "hung" in group.go(2)
+
+
+@pytest.mark.parametrize("who", [None, 0])
+def test_no_time_counts_while_a_rank_compiles(who: int | None) -> None:
+    group = Group(WAITING)
+    group.change(who, compiling=True)
+    assert group.go(60) == ""
+    group.change(who, compiling=False)
+    assert group.go(STALL_S - 1) == ""
+    assert "hung" in group.go(2)
+
+
+@pytest.mark.parametrize("who", [None, 1])
+def test_an_update_may_take_ten_times_as_long(who: int | None) -> None:
+    group = Group(WAITING)
+    group.change(who, slow=True)
+    assert group.go(10 * STALL_S - 1) == ""
+    assert "hung" in group.go(2)
+
+
+def test_ranks_that_compute_on_a_cpu_are_slow_and_not_hung() -> None:
+    group = Group(WAITING)
+    assert group.go(120, cpu=0.1) == ""  # a tenth of a core: the machine is busy
+    hung_s = group.now_s
+    assert "hung" in group.go(60, cpu=0.01)  # threads that look around
+    assert group.now_s - hung_s <= STALL_S + 2.0
+
+
+def test_without_a_limit_only_the_process_counts() -> None:
+    group = Group(WAITING, stall_s=None)
+    assert group.go(3600) == ""
+    group.change(1, status=0)
+    assert "rank 2 ended with status 0" in group.go(LOOK_S)
