@@ -393,7 +393,7 @@ class ServiceSettings(_Section):
     media_store_bytes: int = Field(
         2 << 30,
         ge=1,
-        description="host memory for the pixels of images, bytes: those that requests in flight need, and those that "
+        description="host memory for the pixels of images, bytes: of images that requests in flight need, and of those that "
         "later requests may name by their hash",
     )
     max_results: int = Field(4096, ge=0, description="results kept until they are acknowledged")
