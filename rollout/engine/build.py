@@ -470,12 +470,12 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
     if isinstance(model, Decoder):
         _check_experts(engine, model)
         _check_deterministic(engine, model)
-        assert not guessing(engine) or model.draft is not None, "the model was loaded for other settings"
         if engine.speculation != "off" and model.spec.state_bytes(model.embed.dtype):
             raise ValueError(
                 f"speculation is {engine.speculation}, and {model.spec.architecture} has linear attention, whose "
                 "states cannot go back to a token: set speculation = off"
             )
+        assert not guessing(engine) or model.draft is not None, "the model was loaded for other settings"
     else:
         _check_fallback(engine, model.spec.architecture)
 

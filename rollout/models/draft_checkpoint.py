@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING
 
 from rollout.models.checkpoint_folder import CheckpointError, check_config, check_links, read_json
 from rollout.models.checkpoint_tensors import StoredTensor, check_tensors, copy_tensors, list_tensors
-from rollout.models.config_rules import FLAG, MOST_LAYERS, Rule, integer
+from rollout.models.config_rules import FLAG, MOST_LAYERS, Rule, integer, layer_list
 from rollout.models.draft_head import FLAGS, OFFSETS, DraftHead
 from rollout.models.registry import config_rules, family_of, spec_from_config
 from rollout.models.spec import AttentionSpec, DenseSpec, DraftSpec, ModelSpec
@@ -41,6 +41,8 @@ _RULES = {
     "draft_vocab_size": integer(1, 1 << 24),
     "target_hidden_size": integer(1, 1 << 20),
     "norm_before_residual": FLAG,
+    "sliding_window": integer(1, 1 << 30),
+    "layer_types": layer_list(str),
     _TAPS: _LAYER_NUMBERS,
 }
 
@@ -103,12 +105,24 @@ def _spec(
         vocab=vocab,
         eps=whole.eps,
         taps=_taps(content, file, len(target.layers)),
-        mixer=replace(layer.mixer, inputs=2 * whole.hidden),
+        mixer=replace(layer.mixer, inputs=2 * whole.hidden, window=_window(content, file)),
         feed_forward=layer.feed_forward,
         own_head=own_head,
         mapped=mapped,
         norm_before_residual=bool(content.get("norm_before_residual")),
     )
+
+
+def _window(content: dict[str, Any], file: Path) -> int | None:
+    kinds = content.get("layer_types")
+    if not kinds or kinds == ["full_attention"]:
+        return None
+    if kinds != ["sliding_attention"] or content.get("sliding_window") is None:
+        raise CheckpointError(
+            f"{file}: layer_types is {kinds!r:.80}; its one layer is full_attention, or sliding_attention with a "
+            "sliding_window"
+        )
+    return int(content["sliding_window"])
 
 
 def _taps(content: dict[str, Any], file: Path, layers: int) -> tuple[int, ...]:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
+import torch
 
-from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.sequence.sequence import Sequence, row_seed
+from rollout.engine.step.head_drafts import HeadDrafts
+from rollout.engine.step.row_state import LENGTH, PROMPT, SEED
+from rollout.engine.step.upload import StepInput
 
 
 def accepted_length(p: float, k: int) -> float:
@@ -75,3 +79,45 @@ class ReplayDrafter:
 
     def ended(self, key: Hashable) -> None:
         """As `Drafter.ended`."""
+
+
+class ReplayGuesses:
+    """Puts recorded tokens in the place of a draft model's guesses, on the device. Steps take the draft model's time.
+
+    Args:
+        heads: runs the draft model of an engine whose requests have the seeds 0, 1, ... and one completion each.
+        recorded: tokens of the requests, in this order.
+        p: as `ReplayDrafter`.
+        vocab: token ids.
+    """
+
+    def __init__(self, heads: HeadDrafts, recorded: Seq[Seq[int]], p: float, vocab: int) -> None:
+        self._heads, self._run = heads, heads.run
+        device = heads.positions_B.device
+        most = heads.most
+        rows = []
+        for i, tokens in enumerate(recorded):
+            right = np.asarray([*tokens, *[0] * most], dtype=np.int64)
+            wrong = np.random.default_rng([0, i]).random(len(right)) >= p
+            rows.append(np.where(wrong, (right + 1) % vocab, right))
+        seeds = np.array([row_seed(i, 0) for i in range(len(recorded))], dtype=np.int64)
+        order = np.argsort(seeds)
+        self._seeds_N = torch.from_numpy(seeds[order]).to(device)
+        self._tokens_NL = torch.from_numpy(np.stack([rows[i] for i in order])).to(device)
+        self._ahead_G = torch.arange(1, most + 1, device=device)
+
+    def __enter__(self) -> None:
+        self._heads.run = self._replay  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        self._heads.run = self._run  # type: ignore[method-assign]
+
+    def _replay(self, step: StepInput, output_4R: torch.Tensor, accepted_B: torch.Tensor, *how: Any) -> None:
+        self._run(step, output_4R, accepted_B, *how)
+        if step.header.guesses > 0:
+            rows = self._heads.rows
+            ints_RI, (requests, length) = rows.ints, self._tokens_NL.shape
+            request_R = torch.searchsorted(self._seeds_N, ints_RI[:, SEED].contiguous()).clamp_(max=requests - 1)
+            at_RG = (ints_RI[:, LENGTH] - ints_RI[:, PROMPT])[:, None] + self._ahead_G
+            assert rows.guesses is not None
+            rows.guesses.copy_(self._tokens_NL[request_R[:, None], at_RG.clamp_(0, length - 1)])

@@ -402,10 +402,40 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     return toy
 
 
+#: Tokens of a draft model's vocabulary, as in most published ones.
+DRAFT_VOCAB = 32_000
+
+
 def write_checkpoint(shape: str, folder: Path, layers: int = 0) -> Path:
     """Make `folder` a checkpoint without weights: the config that `load_format=random` needs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model_config(shape, layers), indent=1))
+    return folder
+
+
+def write_draft_checkpoint(shape: str, folder: Path, layers: int = 0) -> Path:
+    """The same for a draft model of a shape: an EAGLE-3 head with a layer like the model's dense ones."""
+    config = model_config(shape, layers)
+    config = config.get("text_config", config)
+    heads, count = config["num_attention_heads"], config["num_hidden_layers"]
+    head = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": config["num_key_value_heads"],
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "vocab_size": config["vocab_size"],
+        "draft_vocab_size": min(DRAFT_VOCAB, config["vocab_size"]),
+        "rms_norm_eps": config["rms_norm_eps"],
+        "rope_theta": 1e6,
+        "max_position_embeddings": config["max_position_embeddings"],
+        "eagle_aux_hidden_state_layer_ids": [2, count // 2, count - 3] if count > 5 else [0, 1],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(head, indent=1))
     return folder
 
 

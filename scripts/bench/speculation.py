@@ -12,6 +12,9 @@ each number of rows and each context there are these runs:
     diverge   auto, and after its first wrong token the rest of a path is wrong, too. So it is with real drafters: at a
               pipeline of depth 2 a refused draft costs those of the next step as well
     nothing   auto, and every draft is wrong: the price of a drafter that is never right
+    heads     with --draft-model only: a random EAGLE-3 head guesses after every step, and recorded tokens take the
+              place of its guesses, on the device. So it is `speculation = heads` with a head that is right so often
+    unpaid    with --draft-model only: `speculation = auto` with such a head, and every guess is wrong
 
 `speedup` is tokens a second over those of the plain run, by the wall time between the commits of the first and last
 step with all rows; `al` the tokens that these steps yielded for a row, whatever was asked for. `floor_ms` is the time
@@ -55,10 +58,11 @@ from scripts.bench.peers.floors import step_floor_s
 from scripts.bench.peers.job import Job
 from scripts.bench.peers.ours_engine import OursEngine, engine_settings, steady_figures
 from scripts.bench.peers.workloads import Work, nested_prompts
-from scripts.bench.replay_drafter import ReplayDrafter, chance_of
+from scripts.bench.replay_drafter import ReplayDrafter, ReplayGuesses, chance_of
 from scripts.bench.shapes import SHAPES, StepBytes
 
-MODES = ("auto", "always", "diverge", "nothing")
+MODES = ("auto", "always", "diverge", "nothing", "heads", "unpaid")
+_GUESSED = ("heads", "unpaid")
 _WARM_TOKENS, _SKIPPED_STEPS, _LEAST_STEPS = 8, 4, 8
 #: Pages that a row needs beside those of its context and its new tokens, in tokens.
 _SPARE_TOKENS = 64
@@ -113,6 +117,14 @@ class Bench:
             mode != "always",
         )
         costs = copy.deepcopy(self.costs)  # what it learns is forgotten
+        if mode in _GUESSED:
+            heads = self.engine.engine.executor.step.heads
+            assert heads is not None, "checked with the arguments"
+            recorded = [plain.tokens[str(i)] for i in range(len(plain.tokens))]
+            speculation = Speculation(None, self._most, self._most_rows, costs, mode == "unpaid", heads=True)
+            with ReplayGuesses(heads, recorded, p, self.engine.vocab):
+                run, row = self._run(work, context, speculation)
+            return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
         speculation = Speculation(drafter, self._most, self._most_rows, costs, adapts)
         run, row = self._run(work, context, speculation)
         return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
@@ -187,7 +199,7 @@ def measure(bench: Bench, args: argparse.Namespace, note: Callable[[Row], None])
 
 def _runs(args: argparse.Namespace) -> list[tuple[str, float | None, int | None]]:
     """Mode, AL and least MiB of saved reads of each run with drafts; None where there is none or the usual one."""
-    lengths: dict[str, list[float | None]] = dict.fromkeys(MODES, args.lengths) | {"nothing": [None]}
+    lengths: dict[str, list[float | None]] = dict.fromkeys(MODES, args.lengths) | {"nothing": [None], "unpaid": [None]}
     least = dict.fromkeys(MODES, [None]) | {"always": args.least_saved or [None]}
     return [(mode, aim, mib) for mode in args.modes for aim in lengths[mode] for mib in least[mode]]
 
@@ -198,13 +210,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     began_s = time.perf_counter()
     on_gpu = torch.cuda.is_available() and args.device != "cpu"
     bandwidth = read_bandwidth() if on_gpu else None
-    engine = OursEngine(_job(args), args.depth, changes=args.changes)
+    engine = OursEngine(_job(args), args.depth, changes=args.changes, draft=args.draft_model)
     engine.sampling = replace(SamplingParams(), temperature=args.temperature)
     bench = Bench(engine, step_needs(args.shape, args.changes), args, bandwidth)
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     table = {size: round(bench.costs.plain_s(size, 0) * 1e3, 3) for size in sizes if size <= args.step_rows}
     facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None, "step_ms_by_rows": table}
     facts |= {"most": args.most, "settings": args.changes}
+    if args.draft_model:
+        facts["guess_ms_by_rows"] = {size: round(bench.costs.guess_s(size) * 1e3, 3) for size in table}
     print(json.dumps(facts), flush=True)
     results: list[Row] = []
 
@@ -239,6 +253,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lengths", type=float, nargs="+", default=[1.7, 2.5, 3.3], help="accepted lengths of the drafts")
     add("--most", type=int, default=3, help="drafts of a row in a step")
     add("--modes", nargs="+", choices=MODES, default=["auto", "always", "nothing"])
+    add("--draft-model", action="store_true", help="load a random EAGLE-3 head, for the modes heads and unpaid")
     add("--draft-rows", type=int, help="drafts of all rows in a step; by default --most for each row")
     add("--temperature", type=float, default=100.0)
     add("--least-saved", type=int, nargs="+", metavar="MIB", help="reads saved in a layer, from which on drafts share")
@@ -254,8 +269,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "speculation_tokens": str(args.most),
         "speculation_rows": str(args.draft_rows),
         "cuda_graph_rows": str(args.step_rows),
+        **({"speculation_model": "random"} if args.draft_model else {}),
         **dict(change.partition("=")[::2] for change in args.set),
     }
+    if not args.draft_model and any(mode in _GUESSED for mode in args.modes):
+        parser.error(f"the modes {' and '.join(_GUESSED)} need --draft-model")
     try:
         for length in args.lengths:
             chance_of(length, args.most)

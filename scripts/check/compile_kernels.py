@@ -173,10 +173,12 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     for adapters in (None, ints(257)):
         also = "" if adapters is None else ", adapters"
         own = (*state, ints(257, 1024), ints(257, dtype=long), adapters)
-        yield (
-            f"set drafts up{also}",
-            lambda a=(drafts, verified, paths, *own): triton_drafts.set_up_drafts(*a, last=0, length=1),
-        )
+        for guesses in (None, ints(257, 3, dtype=long)):
+            guessed = "" if guesses is None else ", guesses"
+            yield (
+                f"set drafts up{also}{guessed}",
+                lambda a=(drafts, verified, paths, *own, guesses): triton_drafts.set_up_drafts(*a, last=0, length=1),
+            )
     accepting = (verified, row_ids, ints(rows), ints(257, dtype=long), state[0], ints(rows))
     yield "accept drafts", lambda: triton_drafts.accept_drafts(*accepting, last=0, length=1)
     yield (

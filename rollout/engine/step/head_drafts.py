@@ -59,7 +59,7 @@ class HeadDrafts:
         assert model.draft is not None and rows.guesses is not None
         self._model = model
         self._head: DraftHead = model.draft
-        self._rows = rows
+        self.rows = rows
         self._guesses_RG = rows.guesses
         #: Guesses of a row, where it guesses at all.
         self.most = rows.guesses.shape[1]
@@ -80,6 +80,7 @@ class HeadDrafts:
         self._draw = Sampler(self._ahead)
         self._output_4R = torch.zeros(4, step_rows, dtype=torch.int32, device=device)
         self._places_R = torch.arange(step_rows, device=device)
+        self._order_G = torch.arange(self.most, device=device)
 
     @property
     def reads_last_layer(self) -> bool:
@@ -148,15 +149,15 @@ class HeadDrafts:
         ahead, output_4R, places_R = self._ahead, self._output_4R, self._places_R[:count]
         rows_R = self._rows_R[:count]
         hidden_RH = self._hidden_BH.index_select(0, self._at_R[:count])
-        ahead.ints[:count] = self._rows.ints.index_select(0, rows_R)
-        ahead.floats[:count] = self._rows.floats.index_select(0, rows_R)
-        max_context = min(max_context + self.most, self._rows.pages.shape[1] * kv.page_size)
+        ahead.ints[:count] = self.rows.ints.index_select(0, rows_R)
+        ahead.floats[:count] = self.rows.floats.index_select(0, rows_R)
+        max_context = min(max_context + self.most, self.rows.pages.shape[1] * kv.page_size)
         table_RP = self._table(rows_R, max_context, kv)
         for index in range(self.most):
             logits_RV = self._head.compute_logits(hidden_RH, self._model.lm_head)
             self._draw(logits_RV, places_R, features, output_4R)
             tokens_R = ahead.ints[:count, LAST]
-            self._guesses_RG.index_put_((rows_R, self._places_R[index]), tokens_R)
+            self._guesses_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
             if index + 1 < self.most:
                 batch = _batch(ahead.ints[:count, LENGTH] - 1, table_RP, kv.page_size, max_context)
                 hidden_RH = self._head(self._embed(tokens_R), hidden_RH, batch, kv)
@@ -202,7 +203,7 @@ class HeadDrafts:
         return following_T
 
     def _table(self, rows_R: torch.Tensor, max_context: int, kv: KVCache) -> torch.Tensor:
-        return self._rows.pages[:, : -(-max_context // kv.page_size)].index_select(0, rows_R)
+        return self.rows.pages[:, : -(-max_context // kv.page_size)].index_select(0, rows_R)
 
 
 def _batch(positions_B: torch.Tensor, table_BP: torch.Tensor, page_size: int, max_context: int) -> AttentionBatch:

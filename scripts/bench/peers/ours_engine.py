@@ -30,7 +30,7 @@ from scripts.bench.peers.arrivals import ArrivalLog
 from scripts.bench.peers.experiments import Finished, Row, Served
 from scripts.bench.peers.job import Job
 from scripts.bench.peers.workloads import Work
-from scripts.bench.shapes import write_checkpoint
+from scripts.bench.shapes import write_checkpoint, write_draft_checkpoint
 
 #: Share of the free memory for KV; the rest is for graphs, logits and the activations of a prefill.
 KV_SHARE = 0.88
@@ -45,7 +45,7 @@ class OursEngine:
     With `routing` every completion gets its expert records. `adapters` is the number of loaded adapters of rank 16;
     requests use the first `use_adapters` of them in turn. `changes` are other engine settings. Requests have the
     settings `sampling`, each with its own seed. With `fallback` the model is transformers' own code. With a `group` it
-    is this rank's shard; all ranks must do the same.
+    is this rank's shard; all ranks must do the same. With `draft` it has a random draft model, and `changes` say so.
     """
 
     keeps_prefixes = True
@@ -60,6 +60,7 @@ class OursEngine:
         changes: Mapping[str, Any] | None = None,
         fallback: bool = False,
         group: TensorGroup | None = None,
+        draft: bool = False,
     ) -> None:
         device = make_device(job.device)
         settings = Settings(
@@ -67,7 +68,8 @@ class OursEngine:
             metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS),
         )
         began_s = time.perf_counter()
-        loaded = load_random(job.shape, device.torch_device, settings.engine.expert_format, job.layers, fallback, group)
+        made = settings.engine.expert_format, job.layers, fallback, group, draft
+        loaded = load_random(job.shape, device.torch_device, *made)
         loaded_s = time.perf_counter()
         self.vocab = loaded.spec.vocab
         self._depth = depth
@@ -196,14 +198,19 @@ def load_random(
     layers: int = 0,
     fallback: bool = False,
     group: TensorGroup | None = None,
+    draft: bool = False,
 ) -> LoadedModel:
-    """A shape's model, or its first `layers` layers, or this rank's shard of it, with random weights."""
+    """A shape's model, or its first `layers` layers, or this rank's shard of it, with random weights.
+
+    With `draft` it has a draft model, random as well.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = str(write_checkpoint(shape, Path(folder), layers))
         impl: Literal["auto", "transformers"] = "transformers" if fallback else "auto"
         settings = ModelSettings(path=path, load_format="random", model_impl=impl)
         with stage(f"filling the shapes of {shape}") as advance:
-            return load_model(settings, device, advance, experts=experts, group=group)
+            drafts = write_draft_checkpoint(shape, Path(folder) / "draft", layers) if draft else None
+            return load_model(settings, device, advance, experts=experts, group=group, draft=drafts)
 
 
 def group_experts() -> None:

@@ -12,25 +12,26 @@ from rollout_kernels.step.triton_drafts import accept_drafts, set_up_drafts
 from rollout.engine.sequence.features import PLAIN
 from rollout.engine.step import verify
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
-from rollout.engine.step.upload import Staging, StepInput, put_decode
+from rollout.engine.step.upload import IN_ROW_STATE, Staging, StepInput, put_decode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ROWS, DRAFT_ROWS, PAGES, VOCAB = 12, 60, 1100, 50
+ROWS, DRAFT_ROWS, PAGES, VOCAB, GUESSES = 12, 60, 1100, 50, 6
 
 
 class Case:
-    """A step of some rows, some of them with drafts; the row state is random."""
+    """A step of some rows, some of them with drafts; the row state is random. With `guesses` some drafts are those."""
 
-    def __init__(self, seed: int, adapters: bool) -> None:
+    def __init__(self, seed: int, adapters: bool, guesses: bool = False) -> None:
         rng = np.random.default_rng(seed)
         self.counts = rng.integers(0, 6, rng.integers(1, ROWS + 1))
         self.counts[rng.integers(len(self.counts))] = 5
         self.rows = (rng.permutation(ROWS)[: len(self.counts)] + 1).tolist()
         width = int(rng.integers(5, 12))
         spare, step_rows, verified, drafts = iter(range(ROWS + 1, ROWS + DRAFT_ROWS + 1)), [], [], []
-        self.state = RowState(ROWS + DRAFT_ROWS, PAGES, VOCAB, DEVICE, adapters)
+        self.state = RowState(ROWS + DRAFT_ROWS, PAGES, VOCAB, DEVICE, adapters, GUESSES if guesses else 0)
         generator = torch.Generator().manual_seed(seed)
-        for tensor in (self.state.ints, self.state.pages, self.state.drafts, self.state.adapters):
+        state = self.state
+        for tensor in (state.ints, state.pages, state.drafts, state.adapters, state.guesses):
             if tensor is not None:
                 tensor.copy_(torch.randint(0, VOCAB, tensor.shape, generator=generator).to(tensor.dtype))
         self.state.floats.copy_(torch.rand(self.state.floats.shape, generator=generator))
@@ -42,7 +43,9 @@ class Case:
             if count:
                 drafts += [(draft, row, ahead, len(verified)) for ahead, draft in enumerate(mine, 1)]
                 # Some paths begin after the row, and some end before its last draft.
-                verified.append((row, place, count, int(self.state.ints[row, LENGTH]) - rng.integers(-2, 9)))
+                begin = int(self.state.ints[row, LENGTH]) - rng.integers(-2, 9)
+                in_row_state = guesses and rng.random() < 0.5
+                verified.append((row, place, count, IN_ROW_STATE if in_row_state else max(begin, 0)))
         self.verified, self.paths = verified, rng.integers(0, VOCAB, (len(verified), width))
         staging = Staging(torch.zeros(4000, dtype=torch.int32))
         put_decode(staging, step_rows, [], len(step_rows) + 3)
@@ -54,7 +57,7 @@ class Case:
 
 
 def set_up_by_kernel(rows: RowState, step: StepInput) -> None:
-    state = rows.ints, rows.floats, rows.pages, rows.drafts, rows.adapters
+    state = rows.ints, rows.floats, rows.pages, rows.drafts, rows.adapters, rows.guesses
     set_up_drafts(step["drafts"], step["verified"], step["paths"], *state, last=LAST, length=LENGTH)
 
 
@@ -71,7 +74,7 @@ def equal_state(mine: RowState, theirs: RowState) -> bool:
 @pytest.mark.parametrize("set_up", [verify.copy_rows, set_up_by_kernel])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_draft_row_is_its_row_some_tokens_ahead(set_up, seed):
-    case = Case(seed, adapters=seed % 2 == 0)
+    case = Case(seed, adapters=seed % 2 == 0, guesses=seed > 1)
     expected = copy.deepcopy(case.state)
     which = 0
     for row, mine in zip(case.rows, case.draft_rows, strict=True):
@@ -79,6 +82,8 @@ def test_a_draft_row_is_its_row_some_tokens_ahead(set_up, seed):
             position = int(case.state.ints[row, LENGTH]) + ahead
             path = case.paths[which].tolist()
             token = path[min(max(position - case.verified[which][3], 0), len(path) - 1)]
+            if case.verified[which][3] == IN_ROW_STATE:
+                token = int(case.state.guesses[row, ahead - 1])
             for name in ("ints", "floats", "pages", "adapters"):
                 if getattr(expected, name) is not None:
                     getattr(expected, name)[draft_row] = getattr(case.state, name)[row]

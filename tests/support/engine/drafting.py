@@ -63,13 +63,14 @@ def replayed_guesses(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq
 
     def replay(self, count, *how):
         guess(self, count, *how)
+        vocab = self._head.vocab
         for row in self._rows_R[:count].tolist():
-            ints = self._rows.ints[row]
+            ints = self.rows.ints[row]
             at = int(ints[LENGTH] - ints[PROMPT]) + 1
             tokens = list(recorded.get(int(ints[SEED]), ())[at : at + self.most])
-            tokens = [token if rng.random() >= wrong else (token + 1) % VOCAB for token in tokens]
-            tokens += [rng.randrange(VOCAB) for _ in range(self.most - len(tokens))]
-            self._rows.guesses[row] = torch.tensor(tokens)
+            tokens = [token if rng.random() >= wrong else (token + 1) % vocab for token in tokens]
+            tokens += [rng.randrange(vocab) for _ in range(self.most - len(tokens))]
+            self.rows.guesses[row] = torch.tensor(tokens)
 
     monkeypatch.setattr(HeadDrafts, "guess", replay)
 
@@ -82,7 +83,7 @@ def watch_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list
         run(self, step, *how)
         rows = step["sampled_rows"] if step.header.layout else step["bases"][:, 0] if "bases" in step else step["rows"]
         for row in rows.tolist() if step.header.draws else []:
-            state = self._rows
+            state = self.rows
             seen.append((state.ints[row].tolist(), state.floats[row].tolist(), state.guesses[row].tolist()))
 
     monkeypatch.setattr(HeadDrafts, "run", watch)

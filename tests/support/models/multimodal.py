@@ -62,13 +62,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 def make_multimodal(name: str, folder: Path, seed: int = 0) -> Any:
     """A model with random float32 weights, saved to `folder` as transformers saves it."""
     stem, text, vision, rest = MODELS[name]
-    model = random_model(stem, seed, text_config=_TEXT | text, vision_config=vision, **rest)
+    # Linear attention normalises small values, which multiplies rounding errors, as large weights do.
+    gain = 0.9 if "linear_attention" in text.get("layer_types", ()) else 1.5
+    model = random_model(stem, seed, gain, text_config=_TEXT | text, vision_config=vision, **rest)
     model.save_pretrained(folder)
     return model
 
 
-def random_model(stem: str, seed: int, **config: Any) -> Any:
-    """A model of text and images with random float32 weights, by the stem of transformers' classes and its config."""
+def random_model(stem: str, seed: int, gain: float = 1.5, **config: Any) -> Any:
+    """A model of text and images with random float32 weights, by the stem of transformers' classes and its config.
+
+    A product with a gain of 1 keeps the scale of its input.
+    """
     model_class = getattr(transformers, f"{stem}ForConditionalGeneration")
     torch.manual_seed(seed)  # for what transformers initialises itself
     made = model_class.config_class(**config)
@@ -79,8 +84,8 @@ def random_model(stem: str, seed: int, **config: Any) -> Any:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                gain = 3.0 if key.endswith(("embed_tokens.weight", "lm_head.weight")) else 1.5
-                parameter.normal_(0.0, gain * parameter[0].numel() ** -0.5, generator=generator)
+                strength = 3.0 if key.endswith(("embed_tokens.weight", "lm_head.weight")) else gain
+                parameter.normal_(0.0, strength * parameter[0].numel() ** -0.5, generator=generator)
             else:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     return model

@@ -104,6 +104,17 @@ def test_the_benchmark_of_drafts_compares_all_modes_with_plain_steps(tmp_path):
     assert always[0]["steps"] < lines[0]["steps"] / 1.5
 
 
+def test_the_benchmark_of_drafts_replays_guesses_of_a_draft_model(tmp_path):
+    out = tmp_path / "s.json"
+    sizes = ("--rows", "2", "--contexts", "64", "--new", "60", "--lengths", "3.3", "--modes", "heads", "unpaid")
+    options = ("--shape", "toy", "--device", "cpu", *sizes, "--draft-model", "--out", str(out))
+    assert load_script("bench.speculation").main(options) == 0
+    written = json.loads(out.read_text())
+    plain, heads, unpaid = written["rows"]
+    assert heads["al"] > 2.2 and heads["equal_pct"] > 90 and heads["steps"] < plain["steps"] / 1.8
+    assert unpaid["accepted"] == 0 and unpaid["equal_pct"] > 90 and written["guess_ms_by_rows"]["2"] > 0
+
+
 @pytest.mark.parametrize(
     ("shape", "option", "mark"), [("toy-moe", "routing", "routing"), ("toy", "truncate", "truncated")]
 )
