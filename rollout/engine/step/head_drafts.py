@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
@@ -161,7 +160,7 @@ class HeadDrafts:
             self._guesses_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
             if index + 1 < self.most:
                 batch = _batch(ahead.ints[copies, LENGTH] - 1, table_RP, kv.page_size, max_context)
-                hidden_RH = self._head(self._embed(tokens_R), hidden_RH, batch, kv)
+                hidden_RH = self._head(tokens_R, self._model.embed, hidden_RH, batch, kv)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -190,10 +189,7 @@ class HeadDrafts:
         self, following_T: torch.Tensor, hidden_TF: torch.Tensor, batch: AttentionBatch, kv: KVCache
     ) -> torch.Tensor:
         """Its hidden states at the positions of a batch; `following_T` are the tokens after these."""
-        return self._head(self._embed(following_T), self._head.fuse(hidden_TF), batch, kv)
-
-    def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens_T, self._model.embed)
+        return self._head(following_T, self._model.embed, self._head.fuse(hidden_TF), batch, kv)
 
     def _following(self, step: StepInput, output_4R: torch.Tensor) -> torch.Tensor:
         """The token that follows each token of a prefill: the next one of the prompt, or the one that was drawn."""
