@@ -441,8 +441,6 @@ def test_a_supervisor_starts_a_lost_group_again_and_the_publisher_gives_it_its_w
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--adapter-slots=2", "--sleep"], "adapter_slots = 0 and sleep = false"),
-        (["--host-kv-gib=1"], "host_kv_gib = 0"),
         (["--tensor-parallel=3"], "cannot be cut into 3 shards"),
     ],
 )
