@@ -17,6 +17,9 @@ pytest.register_assert_rewrite("tests.support")  # asserts of helpers show their
 # Before torch loads. The tensors here are small, and a second thread spins on a core while it waits for the first: that
 # is many times slower beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Torch asks the name server for the name of each address of a store, such as ::ffff:127.0.0.1, for its log. Where a
+# query is lost, the resolver waits for 5 s by default: as long as some tests give a worker to join a group.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import torch  # noqa: E402
 

@@ -55,6 +55,8 @@ _READY_POLL_S = 0.02
 _KILL_WAIT_S = 5.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _BEATS_TO_SETTLE = 3
+#: Read by the nccl backend when it is made. The loss of a rank must not end rank 0, which has tokens to return.
+_NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _FLAG_CAUSE_S = 1.0
 _FAILED = 1
 
@@ -296,26 +298,27 @@ def connect(folder: Path, rank: int, size: int, device: torch.device) -> TensorG
         "timeout": timedelta(seconds=_CONNECT_S),
     }
     if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device, **options)
+        with _environment(_NCCL_ENVIRONMENT):
+            dist.init_process_group("nccl", device_id=device, **options)
     else:
-        with _on_loopback():
+        with _environment({"GLOO_SOCKET_IFNAME": "lo"}):  # other groups of this process choose for themselves
             dist.init_process_group("gloo", **options)
     assert dist.group.WORLD is not None
     return TensorGroup.connected(dist.group.WORLD, device)
 
 
 @contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Gloo listens on the loopback interface; other groups of this process choose for themselves."""
-    name, before = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ[name] = "lo"
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _end_at_once(failure: str) -> None:

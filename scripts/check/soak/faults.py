@@ -139,9 +139,11 @@ class Faults:
         await self._until_back(place, before)
 
     async def _lose(self, place: Place, loss: int) -> None:
-        """Lose a rank of a worker."""
+        """Lose a rank of a worker, once it serves."""
+        while place.down:
+            await asyncio.sleep(0.1)
         before, (kind, number) = self._worker.pids[place.index], list(LOSSES.items())[loss % len(LOSSES)]
-        if place.down or before is None:
+        if before is None:
             return
         async with AsyncRolloutClient(place.direct, timeout_s=30.0) as client:
             ranks = (await client.status())["ranks"]

@@ -27,6 +27,7 @@ _BUSY_S = 9.0
 def _install(folder: Path) -> None:
     from rollout.engine.step.execute import Executor
     from rollout.ranks import follower
+    from rollout.ranks.follower_updates import FollowerUpdates
 
     def stand_at(point: str) -> None:
         ordered = folder / point
@@ -57,7 +58,7 @@ def _install(folder: Path) -> None:
     before(Executor, "run", step)
     before(follower.Follower, "_carry_out", lambda *args: stand_at("order"))
     before(follower.Follower, "_begin_swap", lambda *args: stand_at("swap"))
-    before(follower.PreparedUpdates, "_plan", lambda *args: stand_at("prepare"))
+    before(FollowerUpdates, "_prepare", lambda *args: stand_at("prepare"))
 
 
 if "rollout.ranks.entry" in sys.orig_argv:
