@@ -387,8 +387,8 @@ class ServiceSettings(_Section):
     media_store_bytes: int = Field(
         2 << 30,
         ge=1,
-        description="host memory for the pixels of images, bytes: those that requests in flight need, and those that "
-        "later requests may name by their hash",
+        description="host memory for the pixels of images, bytes: of images that requests in flight need or "
+        "that later requests may name by their hash",
     )
     max_results: int = Field(4096, ge=0, description="results kept until they are acknowledged")
     max_results_bytes: int = Field(512 << 20, ge=0, description="most bytes of all kept results")

@@ -20,7 +20,6 @@ import importlib.util
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -62,6 +61,7 @@ from rollout.process.announce import say, write_whole
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
 from rollout.process.progress import stage
+from rollout.process.python_lock import hand_over_soon
 from rollout.process.watchdog import Watchdog
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.ranks.orders import ring_bytes
@@ -80,10 +80,6 @@ from rollout.weights.parameter_map import update_names
 from rollout.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
-
-#: The longest time, roughly, that the loop waits for Python's lock while another thread holds it. A chat template holds
-#: it for tens of milliseconds, and Python's default of 5 ms is longer than many a step.
-SWITCH_INTERVAL_S = 0.2e-3
 
 _IDLE_WAIT_S = 0.01  # the longest time that a staged update waits while nothing runs
 _SINK_DEADLINE_S = 20.0
@@ -396,7 +392,7 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     set_up(settings.log_level, settings.log_format, worker_name())  # after the imports of libraries with loggers
     device = check_settings(settings)
     torch.set_num_threads(settings.model.cpu_threads)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    hand_over_soon()
     check_free(settings)  # before the model, which may take minutes
     health = Health()
     sinks = make_sinks(settings, health)

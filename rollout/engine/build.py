@@ -123,7 +123,7 @@ def build_engine(
 
     `memory` is the result of `sleeping_memory`, which is called here if it is absent. `progress` is called with (done,
     total) while decode steps are captured as CUDA graphs. With `lead` this is the first rank of a tensor group. Raises
-    ValueError with the numbers when rows, steps or KV do not fit into the device's memory beside the weights.
+    ValueError with the numbers when rows, steps or KV do not fit into the device's memory next to the weights.
     """
     version = settings.weights.initial_version
     site = _Site(settings, device, model, links.adapters, memory or sleeping_memory(settings, device, model), lead)

@@ -27,7 +27,9 @@ from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, Upload
 from rollout.models import load_model
+from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
+from rollout.process.python_lock import hand_over_soon
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.beat import Beat, DeviceProgress
 from rollout.ranks.compiling import watch_compilations
@@ -172,6 +174,7 @@ def follow(told: dict[str, Any]) -> None:
     try:
         watch_compilations()
         torch.set_num_threads(settings.model.cpu_threads)
+        hand_over_soon()  # the thread of updates must not hold back the launch of a step
         device = make_device(rank_device(settings.model.device, rank))
         group = connect(Path(told["folder"]), rank, settings.engine.tensor_parallel, device.torch_device)
         model = settings.model.model_copy(update={"device": str(device.torch_device)})
@@ -187,6 +190,7 @@ def follow(told: dict[str, Any]) -> None:
         reader = RingReader(
             shared["ring"], told["shared"]["eventfd"], lambda position: reports.set(number, "position", position)
         )
+        collect_and_freeze()
         beat.serve(progress)
         follower.serve(reader, reports)
     # The other ranks wait for this one: say why it ends, and end, whatever threads still run.

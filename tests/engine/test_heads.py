@@ -14,8 +14,11 @@ from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel, PutAdapter, StopAt
 from rollout.engine.schedule import speculation
 from rollout.engine.sequence.features import PLAIN
+from rollout.engine.step import verify
 from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
+from rollout.engine.step.sampler import Sampler
+from tests.engine.step.test_verify import accept_by_kernel, set_up_by_kernel
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import (
     RULES,
@@ -103,9 +106,19 @@ def reference_guesses(hf_model, head, tokens: list[int], count: int, draw) -> li
     return guesses
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatch, depth):
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have draws, and the beginnings and ends of verify steps, run by the kernels: in Triton's interpreter."""
+    monkeypatch.setattr(Sampler, "_draw", Sampler._draw_on_gpu)
+    monkeypatch.setattr(verify, "copy_rows", set_up_by_kernel)
+    monkeypatch.setattr(verify, "go_on", accept_by_kernel)
+
+
+@pytest.mark.parametrize(("depth", "kernels"), [(1, False), (2, False), (2, True)])
+def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatch, depth, kernels):
     """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
+    if kernels:
+        by_kernels(monkeypatch)
+        costs(monkeypatch, {1: 1.0}, {1: 1.0})  # nothing is measured, which takes the interpreter minutes
     model = load(folders[0], draft=head[2])
     fields = {**HEADS, "prefill_chunk_tokens": 8, "pipeline_depth": depth, "speculation_tokens": 4}
     bench = Bench(model, **fields)
@@ -115,7 +128,7 @@ def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatc
     prompts = {11: prompt_of(21, 1), 12: prompt_of(6, 2), 13: prompt_of(13, 3)}
     settings = {11: {"temperature": 0.0}, 12: {"temperature": 1.3}, 13: {"temperature": 0.8}}
     for seed, prompt in prompts.items():
-        bench.submit(f"r{seed}", prompt, 30, sampling={**settings[seed], "seed": seed})
+        bench.submit(f"r{seed}", prompt, 12 if kernels else 30, sampling={**settings[seed], "seed": seed})
     bench.run()
     bench.close()
     of_row = {bench.completions[f"r{seed}", 0].seed: seed for seed in prompts}
@@ -134,7 +147,7 @@ def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatc
 
         assert guesses == reference_guesses(hf_models[0], head, known[: ints[LENGTH] + 1], len(guesses), draw)
         checked += 1
-    assert checked > 50
+    assert checked > (15 if kernels else 50)
 
 
 def test_guesses_are_truncated_like_draws(drafted, monkeypatch):

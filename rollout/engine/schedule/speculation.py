@@ -40,7 +40,7 @@ HEADS = "heads"
 
 
 class Choice(NamedTuple):
-    """What a step of decode rows does beside a plain one."""
+    """The additions of a step to plain decode rows."""
 
     drafts: list[Drafts]
     guesses: int  # as in `Plan`
@@ -85,7 +85,8 @@ class Speculation:
         self._heads = heads
         self._all_rows, self._all_guesses = Acceptance(), Acceptance()
         self._resting = 0  # plans before the drafter is asked again
-        self._unpaid = 0  # plans since guesses were verified that did not pay
+        self._unpaid = 0  # plans since guesses have paid
+        self._idle = -1  # what the draft model does while its guesses do not pay
         self._probing = False  # guesses of the last plan are verified whether or not they pay
 
     @property
@@ -218,6 +219,9 @@ class Speculation:
             return -1 if not self._heads else 0
         if not self._adapts:
             return self._most
+        if self._unpaid and (self._unpaid + 1) % _ASKED_EVERY:
+            self._unpaid += 1
+            return self._idle
         rows = [seq for seq in seqs if _may_guess(seq)]
         chances = [(self._guessed.get(seq, self._all_guesses).chance, self._most) for seq in rows]
         if any(self._paying(chances, seqs, self._costs.guess_s(len(seqs)))):
@@ -229,7 +233,8 @@ class Speculation:
             return self._most
         # Guesses that would pay in a step of one row will pay when few rows are left: until then its KV is kept whole.
         alone = max(range(len(rows)), key=lambda i: chances[i][0])
-        return 0 if any(self._paying([chances[alone]], [rows[alone]], self._costs.guess_s(1))) else -1
+        self._idle = 0 if any(self._paying([chances[alone]], [rows[alone]], self._costs.guess_s(1))) else -1
+        return self._idle
 
     def _grow(self, seqs: list[Sequence], drafts: list[Drafts], guesses: int, roster: Roster) -> None:
         """Give rows the pages of their guesses, which the draft model writes to."""
@@ -283,7 +288,7 @@ def _may_guess(seq: Sequence) -> bool:
 
 
 def _grow(seq: Sequence, drafts: int, roster: Roster) -> None:
-    """Give a row pages for so many drafts, while one page stays free for each running row."""
+    """Give a row pages for this number of drafts, while one page stays free for each running row."""
     running = len(roster.decoding) + len(roster.prefilling)
     while seq.kv.capacity < seq.kv.length + 1 + drafts and roster.allocator.pool.available > running:
         if not roster.allocator.try_grow(seq):

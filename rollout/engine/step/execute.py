@@ -76,7 +76,7 @@ class Orders(AdapterOrders, MoveOrders, MemoryOrders, Protocol):
         """The draw of the last step, whose masks are written."""
 
     def swap(self, version: int) -> None:
-        """The copy of the update that all ranks have prepared; `version` is that of later steps."""
+        """The copy of the update that all ranks have prepared; `version` is the version of later steps."""
 
     def confirm(self, output: StepOutput) -> None:
         """Raise if another rank knows that these outputs may be wrong."""

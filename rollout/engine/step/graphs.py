@@ -131,8 +131,8 @@ class DecodeGraphs:
         #: Features of the forwards that are captured: without adapters, and with.
         self._kinds = (Feature.NONE,) if step.adapters is None else (Feature.NONE, Feature.ADAPTER)
         self.forwards: dict[tuple[int, bool], _Forward] = {}
-        self._read: dict[int, torch.cuda.CUDAGraph] = {}
-        self._guess: dict[int, torch.cuda.CUDAGraph] = {}
+        #: What the draft model does with decode steps; None without one.
+        self.heads = None if step.heads is None else HeadGraphs()
         #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
         self.experts: dict[int, list[torch.Tensor]] = {}
 
@@ -160,15 +160,8 @@ class DecodeGraphs:
     @property
     def count(self) -> int:
         """Graphs that are captured."""
-        return len(self._steps) + len(self.forwards) + len(self._read) + len(self._guess)
-
-    @property
-    def heads(self) -> HeadGraphs | None:
-        """What the draft model does with decode steps; None without one."""
-        if not self._read:
-            return None
-        read = {size: graph.replay for size, graph in self._read.items()}
-        return HeadGraphs(read, {size: graph.replay for size, graph in self._guess.items()})
+        of_heads = 0 if self.heads is None else len(self.heads.read) + len(self.heads.guess)
+        return len(self._steps) + len(self.forwards) + of_heads
 
     def run(self, slot: Slot, size: int) -> None:
         """Enqueue a decode step, draw included, whose upload is padded to `size`; on the compute stream."""
@@ -228,8 +221,8 @@ class DecodeGraphs:
         if size in self.sizes.forward:
             for features in self._kinds:
                 self._capture_forward(slots[0], size, features)
-        if self._step.heads is not None:
-            self._capture_heads(self._step.heads, size)
+        if self._step.heads is not None and self.heads is not None:
+            self._capture_heads(self._step.heads, self.heads, size)
         for slot in slots:
             step, graph = self._on_slot(slot, size), torch.cuda.CUDAGraph()
             with capturing(graph, self._pool):
@@ -240,13 +233,13 @@ class DecodeGraphs:
                 # Only the first slot's: they keep their memory, which the graphs captured after them can't write to.
                 self.experts.setdefault(size, self._step.forward.take_chosen())
 
-    def _capture_heads(self, heads: HeadDrafts, size: int) -> None:
+    def _capture_heads(self, heads: HeadDrafts, graphs: HeadGraphs, size: int) -> None:
         read, guess = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with capturing(read, self._pool):
             heads.read(size, self._max_context, self._step.kv)
         with capturing(guess, self._pool):
             heads.guess(size, self._max_context, PLAIN, self._step.kv)
-        self._read[size], self._guess[size] = read, guess
+        graphs.read[size], graphs.guess[size] = read.replay, guess.replay
 
     def _capture_forward(self, slot: Slot, size: int, features: Feature) -> None:
         upload, graph = self._upload(slot, size), torch.cuda.CUDAGraph()

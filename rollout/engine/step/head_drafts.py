@@ -19,11 +19,10 @@ Legend: B places of a decode step, R rows, T tokens of a prefill, G guesses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
@@ -39,13 +38,13 @@ _HEEDED = Feature.GREEDY | Feature.DRAW | Feature.TRUNCATE
 
 @dataclass(frozen=True, slots=True)
 class HeadGraphs:
-    """What the draft model does with a decode step, captured; by the number of places, and by that of rows."""
+    """What the draft model does with a decode step, captured; by the number of places, and by the number of rows."""
 
-    read: Mapping[int, Callable[[], object]]
-    guess: Mapping[int, Callable[[], object]]
+    read: dict[int, Callable[[], object]] = field(default_factory=dict)
+    guess: dict[int, Callable[[], object]] = field(default_factory=dict)
 
     def guess_size(self, rows: int) -> int | None:
-        """The captured size that so many rows take; None if none is large enough."""
+        """The captured size for this number of rows; None if all are too small."""
         return min((size for size in self.guess if size >= rows), default=None)
 
 
@@ -75,11 +74,12 @@ class HeadDrafts:
         self._hidden_BH = torch.zeros(step_rows, hidden, dtype=model.embed.dtype, device=device)
         self._rows_R, self._at_R = ints(), ints()
         self._prefill: tuple[AttentionBatch, torch.Tensor] | None = None
-        # Guesses advance copies of rows, as draws advance rows.
+        # Guesses advance copies of rows, as draws advance rows: of all but the first one, which is padding.
         self._ahead = RowState(step_rows, 1, 0, device)
         self._draw = Sampler(self._ahead)
         self._output_4R = torch.zeros(4, step_rows, dtype=torch.int32, device=device)
         self._places_R = torch.arange(step_rows, device=device)
+        self._ahead_rows_R = self._places_R + 1
         self._order_G = torch.arange(self.most, device=device)
 
     @property
@@ -88,7 +88,7 @@ class HeadDrafts:
         return self._head.spec.taps[-1] == len(self._model.layers)
 
     def make_taps(self, tokens: int) -> HiddenTaps:
-        """Memory for the hidden states of so many tokens."""
+        """Memory for the hidden states of this number of tokens."""
         spec, embed = self._head.spec, self._model.embed
         hidden_TF = torch.zeros(tokens, spec.fc.inputs, dtype=embed.dtype, device=embed.device)
         return HiddenTaps(spec.taps, hidden_TF)
@@ -146,21 +146,21 @@ class HeadDrafts:
     @torch.inference_mode()
     def guess(self, count: int, max_context: int, features: Feature, kv: KVCache) -> None:
         """Guess the next tokens of `count` rows, from the hidden states of the positions before their newest token."""
-        ahead, output_4R, places_R = self._ahead, self._output_4R, self._places_R[:count]
-        rows_R = self._rows_R[:count]
+        ahead, output_4R, rows_R = self._ahead, self._output_4R, self._rows_R[:count]
+        ahead_R, copies = self._ahead_rows_R[:count], slice(1, count + 1)
         hidden_RH = self._hidden_BH.index_select(0, self._at_R[:count])
-        ahead.ints[:count] = self.rows.ints.index_select(0, rows_R)
-        ahead.floats[:count] = self.rows.floats.index_select(0, rows_R)
+        ahead.ints[copies] = self.rows.ints.index_select(0, rows_R)
+        ahead.floats[copies] = self.rows.floats.index_select(0, rows_R)
         max_context = min(max_context + self.most, self.rows.pages.shape[1] * kv.page_size)
         table_RP = self._table(rows_R, max_context, kv)
         for index in range(self.most):
             logits_RV = self._head.compute_logits(hidden_RH, self._model.lm_head)
-            self._draw(logits_RV, places_R, features, output_4R)
-            tokens_R = ahead.ints[:count, LAST]
+            self._draw(logits_RV, ahead_R, features, output_4R)
+            tokens_R = ahead.ints[copies, LAST]
             self._guesses_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
             if index + 1 < self.most:
-                batch = _batch(ahead.ints[:count, LENGTH] - 1, table_RP, kv.page_size, max_context)
-                hidden_RH = self._head(self._embed(tokens_R), hidden_RH, batch, kv)
+                batch = _batch(ahead.ints[copies, LENGTH] - 1, table_RP, kv.page_size, max_context)
+                hidden_RH = self._head(tokens_R, self._model.embed, hidden_RH, batch, kv)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -189,10 +189,7 @@ class HeadDrafts:
         self, following_T: torch.Tensor, hidden_TF: torch.Tensor, batch: AttentionBatch, kv: KVCache
     ) -> torch.Tensor:
         """Its hidden states at the positions of a batch; `following_T` are the tokens after these."""
-        return self._head(self._embed(following_T), self._head.fuse(hidden_TF), batch, kv)
-
-    def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens_T, self._model.embed)
+        return self._head(following_T, self._model.embed, self._head.fuse(hidden_TF), batch, kv)
 
     def _following(self, step: StepInput, output_4R: torch.Tensor) -> torch.Tensor:
         """The token that follows each token of a prefill: the next one of the prompt, or the one that was drawn."""

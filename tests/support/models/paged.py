@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rollout.models import AttentionBatch, Chunk, Decoder, KVCache, LoadedModel
-from rollout.models.batch import ExpertRecord, WantedTokens
+from rollout.models.batch import ExpertRecord, HiddenTaps, WantedTokens
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
 from rollout.models.state_pool import StatePool
@@ -48,6 +48,7 @@ class PagedRunner:
         self.lengths = [0] * rows
         self.decode_position_shift = 0
         self.experts: ExpertRecord | None = None  # written by steps
+        self.taps: HiddenTaps | None = None  # written by steps
         self.adapters: AdapterSlots | None = None
         self.adapter_of = [0] * rows  # slot
 
@@ -115,6 +116,7 @@ class PagedRunner:
             chunks=chunks,
             query_starts_C1=None if chunks is None else ints([*(c.query_start for c in chunks), len(tokens)]),
             experts=self.experts,
+            taps=self.taps,
             adapters=self._step_adapters(rows, chunks, padding),
             rows_B=torch.tensor([row + 1 for row in rows] + [0] * padding, device=self.device),
         )

@@ -44,14 +44,16 @@ def head_for(target: Any, tmp_path: Path, draft_vocab: int | None = None, **conf
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("mapped", [False, True])
-def test_a_forward_is_that_of_the_reference(target, tmp_path, norm_first, mapped) -> None:
+@pytest.mark.parametrize(("mapped", "fused"), [(False, False), (True, False), (True, True)])
+def test_a_forward_is_that_of_the_reference(target, tmp_path, norm_first, mapped, fused) -> None:
+    """By torch, and by the fused kernels in Triton's interpreter."""
     vocab = target.config.vocab_size
     config, tensors = head_for(target, tmp_path, vocab // 2 if mapped else None, norm_before_residual=norm_first)
     model = load(tmp_path, dtype="float32").model
     head, count, pages = model.draft, 21, 6
     read_TF = torch.randn(count, 3 * config["hidden_size"], generator=torch.Generator().manual_seed(1))
-    embeds_TH = torch.randn(count, config["hidden_size"], generator=torch.Generator().manual_seed(2))
+    following_T = torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(2))
+    head.fused = fused
     kv = KVCache.allocate(model.spec, pages + 1, 4, torch.float32, CPU)
     batch = AttentionBatch(
         positions_T=torch.arange(count),
@@ -61,8 +63,11 @@ def test_a_forward_is_that_of_the_reference(target, tmp_path, norm_first, mapped
         max_context=count,
         chunks=(Chunk(0, count, count),),
     )
-    hidden_TH = head(embeds_TH, head.fuse(read_TF), batch, kv)
-    expected_TH = head_forward(config, tensors, embeds_TH, read_TF @ tensors["fc.weight"].T)
+    fused_TH = head.fuse(read_TF)
+    before_TH = fused_TH.clone()
+    hidden_TH = head(following_T, model.embed, fused_TH, batch, kv)
+    assert torch.equal(fused_TH, before_TH), "its input is as before"
+    expected_TH = head_forward(config, tensors, model.embed.detach()[following_T], read_TF @ tensors["fc.weight"].T)
     torch.testing.assert_close(hidden_TH, expected_TH, rtol=1e-4, atol=1e-5)
     logits_TV = head.compute_logits(hidden_TH, model.lm_head)
     torch.testing.assert_close(logits_TV, head_logits(config, tensors, expected_TH), rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ from rollout_kernels.moe.triton_group_pairs import pairs_at_once
 
 from rollout.config import ModelSettings
 from rollout.models import Decoder, KVCache, fused, fused_experts, load_model
+from rollout.models.batch import HiddenTaps
 from rollout.models.fused import FusedDecoder, supports, takes_feed_forward, takes_mixer
 from rollout.models.layers import Attention, DenseFeedForward, SparseFeedForward
 from rollout.models.random_init import fill_random
@@ -55,6 +56,49 @@ def test_a_dense_model_equals_transformers_in_float32(name: str, tmp_path: Path)
     _, generic, _ = steps(model, model, LONG)
     for mine, theirs in zip((*runner.kv.k, *runner.kv.v), (*generic.kv.k, *generic.kv.v), strict=True):
         assert torch.allclose(mine[1:], theirs[1:], atol=1e-5), "the same keys and values, and nothing elsewhere"
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_hidden_states_for_a_draft_model_are_transformers(name: str, wanted: bool, tmp_path: Path) -> None:
+    """Before each layer, and after the last one where all tokens are wanted; by the kernels and by the modules."""
+    model, reference = make(name, tmp_path, "float32")
+    layers = len(model.spec.layers)
+    taps = tuple(range(layers if wanted else layers + 1))
+    ids, last = tokens(LONG + 2, model.spec.vocab, 1), []
+    hook = reference.model.norm.register_forward_pre_hook(lambda _, args: last.append(args[0]))
+    with torch.no_grad():
+        states = [*reference(torch.tensor([ids]), output_hidden_states=True).hidden_states[:-1], last[0]]
+    hook.remove()
+    expected_TF = torch.cat([states[tap][0] for tap in taps], dim=-1)
+    for forward in (FusedDecoder(model), model):
+        runner, found = PagedRunner(model, rows=1, max_tokens=len(ids), forward=forward), []
+        for count in (LONG, 1, 1):
+            runner.taps = HiddenTaps(taps, torch.full((LONG + 3, expected_TF.shape[1]), torch.nan))
+            begin = sum(map(len, found))
+            if count > 1:
+                wants = [0] if wanted and forward is not model else None
+                runner.prefill({0: ids[begin : begin + count]}, last_of=wants)
+            else:
+                runner.decode({0: ids[begin]}, padding=1)
+            found.append(runner.taps.hidden_TF[:count])
+        torch.testing.assert_close(torch.cat(found), expected_TF, rtol=1e-4, atol=1e-4)
+
+
+def test_hidden_states_of_experts_are_those_of_the_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits: what the kernels leave to add is in the stream before the next layer reads it."""
+    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
+    model, _ = make("qwen3_moe", tmp_path, "bfloat16")
+    taps, ids = tuple(range(len(model.spec.layers) + 1)), tokens(LONG, model.spec.vocab, 1)
+    found = []
+    for forward in (FusedDecoder(model), model):
+        runner = PagedRunner(model, rows=1, max_tokens=LONG, forward=forward)
+        memory = torch.zeros(LONG, len(taps) * model.spec.hidden, dtype=torch.bfloat16)
+        runner.taps = HiddenTaps(taps, memory)
+        runner.prefill({0: ids})
+        found.append(memory.unflatten(1, (len(taps), -1)))
+    for tap in taps:
+        assert error(found[0][:, tap], found[1][:, tap]) < 0.05, tap
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-odd", "qwen3_moe", "gpt_oss"])
