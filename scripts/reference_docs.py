@@ -147,7 +147,7 @@ never runs code of a checkpoint.
 **What works as with a native family**: chunked prompts, prefix cache, sessions, groups, preemption, offload, sleep,
 swaps, log-probs, constraints, `kv_dtype`. An update may have the names of the checkpoint, as `save_pretrained` writes
 them, or those of the module, as `named_parameters()` has them. Buffers, such as the correction biases of routers, may
-be left out.
+be left out. Tensors that transformers' class leaves out of a checkpoint, such as `mtp.*`, may be sent and are dropped.
 
 **What it costs**: expect steps to take about twice as long, because the operations between the products are separate
 kernels. Attention with values of another dimension than keys has no kernels: on a GPU torch computes it from gathered

@@ -52,7 +52,9 @@ class DeltaNet(Block):
         """The input of the output product, [T, H V]; advances the states. For `one_by_one` see `Spans`."""
         spec, states = self.spec, context.kv.states
         assert states is not None, "the engine allocates states for a model that has such layers"
-        state, spans = states.layers[self.state_index], step_spans(context.batch, one_by_one)
+        # On a GPU chunks are products of tf32, which float32 is asked for to avoid.
+        exact = inputs_TN.is_cuda and inputs_TN.dtype == torch.float32
+        state, spans = states.layers[self.state_index], step_spans(context.batch, one_by_one or exact)
         mixed_TC, z_TV, b_TH, a_TH = self._split(inputs_TN)
         mixed_TC = short_conv(mixed_TC, self.conv_weight, state.conv_NCW, spans)
         out_THV = gated_delta(
