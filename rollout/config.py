@@ -506,10 +506,13 @@ class MetricsSettings(_Section):
 
 
 class SupervisorSettings(_Section):
-    """Several workers on one machine, one a device."""
+    """Several workers on one machine, or one, that are started again when they die."""
 
     workers: int = Field(
         1, ge=1, le=64, description="worker processes; a supervisor runs and restarts them if there are several"
+    )
+    supervise: bool = Field(
+        False, description="supervise a single worker, too, such as one that has all GPUs with tensor_parallel"
     )
     max_restarts: int = Field(5, ge=0, description="restarts of one worker in an hour; after that it stays down")
     restart_backoff_s: float = Field(

@@ -252,7 +252,7 @@ def assign_devices(settings: Settings, environ: Mapping[str, str]) -> list[str |
     """
     workers, device = settings.supervisor.workers, settings.model.device
     ranks = settings.engine.tensor_parallel
-    if device == "cpu":
+    if device == "cpu" or (workers == 1 and device not in ("auto", "cuda")):
         return [None] * workers
     if device not in ("auto", "cuda"):
         raise ValueError(f"device {device!r} is a single device for {workers} workers: write auto, cuda or cpu")

@@ -249,6 +249,10 @@ class Worker:
         self.inspector.set_gauges()
         self.engine.meter.set({"rollout/reclaimed_rows": self.server.reclaimed})
         self.engine.meter.mismatch(self.server.mismatch.take())
+        if ranks := self._rank_status():
+            behind = ranks[0].launched - min(rank.done for rank in ranks)
+            beat_age_s = max(rank.beat_age_s for rank in ranks)
+            self.engine.meter.set({"ranks/beat_age_s": beat_age_s, "ranks/steps_behind": max(0, behind)})
 
     # --- recover ------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_MET
 from rollout.metrics.prometheus import prometheus_name
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fallback.held import HELD
-from rollout.models.fused import obstacle, takes_feed_forward, takes_mixer
+from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
 from rollout.service.errors import ErrorCode
@@ -262,9 +262,11 @@ def _on_gpu(architecture: str, family: Family) -> str:
     blocks: list[tuple[Block, bool]] = [(layer.mixer, takes_mixer(layer.mixer.spec)) for layer in layers]
     for block in (layer.feed_forward for layer in layers):
         blocks.append((block, takes_feed_forward(block.spec, torch.bfloat16)))
-    fused = obstacle(model, experts=True) is None
-    if any(block.reads_host and not (fused and taken) for block, taken in blocks):
+    fused, alone = obstacle(model, experts=True) is None, experts_alone(model, experts=True)
+    if any(block.reads_host and not ((fused or alone) and taken) for block, taken in blocks):
         return "torch"
+    if alone:
+        return "fused in part"
     if not fused:
         return "torch in graphs"
     return "fused" if all(taken for _, taken in blocks) else "fused in part"

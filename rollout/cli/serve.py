@@ -132,7 +132,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _start(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any]) -> int:
-    if settings.supervisor.workers > 1:
+    supervised = args.restarts is not None
+    if not supervised and (settings.supervisor.workers > 1 or settings.supervisor.supervise):
         return _supervise(settings, [*_WORKER, *command_line(args.config, flags)])
     return _serve(settings, args.restarts or 0)
 

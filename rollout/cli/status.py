@@ -60,6 +60,9 @@ def _summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from part.line("KV pages", "{pages[used]} used, {pages[cached]} cached, {pages[free]} free of {pages[total]}")
     yield from part.line("preemptions", "{preemptions}")
     yield from part.line("capabilities", "{capabilities}")
+    for rank in status.get("ranks") or ():
+        name = f"rank {rank['rank']}"
+        yield name, "{device}, process {pid}, {done} steps, beat {beat_age_s:.1f} s ago".format_map(rank)
     for problem in status.get("problems") or ():
         yield "problem", problem
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import io
 import json
 import math
@@ -32,6 +31,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _MOST_IMAGES = 64
 _MOST_PIXELS = 64 << 20  # of a picture, before it is resized
 _MOST_FILE_BYTES = 64 << 20
+_MOST_PATCHES = 262_144  # of all images of a request: a small file may hold a large picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,15 @@ class Images:
         """The images of these URLs, each with the name of its field. Raises `HttpError`."""
         if len(urls) > _MOST_IMAGES:
             raise bad_request(f"the messages have {len(urls)} images; send at most {_MOST_IMAGES}", "messages")
-        loop = asyncio.get_running_loop()
-        return [await loop.run_in_executor(self._thread, self._process, url, field) for url, field in urls]
+        loop, images, patches = asyncio.get_running_loop(), [], 0
+        for url, field in urls:
+            images.append(await loop.run_in_executor(self._thread, self._process, url, field))
+            patches += math.prod(images[-1].grid_thw)
+            if patches > _MOST_PATCHES:
+                raise bad_request(
+                    f"the images up to this one have {patches} patches; send at most {_MOST_PATCHES}", field
+                )
+        return images
 
     def expand(self, token_ids: list[int], images: Sequence[Image]) -> tuple[list[int], tuple[MediaItem, ...]]:
         """A prompt with all placeholders of its images, and where they are. Raises `HttpError`.
@@ -144,7 +151,7 @@ class Images:
                 raise bad_request("send a data URL in base64: data:image/png;base64,...", field)
             try:
                 return base64.b64decode(body, validate=True)
-            except binascii.Error as error:
+            except ValueError as error:
                 raise bad_request(f"the data URL is not base64: {error}", field) from None
         if scheme == "file":
             return self._read_file(url, field)
@@ -153,12 +160,12 @@ class Images:
     def _read_file(self, url: str, field: str) -> bytes:
         if self._root is None:
             raise bad_request("this gateway reads no files: start it with --images-root, or send a data URL", field)
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             path = Path(unquote(parts.path)).resolve()
             inside = parts.netloc in ("", "localhost") and path.is_relative_to(self._root) and path.is_file()
             if not inside or path.stat().st_size > _MOST_FILE_BYTES:
                 raise bad_request("there is no such file below --images-root, or it is too large", field)
             return path.read_bytes()
-        except (OSError, ValueError, RuntimeError):  # links in a circle, a name with a null
+        except (OSError, ValueError, RuntimeError):  # no URL, links in a circle, a name with a null
             raise bad_request("the file cannot be read", field) from None

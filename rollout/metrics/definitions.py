@@ -356,6 +356,15 @@ METRICS: tuple[Metric[Stretch], ...] = (
         Panel("Images", "Buffer in use"),
     ),
     Metric(
+        "ranks/beat_age_s", "gauge", "s", "seconds since the oldest last beat of a follower of a tensor group",
+        Panel("Tensor group", "Oldest beat"),
+    ),
+    Metric(
+        "ranks/steps_behind", "gauge", "steps",
+        "steps that the first rank of a tensor group has launched, and the slowest one has not completed",
+        Panel("Tensor group", "Steps behind"),
+    ),
+    Metric(
         "weights/version", "gauge", "version", "weights version that new steps run with", Panel("Weights", "Version")
     ),
     Metric(

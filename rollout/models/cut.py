@@ -63,6 +63,11 @@ class CutView(torch.Tensor):
         view.cut, view._kept = cut, kept.detach() if type(kept) is torch.nn.Parameter else kept
         return view
 
+    @property
+    def kept_part(self) -> torch.Tensor:
+        """What takes the kept part itself."""
+        return self._kept
+
     def copy_(self, whole: torch.Tensor, non_blocking: bool = False) -> CutView:  # type: ignore[override]
         """Copy the kept part of a whole tensor, from any device."""
         if tuple(whole.shape) != whole_shape(self):

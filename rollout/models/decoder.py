@@ -21,6 +21,7 @@ from rollout.models.layers import (
     Block,
     DenseFeedForward,
     RMSNorm,
+    RunExperts,
     SparseFeedForward,
     StepContext,
     empty_parameter,
@@ -144,8 +145,13 @@ class Decoder(Block):
             self.draft = DraftHead(spec.draft, len(spec.attention_layers), spec.vocab, dtype, device)
 
     @torch.inference_mode()
-    def forward(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
-        """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""
+    def forward(
+        self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache, run_experts: RunExperts | None = None
+    ) -> torch.Tensor:
+        """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype.
+
+        `run_experts` runs the sparse blocks if it is given.
+        """
         x_TH = self._embedded(token_ids_T)
         if self.embed_scale != 1.0:
             x_TH = x_TH * self.embed_scale
@@ -153,7 +159,7 @@ class Decoder(Block):
         if images is not None:
             x_TH = images.replace_in(x_TH)
         cos_sin = tuple(rope(batch.turned_by) for rope in self.ropes)
-        context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv)
+        context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv, run_experts)
         taps = batch.taps
         for index, layer in enumerate(self.layers):
             if taps is not None:

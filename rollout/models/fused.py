@@ -72,6 +72,12 @@ def supports(model: Decoder, experts: bool) -> bool:
     return model.embed.is_cuda and obstacle(model, experts) is None
 
 
+def experts_alone(model: Decoder, experts: bool) -> bool:
+    """True if torch runs the steps of this model on a GPU, with its experts by the kernels; `experts` allows that."""
+    taken = model.spec.moe is not None and takes_feed_forward(model.spec.moe, model.embed.dtype)
+    return experts and taken and obstacle(model, experts) is not None
+
+
 def obstacle(model: Decoder, experts: bool) -> str | None:
     """Why torch runs the steps of this model on a GPU, and not `FusedDecoder`; None if that runs them."""
     dtype, spec = model.embed.dtype, model.spec

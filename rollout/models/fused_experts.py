@@ -1,4 +1,4 @@
-"""The sparse feed-forward blocks of `FusedDecoder`: norm, router and experts, nothing read on the host.
+"""Sparse feed-forward blocks by the kernels: norm, router and experts, nothing read on the host.
 
     few tokens      norm_route -> experts                             one launch before the experts
     more            add_rms_norm -> moe_route -> experts              the router's weights are read once
@@ -6,6 +6,8 @@
                     add_rms_norm -> logits -> `ROUTES` -> experts     by torch: groups that are no powers of two
 
 A shared expert that is stored with the others is one of them here: the last choice of every token.
+
+`FusedDecoder` runs them, and `DecoderWithFusedExperts` where torch runs everything else; there the norm is torch's.
 
 The experts read the router's results before the kernels between the two have ended. So every kernel launched there must
 wait for the one before it. The kernels read the parameters themselves: the next step sees whatever is copied into them.
@@ -30,7 +32,7 @@ from rollout_kernels.moe.triton_router import MANY_TOKENS, Record, Routing, moe_
 from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
-from rollout.models.batch import ExpertRecord
+from rollout.models.batch import AttentionBatch, ExpertRecord, KVCache
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.deterministic import shared_products
 from rollout.models.layers import SharedExpert, SparseFeedForward
@@ -133,44 +135,33 @@ class FusedExperts:
         Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
         """
         tokens, block = len(residual_TH), cast(SparseFeedForward, layer.feed_forward)
-        record = None if kept is None else Record(kept.layer(block.sparse_index, tokens), kept.rows_T[:tokens])
-        norm_H, router_EH = layer.feed_forward_norm.weight, block.router
-        how, offset = (self._router.top_k, self._router.renormalize), self._unit_offset
-        if self._rule is not None:
-            x_TH = normed_TH
-            if x_TH is None:
-                x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
-            routing = self._route(block, self._rule, x_TH, kept, record)
-        elif normed_TH is not None:
-            x_TH = normed_TH
-            routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
-        elif self.joins_norm(tokens):
+        norm_H, offset = layer.feed_forward_norm.weight, self._unit_offset
+        if normed_TH is None and self.joins_norm(tokens):
             assert parts_STH is not None, "so few tokens leave it"
-            found = norm_route(
-                residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record, offset, self._shared
-            )
-            residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
-        else:
+            how = (block.router, self._router.top_k, self._router.renormalize, self._scratch)
+            record = _record(block, tokens, kept)
+            found = norm_route(residual_TH, parts_STH, norm_H, self._eps, *how, record, offset, self._shared)
+            return found.residual_TH, self._weighted(block, found.x_TH, found.routing)
+        x_TH = normed_TH
+        if x_TH is None:
             x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
-            routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic, shared=self._shared)
-        if self._chosen is not None:
-            self._chosen.append(routing.experts_TK[:, : self._router.top_k])
-        assert self._plan is not None
-        weights = self._experts[block]
-        if not self._all_kept:
-            routing = keep_experts(routing, self._kept.start, len(self._kept))
-        parts_STH = run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True, glu=weights.glu)
-        if block.biases is not None and block.adds_bias:  # of the down projection: each token's sum, weighted
-            bias_EH = block.down_bias.float()
-            weights_TE = bias_EH.new_zeros(tokens, len(bias_EH))
-            weights_TE.scatter_add_(1, routing.experts_TK.long(), routing.weights_TK)
-            parts_STH[0].addmm_(weights_TE, bias_EH)
-        if block.shared is not None:  # by torch, after the experts: their kernels follow each other without a wait
-            parts_STH = parts_STH.float()
-            parts_STH[0] += self._in_one_order(block.shared, x_TH) if self._deterministic else block.shared(x_TH)
-        return residual_TH, parts_STH
+        return residual_TH, self._weighted(block, x_TH, self._routing(block, x_TH, kept))
 
-    def _route(
+    def output(self, block: SparseFeedForward, x_TH: torch.Tensor, kept: ExpertRecord | None) -> torch.Tensor:
+        """The output of one block for the normalised `x_TH`, [T, H]; the router writes to `kept` if given."""
+        x_TH = x_TH.contiguous()
+        parts_STH = self._weighted(block, x_TH, self._routing(block, x_TH, kept))
+        return sum_of_parts(parts_STH, x_TH.dtype)
+
+    def _routing(self, block: SparseFeedForward, x_TH: torch.Tensor, kept: ExpertRecord | None) -> Routing:
+        """The experts of each token, which also go to `kept` if it is given."""
+        record = _record(block, len(x_TH), kept)
+        if self._rule is not None:
+            return self._by_rule(block, self._rule, x_TH, kept, record)
+        how = (self._router.top_k, self._router.renormalize, record)
+        return moe_route(x_TH, block.router, *how, deterministic=self._deterministic, shared=self._shared)
+
+    def _by_rule(
         self,
         block: SparseFeedForward,
         rule: ScoreRule,
@@ -190,6 +181,25 @@ class FusedExperts:
         weights_TK, experts_TK = block.choose_experts(logits_TE, kept)
         return Routing(experts_TK.int(), weights_TK.float())
 
+    def _weighted(self, block: SparseFeedForward, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The outputs of each token's experts, weighted, in parts: [S, T, H]."""
+        if self._chosen is not None:
+            self._chosen.append(routing.experts_TK[:, : self._router.top_k])
+        assert self._plan is not None
+        weights = self._experts[block]
+        if not self._all_kept:
+            routing = keep_experts(routing, self._kept.start, len(self._kept))
+        parts_STH = run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True, glu=weights.glu)
+        if block.biases is not None and block.adds_bias:  # of the down projection: each token's sum, weighted
+            bias_EH = block.down_bias.float()
+            weights_TE = bias_EH.new_zeros(len(x_TH), len(bias_EH))
+            weights_TE.scatter_add_(1, routing.experts_TK.long(), routing.weights_TK)
+            parts_STH[0].addmm_(weights_TE, bias_EH)
+        if block.shared is not None:  # by torch, after the experts: their kernels follow each other without a wait
+            parts_STH = parts_STH.float()
+            parts_STH[0] += self._in_one_order(block.shared, x_TH) if self._deterministic else block.shared(x_TH)
+        return parts_STH
+
     def _in_one_order(self, shared: SharedExpert, x_TH: torch.Tensor) -> torch.Tensor:
         """The output of a shared expert, whose products are added in one order for any number of tokens."""
         configs = {
@@ -200,3 +210,35 @@ class FusedExperts:
         assert gate_up is not None and down is not None and gate is not None, "check_deterministic"
         y_TH = linear(gate_up_silu(x_TH, shared.gate_up_proj.weight, gate_up), shared.down_proj.weight, down)
         return y_TH if shared.gate is None else y_TH * torch.sigmoid(linear(x_TH, shared.gate.weight, gate))
+
+
+class DecoderWithFusedExperts:
+    """Steps of a `Decoder` by torch, with its experts by the kernels: for residual streams `FusedDecoder` has not.
+
+    Nothing is read on the host, so that steps can be captured. It shares the parameters of the model.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self._model, self._experts = model, FusedExperts(model)
+
+    def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
+        """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""
+        self._experts.begin_step(len(token_ids_T))
+        return self._model.forward(token_ids_T, batch, kv, self._experts.output)
+
+    def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
+        """Logits of selected hidden states, float32 [S, V]."""
+        return self._model.compute_logits(hidden_SH)
+
+    def kernel_sizes(self) -> list[int]:
+        """Numbers of tokens up to which a step runs by the same kernels of experts, ascending."""
+        return self._experts.sizes()
+
+    def take_chosen(self) -> list[torch.Tensor]:
+        """Experts of each sparse layer, int32 [T, K], of the step that was just captured; a replay writes them anew."""
+        return self._experts.take_chosen()
+
+
+def _record(block: SparseFeedForward, tokens: int, kept: ExpertRecord | None) -> Record | None:
+    """The record of a layer as the kernels take it."""
+    return None if kept is None else Record(kept.layer(block.sparse_index, tokens), kept.rows_T[:tokens])

@@ -111,6 +111,11 @@ class Block(nn.Module):
         return self.forward(*args)
 
 
+#: From a sparse block, its normalised input [T, H] and the step's record of experts to its output, [T, H]. Of a shard
+#: it is this rank's part of a sum.
+RunExperts = Callable[["SparseFeedForward", torch.Tensor, ExpertRecord | None], torch.Tensor]
+
+
 class StepContext(NamedTuple):
     """What all layers of a step share."""
 
@@ -118,6 +123,7 @@ class StepContext(NamedTuple):
     slots_T: torch.Tensor  # the batch's KV slots as int64
     batch: AttentionBatch
     kv: KVCache
+    run_experts: RunExperts | None = None  # runs sparse blocks in the place of their own code
 
 
 # --- outputs of blocks -----------------------------------------------------------------------------------------------
@@ -565,6 +571,8 @@ class SparseFeedForward(Block):
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
         """The weighted outputs of each token's experts."""
+        if context.run_experts is not None:
+            return Computed(self.group.all_reduce(context.run_experts(self, x_TH, context.batch.experts)))
         weights_TK, experts_TK = self.choose_experts(self.logits(x_TH), context.batch.experts)
         gate_up: torch.Tensor = self.gate_up
         down: torch.Tensor = self.down

@@ -319,6 +319,10 @@ class Family:
     #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
     ropes: ByLayer[Any] = same_rope
     partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
+    #: How many dimensions of a head turn; used where `rope_parameters` has no such factor.
+    rope_width: Key | None = declared(integer(2, 8192), None)
+    #: `rope_parameters` may be one map: layers with full attention take it, the others only its `rope_theta`.
+    one_rope_map: bool = False
     #: `mrope_section` of `rope_parameters` says how many frequencies take each of three positions: in turns, or one
     #: block of frequencies after the other. The value is what transformers takes where the key is absent.
     rope_turns: tuple[int, int, int] | None = None
@@ -620,6 +624,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="full",
         windows=windows_by_type,
         ropes=ropes_by_type,
+        one_rope_map=True,  # in configs as the first releases of transformers 5 read them
         norms="after",
         layer_names=_NORMS_AFTER,
     ),
@@ -743,6 +748,7 @@ FAMILIES: dict[str, Family] = {
         models="MiniMax-M2",
         qk_norm="full",
         partial_rope=True,
+        rope_width=Key("rotary_dim"),  # which not every release of transformers 5 makes a factor of
         moe=MoEFamily(
             experts=Key("num_local_experts"),
             intermediate=Key("intermediate_size"),
@@ -1118,7 +1124,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         hidden=config.hidden_size,
         heads=heads,
         kv_heads=config.num_key_value_heads or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=_head_dim(config),
         rope=rope,
         window=window,
         qkv_bias=_value(config, family.qkv_bias),
@@ -1288,8 +1294,8 @@ def _value(config: Any, declared: Any) -> Any:
 def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
     if part is None or (family.optional_rope and _rope_parameters(config).get("rope_theta") is None):
         return RopeSpec("none", theta=1.0)
-    params = _rope_parameters(config, part)
-    share = params.get("partial_rotary_factor", 1.0)
+    params = _rope_parameters(config, part, family.one_rope_map)
+    share = params.get("partial_rotary_factor", _rope_share(config, family))
     if share != 1.0 and not family.partial_rope:
         raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
     if not 0 < share <= 1:
@@ -1298,13 +1304,22 @@ def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
     return replace(rope, axes=_rope_axes(config, family, params, rope))
 
 
+def _rope_share(config: Any, family: Family) -> float:
+    """The share of a head that turns, where `rope_parameters` does not say it."""
+    width = None if family.rope_width is None else getattr(config, family.rope_width.name, None)
+    return 1.0 if width is None else width / _head_dim(config)
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _rope_axes(config: Any, family: Family, params: dict[str, Any], rope: RopeSpec) -> tuple[int, ...]:
     """The axis of each frequency; empty for families whose tokens have one position."""
     default = family.rope_turns or family.rope_blocks
     if default is None:
         return ()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    count, given = rope.width(head_dim) // 2, params.get("mrope_section") or default
+    count, given = rope.width(_head_dim(config)) // 2, params.get("mrope_section") or default
     if len(given) != 3 or any(type(part) is not int or part < 0 for part in given):
         raise ValueError(f"mrope_section ({given!r:.80}) must be three integers")
     if family.rope_blocks is not None:
@@ -1318,10 +1333,14 @@ def _rope_axes(config: Any, family: Family, params: dict[str, Any], rope: RopeSp
     return tuple(axes)
 
 
-def _rope_parameters(config: Any, part: str = "") -> dict[str, Any]:
+def _rope_parameters(config: Any, part: str = "", one_map: bool = False) -> dict[str, Any]:
     # transformers folds the older `rope_theta` and `rope_scaling` keys into this one when it reads a config.
     params = dict(config.rope_parameters or {})
-    return dict(params.get(part) or {}) if part else params
+    if not part:
+        return params
+    if one_map and part not in params:
+        return params if part == "full_attention" else {"rope_theta": params.get("rope_theta")}
+    return dict(params.get(part) or {})
 
 
 def _growth(config: Any) -> QueryGrowth | None:

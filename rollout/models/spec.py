@@ -642,6 +642,11 @@ class ModelSpec:
     shard: Shard | None = None  # the blocks are those of one rank, and so is its part of the vocabulary
 
     @property
+    def unused_patterns(self) -> tuple[str, ...]:
+        """Regular expressions of such names: classes of transformers have them, native families do not."""
+        return ()
+
+    @property
     def kept_vocab(self) -> range:
         """The tokens whose rows of embedding and output layer are kept: all, or those of one rank."""
         return range(self.vocab) if self.shard is None else self.vocab_of(self.shard.rank)

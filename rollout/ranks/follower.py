@@ -1,7 +1,7 @@
 """A follower: a process that runs the steps of rank 0 on its own shard, and nothing else.
 
     main thread    ring --> launch, draw, swap on its own streams        no scheduler, no copy back, no commit
-    updates        checks and plans updates, which takes longer than a step
+    updates        receives updates (`follower_updates.py`)
     beat           reports that the process lives and how far its device is (`beat.py`)
 
 It has the shard of the model, KV pages, row state and slots that rank 0 has, made by the same code in the same order.
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import msgpack
@@ -28,20 +26,15 @@ from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, Upload
 from rollout.models import load_model
-from rollout.models.loader import LoadedModel
 from rollout.process.logs import set_up, worker_name
 from rollout.ranks.beat import Beat, DeviceProgress
 from rollout.ranks.compiling import watch_compilations
 from rollout.ranks.devices import rank_device
-from rollout.ranks.orders import DRAW, END, PREPARE, STEP, SWAP, read_draw, read_step
+from rollout.ranks.follower_updates import FollowerUpdates, copy_all
+from rollout.ranks.orders import DRAW, END, OPEN, PREPARE, RELAY, STEP, SWAP, TAKE, read_draw, read_step
 from rollout.ranks.processes import connect
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import Head, RingReader, SharedMemory
-from rollout.ranks.updates import PinnedView
-from rollout.weights.parameter_map import ParameterMap, update_names
-from rollout.weights.staging import Copy, plan_copies
-from trainer_bridge.wire.errors import WeightsRejected
-from trainer_bridge.wire.manifest import Manifest, from_wire
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +51,7 @@ class Follower:
         number: int,
         executor: Executor,
         slots: list[Slot],
-        updates: PreparedUpdates,
+        updates: FollowerUpdates,
         progress: DeviceProgress,
     ) -> None:
         self._executor, self._slots, self._updates = executor, slots, updates
@@ -108,6 +101,14 @@ class Follower:
             self._executor.draw_with_masks(header, slot)
             self._enqueued(reports)
             reports.add(self._number, "drawn")
+        elif head.kind == OPEN:
+            if self._updates.in_place:
+                self._executor.finish()  # rank 0 holds generation, and has committed all steps
+            self._updates.open(*msgpack.unpackb(layout))
+        elif head.kind == TAKE:
+            self._updates.piece(*msgpack.unpackb(layout))
+        elif head.kind == RELAY:
+            self._updates.relay(*msgpack.unpackb(layout))
         elif head.kind == PREPARE:
             self._updates.prepare(*msgpack.unpackb(layout))
         elif head.kind == SWAP:
@@ -134,78 +135,9 @@ class Follower:
         copies = self._updates.take(number, version)
         device = self._executor.device
         start, end = device.event(), device.event()
-        self._executor.swap(version, lambda: _copy(copies), start, end)
+        self._executor.swap(version, lambda: copy_all(copies), start, end)
         self._version = version
         return end
-
-
-@torch.no_grad()
-def _copy(copies: list[Copy]) -> None:
-    for view, staged in copies:
-        view.copy_(staged, non_blocking=True)
-
-
-class PreparedUpdates:
-    """Checks updates and plans their copies, in a thread of its own."""
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        settings: Settings,
-        staged: SharedMemory,
-        manifest: SharedMemory,
-        reports: Reports,
-        number: int,
-    ) -> None:
-        self._views = loaded.trainer_views()
-        self._map = ParameterMap(self._views, update_names(settings.model, loaded))
-        self._staged, self._manifest, self._reports, self._number = staged, manifest, reports, number
-        self._view = PinnedView(loaded.model.embed.device)
-        self._orders: SimpleQueue[tuple[int, int, int]] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._ready: tuple[int, int, list[Copy]] = (0, 0, [])
-        self._planned: tuple[tuple[str, int], list[Copy]] | None = None
-        threading.Thread(target=self._run, name="updates", daemon=True).start()
-
-    def prepare(self, number: int, total_bytes: int, manifest_bytes: int) -> None:
-        """Begin to check an update; the outcome is reported."""
-        self._orders.put((number, total_bytes, manifest_bytes))
-
-    def take(self, number: int, version: int) -> list[Copy]:
-        """The copies of a prepared update. Raises RuntimeError for another one."""
-        with self._lock:
-            prepared, prepared_version, copies = self._ready
-        if (prepared, prepared_version) != (number, version):
-            raise RuntimeError(f"update {number} of version {version} is ordered, {prepared} is prepared")
-        return copies
-
-    def _run(self) -> None:
-        while True:
-            number, total_bytes, manifest_bytes = self._orders.get()
-            try:
-                manifest = from_wire(msgpack.unpackb(self._manifest.map()[:manifest_bytes]))
-                copies = self._plan(manifest, total_bytes)
-            except WeightsRejected as error:
-                self._refuse(number, str(error))
-            # Whatever it is, rank 0 waits for an answer, and the old weights stay in use.
-            except Exception as error:
-                log.exception("an update cannot be prepared")
-                self._refuse(number, f"{type(error).__name__}: {error}")
-            else:
-                with self._lock:
-                    self._ready = (number, manifest.version, copies)
-                self._reports.set(self._number, "prepared", number)
-
-    def _refuse(self, number: int, message: str) -> None:
-        self._reports.say(self._number, message)
-        self._reports.set(self._number, "refused", number)
-
-    def _plan(self, manifest: Manifest, total_bytes: int) -> list[Copy]:
-        stream = self._view.of(self._staged.map())[:total_bytes]
-        key = (manifest.layout_digest, stream.data_ptr())
-        if self._planned is None or self._planned[0] != key:
-            self._planned = (key, plan_copies(manifest, self._map.check(manifest), self._views, stream))
-        return self._planned[1]
 
 
 def follow(told: dict[str, Any]) -> None:
@@ -222,7 +154,7 @@ def follow(told: dict[str, Any]) -> None:
         group = connect(Path(told["folder"]), rank, settings.engine.tensor_parallel, device.torch_device)
         model = settings.model.model_copy(update={"device": str(device.torch_device)})
         loaded = load_model(model, device.torch_device, None, None, settings.engine.expert_format, group)
-        updates = PreparedUpdates(loaded, settings, shared["staged"], shared["manifest"], reports, number)
+        updates = FollowerUpdates.of(loaded, settings, shared["relayed"], shared["manifest"], reports, number)
         executor, slots = build_follower(settings, device, loaded.model)
         progress = DeviceProgress(device, slots, group.peers)
         follower = Follower(settings, number, executor, slots, updates, progress)

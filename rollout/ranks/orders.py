@@ -2,7 +2,10 @@
 
     STEP      header of an upload, its words             launch it, and draw unless rows wait for masks
     DRAW      places and masks of constrained rows       draw of the last step
-    PREPARE   number and sizes of an update              check that it fits, plan its copies; nothing changes yet
+    OPEN      number of an update, size of its manifest  check that it fits, lay out the staging memory
+    TAKE      a piece: start and bytes, place in relay   keep the shard's part of it in the staging memory
+    RELAY     a handle of memory of rank 0's GPU         map it: pieces come through it
+    PREPARE   number of the update                       all bytes are verified: plan its copies
     SWAP      number of the update                       copy it into the parameters, after the steps before
     END       nothing                                    end the process
 
@@ -24,7 +27,7 @@ from rollout.engine.step.upload import Header, Upload
 from rollout.engine.step_output import StepOutput
 from rollout.ranks.ring import RingWriter
 
-STEP, DRAW, PREPARE, SWAP, END = range(1, 6)
+STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE, RELAY = range(1, 9)
 
 
 class Orders:
@@ -36,7 +39,8 @@ class Orders:
         self._version = version
         self._settle = settle
         self.slow = 0  # sequence number of the last order that may take long
-        self.update = 0  # number of the last update that followers were told to prepare
+        self.pieces = 0  # of updates that were given
+        self.prepared = 0  # number of the last update that followers were told to prepare
         self.swapped = 0  # number of the last one that they were told to copy
 
     def step(self, upload: Upload) -> None:
@@ -48,16 +52,32 @@ class Orders:
         at, refused = masks.rows
         self._write(DRAW, [at, refused, masks.host.shape[1]], _bytes(masks.host[: len(at)]))
 
-    def prepare(self, total_bytes: int, manifest_bytes: int) -> int:
-        """Give an update to prepare; returns its number. Any thread may call it."""
-        self.update += 1
-        self._write(PREPARE, [self.update, total_bytes, manifest_bytes])
-        return self.update
+    def open(self, number: int, manifest_bytes: int) -> None:
+        """Give the beginning of an update. Any thread may call it, as those for pieces and preparation."""
+        self._write(OPEN, [number, manifest_bytes])
+
+    def take(self, start: int, nbytes: int, at: int, on_device: bool) -> int:
+        """Give a piece of the update, which lies at byte `at` of the relay memory of the host or of the device.
+
+        Returns the number of the piece, over all updates. One thread at a time gives pieces.
+        """
+        self._write(TAKE, [start, nbytes, at, on_device])
+        self.pieces += 1
+        return self.pieces
+
+    def relay(self, number: int, handle: bytes, nbytes: int) -> None:
+        """Give the relay memory on rank 0's GPU, which has a number."""
+        self._write(RELAY, [number, handle, nbytes])
+
+    def prepare(self, number: int) -> None:
+        """Give the preparation of the update, whose bytes are verified."""
+        self.prepared = number
+        self._write(PREPARE, [number])
 
     def swap(self, version: int) -> None:
         """Give the copy of the prepared update."""
-        self.swapped = self.update
-        self._write(SWAP, [self.update, version])
+        self.swapped = self.prepared
+        self._write(SWAP, [self.prepared, version])
         self._version = version
 
     def confirm(self, output: StepOutput) -> None:

@@ -1,6 +1,6 @@
 """Rank 0's side of a tensor group: starts the followers, connects with them, watches them, ends them.
 
-    start       a process each, with inherited memory (ring, reports, staged updates) and an eventfd
+    start       a process each, with inherited memory (ring, reports, relay of updates) and an eventfd
     connect     a process group over a file store in a private folder: gloo on a CPU, NCCL on GPUs; no port is opened
     lead        the followers are ready: size the ring, give orders
     watch       a thread: a rank that ended or hangs is the end of the group (`watch.py`)
@@ -34,6 +34,7 @@ from rollout.config import Settings
 from rollout.engine.messages import RankStatus
 from rollout.process.scratch import ScratchFolder
 from rollout.ranks.compiling import compiling, watch_compilations
+from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
 from rollout.ranks.orders import Orders
 from rollout.ranks.reports import NUMBERS, Number, Reports
@@ -93,10 +94,10 @@ class Ranks:
         self._ring = SharedMemory.create("rollout-ring", 0)  # sized by `lead`
         table = SharedMemory.create("rollout-reports", count * Reports.line_bytes())
         self.reports = Reports(table, count)
-        self._staged = SharedMemory.create("rollout-update", 0)
+        self._relayed = SharedMemory.create("rollout-update", 0)
         self._manifest = SharedMemory.create("rollout-manifest", 0)
         self._eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
-        inherited = {"ring": self._ring, "reports": table, "staged": self._staged, "manifest": self._manifest}
+        inherited = {"ring": self._ring, "reports": table, "relayed": self._relayed, "manifest": self._manifest}
         shared = {name: memory.descriptor for name, memory in inherited.items()}
         for rank, eventfd in enumerate(self._eventfds, 1):
             self._processes.append(self._start(rank, {**shared, "eventfd": eventfd}))
@@ -127,7 +128,9 @@ class Ranks:
         """What the weight receiver uses to have all ranks take an update; None for one rank."""
         if self.size == 1:
             return None
-        self.updates = RankUpdates(self._staged, self._manifest, self.reports, lambda: self.orders, device)
+        self.updates = RankUpdates(
+            self._relayed, self._manifest, self.reports, lambda: self.orders, device, device_memory(device)
+        )
         return self.updates
 
     def watch(self, on_lost: Callable[[str], None], progress: Callable[[], OwnProgress]) -> None:
@@ -210,14 +213,17 @@ class Ranks:
 
     def _look(self) -> GroupLook:
         own, orders = self._progress(), self.orders
-        update, swapped, slow = (0, 0, 0) if orders is None else (orders.update, orders.swapped, orders.slow)
+        slow, pieces, prepared, swapped = (
+            (0, 0, 0, 0) if orders is None else (orders.slow, orders.pieces, orders.prepared, orders.swapped)
+        )
         columns = {name: self.reports.get(name) for name in NUMBERS}
         followers, cpu_s = [], sum(os.times()[:2])
         for number, process in enumerate(self._processes):
             at = {name: column[number] for name, column in columns.items()}
             stopped, used_s = _process_stat(process.pid)
             cpu_s += used_s
-            late = at["sequence"] < slow or max(at["prepared"], at["refused"]) < update or at["swapped"] < swapped
+            late = at["sequence"] < slow or at["taken"] < pieces
+            late |= max(at["prepared"], at["refused"]) < prepared or at["swapped"] < swapped
             followers.append(
                 FollowerLook(
                     pid=process.pid,

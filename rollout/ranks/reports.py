@@ -12,13 +12,14 @@ import numpy as np
 from rollout.ranks.ring import SharedMemory
 
 Number = Literal[
-    "beat", "position", "sequence", "launched", "drawn", "done", "prepared", "refused", "swapped", "ready", "fault",
-    "compiling",
+    "beat", "position", "sequence", "launched", "drawn", "done", "opened", "taken", "mapped", "unmapped", "prepared",
+    "refused", "swapped", "ready", "fault", "compiling",
 ]  # fmt: skip
 #: beat: of `beat.py`. position: in the ring. sequence: of the last order carried out. launched: steps whose end
-#: is enqueued. drawn: those that waited for masks. done: those that are complete on the device. prepared, refused: the
-#: last update that fits, or does not. swapped: the last one whose copy is done. fault: 1 + a rank that sent nothing.
-#: compiling: 1 while a kernel is compiled; it alone may fall.
+#: is enqueued. drawn: those that waited for masks. done: those that are complete on the device. opened, prepared,
+#: refused: the last update that fits, is ready to swap, or is neither. taken: pieces of updates. mapped, unmapped: the
+#: last memory of rank 0's GPU that this rank can read, or cannot. swapped: the last update whose copy is done. fault:
+#: 1 + a rank that sent nothing. compiling: 1 while a kernel is compiled; it alone may fall.
 NUMBERS: tuple[Number, ...] = get_args(Number)
 _TEXT_BYTES = 448
 

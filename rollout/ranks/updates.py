@@ -1,89 +1,160 @@
 """Updates of the weights in a tensor group: all ranks take an update, or none does.
 
-    receiver's thread   all bytes are verified, in memory that all ranks share
-                        PREPARE --> each follower: the manifest fits its shard, its copies are planned --> prepared
+    receiver's thread   OPEN --> each follower: the manifest fits its shard, its staging memory is laid out --> opened
+                        TAKE --> each piece, as it comes: every rank keeps its part, in its own staging memory
+                        all bytes are verified
+                        PREPARE --> each follower: its part is whole, its copies are planned --> prepared
                         all prepared: the update is ready for the loop
     loop                SWAP, between two steps --> every rank copies its part --> swapped
-    receiver's thread   all swapped: the memory may be written again
+    receiver's thread   all swapped: the staging memory may be written again
 
-Followers read the memory in their swap alone. An update that is dropped before its SWAP leaves no trace.
+Bytes are verified on rank 0 alone, and may be wrong until then: followers use them in their swap only. An update that
+is dropped before its SWAP leaves no trace.
 """
 
 from __future__ import annotations
 
-import mmap
+import functools
+import threading
 from collections.abc import Callable
 
 import msgpack
 import torch
 
+from rollout.ranks.device_relay import DevicePlace
 from rollout.ranks.orders import Orders
+from rollout.ranks.relay import RELAY_BYTES, HostPlace, RelayMemory
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
+from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.wire.errors import Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
 
 class RankUpdates:
-    """Rank 0's end. Belongs to the receiver's thread."""
+    """Rank 0's end (`rollout.weights.shard_destination.Ranks`). Belongs to the receiver's thread."""
 
     def __init__(
         self,
-        staged: SharedMemory,
+        relayed: SharedMemory,
         manifest: SharedMemory,
         reports: Reports,
         orders: Callable[[], Orders | None],
         device: torch.device,
+        on_device: IpcMemory | None = None,
+        relay_bytes: int = RELAY_BYTES,
     ) -> None:
-        self._staged, self._manifest, self._reports, self._orders = staged, manifest, reports, orders
-        self._view = PinnedView(device)
-        self._asked: Manifest | None = None
-        self._number = 0
+        self._manifest, self._reports, self._find_orders = manifest, reports, orders
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Staging memory that all ranks share, uint8 [nbytes]."""
-        self._staged.grow(max(nbytes, 1))
-        return self._view.of(self._staged.map())[:nbytes]
+        def taken() -> int:
+            return min(reports.get("taken"))
 
-    def prepared(self, manifest: Manifest) -> bool:
-        """Whether all followers are ready to swap this update, whose bytes are verified; asks them at the first call.
+        self._host = RelayMemory(HostPlace(relayed, device), taken, functools.partial(self._give, False), relay_bytes)
+        self._device: RelayMemory | None = None
+        if on_device is not None:
+            place = DevicePlace(on_device, reports, lambda *told: self._orders().relay(*told))
+            self._device = RelayMemory(place, taken, functools.partial(self._give, True), relay_bytes)
+        self._giving = threading.Lock()
+        self._last = 0  # number of the last update that followers were told of
 
-        Raises `WeightsRejected` if it does not fit one of them.
-        """
-        orders = self._orders()
-        if orders is None:
-            raise Unavailable("this worker is starting; publish again in a moment")
-        if self._asked is not manifest:
-            packed = msgpack.packb(manifest.to_wire())
-            self._manifest.grow(len(packed))
-            self._manifest.map()[: len(packed)] = packed
-            self._asked, self._number = manifest, orders.prepare(manifest.total_bytes, len(packed))
-        for follower, refused in enumerate(self._reports.get("refused")):
-            if refused == self._number:
-                raise WeightsRejected(f"rank {follower + 1}: {self._reports.text(follower)}", field="manifest")
-        return min(self._reports.get("prepared")) >= self._number
+    def open(self, manifest: Manifest, on_device: bool) -> UpdateRelay:
+        """Begin an update on all ranks. Raises `Unavailable` while the worker starts."""
+        self._orders()
+        memories = [self._device, self._host] if on_device and self._device is not None else [self._host]
+        for memory in memories:
+            assert memory is not None
+            memory.open(manifest.bucket_bytes, manifest.total_bytes)
+        return UpdateRelay(self, [memory for memory in memories if memory is not None], manifest)
 
     @property
     def copying(self) -> bool:
-        """Whether a follower may still read the memory."""
-        orders = self._orders()
+        """Whether a follower may still read its staging memory."""
+        orders = self._find_orders()
         return orders is not None and min(self._reports.get("swapped")) < orders.swapped
 
+    def tell(self, manifest: Manifest) -> int:
+        """Tell the followers of an update; returns its number, or 0 while they still read about the one before."""
+        answers = zip(self._reports.get("opened"), self._reports.get("refused"), strict=True)
+        if any(max(answer) < self._last for answer in answers):
+            return 0
+        packed = msgpack.packb(manifest.to_wire())
+        self._manifest.grow(len(packed))
+        self._manifest.map()[: len(packed)] = packed
+        self._last += 1
+        self._orders().open(self._last, len(packed))
+        return self._last
 
-class PinnedView:
-    """Shared memory as a tensor, registered with CUDA so that a GPU copies from it at full speed."""
+    def prepare(self, number: int) -> None:
+        """Tell the followers that all bytes of an update are verified."""
+        self._orders().prepare(number)
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._map: mmap.mmap | None = None
-        self._tensor = torch.empty(0, dtype=torch.uint8)
+    def are_prepared(self, number: int) -> bool:
+        """Whether all followers are ready to swap this update."""
+        return min(self._reports.get("prepared")) >= number
 
-    def of(self, memory: mmap.mmap) -> torch.Tensor:
-        """The memory, uint8; the tensor of a smaller map is not used any more."""
-        if memory is not self._map:
-            if self._cuda and self._map is not None:
-                torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
-            self._map, self._tensor = memory, torch.frombuffer(memory, dtype=torch.uint8)
-            if self._cuda:  # an error leaves pageable memory, which is slower
-                torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), self._tensor.numel(), 0)
-        return self._tensor
+    def check(self, number: int) -> None:
+        """Raise `WeightsRejected` if a follower refuses this update."""
+        for follower, refused in enumerate(self._reports.get("refused")):
+            if refused == number:
+                raise WeightsRejected(f"rank {follower + 1}: {self._reports.text(follower)}", field="manifest")
+
+    def _give(self, on_device: bool, start: int, nbytes: int, at: int) -> int:
+        with self._giving:  # so that the numbers are in the order of the pieces
+            return self._orders().take(start, nbytes, at, on_device)
+
+    def _orders(self) -> Orders:
+        orders = self._find_orders()
+        if orders is None:
+            raise Unavailable("this worker is starting; publish again in a moment")
+        return orders
+
+
+class UpdateRelay:
+    """One update on its way to the followers (`rollout.weights.shard_destination.Relay`).
+
+    Of several memories it uses the first one that the followers can read.
+    """
+
+    def __init__(self, updates: RankUpdates, memories: list[RelayMemory], manifest: Manifest) -> None:
+        self._updates, self._memories, self._manifest = updates, memories, manifest
+        self._number = 0
+        self._asked = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a piece can be passed on. Raises `WeightsRejected` if the update does not fit a follower."""
+        if not self._number:
+            self._number = self._updates.tell(self._manifest)
+        else:
+            self._updates.check(self._number)
+        while len(self._memories) > 1:
+            usable = self._memories[0].usable()
+            if usable is None:
+                return False
+            self._memories = self._memories[:1] if usable else self._memories[1:]
+        return self._number > 0 and self._memories[0].has_room()
+
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """Memory for the next piece."""
+        return self._memories[0].reserve(nbytes)
+
+    def pass_on(self, start: int, written: torch.cuda.Event | None, read: torch.cuda.Event | None) -> None:
+        """Give the reserved piece to the followers, once it is written."""
+        self._memories[0].pass_on(start, written, read)
+
+    def prepared(self) -> bool:
+        """Whether all followers are ready to swap; asks them once they have every piece. Raises `WeightsRejected`."""
+        if not self._number:
+            self._number = self._updates.tell(self._manifest)
+        if not self._number or not self._memories[0].all_given():
+            return False
+        if not self._asked:
+            self._asked = True
+            self._updates.prepare(self._number)
+        self._updates.check(self._number)
+        return self._updates.are_prepared(self._number)
+
+    def drop(self) -> None:
+        """Give no further piece."""
+        for memory in self._memories:
+            memory.drop()

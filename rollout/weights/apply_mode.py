@@ -3,39 +3,40 @@
 - staged, on the device: a shadow of the weights on the GPU; the swap copies within the device
 - staged, on the host: (pinned) host memory; the swap copies from there
 - in place: no extra memory; generation is held meanwhile
+
+The ranks of a tensor group have a staging memory each, for what their shard keeps (`shard_staging`, `rollout.ranks`).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Literal
 
 import torch
 
-from rollout.models.cut import whole_shape
 from rollout.process.progress import stage
 from rollout.weights.destination import InPlaceDestination, StagedDestination
 from rollout.weights.parameter_map import Fit
+from rollout.weights.shard_destination import Ranks, ShardDestination
+from rollout.weights.shard_staging import ShardInPlace, ShardStaging
 from rollout.weights.staging import (
     Allocate,
     Copy,
     DeviceShadow,
     HostStaging,
     InPlaceWeights,
-    Ranks,
     StagedWeights,
+    parameter_bytes,
     plan_copies,
+    takes_device,
 )
 from trainer_bridge.wire.manifest import Manifest
 
-#: Share of the memory left by the weights that a shadow may take: the rest is for KV.
-SHADOW_SHARE = 1 / 3
 #: Share of the host's free memory that `auto` takes for staging.
 HOST_SHARE = 0.8
 
-UpdateDestination = StagedDestination | InPlaceDestination
+UpdateDestination = StagedDestination | InPlaceDestination | ShardDestination
 Update = StagedWeights | InPlaceWeights
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class ApplyMode:
     """Makes the destinations and updates of one mode. Owned by the receiver's thread.
 
     `asked` and `staging` are the settings `weights.apply` and `weights.staging`; `allocate` makes memory for a shadow.
-    With other `ranks` updates are staged in host memory that all of them read. Raises ValueError if the memory for the
+    The other `ranks` of a tensor group stage their parts of updates themselves. Raises ValueError if the memory for the
     requested mode cannot be allocated.
     """
 
@@ -57,38 +58,46 @@ class ApplyMode:
         staging: Literal["auto", "device", "host"] = "auto",
         ranks: Ranks | None = None,
     ) -> None:
-        if ranks is not None:
-            if asked == "in_place" or staging == "device":
-                raise ValueError("with tensor_parallel updates are staged on the host: set apply and staging to auto")
-            asked, staging = "staged", "host"
-        self._views = views
+        if ranks is not None and asked == "auto":
+            asked = "staged"
+        self._views, self._ranks = views, ranks
         self._cuda = next((view.device for view in views.values() if view.is_cuda), None)
-        nbytes = _parameter_bytes(views)
-        if ranks is not None:  # the views are those of a shard, and an update is whole
-            nbytes = sum(2 * math.prod(whole_shape(view)) + 64 for view in views.values() if view.is_cuda)
-        self.shadow = None if asked == "in_place" else _shadow(nbytes, self._cuda, allocate, staging)
+        nbytes = parameter_bytes(views)
+        self._shard: ShardStaging | None = None
+        if ranks is not None:
+            self._shard = ShardInPlace(views) if asked == "in_place" else ShardStaging(views, staging, allocate)
+        self.shadow: DeviceShadow | None = None
+        if asked != "in_place" and self._shard is None:
+            device = self._cuda or torch.device("cpu")
+            if takes_device(nbytes, device, staging):
+                self.shadow = DeviceShadow(nbytes, device, allocate)
         fits = self.shadow is not None or nbytes <= HOST_SHARE * _free_host_bytes()
         self.in_place = asked == "in_place" or (asked == "auto" and not fits)
         self.name = "in_place" if self.in_place else "staged"
         level = logging.INFO if self.in_place and asked == "auto" else logging.DEBUG  # it costs generation time
         _log.log(level, "updates of the weights apply %s%s", self.name, ", on the device" if self.shadow else "")
-        self._staging = HostStaging(self._cuda is not None, ranks)
-        if self.staging == "host" and self._cuda is not None:
+        self._staging = HostStaging(self._cuda is not None)
+        if self.staging == "host" and self._cuda is not None and self._shard is None:
             _pin(self._staging, nbytes)
         self._copies: tuple[tuple[str, int], list[Copy]] | None = None
 
     @property
     def staging(self) -> Literal["device", "host"] | None:
         """The memory of staged updates; None in place."""
+        if self._shard is not None:
+            return self._shard.place
         return None if self.in_place else "device" if self.shadow is not None else "host"
 
     @property
     def busy(self) -> bool:
         """Whether the memory for the next update still holds one that may be read."""
-        return self._staging.busy
+        return self._staging.busy or (self._ranks is not None and self._ranks.copying)
 
     def open(self, manifest: Manifest, fit: Fit, on_device: bool) -> UpdateDestination:
         """The destination of an update; with `on_device` all bytes arrive on the device, by `put`."""
+        if self._shard is not None and self._ranks is not None:
+            self._shard.open(manifest, fit)
+            return ShardDestination(self._shard, self._ranks.open(manifest, on_device))
         if self.in_place:
             return InPlaceDestination(manifest, fit, self._views, pinned=self._cuda is not None)
         nbytes = manifest.total_bytes
@@ -100,9 +109,12 @@ class ApplyMode:
     def update(self, manifest: Manifest, fit: Fit, destination: UpdateDestination) -> Update:
         """The verified update in `destination`; no other bytes land until it is released."""
         update: Update
-        if isinstance(destination, InPlaceDestination):
+        if self.in_place:
             update = InPlaceWeights(manifest)
+        elif isinstance(destination, ShardDestination):
+            update = StagedWeights(manifest, destination.copies())
         else:
+            assert isinstance(destination, StagedDestination)
             update = StagedWeights(manifest, self._plan(manifest, fit, destination.stream))
         self._staging.lend(update)
         return update
@@ -113,29 +125,6 @@ class ApplyMode:
         if self._copies is None or self._copies[0] != key:
             self._copies = (key, plan_copies(manifest, fit, self._views, stream))
         return self._copies[1]
-
-
-def _parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of an update in the parameters' own dtypes, with padding; memory with several names counts once."""
-    storages = {}
-    for view in views.values():
-        widened = 2 if view.dtype == torch.uint8 else 1  # codes: each arrives as a 16-bit number
-        storages[view.untyped_storage().data_ptr()] = widened * view.untyped_storage().nbytes()
-    return sum(storages.values()) + 64 * len(views)
-
-
-def _shadow(
-    nbytes: int, device: torch.device | None, allocate: Allocate | None, staging: Literal["auto", "device", "host"]
-) -> DeviceShadow | None:
-    free_bytes = 0 if device is None else torch.cuda.mem_get_info(device)[0]
-    if staging == "device" and nbytes > free_bytes:
-        raise ValueError(
-            f"weights.staging = device takes {nbytes / (1 << 30):.1f} GiB of a GPU next to the weights, "
-            f"{free_bytes / (1 << 30):.1f} GiB are free; set it to host, or weights.apply to in_place"
-        )
-    if device is None or staging == "host" or (staging == "auto" and nbytes > SHADOW_SHARE * free_bytes):
-        return None
-    return DeviceShadow(nbytes, device, allocate)
 
 
 def _pin(staging: HostStaging, nbytes: int) -> None:

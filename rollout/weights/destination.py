@@ -10,7 +10,7 @@ all of them are verified. Bytes that land in place change the served weights at 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ class StagedDestination:
     """The whole stream, in host memory and (with `shadow`) from there in memory of the device."""
 
     dirty = False
+    has_room = True
 
     def __init__(self, host: torch.Tensor, shadow: DeviceShadow | None) -> None:
         self._host, self._shadow = host, shadow
@@ -62,7 +63,7 @@ class StagedDestination:
         entries = {entry.name: entry for entry in manifest.tensors} if fit.aliases else {}
         for kept, other in fit.aliases:
             a, b = (typed_view(self.stream, entries[name]) for name in (kept, other))
-            _check_equal(kept, other, a, b, views[kept].dtype)
+            check_equal(kept, other, a, b, views[kept].dtype)
 
     def abandon(self) -> None:
         """Return when this update's memory is neither written nor read."""
@@ -72,6 +73,8 @@ class StagedDestination:
 
 class InPlaceDestination:
     """The parameters. `memory` is one buffer: call `landed` before you ask for the next bytes."""
+
+    has_room = True
 
     def __init__(self, manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], pinned: bool) -> None:
         self.dirty = False
@@ -102,15 +105,10 @@ class InPlaceDestination:
     def put(self, start: int, data: torch.Tensor) -> None:
         """Copy bytes into the parameters; `data` may be reused after the call, in stream order."""
         end = start + data.numel()
-        first = max(0, bisect.bisect_right(self._starts, start) - 1)
-        for i in range(first, len(self._entries)):
+        for i in entries_within(self._entries, self._starts, start, end):
             entry = self._entries[i]
-            if entry.offset >= end:
-                break
-            if entry.name in self._unused:
-                continue
-            lo, hi = max(entry.offset, start), min(entry.end, end)
-            if lo < hi:
+            if entry.name not in self._unused:
+                lo, hi = max(entry.offset, start), min(entry.end, end)
                 self._write(i, entry, lo - entry.offset, data[lo - start : hi - start])
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
@@ -127,7 +125,7 @@ class InPlaceDestination:
             if part is not None:
                 entry = self._entries[numbers[other]]
                 view, sent = views[kept], typed_view(part, _at_zero(entry))
-                _check_equal(kept, other, view, view.cut.take(sent) if isinstance(view, CutView) else sent, view.dtype)
+                check_equal(kept, other, view, view.cut.take(sent) if isinstance(view, CutView) else sent, view.dtype)
 
     def abandon(self) -> None:
         """Return when this update writes no more; free the gathered parts."""
@@ -155,12 +153,21 @@ class InPlaceDestination:
             view.copy_(typed_view(self._parts.pop(i), _at_zero(entry)))
 
 
+def entries_within(entries: Sequence[TensorEntry], starts: Sequence[int], start: int, end: int) -> Iterator[int]:
+    """The numbers of the tensors that have bytes from `start` to `end` of the stream; `starts` are their offsets."""
+    for i in range(max(0, bisect.bisect_right(starts, start) - 1), len(entries)):
+        if entries[i].offset >= end:
+            return
+        if max(entries[i].offset, start) < min(entries[i].end, end):
+            yield i
+
+
 def _at_zero(entry: TensorEntry) -> TensorEntry:
     return TensorEntry(entry.name, entry.dtype, entry.shape, 0)
 
 
-def _check_equal(kept: str, other: str, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
-    """Bit for bit, or after the conversion that the parameter makes."""
+def check_equal(kept: str, other: str, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise `WeightsRejected` unless `a` and `b` are equal, bit for bit or after the conversion to the parameter."""
     same = (
         torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dtype == b.dtype else False
     )

@@ -19,6 +19,7 @@ case their values must be equal, which the receiver checks once they have arrive
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -51,12 +52,17 @@ class UpdateNames:
     kept_if_absent: frozenset[str] = frozenset()
     unused: tuple[str, ...] = ()  # beginnings of names that the worker has no use for
     optional: frozenset[str] = frozenset()  # that may be absent even where an update must be whole
+    unused_patterns: tuple[str, ...] = ()  # the same, as regular expressions that such names contain
+
+    def is_unused(self, name: str) -> bool:
+        """True for the name of a tensor that the worker has no use for, unless it is one of its own."""
+        return name.startswith(self.unused) or any(re.search(pattern, name) for pattern in self.unused_patterns)
 
 
 def update_names(settings: ModelSettings, loaded: LoadedModel) -> UpdateNames:
     """What updates may have or lack. Random weights are not worth keeping: then an update must have every tensor."""
     kept = frozenset() if settings.load_format == "random" else loaded.kept_if_absent()
-    return UpdateNames(kept, loaded.spec.unused, loaded.draft_names())
+    return UpdateNames(kept, loaded.spec.unused, loaded.draft_names(), loaded.spec.unused_patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,7 @@ class ParameterMap:
 
         Tensors that are not used may take as much again.
         """
-        return (2 if self.names.unused else 1) * sum(
+        return (2 if self.names.unused or self.names.unused_patterns else 1) * sum(
             4 * math.prod(whole_shape(view)) + 64 for view in self.views.values()
         )
 
@@ -128,7 +134,7 @@ class ParameterMap:
         return [] if np.array_equal(written, self._whole) else self._missing(written)
 
     def _is_unused(self, name: str) -> bool:
-        return name not in self.views and name.startswith(self.names.unused)
+        return name not in self.views and self.names.is_unused(name)
 
     def _used(self, manifest: Manifest) -> list[str]:
         return [entry.name for entry in manifest.tensors if not self._is_unused(entry.name)]

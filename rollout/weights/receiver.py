@@ -28,7 +28,8 @@ from rollout.engine.gate import Gate
 from rollout.network.access import Access
 from rollout.weights.apply_mode import ApplyMode, Update
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
-from rollout.weights.staging import Allocate, Ranks
+from rollout.weights.shard_destination import Ranks
+from rollout.weights.staging import Allocate
 from rollout.weights.update_intake import Reply, UpdateIntake, ended
 from trainer_bridge.transports.bucket_link import BUCKET
 from trainer_bridge.transports.registry import make_receivers
@@ -110,7 +111,6 @@ class WeightReceiver:
             idle_s=settings.idle_s,
             endpoint=self.endpoint,
             post=self._post,
-            ranks=ranks,
         )
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
         self._thread.start()

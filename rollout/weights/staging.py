@@ -14,9 +14,10 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Literal
 
 import torch
 
@@ -28,20 +29,42 @@ from trainer_bridge.wire.manifest import Manifest
 Allocate = Callable[[int], torch.Tensor]
 #: (view of a parameter, staged tensor that is copied there)
 Copy = tuple[torch.Tensor, torch.Tensor]
+#: Share of the memory left by the weights that a shadow may take: the rest is for KV.
+SHADOW_SHARE = 1 / 3
+
+_log = logging.getLogger(__name__)
 
 
-class Ranks(Protocol):
-    """The other ranks of a tensor group, which copy their parts of an update from the same host memory."""
+def parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of an update in the parameters' own dtypes, with padding; memory with several names counts once."""
+    storages = {}
+    for view in views.values():
+        widened = 2 if view.dtype == torch.uint8 else 1  # codes: each arrives as a 16-bit number
+        storages[view.untyped_storage().data_ptr()] = widened * view.untyped_storage().nbytes()
+    return sum(storages.values()) + 64 * len(views)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Host memory that all ranks share, uint8 [nbytes]; earlier memory is not used any more."""
 
-    def prepared(self, manifest: Manifest) -> bool:
-        """Whether all of them are ready to swap the verified update. Raises `RolloutError` if one cannot."""
+def takes_device(nbytes: int, device: torch.device, staging: Literal["auto", "device", "host"]) -> bool:
+    """Whether updates of `nbytes` are staged on the device; `staging` is the setting. ValueError if it is full."""
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    if staging == "device" and nbytes > free_bytes:
+        raise ValueError(
+            f"weights.staging = device takes {nbytes / (1 << 30):.1f} GiB of a GPU next to the weights, "
+            f"{free_bytes / (1 << 30):.1f} GiB are free; set it to host, or weights.apply to in_place"
+        )
+    return staging == "device" or (staging == "auto" and nbytes <= SHADOW_SHARE * free_bytes)
 
-    @property
-    def copying(self) -> bool:
-        """Whether one of them may still read the memory."""
+
+def register(memory: torch.Tensor) -> None:
+    """Pin host memory that torch did not allocate. If CUDA refuses, it stays pageable, from which copies are slower."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(status):
+        _log.warning("%d bytes for updates of the weights cannot be pinned: CUDA error %d", memory.numel(), int(status))
+
+
+def unregister(memory: torch.Tensor) -> None:
+    """Undo `register`; the memory can then be freed."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def plan_copies(manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], stream: torch.Tensor) -> list[Copy]:
@@ -58,8 +81,8 @@ def names_of(manifest: Manifest) -> tuple[str, ...]:
 class HostStaging:
     """The buffer. Owned by the receiver's thread; only `StagedWeights` crosses to the engine's loop."""
 
-    def __init__(self, pinned: bool, ranks: Ranks | None = None) -> None:
-        self._pinned, self._ranks = pinned, ranks
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._lent: StagedWeights | InPlaceWeights | None = None
 
@@ -68,17 +91,14 @@ class HostStaging:
         """Whether the buffer holds an update that may still be read."""
         if self._lent is not None and self._lent.released:
             self._lent = None
-        return self._lent is not None or (self._ranks is not None and self._ranks.copying)
+        return self._lent is not None
 
     def reserve(self, nbytes: int) -> torch.Tensor:
         """The first `nbytes` of the buffer (uint8), which grows when it is too small."""
         assert not self.busy, "the staging memory still holds an update"
         if self._buffer.numel() < nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            if self._ranks is not None:
-                self._buffer = self._ranks.allocate(nbytes)
-            else:
-                self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         return self._buffer[:nbytes]
 
     def lend(self, update: StagedWeights | InPlaceWeights) -> None:

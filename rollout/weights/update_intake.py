@@ -37,7 +37,6 @@ from rollout.weights.apply_mode import ApplyMode, Update, UpdateDestination
 from rollout.weights.destination import StagedDestination
 from rollout.weights.group_orders import GroupOrders
 from rollout.weights.parameter_map import Fit, ParameterMap
-from rollout.weights.staging import Ranks
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
 from trainer_bridge.wire.errors import (
     BadRequest,
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from rollout.weights.adapter_target import AdapterTarget
 
 _MOST_WAITING = 16  # begins of different adapters
+_ROOM_POLL_S = 0.0005  # while the other ranks of a tensor group take the last pieces
 _BUSY_POLL_MS = 2  # while copies on a device still read the staging memory
 _READY_POLL_MS = 20  # while an update is ready, which may come to wait for recomputation and then gives way
 
@@ -150,7 +150,6 @@ class UpdateIntake:
         idle_s: float,
         endpoint: str,
         post: Callable[[Callable[[], None]], object],
-        ranks: Ranks | None = None,
     ) -> None:
         self.version = version  # of the weights that were applied last: the loop writes it
         self.last: Applied | None = None  # replaced as a whole, so any thread may read it
@@ -168,7 +167,6 @@ class UpdateIntake:
         self._idle_s = idle_s
         self._endpoint = endpoint
         self._post = post
-        self._ranks = ranks
         self._said_unused = self._said_kept = False
         self._groups = GroupOrders(parameters, receivers)
 
@@ -196,6 +194,9 @@ class UpdateIntake:
         if self.current is not None:
             incoming, receiver = self.current.incoming, self.current.begin.receiver
             carrier = receiver.carrier or receiver.name
+            if incoming.open.is_set() and not self.current.destination.has_room:
+                time.sleep(_ROOM_POLL_S)  # its data waits, which would wake this thread at once
+                return True
         busy = False
         for name, receiver in self.receivers.items():
             busy |= receiver.advance(incoming if name == carrier else None)
@@ -424,8 +425,6 @@ class UpdateIntake:
             return
         begin, destination, commit = current.begin, current.destination, current.commit
         if not begin.receiver.finish(current.incoming, commit.options) or not destination.copied():
-            return
-        if self._ranks is not None and not self._ranks.prepared(begin.manifest):
             return
         destination.check_aliases(begin.manifest, begin.fit, self._parameters.views)
         if begin.adapter is not None:

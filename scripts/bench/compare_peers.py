@@ -13,6 +13,7 @@ file with the environment as `env -0` writes it. The output of an engine goes to
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from scripts.bench.shapes import SHAPES
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the children, print and write; returns 1 if one failed."""
     args = _parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exception, so that the running engine ends, too
     deadline_s = time.monotonic() + args.budget
     report = Report(args.out)
     failed = False

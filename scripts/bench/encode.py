@@ -3,7 +3,8 @@
     PYTHONPATH=.:kernels python -m scripts.bench.encode --out FILE
 
 `device_ms` is the time of the compute stream, `enqueue_ms` what the host needs for a call, `copy_ms` what it needs to
-bring the pixels of a call to pinned memory and to start their copy. The floor counts the tower's products and its
+bring the pixels of a call to pinned memory and to start their copy. `fresh_ms` is the time for an image of a size
+that comes for the first time: a backend may have to plan for it. The floor counts the tower's products and its
 attention at `--tflops`. Each backend of torch's attention is measured on its own; `default` is what the tower takes.
 """
 
@@ -32,6 +33,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 _RUNS = 5
+_FRESH = 4
 
 
 def make_tower(shape: str, device: torch.device) -> VisionTower:
@@ -74,6 +76,20 @@ def timed(device: torch.device, call: Callable[[], object]) -> tuple[float, floa
     return statistics.median(device_ms[2:] or host_ms[2:]), statistics.median(host_ms[2:])
 
 
+def fresh_ms(tower: VisionTower, device: torch.device, side: int, backend: int) -> float:
+    """Milliseconds until the first call for a size has ended; the median of sizes that no other backend had."""
+    merge, times = tower.spec.merge, []
+    for i in range(_FRESH):
+        grid = (1, side, max(merge, side - merge * (1 + _FRESH * backend + i)))
+        patches = torch.zeros(grid[1] * grid[2], tower.spec.patch_values, dtype=torch.bfloat16, device=device)
+        began_s = time.perf_counter()
+        tower.embeddings(patches, [grid])
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - began_s) * 1e3)
+    return statistics.median(times)
+
+
 def top_kernels(call: Callable[[], object], count: int = 14) -> list[dict[str, Any]]:
     """The kernels of a call that take the most time."""
     from torch.profiler import ProfilerActivity, profile
@@ -106,13 +122,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for images in args.images:
         pixels = torch.randn(images * side**2, tower.spec.patch_values).to(torch.bfloat16)
         grids, patches = [(1, side, side)] * images, pixels.to(device)
-        for backend in ("default", *(BACKENDS if device.type == "cuda" else ())):
+        for number, backend in enumerate(("default", *(BACKENDS if device.type == "cuda" else ()))):
             row: dict[str, Any] = {"shape": args.shape, "images": images, "backend": backend}
             chosen = contextlib.nullcontext() if backend == "default" else sdpa_kernel([BACKENDS[backend]])
             try:
                 with chosen:
                     device_ms, enqueue_ms = timed(device, lambda: tower.embeddings(patches, grids))  # noqa: B023
+                    fresh = fresh_ms(tower, device, side, number) if images == args.images[0] else None
                 row |= {"device_ms": round(device_ms, 2), "enqueue_ms": round(enqueue_ms, 2)}
+                row |= {} if fresh is None else {"fresh_ms": round(fresh, 2)}
             except RuntimeError as error:  # a backend that does not take these sizes
                 row |= {"error": str(error)[:200]}
             if backend == "default":

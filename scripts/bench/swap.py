@@ -4,6 +4,7 @@
     ... --shape qwen3-30b-a3b --apply in_place --transport cuda_ipc        one GPU: the model does not fit twice
     ... --trainer-device cuda:1 --transport nccl --plain-broadcast         two GPUs, compared with a plain broadcast
     ... --trainer-device cuda:0 cuda:1 --worker-device cuda:2 cuda:3       a trainer of two ranks, two workers
+    ... --tensor-parallel 2 --trainer-device cuda:0                        a worker of two ranks, on the first two GPUs
     ... --updates 100 --new 16384                                          tokens that reveal their version
 
 A worker (`rollout serve` with random weights of the shape) and a trainer with its own tensors run as one process each.
@@ -11,7 +12,9 @@ With several worker devices there is a worker for each; the first is measured. W
 rank for each, with its part of every tensor as in FSDP2. An update is applied when all workers use it. The pause is the
 extra time between two steps, from the times of the worker's steps (`scripts.bench.swap_pause`); `reported` is the
 worker's own figure. The floor is 2 x bytes over the bandwidth of a device copy, measured in the same run before the
-rows decode. If updates wait in pinned host memory, it is the bytes over the bandwidth of an upload.
+rows decode. If updates wait in pinned host memory, it is the bytes over the bandwidth of an upload. The ranks of a
+worker copy their parts at the same time: the floor of N ranks is that of an N-th of the bytes. `ready_s` is the time
+from the start of the worker until it serves.
 
 With --updates, greedy rows then run under weights that draw a different token for each version, and every token is
 compared with the version in its completion. The exit status is 1 if an update or a request failed, a token is wrong, or
@@ -24,6 +27,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,9 +73,10 @@ class Bench:
     @property
     def floor_s(self) -> float:
         """Seconds to copy the weights from the memory of a staged update."""
+        nbytes = self.facts["bytes"] / self.args.tensor_parallel
         if self.facts["staging"] == "host" and "upload_bytes_per_s" in self.facts:
-            return self.facts["bytes"] / self.facts["upload_bytes_per_s"]
-        return 2 * self.facts["bytes"] / self.facts["copy_bytes_per_s"]
+            return nbytes / self.facts["upload_bytes_per_s"]
+        return 2 * nbytes / self.facts["copy_bytes_per_s"]
 
     def publish(self, transport: str) -> dict[str, Any]:
         """Publish an update; returns its times. Raises RuntimeError if it failed."""
@@ -229,14 +234,17 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
         "apply": args.apply,
         "staging": args.staging,
         "wandb": False,
+        "tensor_parallel": args.tensor_parallel,
     }
     with ExitStack() as stack:
+        began_s = time.monotonic()
         workers = [
             stack.enter_context(
                 start_worker(checkpoint, log_file=folder / f"worker-{i}.log", device=device, **settings)
             )
             for i, device in enumerate(args.worker_device)
         ]
+        ready_s = time.monotonic() - began_s
         order = Order(
             folder=str(checkpoint),
             endpoints=[worker.endpoint for worker in workers],
@@ -250,6 +258,7 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
         try:
             bench = Bench(args, workers, trainer)
             places = {"workers": len(workers), "ranks": len(args.trainer_device)}
+            places |= {"tensor_parallel": args.tensor_parallel, "ready_s": ready_s}
             show({"shape": args.shape, "rows": args.rows, **places, **bench.facts})
             well = measure(bench, show) if args.repeat else True
             well &= many(bench, show) if args.updates else True
@@ -298,6 +307,7 @@ def main() -> int:
     parser.add_argument(
         "--trainer-device", nargs="+", default=None, help="devices of the trainer, if they differ; a rank for each"
     )
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of the worker, a device each")
     parser.add_argument("--limit-s", type=float, default=120.0, help="time limit of each operation, seconds")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -306,7 +316,9 @@ def main() -> int:
             f"{args.shape} cannot reveal its version, because its output layer is its embedding; take another shape"
         )
     device = args.device or _device()
-    args.worker_device = args.worker_device or [device]
+    if args.tensor_parallel > 1 and args.worker_device:
+        parser.error("the ranks of --tensor-parallel take the first devices: leave --worker-device out")
+    args.worker_device = args.worker_device or [device if args.tensor_parallel == 1 else device.partition(":")[0]]
     args.trainer_device = args.trainer_device or [device]
     if args.updates and len(args.worker_device) + len(args.trainer_device) > 2:
         parser.error("--updates is for one worker and a trainer of one rank")

@@ -23,6 +23,7 @@ from rollout.models.registry import spec_from_config
 _CODES = 16
 _FIRST_TOKEN = 10  # after the special tokens of the shapes
 _STD = 0.02
+_DRAWN = 1 << 22  # values of a tensor on a CPU
 _EMBEDDING, _OUTPUT, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _ADDS = ("o_proj.weight", "down_proj.weight", "down_proj")
 
@@ -37,8 +38,18 @@ def shape_tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]
         if ".experts." in name and name.split(".experts.")[1][0].isdigit():
             continue  # the stacked tensors share this memory
         tensor = torch.empty(view.shape, dtype=torch.bfloat16, device=device)
-        tensors[name] = tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, _STD, generator=generator)
+        tensors[name] = tensor.fill_(1.0) if "norm" in name else _fill(tensor, generator)
     return tensors
+
+
+def _fill(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random values; on a CPU, which draws slowly, large tensors repeat some of them."""
+    if tensor.is_cuda or tensor.numel() <= _DRAWN:
+        return tensor.normal_(0.0, _STD, generator=generator)
+    some = torch.empty(_DRAWN, dtype=tensor.dtype).normal_(0.0, _STD, generator=generator)
+    for part in tensor.view(-1).split(_DRAWN):
+        part.copy_(some[: part.numel()])
+    return tensor
 
 
 def make_visible(tensors: dict[str, torch.Tensor]) -> None:

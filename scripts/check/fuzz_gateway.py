@@ -20,8 +20,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from trainer_bridge.client.launch import start_worker
 _ONES = Path(rollout.demo.__file__).parent / "checkpoints" / "ones"
 _ANSWER_S = 30.0
 _START_S = 120.0
+_THREADS = 4
 _ROUNDS = 20  # memory is read after each
 _WARM_ROUNDS = 5
 _MAX_GROWTH_BYTES = 32 << 20  # of each process, after the warm rounds
@@ -82,14 +84,22 @@ ODD: tuple[Any, ...] = (
 )
 
 
-def mutations(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Valid requests, and the values that replace parts of them."""
+
+    valid: Sequence[tuple[str, dict[str, Any]]] = VALID
+    odd: Sequence[Any] = ODD
+
+
+def mutations(seed: int, count: int, traffic: Traffic = Traffic()) -> Iterator[tuple[str, bytes]]:  # noqa: B008
     """Paths and bodies. Bodies that stay valid ask for few tokens."""
     chance = random.Random(seed)
     for _ in range(count):
-        path, body = chance.choice(VALID)
+        path, body = chance.choice(traffic.valid)
         changed = json.loads(json.dumps(body))
         for _ in range(chance.randint(1, 3)):
-            _change(changed, chance)
+            _change(changed, chance, traffic.odd)
         data = json.dumps(changed).encode()
         if chance.random() < 0.15:
             cut = chance.randrange(len(data) + 1)
@@ -101,16 +111,16 @@ def mutations(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
         yield path, data
 
 
-def _change(value: Any, chance: random.Random) -> None:
+def _change(value: Any, chance: random.Random, odd: Sequence[Any]) -> None:
     """Change something within a JSON value."""
     while True:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         if not keys or chance.random() < 0.1:
             key = chance.choice(["prompt", "model", "n", "\x00", "seed", "tools", "stop", "a" * 200])
             if isinstance(value, dict):
-                value[key] = copy.deepcopy(chance.choice(ODD))
+                value[key] = copy.deepcopy(chance.choice(odd))
             else:
-                value.append(copy.deepcopy(chance.choice(ODD)))
+                value.append(copy.deepcopy(chance.choice(odd)))
             return
         key = chance.choice(keys)
         if isinstance(value[key], (dict, list)) and chance.random() < 0.6:
@@ -119,7 +129,7 @@ def _change(value: Any, chance: random.Random) -> None:
         if isinstance(value, dict) and chance.random() < 0.15:
             del value[key]
         elif key not in ("max_tokens", "max_new_tokens", "n"):  # the answer stays short
-            value[key] = copy.deepcopy(chance.choice(ODD))
+            value[key] = copy.deepcopy(chance.choice(odd))
         return
 
 
@@ -144,7 +154,13 @@ def check_bystander(client: httpx.Client) -> None:
     assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == " 996 997 998", answer.text
 
 
-def batter(client: httpx.Client, seed: int, count: int, threads: int = 4) -> Counter[int]:
+def batter(
+    client: httpx.Client,
+    seed: int,
+    count: int,
+    traffic: Traffic = Traffic(),  # noqa: B008
+    bystand: Callable[[httpx.Client], None] = check_bystander,
+) -> Counter[int]:
     """Send mutated requests next to a bystander; how many answers had which status."""
 
     def send(path: str, data: bytes) -> int:
@@ -152,12 +168,12 @@ def batter(client: httpx.Client, seed: int, count: int, threads: int = 4) -> Cou
         check_answer(data, answer)
         return answer.status_code
 
-    with ThreadPoolExecutor(threads) as pool:
-        sent = [pool.submit(send, path, data) for path, data in mutations(seed, count)]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sent = [pool.submit(send, path, data) for path, data in mutations(seed, count, traffic)]
         for _ in range(max(2, count // 100)):
-            check_bystander(client)
+            bystand(client)
         statuses = Counter(each.result() for each in sent)
-    check_bystander(client)
+    bystand(client)
     return statuses
 
 

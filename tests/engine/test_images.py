@@ -12,11 +12,12 @@ import torch
 
 from rollout.config import ModelSettings
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages import Done, Prior
+from rollout.engine.messages import Done, Prior, PutAdapter
 from rollout.models import load_model
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder
+from rollout.models.peft_tensors import load_peft_folder
 from tests.support.engine.harness import Bench, watch_prefills
 from tests.support.engine.images import encoded, submit
 from tests.support.engine.sleeping import Sleeping
@@ -27,11 +28,13 @@ from tests.support.models.images import (
     MODELS,
     SINGLE_FRAMES,
     ImagePrompt,
+    logits_across,
     logits_of,
     make_model,
     picture,
     prompt_with,
 )
+from tests.support.peft_adapters import ATTENTION, make_adapter, merged
 
 CPU = torch.device("cpu")
 
@@ -178,6 +181,8 @@ def test_a_swap_in_the_middle_encodes_again_with_the_new_tower(
     for each, prompt in prompts.items():
         done = bench.completions[each, 0]
         if kv_on_swap == "keep" and set(done.versions) == {0, 1}:
+            logits = logits_across(reference, newer, prompt, done.token_ids, done.versions.index(1))
+            assert logits.argmax(-1).tolist() == done.token_ids
             continue
         both = [logits_of(model, prompt, done.token_ids)[len(prompt.ids) - 1 : -1] for model in (reference, newer)]
         logits = torch.stack(both)[torch.tensor(done.versions), torch.arange(30)]
@@ -356,4 +361,36 @@ def test_an_engine_that_is_built_anew_encodes_anew(models: Any) -> None:
     bench.run()
     check_greedy(bench, reference, "after", prompt)
     assert bench.engine.executor.step.encoder.buffer_PW is buffer and encoded(bench) == 2
+    bench.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_adapter_changes_what_is_said_of_an_image(name: str, models: Any, tmp_path: Path) -> None:
+    reference, model = models[name]
+    folder = make_adapter(reference, tmp_path, 1, ATTENTION)
+    bench = Bench(model, adapter_slots=2, adapter_rank=8, prefill_chunk_tokens=8)
+    bench.engine.inbox.put(PutAdapter("a", load_peft_folder(folder, model.spec, 8, torch.float32), token=0))
+    prompt = prompt_with(5, picture(4, 6), 4)
+    for each, adapter in (("plain", None), ("adapted", "a"), ("plain again", None)):
+        submit(bench, each, prompt, adapter=adapter)
+    bench.run()
+    check_greedy(bench, reference, "plain", prompt)
+    check_greedy(bench, merged(reference, folder), "adapted", prompt)
+    assert bench.tokens("plain") == bench.tokens("plain again") != bench.tokens("adapted")
+    assert encoded(bench) == 1, "the tower has no adapter"
+    bench.close()
+
+
+def test_an_idle_session_with_an_image_that_gave_way_is_computed_again(models: Any) -> None:
+    reference, model = models["Qwen2.5-VL"]
+    bench = Bench(model, kv_pages=24, max_rows=2, prefix_cache=False)
+    talks = {f"s{i}": prompt_with(3, picture(4, 6, i), 4, seed=i) for i in range(4)}
+    for turn, names in enumerate((list(talks), list(reversed(talks)))):
+        for name in names:
+            submit(bench, f"{name}.{turn}", talks[name], 16, session=("c", name), session_lease_s=60.0)
+            bench.run()
+            check_greedy(bench, reference, f"{name}.{turn}", talks[name])
+            talks[name].ids += [*bench.tokens(f"{name}.{turn}"), 5 + turn]
+    reused = [bench.done[f"{name}.1"].cached_tokens for name in talks]
+    assert reused[0] == 0 and reused[3] > 13 and encoded(bench) == len(talks), "the buffer still has all images"
     bench.close()

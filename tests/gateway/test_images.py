@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rollout.gateway import images
+from scripts.check.fuzz_gateway import batter
 from tests.support.gateway.harness import gateway
+from tests.support.gateway.hostile_images import data_url, encoded, image_part, item_of, png_header, traffic
 from tests.support.gateway.image_folder import END, EOT, START, TURN, add_processor
 from tests.support.models.images import IMAGE, ImagePrompt, Picture, logits_of, make_model, picture, prompt_with
 from tests.support.worker.harness import assert_idle, launch
@@ -39,21 +41,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerPro
         assert_idle(worker)
 
 
-def png(width: int, height: int, seed: int = 0, form: str = "PNG") -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, form)
-    return file.getvalue()
-
-
-def data_url(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
-
-
-def image_part(url: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
 def processed(data: bytes, folder: Path) -> Picture:
     """The image by transformers' own processor."""
     from transformers import AutoImageProcessor
@@ -70,7 +57,7 @@ def check(reference: Any, prompt: ImagePrompt, tokens: list[int]) -> None:
 
 def test_a_chat_with_images_is_what_transformers_makes_of_it(served: Any) -> None:
     _, client, reference, folder = served
-    first, second = png(40, 24), png(16, 50, 1, "JPEG")
+    first, second = encoded(40, 24), encoded(16, 50, 1, "JPEG")
     (folder / "second.jpg").write_bytes(second)
     parts = [image_part(data_url(first)), {"type": "text", "text": "w5 w6"}]
     parts += [image_part(f"file://{folder}/second.jpg")]
@@ -95,7 +82,7 @@ def test_a_chat_with_images_is_what_transformers_makes_of_it(served: Any) -> Non
 
 def test_a_later_turn_goes_on_from_the_tokens_of_the_earlier_one(served: Any) -> None:
     _, client, reference, folder = served
-    first, second = png(24, 24, 2), png(32, 16, 3)
+    first, second = encoded(24, 24, 2), encoded(32, 16, 3)
     messages: list[Any] = [{"role": "user", "content": [image_part(data_url(first))]}]
     answer = client.post("/v1/chat/completions", json={"messages": messages, "return_token_ids": True, **LIMITS}).json()
     tokens = answer["choices"][0]["token_ids"]
@@ -114,14 +101,7 @@ def test_a_later_turn_goes_on_from_the_tokens_of_the_earlier_one(served: Any) ->
 def test_processed_pixels_need_no_second_processor(served: Any) -> None:
     _, client, reference, _ = served
     prompt = prompt_with(4, picture(4, 6, 5), 3)
-    place, image = prompt.places[0]
-    item = {
-        "offset": place,
-        "length": prompt.length(0),
-        "grid_thw": list(image.grid),
-        "dtype": "float32",
-        "pixel_values": base64.b64encode(image.pixels.tobytes()).decode(),
-    }
+    item = item_of(prompt)
     body = {"token_ids": prompt.ids, "media": [item], "sampling_params": LIMITS}
     answer = client.post("/inference/v1/generate", json=body).json()
     check(reference, prompt, answer["choices"][0]["token_ids"])
@@ -161,15 +141,22 @@ BAD_URLS = {
     "http": ("http://127.0.0.1:1/x.png", "fetches nothing"),
     "another scheme": ("gopher://x", "fetches nothing"),
     "no base64": ("data:image/png,xyz", "base64"),
+    "no ASCII": ("data:image/png;base64,AAA\u03c9", "base64"),
+    "no URL": ("file://[", "cannot be read"),
     "wrong base64": ("data:image/png;base64,@@@", "base64"),
     "no picture": (data_url(b"x" * 100), "another format"),
-    "cut off": (data_url(png(40, 40)[:200]), "decoded"),
+    "cut off": (data_url(encoded(40, 40)[:200]), "decoded"),
     "a file elsewhere": ("file:///etc/passwd", "no such file"),
     "a way out": ("file://{root}/../model/config.json", "no such file"),
     "no file": ("file://{root}/none.png", "no such file"),
     "a null": ("file://{root}/%00.png", ""),
     "another host": ("file://example.com/x.png", "no such file"),
-    "too long a side": (data_url(png(2000, 4)), "refuses"),
+    "too long a side": (data_url(encoded(2000, 4)), "refuses"),
+    "too many pixels": (data_url(png_header(9000, 9000)), "megapixels"),
+    "far too many": (data_url(png_header(60_000, 60_000)), "decoded"),
+    "a vector picture": ("data:image/svg+xml;base64,PHN2Zy8+", "another format"),
+    "a link out": ("file://{root}/link.png", "no such file"),
+    "a folder": ("file://{root}", "no such file"),
 }
 
 
@@ -177,6 +164,8 @@ BAD_URLS = {
 def test_a_bad_image_is_named(case: str, served: Any) -> None:
     _, client, _, folder = served
     url, says = BAD_URLS[case]
+    if case == "a link out":
+        (folder / "link.png").symlink_to(folder.parent / "model" / "config.json")
     content = [{"type": "text", "text": "w5"}, image_part(url.replace("{root}", str(folder)))]
     answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}], **LIMITS})
     assert answer.status_code == 400 and answer.json()["param"] == "messages.0.content.1.image_url.url", answer.text
@@ -185,7 +174,7 @@ def test_a_bad_image_is_named(case: str, served: Any) -> None:
 
 def test_text_must_not_have_placeholders(served: Any) -> None:
     _, client, _, _ = served
-    parts = [image_part(data_url(png(24, 24))), {"type": "text", "text": "<image>"}]
+    parts = [image_part(data_url(encoded(24, 24))), {"type": "text", "text": "<image>"}]
     answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}], **LIMITS})
     assert answer.status_code == 400 and "placeholder" in answer.json()["message"]
     answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "<image>"}], **LIMITS})
@@ -193,6 +182,41 @@ def test_text_must_not_have_placeholders(served: Any) -> None:
 
 
 def test_a_gateway_of_a_model_of_text_refuses_images(client: httpx.Client) -> None:
-    parts = [image_part(data_url(png(24, 24)))]
+    parts = [image_part(data_url(encoded(24, 24)))]
     answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
     assert answer.status_code == 400 and answer.json()["param"] == "messages.0.content.0.image_url.url"
+
+
+def test_images_have_limits(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, client, _, _ = served
+    part = image_part(data_url(encoded(24, 24)))
+    for parts, limit, param in (
+        ([part] * 65, 262_144, "messages"),
+        ([part] * 3, 2 * 36, "messages.0.content.2.image_url.url"),
+    ):
+        monkeypatch.setattr(images, "_MOST_PATCHES", limit)
+        answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}], **LIMITS})
+        assert (answer.status_code, answer.json()["param"]) == (400, param), answer.text
+
+
+def hostile(served: Any, seed: int, count: int) -> None:
+    """Mutated requests, beside a bystander whose image must be answered as before."""
+    _, client, _, folder = served
+    body = {"messages": [{"role": "user", "content": [image_part(data_url(encoded(32, 20, 9)))]}], **LIMITS}
+    known = client.post("/v1/chat/completions", json=body).json()["choices"]
+
+    def bystand(client: httpx.Client) -> None:
+        assert client.post("/v1/chat/completions", json=body).json()["choices"] == known
+
+    statuses = batter(client, seed, count, traffic(folder, prompt_with(4, picture(4, 6, 5), 3)), bystand)
+    assert statuses[200] > count / 20 and statuses[400] > count / 20
+
+
+def test_mutated_requests_with_images(served: Any) -> None:
+    hostile(served, 1, 120)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_many_mutated_requests_with_images(served: Any, seed: int) -> None:
+    hostile(served, seed, 5_000)

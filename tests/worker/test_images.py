@@ -32,6 +32,13 @@ def check(reference: Any, prompt: ImagePrompt, tokens: np.ndarray) -> None:
     assert logits[len(prompt.ids) - 1 : -1].argmax(-1).tolist() == tokens.tolist()
 
 
+def check_likely(reference: Any, prompt: ImagePrompt, tokens: np.ndarray) -> None:
+    """As `check`, for many tokens: where two are equally likely within rounding, it may be either."""
+    logits = logits_of(reference, prompt, tokens.tolist())[len(prompt.ids) - 1 : -1]
+    drawn = logits.gather(-1, torch.from_numpy(tokens).long()[:, None])[:, 0]
+    assert float((logits.max(-1).values - drawn).max()) < 1e-3
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerProcess, list[Any]]]:
     """A worker, and the models whose weights it serves, by version."""
@@ -136,4 +143,38 @@ def test_updates_with_and_without_the_tower(served: tuple[WorkerProcess, list[An
         check(new, prompt, client.generate(sent(prompt), max_tokens=8, **GREEDY).completions[0].token_ids)
         publisher.publish({name: tensor.detach() for name, tensor in old.named_parameters()}, version=3).applied(60)
         check(old, prompt, client.generate(sent(prompt), max_tokens=8, **GREEDY).completions[0].token_ids)
+    assert_idle(worker)
+
+
+def test_completions_outlive_their_worker_and_their_trainer(
+    served: tuple[WorkerProcess, list[Any]], tmp_path: Path
+) -> None:
+    """The worker that goes on has never seen the images, also if it has the place of the one that died."""
+    worker, (reference, _) = served
+    prompts = [prompt_with(5, picture(4, 10, seed), 4, picture(2, 8, seed + 1), 3) for seed in (60, 70)]
+    flags = {"images": True, "max_rows": 4, "image_tokens": 128, "image_patches": 400, "log": tmp_path / "log"}
+    fields: dict[str, Any] = GREEDY | {"max_tokens": 440, "n": 3, "stream": "tokens", "timeout_s": 200.0}
+    mortal, journal = launch(worker.model, **flags), {"resume": True, "journal": tmp_path / "journal"}
+    try:
+        with RolloutClient(mortal.endpoint, resume=True) as client:
+            client.generate(sent(prompts[0]), max_tokens=1, **GREEDY)  # the client knows that its images are there
+            place, stream = mortal.endpoint, client.generate(sent(prompts[0]), **fields)
+            for i, _ in enumerate(stream):
+                if i == 0:
+                    mortal.kill()
+                    mortal = launch(worker.model, bind=place, wait=False, **flags)
+            assert stream.result.resumes > 0
+            for completion in stream.result.completions:
+                check_likely(reference, prompts[0], completion.token_ids)
+        trainer = RolloutClient(place, **journal)
+        next(iter(trainer.generate(sent(prompts[1]), request_id="left", **fields)))
+        trainer.close()
+    finally:
+        mortal.kill()
+    with RolloutClient(worker.endpoint, **journal) as client:
+        assert client.journaled() == {"left": False}
+        stream = client.generate(sent(prompts[1]), request_id="left", **fields)
+        assert sum(len(chunk.token_ids) for chunk in stream) == 3 * 440
+        for completion in stream.result.completions:
+            check_likely(reference, prompts[1], completion.token_ids)
     assert_idle(worker)

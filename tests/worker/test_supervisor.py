@@ -305,6 +305,7 @@ def test_each_worker_has_a_device_of_its_own() -> None:
     assert assign_devices(settings_for(2), {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}) == ["GPU-a", "GPU-b"]
     assert assign_devices(settings_for(3, "cpu"), {"CUDA_VISIBLE_DEVICES": "0"}) == [None] * 3
     assert assign_devices(settings_for(2), {"CUDA_VISIBLE_DEVICES": ""}) == [None] * 2
+    assert assign_devices(settings_for(1, "cuda:1"), {"CUDA_VISIBLE_DEVICES": "0,1"}) == [None]
     for device, message in (("cuda:1", "single device for 2 workers"), ("cuda", "1 CUDA devices are visible")):
         with pytest.raises(ValueError, match=message):
             assign_devices(settings_for(2, device), {"CUDA_VISIBLE_DEVICES": "0"})

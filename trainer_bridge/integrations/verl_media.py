@@ -54,7 +54,7 @@ class _Processed:
 
     inputs: dict[str, Any]
     patches: int
-    bytes: int
+    nbytes: int
     #: Its items from the first placeholder on, by the placeholders: frames of a video may stand apart.
     items: dict[bytes, tuple[MediaItem, ...]] = field(default_factory=dict)
 
@@ -140,10 +140,10 @@ class MediaProcessor:
         found = _Processed(parts, sum(math.prod(sizes) for sizes in grid.tolist()), pixels.nbytes)
         if key is not None:
             self._kept[key] = found
-            self._bytes += found.bytes
+            self._bytes += found.nbytes
             while self._bytes > self._most_bytes:
                 _, oldest = self._kept.popitem(last=False)
-                self._bytes -= oldest.bytes
+                self._bytes -= oldest.nbytes
         return found
 
 

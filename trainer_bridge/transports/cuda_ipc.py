@@ -23,7 +23,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ _MAX_SLOTS = 64
 _SLOTS = 16
 _ALL_SLOTS_BYTES = 1 << 30  # for all slots of a publisher, if at least two buckets fit
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say where the memory is
 _LIBRARY = re.compile(r"/\S*libcudart[^/\s]*\.so[^/\s]*")
 _OPTIONS = {"boot_id": str, "handles": list, "slot_bytes": int}
 
@@ -65,6 +66,9 @@ class IpcMemory(Protocol):
 
     def close(self, memory: torch.Tensor) -> None:
         """Release it."""
+
+    def reader(self, handle: bytes, nbytes: int) -> Callable[[int, torch.Tensor], None]:
+        """A function that copies from byte `at` of another process's memory, which may be another GPU's."""
 
 
 class CudaIpcMemory:
@@ -104,6 +108,27 @@ class CudaIpcMemory:
     def close(self, memory: torch.Tensor) -> None:
         """Release it."""
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(memory.data_ptr()))
+
+    def reader(self, handle: bytes, nbytes: int) -> Callable[[int, torch.Tensor], None]:
+        """Map memory of any GPU of the host; returns a function that copies from byte `at` into memory of this GPU.
+
+        It enqueues the copy on the current stream. The memory stays mapped until this process ends. Raises OSError if
+        this GPU has no access to it.
+        """
+        pointer = ctypes.c_void_p()
+        given = _Handle.from_buffer_copy(handle)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        begin = pointer.value
+        assert begin is not None
+
+        def read(at: int, out: torch.Tensor) -> None:
+            assert 0 <= at <= nbytes - out.numel() and out.is_contiguous()
+            source, target = ctypes.c_void_p(begin + at), ctypes.c_void_p(out.data_ptr())
+            stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+            size = ctypes.c_size_t(out.numel())
+            self._call("cudaMemcpyAsync", target, source, size, ctypes.c_int(_ANY_DIRECTION), stream)
+
+        return read
 
     def _tensor(self, pointer: ctypes.c_void_p, nbytes: int) -> torch.Tensor:
         assert pointer.value is not None

@@ -29,7 +29,8 @@ from rollout.engine.step.scores import StepScores
 from rollout.engine.step.upload import StepInput
 from rollout.models.batch import AttentionBatch, Chunk, HiddenTaps, KVCache, StepImages, WantedTokens
 from rollout.models.decoder import Decoder
-from rollout.models.fused import FusedDecoder, obstacle, supports
+from rollout.models.fused import FusedDecoder, experts_alone, obstacle, supports
+from rollout.models.fused_experts import DecoderWithFusedExperts
 from rollout.models.language_model import LanguageModel
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
 
@@ -38,7 +39,9 @@ log = logging.getLogger(__name__)
 _ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
 
 
-def make_forward(model: LanguageModel, fused_experts: bool, deterministic: bool) -> LanguageModel | FusedDecoder:
+def make_forward(
+    model: LanguageModel, fused_experts: bool, deterministic: bool
+) -> LanguageModel | FusedDecoder | DecoderWithFusedExperts:
     """What runs the forwards of a model: the fused kernels where they support it, else the model itself."""
     if not isinstance(model, Decoder):
         return model
@@ -46,6 +49,10 @@ def make_forward(model: LanguageModel, fused_experts: bool, deterministic: bool)
         return FusedDecoder(model, deterministic)
     if model.embed.is_cuda:
         reason = obstacle(model, fused_experts)
+        if experts_alone(model, fused_experts):
+            name = model.spec.architecture
+            log.warning("%s runs by torch, and only its experts by the fused kernels: %s", name, reason)
+            return DecoderWithFusedExperts(model)
         log.warning("%s runs by torch and not by the fused kernels: %s", model.spec.architecture, reason)
     return model
 
@@ -60,7 +67,7 @@ class DeviceStep:
     def __init__(
         self,
         model: LanguageModel,
-        forward: LanguageModel | FusedDecoder,
+        forward: LanguageModel | FusedDecoder | DecoderWithFusedExperts,
         kv: KVCache,
         rows: RowState,
         adapters: AdapterSlots | None = None,

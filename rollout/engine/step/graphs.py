@@ -34,7 +34,8 @@ from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import StepInput, Upload, put_decode
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.fused import FusedDecoder, supports, takes_feed_forward, takes_mixer
+from rollout.models.fused import FusedDecoder, experts_alone, supports, takes_feed_forward, takes_mixer
+from rollout.models.fused_experts import DecoderWithFusedExperts
 from rollout.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
@@ -60,11 +61,11 @@ def capturable(model: LanguageModel, fused_experts: bool) -> bool:
         if obstacle is not None:
             log.warning("decode steps are not captured as CUDA graphs: %s", obstacle)
         return obstacle is None
-    fused, dtype = supports(model, fused_experts), model.embed.dtype
+    fused, alone, dtype = supports(model, fused_experts), experts_alone(model, fused_experts), model.embed.dtype
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     mixers = [layer.mixer for layer in layers if not (fused and takes_mixer(layer.mixer.spec))]
     others = [layer.feed_forward for layer in layers]
-    others = [block for block in others if not (fused and takes_feed_forward(block.spec, dtype))]
+    others = [block for block in others if not ((fused or alone) and takes_feed_forward(block.spec, dtype))]
     return not any(block.reads_host for block in (*mixers, *others))
 
 
@@ -228,7 +229,7 @@ class DecodeGraphs:
                 self._compute.record(slot.start)  # again, where the device begins: the replay arrives later
                 self.run_whole(step, slot)
             self._steps[id(slot), size] = graph
-            if isinstance(self._step.forward, FusedDecoder):
+            if isinstance(self._step.forward, FusedDecoder | DecoderWithFusedExperts):
                 # Only the first slot's: they keep their memory, which the graphs captured after them can't write to.
                 self.experts.setdefault(size, self._step.forward.take_chosen())
 

@@ -39,7 +39,8 @@ class FallbackSpec:
     layers: tuple[LayerFacts, ...]
     tied_names: Mapping[str, str]  # other names of tied tensors, such as the output layer's, with their first names
     moe: MoESpec | None = None  # routers and experts of a module are not known here
-    unused: tuple[str, ...] = ()  # beginnings of names that updates may have and that it has no use for
+    unused: tuple[str, ...] = ()
+    unused_patterns: tuple[str, ...] = ()  # of names of tensors that its class leaves out of checkpoints
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -81,6 +82,7 @@ class TransformersModel:
             max_positions=max_positions,
             layers=tuple(self._layers.values()),
             tied_names=aliases,
+            unused_patterns=tuple(module._keys_to_ignore_on_load_unexpected or ()),
         )
 
     @property

@@ -85,7 +85,7 @@ def test_bytes_are_on_the_device_before_the_update_is_ready() -> None:
 
 @pytest.mark.parametrize("staging", ["device", "host"])
 def test_an_update_waits_where_it_was_asked_to(monkeypatch: pytest.MonkeyPatch, staging: str) -> None:
-    monkeypatch.setattr("rollout.weights.apply_mode.SHADOW_SHARE", 0.0 if staging == "device" else 1.0)
+    monkeypatch.setattr("rollout.weights.staging.SHADOW_SHARE", 0.0 if staging == "device" else 1.0)
     lent = staging_memory(monkeypatch)
     with Worker(model=TinyModel(device="cuda"), staging=staging) as worker:
         assert worker.receiver.summary()["staging"] == staging

@@ -11,6 +11,7 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.step.graphs import capturable
 from rollout.models import load_model
 from rollout.models.fused import FusedDecoder
+from rollout.models.fused_experts import DecoderWithFusedExperts
 from tests.support.engine.cuda_harness import assert_steady, load_bf16, watch_compilation
 from tests.support.engine.harness import Bench
 from tests.support.engine.updates import Mailbox, Update, boundary
@@ -112,6 +113,22 @@ CONFIGS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
         },
     ),
+    # Norms after blocks: torch runs what is between the experts.
+    "afmoe": (
+        "Afmoe",
+        {
+            "head_dim": 64,
+            "num_experts": EXPERTS,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "moe_intermediate_size": 128,
+            "intermediate_size": 640,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "route_scale": 1.7,
+            "mup_enabled": True,
+        },
+    ),
     "olmoe": ("Olmoe", {"num_experts": EXPERTS, "intermediate_size": 128, "norm_topk_prob": False, "clip_qkv": 1.5}),
 }
 
@@ -185,10 +202,11 @@ def test_logprobs_are_as_close_to_float32_as_those_of_the_generic_path(checkpoin
     errors = {}
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr("rollout.engine.step.device_step.supports", lambda model, experts: False)
+            for choice in ("supports", "experts_alone"):
+                monkeypatch.setattr(f"rollout.engine.step.device_step.{choice}", lambda model, experts: False)
         model = load_bf16(folder)
         bench = bench_of(model, max_rows=12, prefill_chunk_tokens=300, cuda_graphs=fused)
-        assert isinstance(bench.engine.executor.step.forward, FusedDecoder) == fused
+        assert isinstance(bench.engine.executor.step.forward, FusedDecoder | DecoderWithFusedExperts) == fused
         assert (bench.engine.executor.graphs is not None) == fused and capturable(model, True)
         for i, (name, ids) in enumerate(prompts.items()):
             bench.submit(name, ids, 60 + 5 * i, sampling={"temperature": 1.0, "seed": i})
@@ -289,7 +307,8 @@ def told(bench: Bench, name: str) -> np.ndarray:
 def experts_of(reference, tokens: list[int]) -> torch.Tensor:
     """What the routers of transformers choose for each token, [T, L, K]."""
     chosen: list[torch.Tensor] = []
-    gates = [module for name, module in reference.named_modules() if name.endswith((".gate", ".router"))]
+    named = [module for name, module in reference.named_modules() if name.endswith((".gate", ".router"))]
+    gates = [module for module in named if not isinstance(module, torch.nn.Linear)]  # a router may have one inside
     hooks = [gate.register_forward_hook(lambda _gate, _inputs, out: chosen.append(out[2])) for gate in gates]
     with torch.inference_mode():
         reference(torch.tensor([tokens], device="cuda"))

@@ -3,7 +3,7 @@
     {"role": "publisher", "endpoint", "transport", "folder", "phase", "fault", "version", "seed", "device"}
     {"role": "worker", "port", "settings"}, and "folder" where `cuda_ipc` may come
     {"role": "rank", "endpoint", "rank", "publishes", "timeout_s", "folder"}
-    {"role": "fsdp", ...}                                                    see `fsdp_trainer`
+    {"role": "fsdp", ...}, {"role": "tensor parallel", ...}                  see `fsdp_trainer`
 
 Each line is answered with the child's pid. A publisher does to itself what `fault` says when it gets to `phase`. Of two
 ranks of a trainer only those with `publishes` take part in the update; each writes what it saw as JSON.
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.bridge.file_memory import share_from
-from tests.support.bridge.fsdp_trainer import train_fsdp
+from tests.support.bridge.fsdp_trainer import train_fsdp, train_tensor_parallel
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, wait_for
 from trainer_bridge.publish import transport_choice
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -146,6 +146,15 @@ def train(order: dict[str, Any]) -> None:
     draft.rename(folder / f"rank-{rank}.json")
 
 
+_ROLES = {
+    "publisher": publish,
+    "worker": work,
+    "rank": train,
+    "fsdp": train_fsdp,
+    "tensor parallel": train_tensor_parallel,
+}
+
+
 def main() -> None:
     faulthandler.enable()  # a child that crashes says where each of its threads was
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are not waited for
@@ -154,7 +163,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                {"publisher": publish, "worker": work, "rank": train, "fsdp": train_fsdp}[order["role"]](order)
+                _ROLES[order["role"]](order)
             except Exception as error:
                 print(repr(error), file=sys.stderr, flush=True)
             os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,10 @@ class FileMemory:
 
     def close(self, memory: torch.Tensor) -> None:
         pass
+
+    def reader(self, handle: bytes, nbytes: int) -> Callable[[int, torch.Tensor], None]:
+        memory = self.open(handle, nbytes)
+        return lambda at, out: out.copy_(memory[at : at + out.numel()])
 
     def _map(self, name: str, nbytes: int) -> torch.Tensor:
         return torch.from_file(str(self._folder / name), shared=True, size=nbytes, dtype=torch.uint8)

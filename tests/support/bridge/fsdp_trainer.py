@@ -1,6 +1,7 @@
 """One rank of a trainer whose model FSDP2 shards: publishes, trains on at once, publishes again.
 
     {"role": "fsdp", "rank", "endpoints", "transport", "candidates", "device", "folder", "fault"}
+    {"role": "tensor parallel", "rank", "endpoints", "updates", "counting", "folder"}    see `train_tensor_parallel`
 
 a line for `fault_server`. `candidates` are the transports that `auto` tries, null: the usual ones. `fault` is what
 befalls rank 1 in version 2: "die" before it publishes, "die in group" after it has broadcast some buckets, "corrupt": a
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.bridge.harness import TinyModel, new_tensors
+from tests.support.worker.harness import tensors
 from trainer_bridge.publish import publisher as publisher_module
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.transport_choice import TransportChoice
@@ -56,7 +58,7 @@ def watch(seen: dict[str, Any], version: list[int], dies_in: int) -> None:
     fetch, pack = Shards.fetch, Payload.pack_pieces
 
     def fetch_noted(self: Shards, index: int, first: int, last: int) -> torch.Tensor:
-        seen["fetched"].append([version[0], 4 * (last - first)])
+        seen["fetched"].append([version[0], self.locals[index].element_size() * (last - first)])
         return fetch(self, index, first, last)
 
     def pack_noted(self: Payload, pieces: Any, out: torch.Tensor) -> None:
@@ -150,3 +152,51 @@ def train_fsdp(order: dict[str, Any]) -> None:
     if not fault:
         dist.barrier()
         dist.destroy_process_group()
+
+
+#: How a tensor-parallel trainer cuts its tensors: by outputs, or by inputs where the results of its ranks are added up.
+_BY_INPUTS = ("down.weight", "down_proj.weight", "o_proj.weight")
+
+
+def tensor_parallel_state(whole: dict[str, torch.Tensor], mesh: Any) -> dict[str, torch.Tensor]:
+    """This rank's parts of tensors, as a tensor-parallel trainer has them."""
+    return {
+        name: distribute_tensor(
+            tensor.clone(),
+            mesh,
+            [Replicate() if "norm" in name else Shard(1 if name.endswith(_BY_INPUTS) else 0)],
+        )
+        for name, tensor in whole.items()
+    }
+
+
+def counting_step(version: int) -> int:
+    """In which step the checkpoint of a version counts, where a trainer sends such."""
+    return 1 + version % 2
+
+
+def train_tensor_parallel(order: dict[str, Any]) -> None:
+    """One rank of a tensor-parallel trainer on CPUs: so many updates by gloo, one after the other.
+
+    They are the tiny model's, whose seeds are their versions, or with `counting` those of the checkpoints that count.
+    """
+    rank, folder = order["rank"], Path(order["folder"])
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (RANKS,))
+    seen: dict[str, Any] = {"versions": [], "fetched": [], "packed": []}
+    at = [0]
+    watch(seen, at, dies_in=0)
+    with WeightPublisher(
+        order["endpoints"], transport="nccl", bucket_bytes=BUCKET, collective=True, begin_s=60, stall_s=60
+    ) as publisher:
+        for version in range(1, order["updates"] + 1):
+            at[0] = version
+            whole = tensors(counting_step(version)) if order["counting"] else new_tensors(TinyModel(), version)
+            handle = publisher.publish(tensor_parallel_state(whole, mesh), version)
+            seen["versions"].append([report.version for report in handle.applied(120)])
+    draft = folder / f"{rank}.part"
+    draft.write_text(json.dumps(seen))
+    draft.rename(folder / f"rank-{rank}.json")
+    dist.barrier()
+    dist.destroy_process_group()

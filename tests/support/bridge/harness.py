@@ -18,6 +18,7 @@ from rollout.engine.gate import Gate
 from rollout.weights.adapter_target import AdapterTarget
 from rollout.weights.parameter_map import UpdateNames
 from rollout.weights.receiver import WeightReceiver
+from rollout.weights.shard_destination import Ranks
 from rollout.weights.staging import StagedWeights
 from tests.support.bridge.file_memory import share_with
 from trainer_bridge.wire.codec import decode, encode, join_envelope, split_envelope
@@ -103,14 +104,15 @@ class Worker:
         adapters: AdapterTarget | None = None,
         shared: Path | None = None,
         names: UpdateNames = UpdateNames(),  # noqa: B008 -- frozen
+        ranks: Ranks | None = None,
         **settings: Any,
     ) -> None:
-        """`shared`: a folder of files by which `cuda_ipc` may come."""
+        """`shared`: a folder of files by which `cuda_ipc` may come. `ranks`: the others of a tensor group."""
         self.model = model or TinyModel()
         self.engine_gate = Gate(takes_weights=True)
         weights = WeightsSettings(**settings)
         self.receiver = WeightReceiver(
-            self.model.views, version, weights, self.engine_gate, adapters=adapters, names=names
+            self.model.views, version, weights, self.engine_gate, adapters=adapters, names=names, ranks=ranks
         )
         if shared is not None:
             share_with(self, shared)
@@ -145,6 +147,9 @@ class Worker:
 
     def status(self) -> dict[str, Any]:
         return self.control(action="status")
+
+    def apply(self, update: StagedWeights) -> None:
+        update.copy_into()
 
     def close(self) -> None:
         self.receiver.close()
@@ -188,7 +193,7 @@ class Worker:
                 continue
             self.updates.append(update)
             if not isinstance(update, AdapterUpdate):
-                update.copy_into()
+                self.apply(update)
                 gate.clear_hold()
             self.receiver.applied(update, 0.001)
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.support.models import families, hybrids, latent, llama_like, multimodal
+from tests.support.models import families, hybrids, latent, multimodal, variants
 
 #: From a folder and a seed to transformers' model, whose checkpoint is in the folder then.
 Make = Callable[[Path, int], Any]
@@ -16,7 +16,7 @@ Make = Callable[[Path, int], Any]
 
 def _make_mimo(folder: Path, seed: int) -> Any:
     """Qwen2 under another name: transformers has no MiMo."""
-    model = llama_like.make_checkpoint("Qwen2", folder, seed, **llama_like.SIZES, use_sliding_window=False)
+    model = families.make_checkpoint("Qwen2", folder, seed, **variants.SIZES, use_sliding_window=False)
     _rename(folder, architectures=["MiMoForCausalLM"], model_type="mimo")
     return model
 
@@ -37,7 +37,7 @@ def _rename(folder: Path, **names: Any) -> None:
 #: Two configs of one architecture have its name and a word.
 EVERY_FAMILY: dict[str, Make] = {
     **{name: partial(families.make_checkpoint, name) for name in families.FAMILIES},
-    **{stem: partial(llama_like.make_llama_like, stem) for stem in llama_like.CONFIGS},
+    **{stem: partial(variants.make_variant, stem) for stem in variants.CONFIGS},
     **{stem: partial(hybrids.make_hybrid, stem) for stem in hybrids.HYBRIDS},
     **{name: partial(latent.make_latent, name) for name in latent.LATENT},
     **{f"images: {name}": partial(multimodal.make_multimodal, name) for name in multimodal.MODELS},

@@ -144,9 +144,20 @@ def prompt_with(*parts: int | Picture, seed: int = 0) -> ImagePrompt:
     return prompt
 
 
-@torch.no_grad()
 def logits_of(reference: Any, prompt: ImagePrompt, generated: list[int] = []) -> torch.Tensor:  # noqa: B006
     """Logits of the whole model for a prompt and tokens after it, float32 [tokens, vocabulary]."""
+    return _logits(reference, reference, prompt, generated, len(prompt.ids) + len(generated))
+
+
+def logits_across(old: Any, new: Any, prompt: ImagePrompt, generated: list[int], first_new: int) -> torch.Tensor:
+    """Logits for each generated token: those from `first_new` on are by another model, over KV of the first one."""
+    before = len(prompt.ids) + first_new - 1
+    return _logits(old, new, prompt, generated, before)[len(prompt.ids) - 1 : -1]
+
+
+@torch.no_grad()
+def _logits(old: Any, new: Any, prompt: ImagePrompt, generated: list[int], split: int) -> torch.Tensor:
+    """Logits by `old` before the position `split`, and by `new` from there on."""
     ids = torch.tensor([prompt.ids + generated])
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     types[:, len(prompt.ids) :] = 0
@@ -161,12 +172,22 @@ def logits_of(reference: Any, prompt: ImagePrompt, generated: list[int] = []) ->
             given[grid_name] = torch.tensor([picture.grid for picture in pictures])
     if any(picture.seconds is not None for _, picture in prompt.places):
         given["second_per_grid_ts"] = torch.tensor([p.seconds or 1.0 for _, p in prompt.places if p.video])
-    reference.model.rope_deltas = None
+    old.model.rope_deltas = new.model.rope_deltas = None
     if not prompt.places:
-        return reference(input_ids=ids).logits[0].float()
+        return old(input_ids=ids).logits[0].float()
     prefix = torch.tensor([prompt.ids])
     grids = {name: value for name, value in given.items() if not name.startswith("pixel")}
-    positions, delta = reference.model.get_rope_index(prefix, mm_token_type_ids=types[:, : len(prompt.ids)], **grids)
+    positions, delta = old.model.get_rope_index(prefix, mm_token_type_ids=types[:, : len(prompt.ids)], **grids)
     after = torch.arange(len(prompt.ids), ids.shape[1]).view(1, 1, -1).expand(3, 1, -1) + delta
     positions = torch.cat([positions, after], dim=-1)
-    return reference(input_ids=ids, mm_token_type_ids=types, position_ids=positions, **given).logits[0].float()
+    first = old(
+        input_ids=ids[:, :split],
+        mm_token_type_ids=types[:, :split],
+        position_ids=positions[..., :split],
+        use_cache=split < ids.shape[1],
+        **given,
+    )
+    if split == ids.shape[1]:
+        return first.logits[0].float()
+    rest = new(input_ids=ids[:, split:], position_ids=positions[..., split:], past_key_values=first.past_key_values)
+    return torch.cat([first.logits, rest.logits], dim=1)[0].float()

@@ -168,11 +168,13 @@ def assert_logits_in_chunks_and_steps(
     ids: Sequence[list[int]],
     prompts: Sequence[int],
     chunks: Iterable[dict[int, tuple[int, int]]],
+    steps: int = 200,
+    atol: float = 1e-4,
 ) -> None:
-    """Prompts in `chunks`, then 200 decode steps of three rows give the logits of transformers' model within 1e-4.
+    """Prompts in `chunks`, then decode steps of three rows give the logits of transformers' model within `atol`.
 
-    `ids` has each row's prompt and 200 more tokens, `prompts` the lengths of the prompts. A chunk has the begin and the
-    end of each row's piece.
+    `ids` has each row's prompt and `steps` more tokens, `prompts` the lengths of the prompts. A chunk has the begin and
+    the end of each row's piece.
     """
     runner = PagedRunner(model, rows=3, max_tokens=360)
     logits: list[list[torch.Tensor]] = [[], [], []]
@@ -180,11 +182,11 @@ def assert_logits_in_chunks_and_steps(
         found = runner.prefill({row: ids[row][start:end] for row, (start, end) in pieces.items()})
         for row, piece in found.items():
             logits[row].append(piece)
-    for step in range(200):
+    for step in range(steps):
         found = runner.decode({row: ids[row][prompts[row] + step] for row in (2, 0, 1)}, padding=step % 3)
         for row, piece in found.items():
             logits[row].append(piece[None])
     for row in range(3):
         with torch.no_grad():
             exact = reference(torch.tensor([ids[row]])).logits[0].float()
-        assert (torch.cat(logits[row]) - exact).abs().max() < 1e-4
+        assert (torch.cat(logits[row]) - exact).abs().max() < atol

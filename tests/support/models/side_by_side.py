@@ -16,6 +16,7 @@ from rollout_kernels.moe.triton_warp_experts import WarpConfig
 from rollout.config import ModelSettings
 from rollout.models import Decoder, load_model
 from rollout.models.fused import FusedDecoder
+from rollout.models.fused_experts import DecoderWithFusedExperts
 from rollout.models.layers import Linear
 from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
 from tests.support.models.families import make_checkpoint
@@ -155,8 +156,9 @@ class Beside(NamedTuple):
 def side_by_side(model: Decoder, wide: Decoder, kv_dtype: torch.dtype | None = None) -> Beside:
     """Run all paths with the kernels' choice of experts, which must nearly equal the choice of the others."""
     choices = ExpertChoices()
+    forward = FusedDecoder(model) if model.spec.plain_stream else DecoderWithFusedExperts(model)
     with choices.noted():
-        fused, by_kernels, _ = steps(model, FusedDecoder(model), LONG, kv_dtype)
+        fused, by_kernels, _ = steps(model, forward, LONG, kv_dtype)
     with choices.taken() as regrets, rounded_products():
         generic, by_modules, _ = steps(model, model, LONG, kv_dtype)
     with choices.taken() as exact_regrets:

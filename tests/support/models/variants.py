@@ -1,8 +1,11 @@
-"""Configs of families that differ from Llama in a few facts of their declaration."""
+"""Tiny random checkpoints of families that differ from Llama in a few facts of their declaration."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from tests.support.models.families import make_checkpoint
 
 SIZES: dict[str, Any] = {
     "vocab_size": 91, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -67,7 +70,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
     ),
     "Glm4Moe": (
         EXPERTS | {
-            "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
             "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "head_dim": 16,
             "attention_bias": True, "num_mtp_layers": 2,
         },
@@ -107,3 +110,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
         False,
     ),
 }  # fmt: skip
+
+
+def make_variant(stem: str, folder: Path, seed: int = 0) -> Any:
+    """Save a random model of one of `CONFIGS` to `folder` and return it."""
+    return make_checkpoint(stem.split()[0], folder, seed, **(SIZES | CONFIGS[stem][0]))

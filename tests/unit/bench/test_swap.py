@@ -217,3 +217,13 @@ def test_on_a_gpu_updates_wait_in_its_own_memory(monkeypatch: pytest.MonkeyPatch
     assert status == 0 and facts["staging"] == "device" and facts["upload_bytes_per_s"] > 0
     assert [row["transport"] for row in rows] == ["cuda_ipc"] * 4 + ["shm"] * 4
     assert all(row["pause_ms"] > 0 for row in rows)
+
+
+@pytest.mark.nightly
+def test_a_worker_of_two_ranks_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ("--tensor-parallel", "2", "--transport", "shm", "nccl", "--repeat", "1", "--updates", "3")
+    status, found = run(monkeypatch, tmp_path / "swap.json", *arguments, "--new", "20000")
+    facts, first, *_ = found
+    assert status == 0 and facts["tensor_parallel"] == 2 and facts["ready_s"] > 0
+    assert first["floor_ms"] == pytest.approx(1e3 * facts["bytes"] / facts["copy_bytes_per_s"])
+    assert found[-1]["updates"] == 3 and found[-1]["failed"] == found[-1]["wrong_tokens"] == 0

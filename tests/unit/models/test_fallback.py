@@ -30,7 +30,7 @@ from rollout.models.fallback.host_reads import HostReads
 from rollout.models.fallback.masks import read_mask
 from rollout.models.fallback.model import TransformersModel
 from rollout.models.fallback.start import capture_obstacle
-from rollout.weights.parameter_map import ParameterMap, UpdateNames
+from rollout.weights.parameter_map import ParameterMap, UpdateNames, update_names
 from tests.support.models.fallback import CONFIGS, make_checkpoint, make_model
 from tests.support.models.paged import PROMPT, PagedRunner, check
 from trainer_bridge.wire.errors import WeightsRejected
@@ -342,6 +342,20 @@ def test_tensors_that_a_class_declares_unused_are_skipped_and_others_refused(tmp
     save_file(tensors | {"model.layers.7.eh_proj.weight": torch.zeros(4)}, file)
     with pytest.raises(CheckpointError, match=r"layers\.7"):
         load(tmp_path)
+
+
+def test_an_update_may_have_the_tensors_that_a_class_declares_unused(tmp_path: Path) -> None:
+    """Of predictors of further tokens, as trainers with modules of their own export them."""
+    trainer = make_checkpoint("Ernie4_5_MoeForCausalLM", tmp_path)
+    served = load(tmp_path)
+    settings = ModelSettings(path=str(tmp_path), model_impl="transformers")
+    parameters = ParameterMap(served.trainer_views(), update_names(settings, served))
+    own = dict(trainer.named_parameters())
+    extra = {"model.mtp_block.0.mlp.down_proj.weight": torch.zeros(4), "model.mtp_emb_norm.0.weight": torch.zeros(4)}
+    fit = parameters.check(manifest_of(own | extra))
+    assert set(fit.unused) == set(extra) and set(fit.copied) == set(own)
+    with pytest.raises(WeightsRejected, match=r"unknown.*model\.head\.0"):
+        parameters.check(manifest_of(own | {"model.head.0.weight": torch.zeros(4)}))
 
 
 def test_every_made_checkpoint_depends_on_its_seed() -> None:

@@ -13,15 +13,16 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rollout.config import ModelSettings
 from rollout.models import load_model
+from rollout.models.checkpoint_folder import read_config
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
-from rollout.models.registry import FAMILIES
+from rollout.models.registry import FAMILIES, spec_from_config
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
-from tests.support.models.llama_like import CONFIGS, SIZES, make_llama_like
 from tests.support.models.paged import PROMPT, check
+from tests.support.models.variants import CONFIGS, SIZES, make_variant
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import pack
@@ -44,7 +45,7 @@ def with_kernels(quick: set[str]) -> list[Any]:
 @pytest.mark.parametrize(("stem", "kernels"), with_kernels(STEPS_BY_KERNELS))
 def test_steps_and_names_are_those_of_transformers(stem: str, kernels: bool, tmp_path: Path) -> None:
     fused = CONFIGS[stem][1]
-    reference = make_llama_like(stem, tmp_path)
+    reference = make_variant(stem, tmp_path)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     assert loaded.spec.plain_stream == fused
     check(loaded, reference, fused=kernels)
@@ -61,7 +62,7 @@ def test_steps_and_names_are_those_of_transformers(stem: str, kernels: bool, tmp
 
 @pytest.mark.parametrize(("stem", "kernels"), with_kernels(ADAPTERS_BY_KERNELS))
 def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, kernels: bool, tmp_path: Path) -> None:
-    reference = make_llama_like(stem, tmp_path)
+    reference = make_variant(stem, tmp_path)
     modules = ATTENTION if hasattr(reference.config, "num_experts_per_tok") else ALL
     adapter = make_adapter(reference, tmp_path / "adapter", 0, modules)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
@@ -77,7 +78,7 @@ def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, kernels: b
 @pytest.mark.parametrize("stem", ["Glm4Moe", "MiniMaxM2", "Afmoe", "GptOss"])
 def test_a_trainers_parameters_are_a_whole_update(stem: str, tmp_path: Path) -> None:
     """`named_parameters()` has no buffers; tensors of layers for further tokens may come with them."""
-    reference = make_llama_like(stem, tmp_path)
+    reference = make_variant(stem, tmp_path)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     parameters = ParameterMap(loaded.trainer_views(), UpdateNames(loaded.kept_if_absent(), loaded.spec.unused))
     rows = [(name, "float32", list(tensor.shape)) for name, tensor in reference.named_parameters()]
@@ -135,6 +136,21 @@ def test_mimo_is_read_as_qwen2_without_its_prediction_of_further_tokens(
     assert sum("model.mtp_layers.0.input_proj.weight" in record.getMessage() for record in caplog.records) == 1
     check(loaded, reference, fused=False)
     assert set(loaded.trainer_views()) == set(reference.state_dict())
+
+
+def test_rotary_embeddings_follow_the_config_whichever_release_of_transformers_reads_it(tmp_path: Path) -> None:
+    """Earlier ones leave `rotary_dim` of MiniMax-M2 as it is, and keep one map of rotary embeddings for OLMo 3."""
+    make_variant("MiniMaxM2", tmp_path / "minimax")
+    config, name = read_config(tmp_path / "minimax", "auto")
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    attention = spec_from_config(config, name).layers[0].mixer
+    assert attention.rope.width(attention.head_dim) == config.rotary_dim == attention.head_dim // 2
+    make_variant("Olmo3", tmp_path / "olmo")
+    config, name = read_config(tmp_path / "olmo", "auto")
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    mixers = [layer.mixer for layer in spec_from_config(config, name).layers]
+    kinds = [(mixer.window, mixer.rope.kind, mixer.rope.theta) for mixer in mixers]
+    assert kinds == [(6, "default", 1e4), (None, "linear", 1e4), (6, "default", 1e4)]
 
 
 def test_every_config_here_has_a_declaration() -> None:

@@ -32,6 +32,7 @@ from rollout.models.registry import (
     windows_by_type,
 )
 from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
+from tests.support.kernels.grids import nightly
 from tests.support.models import sigmoid_router
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import check
@@ -274,6 +275,23 @@ def test_the_kernels_run_experts_with_a_scale_beside_a_shared_one(
     }  # fmt: skip
     compare_kernels(
         lambda folder, seed: save_rounded("Glm4Moe", folder, seed, **(SIZES | sizes)), tmp_path, monkeypatch, atol=1e-3
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.filterwarnings("ignore:no measured plan")
+@pytest.mark.parametrize("shared", [1, *nightly(2)])
+def test_the_kernels_run_experts_between_blocks_that_torch_runs(
+    shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AFMoE has norms after its blocks. A shared expert is stored with the others, or kept apart."""
+    sizes = {
+        "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": shared,
+        "num_dense_layers": 1, "route_scale": 1.7, "mup_enabled": True, "head_dim": 16, "hidden_size": 64,
+        "moe_intermediate_size": 32, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    compare_kernels(
+        lambda folder, seed: save_rounded("Afmoe", folder, seed, **(SIZES | sizes)), tmp_path, monkeypatch, atol=1e-3
     )
 
 

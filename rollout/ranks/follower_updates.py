@@ -1,0 +1,193 @@
+"""A follower's end of updates: a thread that keeps the part of its shard of every piece, and plans the swap.
+
+It works in the order of rank 0's orders, which the main thread hands on. The main thread takes the planned copies at
+the SWAP, and until that swap is reported rank 0 begins no update, so nothing is written meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import msgpack
+import torch
+
+from rollout.config import Settings
+from rollout.models.loader import LoadedModel
+from rollout.ranks.device_relay import READ_BYTES, device_memory
+from rollout.ranks.relay import PinnedView
+from rollout.ranks.reports import Reports
+from rollout.ranks.ring import SharedMemory
+from rollout.weights.parameter_map import ParameterMap, update_names
+from rollout.weights.shard_staging import ShardInPlace, ShardStaging
+from rollout.weights.staging import Copy
+from trainer_bridge.transports.cuda_ipc import IpcMemory
+from trainer_bridge.wire.errors import WeightsRejected
+from trainer_bridge.wire.manifest import from_wire
+
+log = logging.getLogger(__name__)
+
+
+class FollowerUpdates:
+    """The updates of follower `number`. The constructor allocates staging memory on the device, if it has room."""
+
+    def __init__(
+        self,
+        parameters: ParameterMap,
+        staging: ShardStaging,
+        relayed: SharedMemory,
+        manifest: SharedMemory,
+        reports: Reports,
+        number: int,
+        of_device: IpcMemory | None = None,
+    ) -> None:
+        self._of_device = of_device
+        self._read: Callable[[int, torch.Tensor], None] | None = None  # from rank 0's GPU
+        self._map, self._staging = parameters, staging
+        self._relayed, self._manifest, self._reports, self._number = relayed, manifest, reports, number
+        self._device = next(iter(parameters.views.values())).device
+        self._view = PinnedView(self._device)
+        self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._ready: tuple[int, int, list[Copy]] = (0, 0, [])  # number, version, copies
+        self._open = (0, 0)  # number and version of the update that is received; 0: none, or one that does not fit
+        threading.Thread(target=self._run, name="updates", daemon=True).start()
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedModel,
+        settings: Settings,
+        relayed: SharedMemory,
+        manifest: SharedMemory,
+        reports: Reports,
+        number: int,
+    ) -> FollowerUpdates:
+        """Those of a shard's parameters."""
+        parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
+        weights = settings.weights
+        in_place = weights.apply == "in_place"
+        staging = ShardInPlace(parameters.views) if in_place else ShardStaging(parameters.views, weights.staging)
+        of_device = device_memory(loaded.model.embed.device)
+        return cls(parameters, staging, relayed, manifest, reports, number, of_device)
+
+    # --- the main thread ----------------------------------------------------------------------------------------------
+
+    @property
+    def in_place(self) -> bool:
+        """Whether pieces are written into the parameters, which no step may use then."""
+        return self._staging.place is None
+
+    def open(self, number: int, manifest_bytes: int) -> None:
+        """Begin an update; the outcome is reported."""
+        self._orders.put(lambda: self._begin(number, manifest_bytes))
+
+    def piece(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
+        """Keep this rank's part of a piece."""
+        self._orders.put(lambda: self._keep(start, nbytes, at, on_device))
+
+    def relay(self, number: int, handle: bytes, nbytes: int) -> None:
+        """Map memory of rank 0's GPU; the outcome is reported."""
+        self._orders.put(lambda: self._map_relay(number, handle, nbytes))
+
+    def prepare(self, number: int) -> None:
+        """Plan the swap of the update, whose bytes are verified; the outcome is reported."""
+        self._orders.put(lambda: self._prepare(number))
+
+    def take(self, number: int, version: int) -> list[Copy]:
+        """The copies of a prepared update. Raises RuntimeError for another one."""
+        with self._lock:
+            prepared, prepared_version, copies = self._ready
+        if (prepared, prepared_version) != (number, version):
+            raise RuntimeError(f"update {number} of version {version} is ordered, {prepared} is prepared")
+        return copies
+
+    # --- the thread of updates ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
+        while True:
+            self._orders.get()()
+
+    def _begin(self, number: int, manifest_bytes: int) -> None:
+        self._open = (0, 0)
+        try:
+            manifest = from_wire(msgpack.unpackb(self._manifest.map()[:manifest_bytes]))
+            self._staging.open(manifest, self._map.check(manifest))
+        except WeightsRejected as error:
+            self._refuse(number, str(error))
+        # Whatever it is, rank 0 waits for an answer, and the old weights stay in use.
+        except Exception as error:
+            log.exception("an update cannot begin")
+            self._refuse(number, f"{type(error).__name__}: {error}")
+        else:
+            self._open = (number, manifest.version)
+            self._reports.set(self._number, "opened", number)
+
+    def _map_relay(self, number: int, handle: bytes, nbytes: int) -> None:
+        try:
+            if self._of_device is None:
+                raise OSError(0, "this rank is on no GPU")
+            self._read = self._of_device.reader(handle, nbytes)
+        except OSError as error:
+            log.warning("rank 0's GPU cannot be read: %s", error)
+            self._reports.set(self._number, "unmapped", number)
+        else:
+            self._reports.set(self._number, "mapped", number)
+
+    def _keep(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
+        number, _ = self._open
+        try:
+            if number:
+                self._stage(start, nbytes, at, on_device)
+        except Exception as error:  # as above
+            log.exception("a piece of an update cannot be kept")
+            self._open = (0, 0)
+            self._refuse(number, f"{type(error).__name__}: {error}")
+        self._reports.add(self._number, "taken")
+
+    def _stage(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
+        """Keep this rank's part of a piece; return when the piece is read."""
+        if not on_device:
+            event = self._staging.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
+        else:
+            assert self._read is not None, "rank 0 waits until its memory is mapped"
+            with self._staging.on_stream():
+                event, read = None, torch.empty(min(nbytes, READ_BYTES), dtype=torch.uint8, device=self._device)
+                for lo in range(0, nbytes, READ_BYTES):
+                    part = read[: min(READ_BYTES, nbytes - lo)]
+                    self._read(at + lo, part)
+                    event = self._staging.take(start + lo, part)
+        if event is not None:
+            event.synchronize()
+
+    def _prepare(self, number: int) -> None:
+        opened, version = self._open
+        if opened != number:
+            return  # refused already
+        try:
+            self._staging.check_whole()
+            copies = self._staging.copies()
+        except WeightsRejected as error:
+            self._refuse(number, str(error))
+        except Exception as error:  # as above
+            log.exception("an update cannot be prepared")
+            self._refuse(number, f"{type(error).__name__}: {error}")
+        else:
+            with self._lock:
+                self._ready = (number, version, copies)
+            self._reports.set(self._number, "prepared", number)
+
+    def _refuse(self, number: int, message: str) -> None:
+        self._reports.say(self._number, message)
+        self._reports.set(self._number, "refused", number)
+
+
+@torch.no_grad()
+def copy_all(copies: list[Copy]) -> None:
+    """Enqueue the copies of a swap on the current stream."""
+    for view, staged in copies:
+        view.copy_(staged, non_blocking=True)

@@ -1,0 +1,194 @@
+"""The memory by which rank 0 passes an update to the other ranks, piece by piece: a ring that all of them map.
+
+    rank 0     | piece 4 |    | piece 2 | piece 3 |     reserve -> filled by a transport -> TAKE in the ring of orders
+    follower                     taken: 1                  copies its part of each into its own staging memory
+
+There are two such memories. One is shared memory of the host, for pieces that come there. With GPUs it is pinned when
+it is first used; it is small, so this takes a moment. The other one is on rank 0's GPU, for pieces that come there: the
+other ranks read it through the driver's handle, over NVLink where there is some. If one of them cannot, or if the GPU
+has no memory left, such pieces go through the host, too.
+
+A piece's memory is used again when all followers have taken it, and this rank has read it. Pieces are given in the
+order in which they were reserved; one that a device writes is given when its copy is done.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rollout.ranks.ring import SharedMemory
+from rollout.weights.staging import register, unregister
+
+#: Bytes of the memory, if two pieces fit.
+RELAY_BYTES = 256 << 20
+#: What transports write at a time, besides whole buckets.
+_PIECE_BYTES = 64 << 20
+_ALIGN = 64
+
+
+@dataclass(slots=True)
+class _Piece:
+    begin: int  # position
+    start: int  # in the stream
+    nbytes: int
+    written: torch.cuda.Event | None
+    read: torch.cuda.Event | None
+    number: int = 0  # as `give` counts; 0: not given yet
+
+
+class Place(Protocol):
+    """Where a relay's memory is."""
+
+    def grow(self, nbytes: int) -> torch.Tensor:
+        """Larger memory, uint8; the one of before is not used any more."""
+
+    @property
+    def usable(self) -> bool | None:
+        """Whether the followers can read it; None: that is not known yet."""
+
+
+class HostPlace:
+    """Shared memory."""
+
+    usable = True
+
+    def __init__(self, memory: SharedMemory, device: torch.device) -> None:
+        self._memory, self._view = memory, PinnedView(device)
+
+    def grow(self, nbytes: int) -> torch.Tensor:
+        """More of it."""
+        self._memory.grow(nbytes)
+        return self._view.of(self._memory.map())
+
+
+class RelayMemory:
+    """Rank 0's end. `taken` is the number of pieces that all followers have taken.
+
+    `give` gives one, by its start in the stream, its bytes and its place in the memory, and returns its number. Any
+    thread may use it; pieces are reserved and passed on by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        taken: Callable[[], int],
+        give: Callable[[int, int, int], int],
+        most_bytes: int = RELAY_BYTES,
+    ) -> None:
+        self._where, self._taken, self._give, self._most_bytes = place, taken, give, most_bytes
+        self._lock = threading.Lock()
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+        self._pieces: deque[_Piece] = deque()
+        self._reserved: tuple[int, int] | None = None  # position and bytes
+        self._position = 0  # where the next piece begins at the earliest
+        self._piece_bytes = 0
+
+    def open(self, bucket_bytes: int, total_bytes: int) -> None:
+        """Expect pieces of at most one bucket. Memory of earlier pieces is used again when they are taken."""
+        with self._lock:
+            self._reserved = None
+            self._piece_bytes = max(_ALIGN, min(total_bytes, max(bucket_bytes, _PIECE_BYTES)))
+
+    def usable(self) -> bool | None:
+        """Whether the followers can read it, which the first call finds out; None: that is not known yet.
+
+        Memory that cannot be allocated is not usable.
+        """
+        with self._lock:
+            self._fit()
+            return self._where.usable
+
+    def has_room(self) -> bool:
+        """Whether there is memory for one more piece."""
+        with self._lock:
+            return self._fit() and self._place(self._piece_bytes) is not None
+
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """Memory for the next piece, after `has_room` was true; the same again until it is passed on."""
+        with self._lock:
+            place = self._place(nbytes)
+            assert place is not None, "there is room for a piece"
+            self._reserved = (place, nbytes)
+            at = place % self._tensor.numel()
+            return self._tensor[at : at + nbytes]
+
+    def pass_on(self, start: int, written: torch.cuda.Event | None, read: torch.cuda.Event | None) -> None:
+        """Give the reserved piece to the followers, once it is written."""
+        with self._lock:
+            assert self._reserved is not None, "a piece is reserved first"
+            begin, nbytes = self._reserved
+            self._reserved, self._position = None, begin + -(-nbytes // _ALIGN) * _ALIGN
+            self._pieces.append(_Piece(begin, start, nbytes, written, read))
+            self._advance()
+
+    def all_given(self) -> bool:
+        """Whether all pieces are given."""
+        with self._lock:
+            self._advance()
+            return all(piece.number for piece in self._pieces)
+
+    def drop(self) -> None:
+        """Give no piece that is not given yet."""
+        with self._lock:
+            self._reserved = None
+            for piece in self._pieces:
+                if not piece.number and piece.written is not None:
+                    piece.written.synchronize()
+            self._pieces = deque(piece for piece in self._pieces if piece.number)
+
+    def _fit(self) -> bool:
+        """Have memory for pieces of this update; false while it can't grow because earlier ones are in use."""
+        self._advance()
+        wanted = min(4 * self._piece_bytes, max(2 * self._piece_bytes, self._most_bytes))
+        if self._tensor.numel() < wanted:
+            if self._pieces:
+                return False
+            self._tensor, self._position = self._where.grow(-(-wanted // _ALIGN) * _ALIGN), 0
+        return True
+
+    def _place(self, nbytes: int) -> int | None:
+        """The position of a piece of `nbytes`, which does not wrap; None if there is no room."""
+        capacity, begin = self._tensor.numel(), self._position
+        if capacity - begin % capacity < nbytes:
+            begin += capacity - begin % capacity
+        oldest = self._pieces[0].begin if self._pieces else self._position
+        return begin if begin + nbytes - oldest <= capacity else None
+
+    def _advance(self) -> None:
+        for piece in self._pieces:
+            if piece.number:
+                continue
+            if piece.written is not None and not piece.written.query():
+                break
+            piece.number = self._give(piece.start, piece.nbytes, piece.begin % self._tensor.numel())
+        taken = self._taken() if self._pieces else 0
+        while self._pieces and 0 < self._pieces[0].number <= taken:
+            if (read := self._pieces[0].read) is not None and not read.query():
+                break
+            self._pieces.popleft()
+
+
+class PinnedView:
+    """Shared memory as a tensor, registered with CUDA so that a GPU copies from it at full speed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._map: mmap.mmap | None = None
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, memory: mmap.mmap) -> torch.Tensor:
+        """The memory, uint8; the tensor of a smaller map is not used any more."""
+        if memory is not self._map:
+            if self._cuda and self._map is not None:
+                unregister(self._tensor)
+            self._map, self._tensor = memory, torch.frombuffer(memory, dtype=torch.uint8)
+            if self._cuda:
+                register(self._tensor)
+        return self._tensor
