@@ -253,8 +253,8 @@ class EngineSettings(_Section):
         ge=1,
         le=64,
         description="GPUs that run the model together, with a part of it each: ranks, a process each on this machine. "
-        "Needs Linux; on a CPU the ranks are processes that share it. Excludes adapters, sleep, "
-        "host_kv_gib, and models that run through transformers' own code or have linear or latent attention",
+        "Needs Linux; on a CPU the ranks are processes that share it. Excludes models that run through "
+        "transformers' own code",
     )
     check_ranks: bool = Field(
         False,
@@ -336,16 +336,10 @@ class EngineSettings(_Section):
     def _ranks_can_do_it(self) -> EngineSettings:
         if self.tensor_parallel == 1:
             return self
-        asked = {
-            "adapter_slots = 0": self.adapter_slots > 0,
-            "sleep = false": self.sleep,
-            "host_kv_gib = 0": self.host_kv_gib > 0,
-            "speculation_model = none": self.speculation_model is not None,
-        }
-        if wrong := [setting for setting, is_asked in asked.items() if is_asked]:
+        if self.speculation_model is not None:
             raise ValueError(
-                f"tensor_parallel = {self.tensor_parallel} is not implemented with this: set {' and '.join(wrong)}, or "
-                "tensor_parallel = 1"
+                f"tensor_parallel = {self.tensor_parallel} is not implemented with a draft model: set "
+                "speculation_model = none, or tensor_parallel = 1"
             )
         if not sys.platform.startswith("linux"):
             raise ValueError("tensor_parallel needs Linux: set it to 1")
@@ -393,8 +387,8 @@ class ServiceSettings(_Section):
     media_store_bytes: int = Field(
         2 << 30,
         ge=1,
-        description="host memory for the pixels of images, bytes: those that requests in flight need, and those that "
-        "later requests may name by their hash",
+        description="host memory for the pixels of images, bytes: of images that requests in flight need or "
+        "that later requests may name by their hash",
     )
     max_results: int = Field(4096, ge=0, description="results kept until they are acknowledged")
     max_results_bytes: int = Field(512 << 20, ge=0, description="most bytes of all kept results")

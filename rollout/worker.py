@@ -20,7 +20,6 @@ import importlib.util
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -55,13 +54,14 @@ from rollout.models import LoadedModel, load_model
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.loader import fetch, fetch_draft
 from rollout.models.lora_slots import AdapterWeights
-from rollout.models.peft_tensors import load_peft_folder
+from rollout.models.peft_tensors import AdapterRanks, load_peft_folder
 from rollout.network.access import Access
 from rollout.network.ports import check_free
 from rollout.process.announce import say, write_whole
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
 from rollout.process.progress import stage
+from rollout.process.python_lock import hand_over_soon
 from rollout.process.watchdog import Watchdog
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.ranks.orders import ring_bytes
@@ -80,10 +80,6 @@ from rollout.weights.parameter_map import update_names
 from rollout.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
-
-#: The longest time, roughly, that the loop waits for Python's lock while another thread holds it. A chat template holds
-#: it for tens of milliseconds, and Python's default of 5 ms is longer than many a step.
-SWITCH_INTERVAL_S = 0.2e-3
 
 _IDLE_WAIT_S = 0.01  # the longest time that a staged update waits while nothing runs
 _SINK_DEADLINE_S = 20.0
@@ -125,23 +121,24 @@ class Worker:
         outbox, registry = Outbox(), adapter_registry(settings.engine)
         device = make_device(str(model.embed.device))
         memory = sleeping_memory(settings, device, model)  # moves the weights, so before anything takes views of them
+        adapter_ranks = self.ranks.take_adapters(model)
         self.receiver = WeightReceiver(
             loaded.trainer_views(),
             version,
             settings.weights,
             gate,
             settings.security,
-            _adapter_target(settings.engine, model, registry),
+            _adapter_target(settings.engine, model, registry, adapter_ranks),
             None if memory is None else memory.buffer,
             update_names(settings.model, loaded),
             self.ranks.take_updates(device.torch_device),
         )
         links = Links(SimpleQueue(), outbox.put, gate, self.receiver, registry)
-        for name, weights in _read_adapters(settings.engine, model).items():
-            links.inbox.put(PutAdapter(name, weights))
         with stage("preparing decode steps") as advance:
             lead = self._lead if self.ranks.size > 1 else None
             self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
+        for name, weights in _read_adapters(settings.engine, model, adapter_ranks).items():
+            links.inbox.put(PutAdapter(name, weights))
         self.inspector = Inspector(self.engine)
         parts = self.engine, links, self.receiver, self.metrics, self.prompts
         self.vitals = Vitals(settings, *parts, restarts, self._rank_status)
@@ -168,7 +165,7 @@ class Worker:
                 outbox,
                 views=self.inspector,
                 receiver=self.receiver,
-                adapters=_adapter_folders(settings.engine, model),
+                adapters=_adapter_folders(settings.engine, model, adapter_ranks),
             ),
             ServedText(
                 text,
@@ -395,7 +392,7 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     set_up(settings.log_level, settings.log_format, worker_name())  # after the imports of libraries with loggers
     device = check_settings(settings)
     torch.set_num_threads(settings.model.cpu_threads)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    hand_over_soon()
     check_free(settings)  # before the model, which may take minutes
     health = Health()
     sinks = make_sinks(settings, health)
@@ -454,27 +451,30 @@ def make_sinks(settings: Settings, health: Health) -> list[Sink]:
 # --- the sources of adapters: folders, at start or by message, and the weight bridge ----------------------------------
 
 
-def _adapter_folders(engine: EngineSettings, model: LanguageModel) -> AdapterFolders | None:
+def _adapter_folders(engine: EngineSettings, model: LanguageModel, ranks: AdapterRanks | None) -> AdapterFolders | None:
     """The folders from which `load_adapter` may read; None without adapter slots."""
     if not engine.adapter_slots:
         return None
     spec, rank, dtype, pinned = native(model).spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda
     root = None if engine.adapter_root is None else Path(engine.adapter_root).expanduser()
-    return AdapterFolders(root, lambda folder: load_peft_folder(folder, spec, rank, dtype, pinned))
+    return AdapterFolders(root, lambda folder: load_peft_folder(folder, spec, rank, dtype, pinned, ranks))
 
 
-def _read_adapters(engine: EngineSettings, model: LanguageModel) -> dict[str, AdapterWeights]:
+def _read_adapters(
+    engine: EngineSettings, model: LanguageModel, ranks: AdapterRanks | None
+) -> dict[str, AdapterWeights]:
     """The adapters to load at start, by name. Raises ValueError for a folder without an adapter."""
-    folders = _adapter_folders(engine, model)
+    folders = _adapter_folders(engine, model, ranks)
     if folders is None:
         return {}
     return {name: folders.read(Path(folder).expanduser()) for name, folder in engine.adapter_folders.items()}
 
 
 def _adapter_target(
-    engine: EngineSettings, model: LanguageModel, registry: AdapterRegistry | None
+    engine: EngineSettings, model: LanguageModel, registry: AdapterRegistry | None, ranks: AdapterRanks | None
 ) -> AdapterTarget | None:
     """The target of adapters that arrive over the weight bridge; None without adapter slots."""
     if registry is None:
         return None
-    return AdapterTarget(native(model).spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda, registry)
+    spec, embed = native(model).spec, model.embed
+    return AdapterTarget(spec, engine.adapter_rank, embed.dtype, embed.is_cuda, registry, ranks)

@@ -20,12 +20,18 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollout.engine.device.streams import Device, Event, Stream
 from rollout.engine.messages import VERSION_END, AdapterStatus
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights
+
+#: The time between two looks at the copies of other ranks.
+_LOOK_S = 0.0005
 
 
 class AdapterError(ValueError):
@@ -68,6 +74,7 @@ class AdapterSlot:
     number: int  # from 1
     written: Event  # by a stream; steps that read it are launched later
     adapter: Adapter | None = None
+    order: int = 0  # number of the copy on the other ranks
     refs: int = 0  # sequences that have taken it
     used: int = 0  # grows with every use
 
@@ -143,14 +150,31 @@ class AdapterRegistry:
             yield AdapterStatus(adapter.name, adapter.version, slot is not None, 0 if slot is None else slot.refs)
 
 
+class AdapterOrders(Protocol):
+    """Has the other ranks of a tensor group copy their parts of adapters."""
+
+    def write_adapter(self, slot: int, weights: AdapterWeights, beside: bool) -> int:
+        """Copy to a slot, `beside` steps or between two; returns the number of the copy."""
+
+    def adapter_written(self, number: int) -> bool:
+        """Whether all other ranks have done this copy and the ones before."""
+
+
 class AdapterTable:
     """The slots of an engine, and the adapters of `registry` in them: none at first.
 
-    `memory` is the slots' device memory; `loads` and `compute` are streams.
+    `memory` is the slots' device memory; `loads` and `compute` are streams. In a tensor group a slot is written when
+    all ranks have written theirs, to which `orders` are given.
     """
 
     def __init__(
-        self, registry: AdapterRegistry, memory: AdapterSlots, device: Device, loads: Stream, compute: Stream
+        self,
+        registry: AdapterRegistry,
+        memory: AdapterSlots,
+        device: Device,
+        loads: Stream,
+        compute: Stream,
+        orders: AdapterOrders | None = None,
     ) -> None:
         self.registry = registry
         self.memory = memory
@@ -159,6 +183,8 @@ class AdapterTable:
         self._slots = [AdapterSlot(number, device.event()) for number in range(1, memory.slots + 1)]
         self._loading: AdapterSlot | None = None
         self._uses = 0
+        self._orders = orders
+        self._read: deque[tuple[AdapterSlot, AdapterWeights]] = deque()  # by copies that may be under way
         for adapter in registry.known.values():
             adapter.slot = None  # of a table that a fault ended
 
@@ -172,6 +198,7 @@ class AdapterTable:
     def put(self, name: str, version: int | None, weights: AdapterWeights) -> Adapter:
         """Add an adapter, or a newer version of one. Raises AdapterError, and then nothing has changed."""
         assert weights.rank <= self.memory.rank
+        self._let_go()
         version, edition = self.registry.check(name, version), self.registry.next_edition()
         adapter = self.known.get(name)
         if adapter is None:
@@ -180,8 +207,7 @@ class AdapterTable:
         slot = adapter.slot
         if slot is not None and slot.refs:
             self.compute.wait(slot.written)
-            self.compute.run(functools.partial(self.memory.write, slot.number, weights))
-            self.compute.record(slot.written)
+            self._write(slot, weights, self.compute)
         elif slot is not None:
             slot.adapter, adapter.slot = None, None  # it is written again before it is used
         # Last: if the device fails before this, the engine is built anew with the version of before.
@@ -191,6 +217,7 @@ class AdapterTable:
     def drop(self, name: str) -> None:
         """Forget an adapter that no request names; its slot is free once no row has it."""
         adapter = self.known.pop(name)
+        self._let_go()
         if adapter.slot is not None:
             adapter.slot.adapter, adapter.slot = None, None
 
@@ -199,13 +226,16 @@ class AdapterTable:
     def ready(self, adapter: Adapter) -> bool:
         """True if the adapter is in a slot; otherwise its copy is under way, or all slots are in use."""
         slot = adapter.slot or self._begin_load(adapter)
-        return slot is not None and slot.written.query()
+        return slot is not None and self._is_written(slot)
 
     def wait(self) -> None:
         """Wait for the copy that began last; for when there is nothing else to do."""
-        if self._loading is not None:
-            self._loading.written.synchronize()
-            self._loading = None
+        slot, self._loading = self._loading, None
+        if slot is None:
+            return
+        slot.written.synchronize()
+        while not self._is_written(slot):
+            time.sleep(_LOOK_S)
 
     def take(self, adapter: Adapter) -> AdapterSlot:
         """The slot of an adapter that is ready, for one sequence."""
@@ -237,6 +267,7 @@ class AdapterTable:
             assert adapter.slot is None or adapter.slot.adapter is adapter, "an adapter and its slot disagree"
 
     def _begin_load(self, adapter: Adapter) -> AdapterSlot | None:
+        self._let_go()
         free = [slot for slot in self._slots if slot.refs == 0]
         if not free:
             return None
@@ -247,10 +278,25 @@ class AdapterTable:
         slot.adapter, adapter.slot = adapter, slot
         self._use(slot)
         self.loads.wait(slot.written)
-        self.loads.run(functools.partial(self.memory.write, slot.number, adapter.weights))
-        self.loads.record(slot.written)
+        self._write(slot, adapter.weights, self.loads)
         self._loading = slot
         return slot
+
+    def _write(self, slot: AdapterSlot, weights: AdapterWeights, stream: Stream) -> None:
+        if self._orders is not None:
+            slot.order = self._orders.write_adapter(slot.number, weights, beside=stream is self.loads)
+        stream.run(functools.partial(self.memory.write, slot.number, weights))
+        stream.record(slot.written)
+        if self._orders is not None:
+            self._read.append((slot, weights))
+
+    def _let_go(self) -> None:
+        """Refer no more to the weights that no rank reads any more."""
+        while self._read and self._is_written(self._read[0][0]):
+            self._read.popleft()
+
+    def _is_written(self, slot: AdapterSlot) -> bool:
+        return slot.written.query() and (self._orders is None or self._orders.adapter_written(slot.order))
 
     def _use(self, slot: AdapterSlot) -> None:
         self._uses += 1

@@ -14,8 +14,9 @@ import torch
 from rollout.config import EngineSettings, Settings
 from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
 from rollout.engine.device.cuda_pages import CudaPages
+from rollout.engine.device.group_memory import GroupMemory, SleepMemory
 from rollout.engine.device.releasable import HostPages, ReleasableMemory
-from rollout.engine.device.streams import CpuDevice, Device, Stream
+from rollout.engine.device.streams import CpuDevice, Device
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
 from rollout.engine.kv.encodings import BLOCK, EncodingCounts, Encodings
@@ -41,11 +42,11 @@ from rollout.engine.sizing import (
     check_states,
     chunk_tokens,
     host_kv_pages,
-    host_states,
     kv_dtype,
     kv_pages,
     no_room_for_steps,
     staging_bytes,
+    states_on_host,
     weight_bytes,
 )
 from rollout.engine.speculation.drafter import DRAFTERS
@@ -122,18 +123,26 @@ def build_engine(
 
     `memory` is the result of `sleeping_memory`, which is called here if it is absent. `progress` is called with (done,
     total) while decode steps are captured as CUDA graphs. With `lead` this is the first rank of a tensor group. Raises
-    ValueError with the numbers when rows, steps or KV do not fit into the device's memory beside the weights.
+    ValueError with the numbers when rows, steps or KV do not fit into the device's memory next to the weights.
     """
     version = settings.weights.initial_version
     site = _Site(settings, device, model, links.adapters, memory or sleeping_memory(settings, device, model), lead)
     parts = _build_parts(site, version, None, progress)
-    return Engine(parts, links, Meter(version=version), site.memory, settings.engine)
+    sleeps: SleepMemory | None = site.memory
+    if site.memory is not None and parts.executor.orders is not None:
+        sleeps = GroupMemory(site.memory, parts.executor.orders)
+    return Engine(parts, links, Meter(version=version), sleeps, settings.engine)
 
 
-def build_follower(settings: Settings, device: Device, model: LanguageModel) -> tuple[Executor, list[Slot]]:
-    """What another rank than the first one runs steps with. It is built as that one's is, collective operations too."""
+def build_follower(
+    settings: Settings, device: Device, model: LanguageModel, memory: ReleasableMemory | None
+) -> tuple[Executor, list[Slot]]:
+    """What another rank than the first one runs steps with. It is built as that one's is, collective operations too.
+
+    `memory` is the result of `sleeping_memory`.
+    """
     check_model(settings.engine, model)
-    site = _Site(settings, device, model, None, None, None, follows=True)
+    site = _Site(settings, device, model, None, memory, None, follows=True)
     steps = _build_steps(site, None, None)
     return steps.executor, steps.slots
 
@@ -160,6 +169,7 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     if engine.gate.swapping:
         raise RuntimeError("the weights were being changed; only a new process has whole ones")
     memory = engine.sleeper.memory
+    assert memory is None or isinstance(memory, ReleasableMemory), "a tensor group is not made whole"
     if memory is not None and memory.released:
         raise RuntimeError("the memory is given back; only a new process has some")
     executor, step, books = engine.executor, engine.executor.step, engine.roster.allocator
@@ -183,7 +193,7 @@ class _Site:
     device: Device
     model: LanguageModel
     registry: AdapterRegistry | None
-    memory: ReleasableMemory | None  # for what a sleep gives back
+    memory: ReleasableMemory | None  # for what a sleep gives back; of this rank
     lead: Lead | None  # of the first of several ranks
     follows: bool = False  # this is another rank
 
@@ -318,7 +328,9 @@ def _build_allocator(
     table = None
     if step.adapters is not None and streams.adapters is not None:
         assert site.registry is not None, "adapters have slots but no registry"
-        table = AdapterTable(site.registry, step.adapters, site.device, streams.adapters, streams.compute)
+        table = AdapterTable(
+            site.registry, step.adapters, site.device, streams.adapters, streams.compute, executor.orders
+        )
     session_counts = None if lasting is None else lasting.session_counts
     snapshots = None
     if step.kv.states is not None:
@@ -370,10 +382,11 @@ def _build_executor(
         if lasting is None:
             step = step.with_kv(_planned_kv(site, Executor(device, streams, step), slots, graph_rows))
             device.synchronize()
-        mover = _mover(site, step.kv, streams.compute, None if lasting is None else lasting.host_memory)
-        if mover is not None and step.kv.states is not None:
-            kept = None if lasting is None else lasting.host_states
-            state_mover = _state_mover(site, step.kv.states, streams.compute, kept)
+        if lasting is None:
+            host_memory = _host_memory(site, step.kv)
+            host_states = None if host_memory is None else _host_states(site)
+        else:
+            host_memory, host_states = lasting.host_memory, lasting.host_states
         if graph_rows is not None:
             graphs = DecodeGraphs(step, streams.compute, context, graph_rows)
             graphs.capture(slots, progress)
@@ -384,6 +397,13 @@ def _build_executor(
         if site.lead is not None:  # from here on the other ranks run what they are ordered to
             words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
             orders = site.lead(words, engine.step_rows, width, chunk_tokens(engine, model))
+        piece_bytes = int(engine.host_kv_piece_mib * 2**20)
+        if host_memory is not None:
+            mover = PageMover(device, step.kv.tensors, host_memory, piece_bytes, streams.compute, orders=orders)
+        if host_states is not None:
+            assert step.kv.states is not None
+            tensors = step.kv.states.tensors  # they are moved one at a time
+            state_mover = PageMover(device, tensors, host_states, 1, streams.compute, "state", orders)
     except BaseException:
         Executor(device, streams, step, graphs, mover, state_mover).close()
         raise
@@ -392,29 +412,27 @@ def _build_executor(
     return Executor(device, streams, step, graphs, *movers, orders, not site.follows, checked), costs
 
 
-def _mover(site: _Site, kv: KVCache, compute: Stream, host_memory: HostMemory | None) -> PageMover | None:
-    """Moves pages to the host, into `host_memory` or into new host memory. None without offloading."""
+def _host_memory(site: _Site, kv: KVCache) -> HostMemory | None:
+    """Host memory for the KV of preempted sequences; of as many pages on every rank. None without offloading."""
     engine, device = site.settings.engine, site.device
-    if host_memory is None:
-        page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
-        adapter_bytes = adapter_host_bytes(engine, site.model)
-        state_bytes = host_states(engine, site.model) * site.model.spec.state_bytes(site.model.embed.dtype)
-        pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes, state_bytes)
-        if pages == 0:
-            return None
-        began_s = time.perf_counter()
-        host_memory = HostMemory(device, pages, page_bytes)
-        facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}
-        log.info("KV of preempted sequences is kept on the host", extra=facts)
-    return PageMover(device, kv.tensors, host_memory, int(engine.host_kv_piece_mib * 2**20), compute)
+    page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
+    adapter_bytes = adapter_host_bytes(engine, site.model)
+    state_bytes = states_on_host(engine, site.model) * site.model.spec.state_bytes(site.model.embed.dtype)
+    pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes, state_bytes)
+    if pages == 0:
+        return None
+    pages = _least_of_all_ranks(site.model, pages)  # before any rank takes memory of the same host
+    began_s = time.perf_counter()
+    host_memory = HostMemory(device, pages, page_bytes)
+    facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}
+    log.info("KV of preempted sequences is kept on the host", extra=facts)
+    return host_memory
 
 
-def _state_mover(site: _Site, states: StatePool, compute: Stream, host_memory: HostMemory | None) -> PageMover:
-    """Moves states to the host, one at a time, into `host_memory` or into new host memory."""
-    if host_memory is None:
-        spec, count = site.model.spec, host_states(site.settings.engine, site.model)
-        host_memory = HostMemory(site.device, count, spec.state_bytes(site.model.embed.dtype))
-    return PageMover(site.device, states.tensors, host_memory, 1, compute, "state")
+def _host_states(site: _Site) -> HostMemory | None:
+    """Host memory for states of linear attention, if the model has any."""
+    spec, count = site.model.spec, states_on_host(site.settings.engine, site.model)
+    return HostMemory(site.device, count, spec.state_bytes(site.model.embed.dtype)) if count else None
 
 
 def _adapter_slots(site: _Site) -> AdapterSlots | None:

@@ -19,7 +19,7 @@ import time
 
 from rollout.config import EngineSettings
 from rollout.engine.commands import WORKER_ENDS, Commands
-from rollout.engine.device.releasable import ReleasableMemory
+from rollout.engine.device.group_memory import SleepMemory
 from rollout.engine.messages import Delta, Event, RequestDone
 from rollout.engine.parts import EngineParts, Links
 from rollout.engine.recomputation import Recomputation
@@ -43,7 +43,7 @@ class Engine:
     """
 
     def __init__(
-        self, parts: EngineParts, links: Links, meter: Meter, memory: ReleasableMemory | None, settings: EngineSettings
+        self, parts: EngineParts, links: Links, meter: Meter, memory: SleepMemory | None, settings: EngineSettings
     ) -> None:
         recompute = settings.kv_on_swap == "recompute"
         self.recomputation = Recomputation(settings.recompute_fraction if recompute else 1.0)

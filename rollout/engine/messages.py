@@ -263,7 +263,7 @@ class Request:
     session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
     top_logprobs: int = 0  # top tokens to return at each position, up to MAX_TOP_LOGPROBS
     prompt_logprobs: bool = False  # return log-probs of the prompt, which is then computed as a whole
-    prompt_tops: int | None = None  # with them ranks and so many top tokens, up to MAX_TOP_LOGPROBS; None: neither
+    prompt_tops: int | None = None  # ranks and this number of top tokens, up to MAX_TOP_LOGPROBS; None: neither
     adapter: str | None = None  # name of the low-rank adapter that its rows use
     routing_from: int | None = None  # return routing from this position in prompt and completion on; None: no routing
 

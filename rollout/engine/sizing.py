@@ -162,23 +162,28 @@ def adapter_host_bytes(settings: EngineSettings, model: LanguageModel) -> int:
     if not settings.adapter_slots:
         return 0
     each = AdapterSlots.bytes_for(native(model).spec, 1, settings.adapter_rank, model.embed.dtype)
-    return settings.max_adapters * each
+    return settings.max_adapters * each * settings.tensor_parallel
 
 
-def host_states(settings: EngineSettings, model: LanguageModel) -> int:
+def states_on_host(settings: EngineSettings, model: LanguageModel) -> int:
     """States of linear attention that the host has room for: one for each row, within half of `host_kv_gib`.
 
     Raises ValueError with the numbers if that holds none.
     """
-    each, half = model.spec.state_bytes(model.embed.dtype), int(settings.host_kv_gib * _GIB) // 2
+    each, half = model.spec.state_bytes(model.embed.dtype), _host_bytes(settings) // 2
     if each == 0 or settings.host_kv_gib == 0:
         return 0
     if half < each:
         raise ValueError(
             f"half of host_kv_gib = {settings.host_kv_gib} is for states of linear attention, and one takes "
-            f"{_gib(each)}: raise it"
+            f"{_gib(each * settings.tensor_parallel)}: raise it"
         )
     return min(settings.max_rows, half // each)
+
+
+def _host_bytes(settings: EngineSettings) -> int:
+    """One rank's part of `host_kv_gib`."""
+    return int(settings.host_kv_gib * _GIB) // settings.tensor_parallel
 
 
 def host_kv_pages(
@@ -186,15 +191,15 @@ def host_kv_pages(
 ) -> int:
     """Pages of host memory for KV of preempted sequences; 0 without offloading.
 
-    `state_bytes` of it are for states of linear attention.
+    With several ranks they are those of one rank. `state_bytes` of its part are for states of linear attention.
 
     Raises ValueError with the numbers when `host_kv_gib` holds no page, or is more than the machine has left beside
     `adapter_bytes`, which are reserved for adapters.
     """
-    asked = int(settings.host_kv_gib * _GIB)
+    asked, mine = int(settings.host_kv_gib * _GIB), _host_bytes(settings)
     if settings.host_kv_gib == 0:
         return 0
-    if asked - state_bytes < page_bytes:
+    if mine - state_bytes < page_bytes:
         raise ValueError(f"host_kv_gib = {settings.host_kv_gib} holds no page of {page_bytes} bytes: raise it")
     if asked > available_bytes - adapter_bytes:
         left, lower = f"{_gib(available_bytes)} of memory left", "lower it"
@@ -202,7 +207,7 @@ def host_kv_pages(
             left += f", of which max_adapters = {settings.max_adapters} adapters may take {_gib(adapter_bytes)}"
             lower = "lower one of them"
         raise ValueError(f"host_kv_gib = {settings.host_kv_gib}, and this machine has {left}: {lower}")
-    return (asked - state_bytes) // page_bytes
+    return (mine - state_bytes) // page_bytes
 
 
 def staging_bytes(settings: EngineSettings, state_bytes: int) -> int:

@@ -29,7 +29,8 @@ from collections import deque
 from typing import Literal
 
 from rollout.config import EngineSettings
-from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
+from rollout.engine.device.group_memory import SleepMemory
+from rollout.engine.device.releasable import MemoryShortError
 from rollout.engine.messages import Done, Event, Failed, Sleep, Wake
 from rollout.engine.parts import EngineParts, Links
 from rollout.engine.schedule.preemption import leave_pool
@@ -51,7 +52,7 @@ class Sleeper:
     (`sleep_kv_s`).
     """
 
-    def __init__(self, links: Links, meter: Meter, memory: ReleasableMemory | None, settings: EngineSettings) -> None:
+    def __init__(self, links: Links, meter: Meter, memory: SleepMemory | None, settings: EngineSettings) -> None:
         self.memory = memory
         self._gate, self._receiver, self._meter = links.gate, links.receiver, meter
         self._mode: Literal["keep", "abort"] = settings.sleep_rows

@@ -125,7 +125,7 @@ class PromptToken:
     likeliest: dict[int, float]  # the likeliest tokens at its position, likeliest first; then the token itself
 
     def entry(self, token: int, name: Callable[[int], str]) -> dict[str, Any]:
-        """VLLM's form: the token itself first, then the likeliest ones; those of equal rank as the worker ordered."""
+        """VLLM's form: the token itself first, then the likeliest ones; equal ranks in the worker's order."""
         ranks = {each: place for place, each in enumerate(self.likeliest, start=1)} | {token: self.rank}
         return {
             str(each): {"logprob": logprob, "rank": ranks[each], "decoded_token": name(each)}

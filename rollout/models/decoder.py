@@ -58,11 +58,11 @@ class DecoderLayer(Block):
         self.feed_forward_output_norm = norm() if around else None
         self.mixer: Attention | LatentAttention | DeltaNet
         if isinstance(mixer, DeltaNetSpec):
-            self.mixer = DeltaNet(mixer, index, spec.state_layers.index(index), dtype, device)
+            self.mixer = DeltaNet(mixer, index, spec.state_layers.index(index), dtype, device, group)
         else:
             kv_index, rope = spec.attention_layers.index(index), spec.ropes.index(mixer.turned)
             if isinstance(mixer, LatentSpec):
-                self.mixer = LatentAttention(mixer, index, kv_index, rope, dtype, device)
+                self.mixer = LatentAttention(mixer, index, kv_index, rope, dtype, device, group)
             else:
                 self.mixer = Attention(mixer, index, kv_index, rope, dtype, device, group)
         self.feed_forward: DenseFeedForward | SparseFeedForward
@@ -152,7 +152,7 @@ class Decoder(Block):
 
         `run_experts` runs the sparse blocks if it is given.
         """
-        x_TH = self._embedded(token_ids_T)
+        x_TH = self.embedded(token_ids_T)
         if self.embed_scale != 1.0:
             x_TH = x_TH * self.embed_scale
         images = batch.images
@@ -171,7 +171,7 @@ class Decoder(Block):
             taps.take(len(self.layers), x_TH)
         return self.norm(x_TH)
 
-    def _embedded(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+    def embedded(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding, [T, H]. Each is on one rank; the others add zeros."""
         if self.spec.shard is None:
             return F.embedding(token_ids_T, self.embed)

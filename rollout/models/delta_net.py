@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import torch
 from rollout_kernels.delta import Spans, gated_delta, gated_norm, short_conv
+from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch
+from rollout.models.cut import CutView
 from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, empty_parameter
 from rollout.models.names import Region, one_name
 from rollout.models.spec import DeltaNetSpec
@@ -21,7 +23,13 @@ class DeltaNet(Block):
     """Linear attention over the state pool. `state_index` counts the layers that have states."""
 
     def __init__(
-        self, spec: DeltaNetSpec, layer: int, state_index: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: DeltaNetSpec,
+        layer: int,
+        state_index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TensorGroup = ONE_RANK,
     ) -> None:
         super().__init__()
         self.spec, self.layer, self.state_index = spec, layer, state_index
@@ -31,7 +39,7 @@ class DeltaNet(Block):
         self.a_log = empty_parameter(spec.value_heads, dtype=torch.float32, device=device)
         self.dt_bias = empty_parameter(spec.value_heads, dtype=torch.float32, device=device)
         self.norm = RMSNorm(spec.value_dim, spec.eps, dtype, device)
-        self.o_proj = Linear(spec.out, dtype, device)
+        self.o_proj = Linear(spec.out, dtype, device, group)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """The block's output for the normalised `x_TH`; advances the states of the step's rows."""
@@ -71,16 +79,20 @@ class DeltaNet(Block):
         names = self.spec.names
         conv_C1W = self.conv_weight.data[:, None]
         q, k, v, *_ = self.spec.input_widths
-        convs = {1: (conv_C1W,), 3: conv_C1W.split((q, k, v))}
+        joined, *each = self.spec.conv_cuts
+        convs = {1: [(conv_C1W, joined)], 3: list(zip(conv_C1W.split((q, k, v)), each, strict=True))}
         alternatives = (
-            {f"{prefix}{name}.weight": view for name, view in zip(modules, convs[len(modules)], strict=True)}
+            {
+                f"{prefix}{name}.weight": CutView.of(view, cut)
+                for name, (view, cut) in zip(modules, convs[len(modules)], strict=True)
+            }
             for modules in names.conv
         )
         return [
             *self.in_proj.regions(prefix),
             Region(tuple(alternatives)),
-            one_name(f"{prefix}{names.a_log}", self.a_log),
-            one_name(f"{prefix}{names.dt_bias}", self.dt_bias),
+            one_name(f"{prefix}{names.a_log}", self.a_log, self.spec.value_cut),
+            one_name(f"{prefix}{names.dt_bias}", self.dt_bias, self.spec.value_cut),
             one_name(f"{prefix}{names.norm}.weight", self.norm.weight),
             *self.o_proj.regions(prefix),
         ]

@@ -242,7 +242,7 @@ class FusedDecoder:
             tables = (model.embed, rope.inv_freq_D, rope.sign_D)
             residual_TH, cos_sin = embed_rope(token_ids_T, positions, *tables, token)
             return residual_TH if token is None else model.group.all_reduce(residual_TH), cos_sin
-        residual_TH = F.embedding(token_ids_T, model.embed)  # images are not served by shards
+        residual_TH = model.embedded(token_ids_T)
         return residual_TH if batch.images is None else batch.images.replace_in(residual_TH), rope(positions)
 
     def _begin(self, tokens: int) -> None:

@@ -25,6 +25,7 @@ from rollout_kernels.attention.latent import (
     plan_latent_decode,
     write_latent,
 )
+from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch, Chunk
 from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext
@@ -48,7 +49,14 @@ class LatentAttention(Block):
     """
 
     def __init__(
-        self, spec: LatentSpec, layer: int, kv_index: int, rope: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: LatentSpec,
+        layer: int,
+        kv_index: int,
+        rope: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TensorGroup = ONE_RANK,
     ) -> None:
         super().__init__()
         self.spec, self.layer, self.kv_index, self.rope = spec, layer, kv_index, rope
@@ -60,7 +68,7 @@ class LatentAttention(Block):
             self.q_b_proj = Linear(spec.q_b, dtype, device)
         self.kv_norm = RMSNorm(spec.kv_rank, spec.eps, dtype, device)
         self.kv_b_proj = Linear(spec.kv_b, dtype, device)
-        self.o_proj = Linear(spec.o, dtype, device)
+        self.o_proj = Linear(spec.o, dtype, device, group)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""

@@ -99,6 +99,7 @@ class AdapterWeights:
 
     rank: int  # the largest of its modules
     parts: Mapping[LayerProduct, tuple[torch.Tensor, torch.Tensor]]
+    shared: object = None  # with other ranks: by what these know the adapter; the memory of the parts is theirs, too
 
     @property
     def nbytes(self) -> int:

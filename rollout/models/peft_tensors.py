@@ -9,10 +9,13 @@ memory that is allocated.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from rollout_kernels.lora import padded_rank
@@ -28,6 +31,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+?)\.lora_([AB])(?:\.\w+)?\.weight")
 _TYPES = ("F32", "F16", "BF16")
 _SHOWN = 8
+_RANKS_S, _RANKS_POLL_S = 60.0, 0.005
+
+#: Makes a zeroed tensor on the host.
+Zeros = Callable[[tuple[int, int], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +57,23 @@ class AdapterPlan:
     products: Mapping[LayerProduct, LinearSpec]
     dtype: torch.dtype
 
-    def pack(self, tensors: Mapping[str, torch.Tensor], pinned: bool = False) -> AdapterWeights:
-        """The layout of a slot, in the model's dtype; `tensors` have the shapes that were checked."""
+    def of(self, spec: ModelSpec) -> AdapterPlan:
+        """The same adapter for the shard of another rank."""
+        places = {(module.layer, module.product, module.number): module for module in corrected_modules(spec).values()}
+        modules = tuple(
+            replace(tensors, module=places[tensors.module.layer, tensors.module.product, tensors.module.number])
+            for tensors in self.modules
+        )
+        return replace(self, modules=modules, products=model_products(spec))
+
+    def pack(
+        self, tensors: Mapping[str, torch.Tensor], pinned: bool = False, zeros: Zeros | None = None
+    ) -> AdapterWeights:
+        """The layout of a slot, in the model's dtype; `tensors` have the shapes that were checked.
+
+        `zeros` makes the tensors of this layout; by default torch makes them, in pinned memory if asked for.
+        """
+        make = zeros or functools.partial(_zeros, pinned)
         parts: dict[LayerProduct, tuple[torch.Tensor, torch.Tensor]] = {}
         rank = self.slot_rank
         for tensors_of in self.modules:
@@ -59,8 +81,8 @@ class AdapterPlan:
             key = (module.layer, module.product)
             if key not in parts:
                 linear = self.products[key]
-                a = torch.zeros(len(linear.modules) * rank, linear.inputs, dtype=self.dtype, pin_memory=pinned)
-                b = torch.zeros(linear.outputs, rank, dtype=self.dtype, pin_memory=pinned)
+                a = make((len(linear.modules) * rank, linear.inputs), self.dtype)
+                b = make((linear.outputs, rank), self.dtype)
                 parts[key] = (a, b)
             a, b = parts[key]
             first = module.number * rank
@@ -68,6 +90,22 @@ class AdapterPlan:
             scaled = module.kept_b(tensors[tensors_of.b]).float() * tensors_of.scaling
             b[module.begin : module.begin + module.outputs, : tensors_of.rank] = scaled
         return AdapterWeights(max(module.rank for module in self.modules), parts)
+
+
+class AdapterRanks(Protocol):
+    """The ranks of a tensor group, which all need their parts of an adapter."""
+
+    size: int
+
+    def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor]) -> AdapterWeights:
+        """As `AdapterPlan.pack`, for all ranks. Raises CheckpointError if there is no memory."""
+
+    def ready(self, weights: AdapterWeights) -> bool:
+        """Whether all ranks have their parts. Raises CheckpointError if one cannot have it."""
+
+
+def _zeros(pinned: bool, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, pin_memory=pinned)
 
 
 def plan_adapter(
@@ -118,9 +156,17 @@ def plan_adapter(
 
 
 def load_peft_folder(
-    folder: Path, spec: ModelSpec, most_rank: int, dtype: torch.dtype, pinned: bool = False
+    folder: Path,
+    spec: ModelSpec,
+    most_rank: int,
+    dtype: torch.dtype,
+    pinned: bool = False,
+    ranks: AdapterRanks | None = None,
 ) -> AdapterWeights:
-    """The adapter in a folder that PEFT has written. Raises CheckpointError with the reason if it cannot be served."""
+    """The adapter in a folder that PEFT has written. Raises CheckpointError with the reason if it cannot be served.
+
+    With other `ranks` it returns when all of them have their parts; call it in a thread that may wait.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     check_links(folder)
@@ -134,7 +180,14 @@ def load_peft_folder(
         raise CheckpointError(f"{file}: {len(mistyped)} tensors of an unsupported type: {_some(mistyped)}")
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     plan = plan_adapter(config, shapes, spec, most_rank, dtype, str(folder))
-    return plan.pack(_read(file, stored), pinned)
+    if ranks is None:
+        return plan.pack(_read(file, stored), pinned)
+    weights, until_s = ranks.pack(plan, _read(file, stored)), time.monotonic() + _RANKS_S
+    while not ranks.ready(weights):
+        if time.monotonic() > until_s:
+            raise CheckpointError(f"{folder}: the other ranks do not take it within {_RANKS_S:g} s: try again")
+        time.sleep(_RANKS_POLL_S)
+    return weights
 
 
 def _read(file: Path, stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:

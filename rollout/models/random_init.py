@@ -38,7 +38,7 @@ def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None) -> No
     assert whole is not None
     outline = Decoder(whole, model.embed.dtype, torch.device("meta"))  # shapes without memory
     views, names = model.hf_views(), _names_by_storage(outline)
-    for parameter, values in _whole_values(outline, model.embed.device, generator):
+    for parameter, values in _whole_values(outline, model, generator):
         for name, view in names[_storage(parameter)]:
             views[name].copy_(values.as_strided(view.size(), view.stride(), view.storage_offset()))
 
@@ -62,19 +62,25 @@ def _fill(model: Decoder, dtype: torch.dtype, generator: torch.Generator) -> Non
 
 
 def _whole_values(
-    outline: Decoder, device: torch.device, generator: torch.Generator
+    outline: Decoder, shard: Decoder, generator: torch.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Every parameter of a model without memory, with the values that `_fill` gives it."""
+    """Every parameter of a model without memory, with the values that `_fill` gives it; fills the tower of the shard.
+
+    A tower is whole on every rank, so its parameters are not among these.
+    """
+    device = shard.embed.device
 
     def memory(parameter: torch.Tensor) -> torch.Tensor:
         return torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
 
     ends = (outline.embed, outline.lm_head, outline.norm.weight)
     for name, parameter in outline.named_parameters():
-        if not any(parameter is end for end in ends):
+        if not (any(parameter is end for end in ends) or name.startswith("tower.")):
             values = memory(parameter)
             _fill_parameter(name, values, outline.spec, generator)
             yield parameter, values
+    if shard.tower is not None:
+        shard.tower.fill_random(generator)
     embed = memory(outline.embed)
     lm_head = embed if outline.spec.tied else memory(outline.lm_head)
     norm = memory(outline.norm.weight)

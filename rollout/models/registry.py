@@ -702,7 +702,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=_ATTENTION_BIAS,
         qk_norm=If("use_qk_norm", "head", "none"),
         partial_rope=True,
-        unused_layers=Key("num_nextn_predict_layers"),
+        unused_layers=Key("num_nextn_predict_layers", 1),
         moe=_deepseek_moe(sparse_from("first_k_dense_replace")),
     ),
     "Glm4MoeLiteForCausalLM": Family(

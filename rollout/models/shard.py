@@ -1,11 +1,14 @@
 """The spec of one rank's shard of a model.
 
     attention        query heads by rank with their KV heads; a KV head is kept by several ranks if there are fewer
+    latent attention heads by rank; the products that make latents, and the latents in the cache, on every rank
+    linear attention key heads by rank with their value heads, convolutions and states
     dense blocks     intermediate width by rank
     experts          intermediate width by rank where each part is whole blocks of 128; else whole experts by rank
     embedding,       vocabulary by rank
       output layer
-    norms, routers   whole on every rank
+    norms, routers,  whole on every rank
+      vision tower
 
 Each block reads the whole hidden state, which is the same on all ranks, and makes a part of a sum over the ranks.
 """
@@ -16,6 +19,7 @@ from dataclasses import replace
 
 from rollout.models.spec import (
     AttentionSpec,
+    DeltaNetSpec,
     DenseSpec,
     ExpertShard,
     FeedForwardSpec,
@@ -42,14 +46,35 @@ def shard_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
         return spec
     shard = Shard(rank, size)
     try:
-        if spec.tower is not None:
-            raise _CannotCutError("its vision tower is not; set images = false")
         layers = {layer: _layer(layer, shard) for layer in dict.fromkeys(spec.layers)}
         if not replace(spec, shard=Shard(size - 1, size)).kept_vocab:
             raise _CannotCutError(f"its vocabulary has {spec.vocab} tokens")
     except _CannotCutError as error:
         raise ValueError(f"this {spec.architecture} cannot be cut into {size} shards: {error}") from error
     return replace(spec, layers=tuple(layers[layer] for layer in spec.layers), shard=shard)
+
+
+def spec_of_rank(spec: ModelSpec, rank: int) -> ModelSpec:
+    """The spec of another rank of the same group; `spec` is that of a shard."""
+    assert spec.shard is not None
+    shard = Shard(rank, spec.shard.size)
+    layers = {layer: _layer_of_rank(layer, shard) for layer in dict.fromkeys(spec.layers)}
+    return replace(spec, layers=tuple(layers[layer] for layer in spec.layers), shard=shard)
+
+
+def _layer_of_rank(layer: LayerSpec, shard: Shard) -> LayerSpec:
+    mixer, block = layer.mixer, layer.feed_forward
+    if isinstance(mixer, AttentionSpec):
+        assert mixer.shard is not None
+        mixer = replace(mixer, shard=mixer.shard._replace(shard=shard))
+    else:
+        mixer = replace(mixer, shard=shard)
+    if isinstance(block, DenseSpec):
+        return replace(layer, mixer=mixer, feed_forward=replace(block, shard=shard))
+    assert block.shard is not None
+    shared = None if block.shared is None else replace(block.shared, shard=shard)
+    block = replace(block, shared=shared, shard=block.shard._replace(shard=shard))
+    return replace(layer, mixer=mixer, feed_forward=block)
 
 
 class _CannotCutError(Exception):
@@ -63,8 +88,7 @@ def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
 def _mixer(mixer: MixerSpec, shard: Shard) -> MixerSpec:
     if isinstance(mixer, AttentionSpec):
         return _attention(mixer, shard)
-    kind = "latent" if isinstance(mixer, LatentSpec) else "linear"
-    raise _CannotCutError(f"it has {kind} attention, for which this is not implemented; use one GPU a worker")
+    return _latent(mixer, shard) if isinstance(mixer, LatentSpec) else _linear(mixer, shard)
 
 
 def _attention(mixer: AttentionSpec, shard: Shard) -> AttentionSpec:
@@ -75,6 +99,19 @@ def _attention(mixer: AttentionSpec, shard: Shard) -> AttentionSpec:
         raise _CannotCutError(f"{kv_heads} KV heads are neither a multiple of {size} nor a divisor of it")
     kept = HeadShard(shard, kv_heads)
     return replace(mixer, heads=heads // size, kv_heads=max(1, kv_heads // size), shard=kept)
+
+
+def _latent(mixer: LatentSpec, shard: Shard) -> LatentSpec:
+    if mixer.heads % shard.size:
+        raise _CannotCutError(f"{mixer.heads} heads of latent attention are no multiple of {shard.size}")
+    return replace(mixer, heads=mixer.heads // shard.size, shard=shard)
+
+
+def _linear(mixer: DeltaNetSpec, shard: Shard) -> DeltaNetSpec:
+    keys, values, size = mixer.key_heads, mixer.value_heads, shard.size
+    if keys % size:
+        raise _CannotCutError(f"{keys} key heads of linear attention are no multiple of {size}")
+    return replace(mixer, key_heads=keys // size, value_heads=values // size, shard=shard)
 
 
 def _dense(block: DenseSpec, shard: Shard) -> DenseSpec:

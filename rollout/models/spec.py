@@ -100,8 +100,8 @@ class LinearSpec(NamedTuple):
     modules: tuple[str, ...]
     widths: tuple[int, ...]  # outputs of each module
     bias: bool
-    #: Of a shard: what it keeps of the outputs of each module; empty if all.
-    output_cuts: tuple[Cut, ...] = ()
+    #: Of a shard: what it keeps of the outputs of each module, None for all; empty if it keeps all of every module.
+    output_cuts: tuple[Cut | None, ...] = ()
     #: Of a shard: what it keeps of the inputs. The product is then a part of a sum over the ranks.
     input_cut: Cut | None = None
 
@@ -274,6 +274,7 @@ class LatentSpec:
     bias: bool  # of the products that make latents, and of the output product
     eps: float  # of the norms of latents
     names: LatentNames = LatentNames()
+    shard: Shard | None = None  # the heads above are those of one rank; latents are whole on every rank
 
     @property
     def head_dim(self) -> int:
@@ -289,24 +290,32 @@ class LatentSpec:
     def inputs(self) -> LinearSpec:
         """The product of a token: the latent of its queries, or these, then what is kept of it."""
         query = (self.names.q, self.heads * self.head_dim) if self.q_rank is None else (self.names.q_a, self.q_rank)
-        return LinearSpec(self.hidden, (query[0], self.names.kv_a), (query[1], self.latent_dim), self.bias)
+        cuts = (self._head_cuts(self.head_dim)[0], None) if self.shard is not None and self.q_rank is None else ()
+        return LinearSpec(self.hidden, (query[0], self.names.kv_a), (query[1], self.latent_dim), self.bias, cuts)
 
     @property
     def q_b(self) -> LinearSpec | None:
         """The product that makes queries of their latent."""
         if self.q_rank is None:
             return None
-        return LinearSpec(self.q_rank, (self.names.q_b,), (self.heads * self.head_dim,), False)
+        cuts = self._head_cuts(self.head_dim)
+        return LinearSpec(self.q_rank, (self.names.q_b,), (self.heads * self.head_dim,), False, cuts)
 
     @property
     def kv_b(self) -> LinearSpec:
         """The product that makes keys and values of the latent, by head; no step runs it for all heads as it is."""
-        return LinearSpec(self.kv_rank, (self.names.kv_b,), (self.heads * (self.nope_dim + self.value_dim),), False)
+        width = self.nope_dim + self.value_dim
+        return LinearSpec(self.kv_rank, (self.names.kv_b,), (self.heads * width,), False, self._head_cuts(width))
 
     @property
     def o(self) -> LinearSpec:
         """The output product."""
-        return LinearSpec(self.heads * self.value_dim, (self.names.o,), (self.hidden,), self.bias)
+        cut = None if self.shard is None else self.shard.cut(self.heads * self.value_dim).at(1)
+        return LinearSpec(self.heads * self.value_dim, (self.names.o,), (self.hidden,), self.bias, (), cut)
+
+    def _head_cuts(self, width: int) -> tuple[Cut, ...]:
+        """What a shard keeps of a module that has `width` outputs for each head."""
+        return () if self.shard is None else (self.shard.cut(self.heads * width),)
 
     @property
     def turned(self) -> tuple[RopeSpec, int]:
@@ -356,6 +365,7 @@ class DeltaNetSpec:
     interleaved: bool = False  # the input product is sorted by key head: its q, k, v, z; and its b, a
     beta_scale: float = 1.0  # how much of a key's old value a token may replace: 1 all of it, 2 reflects it
     names: DeltaNetNames = DeltaNetNames()
+    shard: Shard | None = None  # the heads above are those of one rank
 
     @property
     def mixed(self) -> int:
@@ -378,12 +388,31 @@ class DeltaNetSpec:
         """The product that makes everything that the block needs of a token."""
         modules, (q, k, v, z, b, a) = self.names.inputs, self.input_widths
         by_modules = {2: (q + k + v + z, b + a), 4: (q + k + v, z, b, a), 6: (q, k, v, z, b, a)}
-        return LinearSpec(self.hidden, modules, by_modules[len(modules)], False)
+        widths = by_modules[len(modules)]
+        cuts: tuple[Cut, ...] = ()
+        if self.shard is not None:
+            joined = len(modules) == 4  # one module holds queries, keys and values side by side
+            cuts = tuple(self.shard.cut(*((q, k, v) if joined and not at else (w,))) for at, w in enumerate(widths))
+        return LinearSpec(self.hidden, modules, widths, False, cuts)
 
     @property
     def out(self) -> LinearSpec:
         """The output product."""
-        return LinearSpec(self.value_width, (self.names.out,), (self.hidden,), False)
+        cut = None if self.shard is None else self.shard.cut(self.value_width).at(1)
+        return LinearSpec(self.value_width, (self.names.out,), (self.hidden,), False, (), cut)
+
+    @property
+    def conv_cuts(self) -> tuple[Cut | None, Cut | None, Cut | None, Cut | None]:
+        """What a shard keeps of a convolution over queries, keys and values, and of the one over each of them."""
+        if self.shard is None:
+            return None, None, None, None
+        q, k, v, *_ = self.input_widths
+        return self.shard.cut(q, k, v), self.shard.cut(q), self.shard.cut(k), self.shard.cut(v)
+
+    @property
+    def value_cut(self) -> Cut | None:
+        """What a shard keeps of a tensor with an entry for each value head."""
+        return None if self.shard is None else self.shard.cut(self.value_heads)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one row's state in this layer: recurrent in float32, the convolution's inputs in the model's."""

@@ -108,9 +108,11 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _make_module(spec: TowerSpec, dtype: torch.dtype, device: torch.device) -> Any:
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, __version__, vision_utils
     from transformers.initialization import no_init_weights
 
+    if not hasattr(vision_utils, "get_vision_interpolation_indices_and_weights"):
+        raise ValueError(f"model.images needs a later release of transformers than {__version__}: 5.17 will do")
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.values}
     config_class: Any = CONFIG_MAPPING[spec.family.model_type]
     config = config_class(**values)

@@ -38,6 +38,8 @@ class DevicePlace:
 
     def grow(self, nbytes: int) -> torch.Tensor:
         """Larger memory, without the old one: a follower may have that mapped, but reads no piece of it any more."""
+        if self._failed:
+            return torch.empty(nbytes, dtype=torch.uint8)  # not used
         try:
             self._tensor = self._memory.allocate(nbytes)
             handle = self._memory.handle(self._tensor)

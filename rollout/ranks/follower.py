@@ -2,6 +2,7 @@
 
     main thread    ring --> launch, draw, swap on its own streams        no scheduler, no copy back, no commit
     updates        receives updates (`follower_updates.py`)
+    adapters       maps adapters, which takes longer than a step
     beat           reports that the process lives and how far its device is (`beat.py`)
 
 It has the shard of the model, KV pages, row state and slots that rank 0 has, made by the same code in the same order.
@@ -19,19 +20,36 @@ import msgpack
 import torch
 
 from rollout.config import Settings
-from rollout.engine.build import build_follower
+from rollout.engine.build import build_follower, sleeping_memory
 from rollout.engine.device.streams import Event, make_device
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, Upload
 from rollout.models import load_model
+from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
+from rollout.process.python_lock import hand_over_soon
+from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.beat import Beat, DeviceProgress
 from rollout.ranks.compiling import watch_compilations
+from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_updates import FollowerUpdates, copy_all
-from rollout.ranks.orders import DRAW, END, OPEN, PREPARE, RELAY, STEP, SWAP, TAKE, read_draw, read_step
+from rollout.ranks.orders import (
+    ANY_VERSION,
+    DRAW,
+    END,
+    OPEN,
+    PIXELS,
+    PREPARE,
+    RELAY,
+    STEP,
+    SWAP,
+    TAKE,
+    read_draw,
+    read_step,
+)
 from rollout.ranks.processes import connect
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import Head, RingReader, SharedMemory
@@ -39,7 +57,7 @@ from rollout.ranks.ring import Head, RingReader, SharedMemory
 log = logging.getLogger(__name__)
 
 _WAIT_S = 0.25  # for orders, between two looks at the streams
-_SWAP_POLL_S = 0.002  # while a swap is under way, whose end is reported
+_SWAP_POLL_S = 0.002  # while a swap or another copy is under way, whose end is reported
 
 
 class Follower:
@@ -52,11 +70,13 @@ class Follower:
         executor: Executor,
         slots: list[Slot],
         updates: FollowerUpdates,
+        copies: FollowerCopies,
         progress: DeviceProgress,
     ) -> None:
-        self._executor, self._slots, self._updates = executor, slots, updates
+        self._executor, self._slots, self._updates, self._copies = executor, slots, updates, copies
         self._number, self._progress = number, progress
         self._version = settings.weights.initial_version
+        self._pixels = bytearray()  # of the next step
         self._last: tuple[Header, Slot] | None = None
         self._swap: tuple[int, Event] | None = None
 
@@ -69,11 +89,12 @@ class Follower:
                 self._executor.check()
                 reports.set(me, "swapped", self._swap[0])
                 self._swap = None
-            if not reader.wait(_WAIT_S if self._swap is None else _SWAP_POLL_S):
+            copying = self._copies.report()
+            if not reader.wait(_WAIT_S if self._swap is None and not copying else _SWAP_POLL_S):
                 self._executor.check()
                 continue
             head, body = reader.read()
-            if head.version != self._version:
+            if head.version not in (self._version, ANY_VERSION):
                 raise RuntimeError(
                     f"order {head.sequence} is for version {head.version}, this rank has {self._version}"
                 )
@@ -87,10 +108,13 @@ class Follower:
     def _carry_out(self, head: Head, body: memoryview, reports: Reports) -> None:
         layout, rest = body[: head.layout], body[head.layout :]
         if head.kind == STEP:
-            upload = read_step(layout, rest)
+            pixels, self._pixels = self._pixels, bytearray()
+            upload = read_step(layout, rest, pixels)
             self._launch(upload)
             if not upload.header.features & Feature.CONSTRAIN.value:
                 self._enqueued(reports)
+        elif head.kind == PIXELS:
+            self._pixels += rest
         elif head.kind == DRAW:
             assert self._last is not None, "a draw follows its step"
             header, slot = self._last
@@ -115,7 +139,7 @@ class Follower:
             number, version = msgpack.unpackb(layout)
             self._swap = (number, self._begin_swap(number, version))
         else:
-            raise RuntimeError(f"order {head.sequence} is of an unknown kind, {head.kind}")
+            self._copies.carry_out(head.kind, msgpack.unpackb(layout))
 
     def _enqueued(self, reports: Reports) -> None:
         self._progress.enqueued += 1
@@ -128,7 +152,7 @@ class Follower:
         words = slot.staging.words[: len(upload.words)]
         words.copy_(upload.words)
         self._executor.h2d.wait(slot.end)  # and so is its copy on the device
-        self._executor.execute(Upload(upload.header, words), slot)
+        self._executor.execute(Upload(upload.header, words, upload.encodes), slot)
         self._last = (upload.header, slot)
 
     def _begin_swap(self, number: int, version: int) -> Event:
@@ -150,17 +174,23 @@ def follow(told: dict[str, Any]) -> None:
     try:
         watch_compilations()
         torch.set_num_threads(settings.model.cpu_threads)
+        hand_over_soon()  # the thread of updates must not hold back the launch of a step
         device = make_device(rank_device(settings.model.device, rank))
         group = connect(Path(told["folder"]), rank, settings.engine.tensor_parallel, device.torch_device)
         model = settings.model.model_copy(update={"device": str(device.torch_device)})
         loaded = load_model(model, device.torch_device, None, None, settings.engine.expert_format, group)
-        updates = FollowerUpdates.of(loaded, settings, shared["relayed"], shared["manifest"], reports, number)
-        executor, slots = build_follower(settings, device, loaded.model)
+        memory = sleeping_memory(settings, device, loaded.model)  # before anything takes views of the weights
+        allocate = None if memory is None else memory.buffer
+        updates = FollowerUpdates.of(loaded, settings, shared["relayed"], shared["manifest"], reports, number, allocate)
+        adapters = AdapterCopies(shared["adapters"], rank, loaded.dtype, device.torch_device, reports)
+        executor, slots = build_follower(settings, device, loaded.model, memory)
+        copies = FollowerCopies(executor, adapters, memory, reports, number)
         progress = DeviceProgress(device, slots, group.peers)
-        follower = Follower(settings, number, executor, slots, updates, progress)
+        follower = Follower(settings, number, executor, slots, updates, copies, progress)
         reader = RingReader(
             shared["ring"], told["shared"]["eventfd"], lambda position: reports.set(number, "position", position)
         )
+        collect_and_freeze()
         beat.serve(progress)
         follower.serve(reader, reports)
     # The other ranks wait for this one: say why it ends, and end, whatever threads still run.

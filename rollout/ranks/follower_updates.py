@@ -22,7 +22,7 @@ from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.shard_staging import ShardInPlace, ShardStaging
-from rollout.weights.staging import Copy
+from rollout.weights.staging import Allocate, Copy
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import from_wire
@@ -64,12 +64,16 @@ class FollowerUpdates:
         manifest: SharedMemory,
         reports: Reports,
         number: int,
+        allocate: Allocate | None = None,
     ) -> FollowerUpdates:
-        """Those of a shard's parameters."""
+        """Those of a shard's parameters. `allocate` makes staging memory of the device; by default torch does."""
         parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
         weights = settings.weights
-        in_place = weights.apply == "in_place"
-        staging = ShardInPlace(parameters.views) if in_place else ShardStaging(parameters.views, weights.staging)
+        staging: ShardStaging
+        if weights.apply == "in_place":
+            staging = ShardInPlace(parameters.views)
+        else:
+            staging = ShardStaging(parameters.views, weights.staging, allocate)
         of_device = device_memory(loaded.model.embed.device)
         return cls(parameters, staging, relayed, manifest, reports, number, of_device)
 

@@ -1,5 +1,6 @@
 """The orders that rank 0 gives to its followers through the ring, in the order of its compute stream.
 
+    PIXELS    a part of what the images of a step are    keep it for the next step
     STEP      header of an upload, its words             launch it, and draw unless rows wait for masks
     DRAW      places and masks of constrained rows       draw of the last step
     OPEN      number of an update, size of its manifest  check that it fits, lay out the staging memory
@@ -7,45 +8,71 @@
     RELAY     a handle of memory of rank 0's GPU         map it: pieces come through it
     PREPARE   number of the update                       all bytes are verified: plan its copies
     SWAP      number of the update                       copy it into the parameters, after the steps before
+    ADAPTER   number, place and layout of an adapter     map this rank's part of it
+    WRITE     slot and number of an adapter              copy the part to the slot, beside steps or between two
+    FORGET    number of an adapter                       unmap it, once no copy reads it
+    MOVE      direction, pages, pages of the host        copy KV or states to the host or back
+    MEMORY    what a sleep does with the memory          keep, give back, take again
     END       nothing                                    end the process
 
-Every order has the weights version that is in use at it; a follower with another one ends.
+Every order has the weights version that is in use at it; a follower with another one ends. Orders that other threads
+than the loop give in any order beside swaps have none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Any, Literal
 
 import msgpack
 import numpy as np
 import torch
 
+from rollout.engine.messages import Pixels
+from rollout.engine.sequence.images import Encode
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.upload import Header, Upload
 from rollout.engine.step_output import StepOutput
+from rollout.models.lora_slots import AdapterWeights
+from rollout.ranks.reports import Number, Reports
 from rollout.ranks.ring import RingWriter
 
-STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE, RELAY = range(1, 9)
+STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE, RELAY, ADAPTER, WRITE, FORGET, MOVE, MEMORY, PIXELS = range(1, 15)
+
+#: Orders that take a follower no time: it enqueues them, or has another thread carry them out.
+_QUICK = (STEP, DRAW, PIXELS, ADAPTER, WRITE, FORGET, MOVE)
+_PIECE_BYTES = 1 << 20
+#: Instead of a version.
+ANY_VERSION = -1
+#: The queues of page movers.
+Queue = Literal["kv_out", "kv_in", "state_out", "state_in"]
 
 
 class Orders:
     """The loop's end of the ring, as the executor sees it (`rollout.engine.step.execute.Orders`)."""
 
-    def __init__(self, ring: RingWriter, version: int, settle: Callable[[], None]) -> None:
+    def __init__(self, ring: RingWriter, version: int, reports: Reports, settle: Callable[[], None]) -> None:
         """`settle` returns when all that followers knew at its call is known here, and raises if a rank is lost."""
         self._ring = ring
         self._version = version
+        self._reports = reports
         self._settle = settle
+        self._ordered: dict[Number, int] = {}  # how many of the orders whose ends are reported
         self.slow = 0  # sequence number of the last order that may take long
         self.pieces = 0  # of updates that were given
         self.prepared = 0  # number of the last update that followers were told to prepare
         self.swapped = 0  # number of the last one that they were told to copy
 
     def step(self, upload: Upload) -> None:
-        """Give a step."""
-        self._write(STEP, upload.header.to_fields(), _bytes(upload.words))
+        """Give a step. The pixels of its images come before it, in pieces: they may be larger than the ring."""
+        for array in image_arrays(upload.encodes):
+            data = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+            for begin in range(0, len(data), _PIECE_BYTES):
+                self._write(PIXELS, None, data[begin : begin + _PIECE_BYTES])
+        images = [_image_fields(encode) for encode in upload.encodes]
+        self._write(STEP, [upload.header.to_fields(), images], _bytes(upload.words))
 
     def draw(self, masks: StepMasks) -> None:
         """Give the draw of the last step."""
@@ -80,6 +107,66 @@ class Orders:
         self._write(SWAP, [self.prepared, version])
         self._version = version
 
+    def done(self, name: Number, number: int) -> bool:
+        """Whether all followers have carried out this order. Any thread may ask."""
+        return min(self._reports.get(name)) >= number
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def adapter(self, ticket: int, number: int, begin: int, part_bytes: int, layout: Any) -> None:
+        """Give an adapter to map. Any thread may call it."""
+        self._write(ADAPTER, [ticket, number, begin, part_bytes, layout], version=ANY_VERSION)
+
+    def forget_adapter(self, ticket: int, number: int) -> None:
+        """Give an adapter to forget. Any thread may call it."""
+        self._write(FORGET, [ticket, number], version=ANY_VERSION)
+
+    def write_adapter(self, slot: int, weights: AdapterWeights, beside: bool) -> int:
+        """Give the copy of an adapter to a slot; returns its number."""
+        number = self._next("wrote")
+        self._write(WRITE, [number, slot, weights.shared.number, beside])  # type: ignore[attr-defined]
+        return number
+
+    def adapter_written(self, number: int) -> bool:
+        """Whether that copy is done on all followers."""
+        return self.done("wrote", number)
+
+    # --- KV on the host, and sleep ------------------------------------------------------------------------------------
+
+    def move(self, queue: Queue, pages: Seq[int], host_pages: Seq[int]) -> int:
+        """Give a piece of pages to move; `queue` names the direction. Returns the number of the piece."""
+        number = self._next(queue)
+        self._write(MOVE, [queue, list(pages), list(host_pages)])
+        return number
+
+    def moved(self, queue: Queue, number: int) -> bool:
+        """Whether that piece is moved on all followers."""
+        return self.done(queue, number)
+
+    def memory(self, what: str) -> int:
+        """Give an order of a sleep; returns its number."""
+        number = self._next("memory_done")
+        self._write(MEMORY, [number, what])
+        return number
+
+    def memory_done(self, number: int) -> bool:
+        """Whether all followers have carried it out, or failed to."""
+        return self.done("memory_done", number)
+
+    def memory_failures(self, number: int) -> list[str]:
+        """Why followers could not carry it out."""
+        failed = enumerate(self._reports.get("memory_failed"))
+        return [f"rank {i + 1}: {self._reports.text(i)}" for i, last in failed if last == number]
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that all followers have given back so far."""
+        return sum(self._reports.get("memory_freed"))
+
+    def _next(self, name: Number) -> int:
+        number = self._ordered[name] = self._ordered.get(name, 0) + 1
+        return number
+
     def confirm(self, output: StepOutput) -> None:
         """Raise if another rank knows that a step may be wrong.
 
@@ -98,9 +185,10 @@ class Orders:
         """Give the end."""
         self._write(END, None)
 
-    def _write(self, kind: int, layout: Any, *parts: memoryview) -> None:
-        sequence = self._ring.write(kind, self._version, msgpack.packb(layout), *parts)
-        if kind not in (STEP, DRAW):
+    def _write(self, kind: int, layout: Any, *parts: memoryview, version: int | None = None) -> None:
+        now = self._version if version is None else version
+        sequence = self._ring.write(kind, now, msgpack.packb(layout), *parts)
+        if kind not in _QUICK:
             self.slow = max(self.slow, sequence)
 
 
@@ -110,10 +198,32 @@ def ring_bytes(upload_words: int, max_rows: int, mask_words: int, tokens: int) -
     return max(8 << 20, -(-4 * largest // 64) * 64)
 
 
-def read_step(layout: memoryview, words: memoryview) -> Upload:
-    """The upload of a STEP; its words are in the ring."""
-    header = Header.from_fields(msgpack.unpackb(layout, strict_map_key=True))
-    return Upload(header, torch.from_numpy(np.frombuffer(words, dtype=np.int32)))
+def read_step(layout: memoryview, words: memoryview, pixels: bytes | bytearray = b"") -> Upload:
+    """The upload of a STEP; its words are in the ring. `pixels` are the contents of the PIXELS before it."""
+    fields, images = msgpack.unpackb(layout, strict_map_key=True)
+    upload = Upload(Header.from_fields(fields), torch.from_numpy(np.frombuffer(words, dtype=np.int32)))
+    encodes, at = [], 0
+    for grid, dtype, shape, places in images:
+        count = math.prod(shape)
+        patches = np.frombuffer(pixels, np.dtype(dtype), count, at).reshape(shape)
+        at += patches.nbytes
+        encodes.append(Encode(Pixels(b"", tuple(grid), patches), np.frombuffer(pixels, np.int64, places, at)))
+        at += 8 * places
+    if at != len(pixels):
+        raise RuntimeError(f"the images of a step have {at} bytes, and {len(pixels)} came")
+    return upload.with_encodes(tuple(encodes))
+
+
+def image_arrays(encodes: tuple[Encode, ...]) -> Iterator[np.ndarray]:
+    """What the followers need of the images of a step: of each one its patches, and then its places."""
+    for encode in encodes:
+        yield np.ascontiguousarray(encode.pixels.patches)
+        yield np.ascontiguousarray(encode.places, dtype=np.int64)
+
+
+def _image_fields(encode: Encode) -> list[Any]:
+    patches = encode.pixels.patches
+    return [list(encode.pixels.grid), patches.dtype.str, list(patches.shape), len(encode.places)]
 
 
 def read_draw(layout: memoryview, body: memoryview) -> tuple[list[int], list[int], torch.Tensor]:

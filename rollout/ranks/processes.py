@@ -32,7 +32,9 @@ from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import Settings
 from rollout.engine.messages import RankStatus
+from rollout.models.language_model import LanguageModel, native
 from rollout.process.scratch import ScratchFolder
+from rollout.ranks.adapters import RankAdapters
 from rollout.ranks.compiling import compiling, watch_compilations
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
@@ -97,7 +99,9 @@ class Ranks:
         self._relayed = SharedMemory.create("rollout-update", 0)
         self._manifest = SharedMemory.create("rollout-manifest", 0)
         self._eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
+        self._adapters = SharedMemory.create("rollout-adapters", 0)
         inherited = {"ring": self._ring, "reports": table, "relayed": self._relayed, "manifest": self._manifest}
+        inherited["adapters"] = self._adapters
         shared = {name: memory.descriptor for name, memory in inherited.items()}
         for rank, eventfd in enumerate(self._eventfds, 1):
             self._processes.append(self._start(rank, {**shared, "eventfd": eventfd}))
@@ -121,7 +125,7 @@ class Ranks:
             time.sleep(_READY_POLL_S)
         self._ring.grow(ring_bytes)
         ring = RingWriter(self._ring, self._eventfds, lambda: self.reports.get("position"), ROOM_S)
-        self.orders = Orders(ring, version, self._settle)
+        self.orders = Orders(ring, version, self.reports, self._settle)
         return self.orders
 
     def take_updates(self, device: torch.device) -> RankUpdates | None:
@@ -132,6 +136,15 @@ class Ranks:
             self._relayed, self._manifest, self.reports, lambda: self.orders, device, device_memory(device)
         )
         return self.updates
+
+    def take_adapters(self, model: LanguageModel) -> RankAdapters | None:
+        """What gives all ranks their parts of adapters; None for one rank, or where no adapters are served."""
+        engine = self._settings.engine
+        if self.size == 1 or not engine.adapter_slots:
+            return None
+        spec, dtype = native(model).spec, model.embed.dtype
+        limits = (engine.adapter_rank, dtype, engine.max_adapters)
+        return RankAdapters(self._adapters, spec, *limits, self.reports, lambda: self.orders, model.embed.device)
 
     def watch(self, on_lost: Callable[[str], None], progress: Callable[[], OwnProgress]) -> None:
         """Have `on_lost` called, on the watching thread, once the group is lost. Before, the process ends at once.

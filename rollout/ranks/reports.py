@@ -13,13 +13,18 @@ from rollout.ranks.ring import SharedMemory
 
 Number = Literal[
     "beat", "position", "sequence", "launched", "drawn", "done", "opened", "taken", "mapped", "unmapped", "prepared",
-    "refused", "swapped", "ready", "fault", "compiling",
+    "refused", "swapped", "ready", "fault", "compiling", "adapter_seen", "adapter_refused", "forgotten", "wrote",
+    "kv_out", "kv_in", "state_out", "state_in", "memory_done", "memory_failed", "memory_freed",
 ]  # fmt: skip
 #: beat: of `beat.py`. position: in the ring. sequence: of the last order carried out. launched: steps whose end
 #: is enqueued. drawn: those that waited for masks. done: those that are complete on the device. opened, prepared,
 #: refused: the last update that fits, is ready to swap, or is neither. taken: pieces of updates. mapped, unmapped: the
 #: last memory of rank 0's GPU that this rank can read, or cannot. swapped: the last update whose copy is done. fault:
-#: 1 + a rank that sent nothing. compiling: 1 while a kernel is compiled; it alone may fall.
+#: 1 + a rank that sent nothing. compiling: 1 while a kernel is compiled; it alone may fall. adapter_seen,
+#: adapter_refused: the last adapter that was mapped or refused, or refused. forgotten: the last order to forget one
+#: that is carried out. wrote: copies to adapter slots that are done. kv_out to state_in: pieces that were moved to the
+#: host or back. memory_done, memory_failed: the last order of a sleep that is done, or that failed. memory_freed: bytes
+#: that sleeps gave back.
 NUMBERS: tuple[Number, ...] = get_args(Number)
 _TEXT_BYTES = 448
 

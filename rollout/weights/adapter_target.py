@@ -11,7 +11,7 @@ from rollout_kernels.lora import LEAST_RANK
 from rollout.engine.adapter_table import AdapterRegistry
 from rollout.models.lora_slots import AdapterSlots, model_products
 from rollout.models.peft_config import read_peft_config
-from rollout.models.peft_tensors import AdapterPlan, plan_adapter
+from rollout.models.peft_tensors import AdapterPlan, AdapterRanks, plan_adapter
 from rollout.models.spec import ModelSpec
 
 _MODULES_A_PRODUCT = 3
@@ -21,11 +21,19 @@ class AdapterTarget:
     """Checks adapters against a model, the rank of its slots and the known adapters. Any thread may call it."""
 
     def __init__(
-        self, spec: ModelSpec, most_rank: int, dtype: torch.dtype, pinned: bool, registry: AdapterRegistry
+        self,
+        spec: ModelSpec,
+        most_rank: int,
+        dtype: torch.dtype,
+        pinned: bool,
+        registry: AdapterRegistry,
+        ranks: AdapterRanks | None = None,
     ) -> None:
-        self.pinned = pinned
+        self.pinned, self.ranks = pinned, ranks
         self.max_tensors = 2 * _MODULES_A_PRODUCT * len(model_products(spec))
         self.max_bytes = AdapterSlots.bytes_for(spec, 1, max(most_rank, LEAST_RANK), torch.float32)
+        if ranks is not None:  # tensors are those of the whole model
+            self.max_bytes *= ranks.size
         self._spec, self._most_rank, self._dtype = spec, most_rank, dtype
         self._registry = registry
 

@@ -20,6 +20,7 @@ from trainer_bridge.wire.manifest import Manifest
 
 if TYPE_CHECKING:
     from rollout.engine.adapter_table import AdapterUpdate
+    from rollout.models.lora_slots import AdapterWeights
     from rollout.models.peft_tensors import AdapterPlan
     from rollout.weights.adapter_target import AdapterTarget
 
@@ -34,6 +35,7 @@ class IncomingAdapter:
         self._config = config
         self._target = target
         self._plan: AdapterPlan | None = None
+        self._packed: AdapterWeights | None = None
 
     @property
     def max_tensors(self) -> int:
@@ -58,18 +60,29 @@ class IncomingAdapter:
         """Where the bytes go; `check` has bounded their number."""
         return StagedDestination(torch.empty(manifest.total_bytes, dtype=torch.uint8), None)
 
-    def update(self, manifest: Manifest, destination: StagedDestination) -> AdapterUpdate:
-        """The update for the loop; all bytes in `destination` are verified.
+    def update(self, manifest: Manifest, destination: StagedDestination) -> AdapterUpdate | None:
+        """The update for the loop; all bytes in `destination` are verified. None: other ranks have no parts yet.
 
-        Raises `WeightsRejected` when other adapters took the last slot meanwhile.
+        Raises `WeightsRejected` when other adapters took the last slot meanwhile, or when a rank cannot have its part.
         """
         from rollout.engine.adapter_table import AdapterUpdate
 
         assert self._plan is not None, "it was checked when it began"
         self._check_slot(manifest)
-        tensors = {entry.name: typed_view(destination.stream, entry) for entry in manifest.tensors}
-        weights = self._plan.pack(tensors, self._target.pinned)
+        try:
+            weights = self._pack(self._plan, manifest, destination)
+            if self._target.ranks is not None and not self._target.ranks.ready(weights):
+                return None
+        except ValueError as error:
+            raise _rejected(error) from None
         return AdapterUpdate(self.name, manifest.version, manifest.tensor_bytes, weights)
+
+    def _pack(self, plan: AdapterPlan, manifest: Manifest, destination: StagedDestination) -> AdapterWeights:
+        if self._packed is None:
+            tensors = {entry.name: typed_view(destination.stream, entry) for entry in manifest.tensors}
+            ranks = self._target.ranks
+            self._packed = plan.pack(tensors, self._target.pinned) if ranks is None else ranks.pack(plan, tensors)
+        return self._packed
 
     def _check_slot(self, manifest: Manifest) -> None:
         try:

@@ -29,7 +29,7 @@ from rollout.models.cut import Cut, CutView
 from rollout.weights.destination import check_equal, entries_within
 from rollout.weights.parameter_map import Fit
 from rollout.weights.staging import Allocate, Copy, parameter_bytes, register, takes_device, unregister
-from trainer_bridge.transports.tensors import TORCH_DTYPES
+from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, rows_within
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry
 
@@ -42,49 +42,29 @@ _CUT_BYTES = 32 << 20
 #: Rows of so many bytes cross between host and device one by one; shorter ones are cut on the device.
 _LONG_BYTES = 64 << 10
 _ALIGN = 64
-_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
 
 
-class Rows(NamedTuple):
-    """`times` rows of `width` bytes: where the first one begins, and how far apart they are, in source and target."""
+class KeptRows(NamedTuple):
+    """Rows of a whole tensor, by bytes, and where they lie in the kept part of it."""
 
     source: int
     source_step: int
-    target: int
-    target_step: int
-    width: int
-    times: int
+    target: Rows
 
 
-def cut_rows(shape: tuple[int, ...], itemsize: int, cut: Cut | None, lo: int, hi: int) -> Iterator[Rows]:
-    """What of bytes `lo` to `hi` of a whole tensor a cut keeps, and its places in the kept part. Offsets are bytes."""
-    if lo >= hi:
-        return
+def cut_rows(shape: tuple[int, ...], itemsize: int, cut: Cut | None, lo: int, hi: int) -> Iterator[KeptRows]:
+    """What of bytes `lo` to `hi` of a whole tensor a cut keeps, and its places in the kept part."""
     if cut is None:
-        yield Rows(lo, 0, lo, 0, hi - lo, 1)
+        if lo < hi:
+            yield KeptRows(lo, 0, Rows(lo, 0, hi - lo, 1))
         return
     inner = itemsize * math.prod(shape[cut.dim + 1 :])
-    row, kept_row = cut.whole * inner, cut.kept * inner
-    first, last = -(-lo // row), hi // row  # complete rows
-    offset = 0
+    row, kept_row, offset = cut.whole * inner, cut.kept * inner, 0
     for begin, end in ((begin * inner, end * inner) for begin, end in cut.ranges):
-        if first > last:  # all inside one row
-            yield from _part(lo // row, lo % row, lo % row + hi - lo, begin, end, row, kept_row, offset)
-        else:
-            if lo % row:
-                yield from _part(first - 1, lo % row, row, begin, end, row, kept_row, offset)
-            if last > first and end > begin:
-                yield Rows(first * row + begin, row, first * kept_row + offset, kept_row, end - begin, last - first)
-            if hi % row:
-                yield from _part(last, 0, hi % row, begin, end, row, kept_row, offset)
+        for start, step, width, times in rows_within(row, begin, end, lo, hi):
+            at = start // row * kept_row + offset + start % row - begin
+            yield KeptRows(start, step, Rows(at, kept_row if step else 0, width, times))
         offset += end - begin
-
-
-def _part(index: int, lo: int, hi: int, begin: int, end: int, row: int, kept_row: int, offset: int) -> Iterator[Rows]:
-    """The range [begin, end) of bytes `lo` to `hi` of one row."""
-    lo, hi = max(lo, begin), min(hi, end)
-    if lo < hi:
-        yield Rows(index * row + lo, 0, index * kept_row + offset + lo - begin, 0, hi - lo, 1)
 
 
 class _Kept(NamedTuple):
@@ -301,12 +281,11 @@ class ShardStaging:
             for each in rows:
                 _copy_rows(each, piece, lo, block, -kept.at)
             return
-        if all(each.times == 1 for each in rows):
-            for each in rows:
-                for at in range(0, each.width, _COPY_BYTES):
-                    width = min(_COPY_BYTES, each.width - at)
-                    part = each._replace(source=each.source + at, target=each.target + at, width=width)
-                    _copy_rows(part, piece, lo, block, -kept.at)
+        if all(each.target.times == 1 for each in rows):
+            for source, _, (start, _, width, _) in rows:
+                for at in range(0, width, _COPY_BYTES):
+                    part = Rows(start + at, 0, min(_COPY_BYTES, width - at), 1)
+                    _copy_rows(KeptRows(source + at, 0, part), piece, lo, block, -kept.at)
             return
         for begin in range(lo, hi, _CUT_BYTES):
             some = piece[begin - lo :][: min(_CUT_BYTES, hi - begin)]
@@ -318,8 +297,8 @@ class ShardStaging:
                 for each in rows:
                     _copy_rows(each, some, begin, block, -kept.at)
             else:  # the kept parts of consecutive bytes are consecutive
-                first = min(each.target for each in rows)
-                last = max(each.target + (each.times - 1) * each.target_step + each.width for each in rows)
+                first = min(each.target.start for each in rows)
+                last = max(_end(each.target) for each in rows)
                 gathered = torch.empty(last - first, dtype=torch.uint8, device=some.device)
                 for each in rows:
                     _copy_rows(each, some, begin, gathered, first)
@@ -413,18 +392,24 @@ def _pages(nbytes: int) -> torch.Tensor:
     """Memory that takes pages as it is filled: huge ones if the system has them, which are pinned faster."""
     pages = mmap.mmap(-1, max(nbytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # of a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _one_by_one(rows: list[Rows]) -> Iterator[Rows]:
+def _one_by_one(rows: list[KeptRows]) -> Iterator[KeptRows]:
     """The same, in which long rows are copied one by one."""
     for each in rows:
-        if each.times == 1 or each.width < _LONG_BYTES:
+        start, step, width, times = each.target
+        if times == 1 or width < _LONG_BYTES:
             yield each
             continue
-        for i in range(each.times):
-            yield Rows(each.source + i * each.source_step, 0, each.target + i * each.target_step, 0, each.width, 1)
+        for i in range(times):
+            yield KeptRows(each.source + i * each.source_step, 0, Rows(start + i * step, 0, width, 1))
+
+
+def _end(rows: Rows) -> int:
+    return rows.start + (rows.times - 1) * rows.step + rows.width
 
 
 def _target(view: torch.Tensor) -> tuple[torch.Tensor, Cut | None]:
@@ -452,18 +437,7 @@ def _is_plain(target: torch.Tensor) -> bool:
     return type(target) in (torch.Tensor, torch.nn.Parameter) and target.is_contiguous()
 
 
-def _copy_rows(rows: Rows, source: torch.Tensor, source_at: int, target: torch.Tensor, target_at: int) -> None:
-    """Copy rows of bytes. The memory of `source` begins at byte `source_at` of the whole tensor, that of `target` at
-    byte `target_at` of the kept part.
-    """
-    begin, end = rows.source - source_at, rows.target - target_at
-    if rows.times == 1:
-        target[end : end + rows.width].copy_(source[begin : begin + rows.width], non_blocking=True)
-        return
-    from_, to = source[begin:], target[end:]
-    numbers = (rows.source_step, rows.target_step, rows.width, from_.data_ptr(), to.data_ptr())
-    size, dtype = next((word for word in _WORDS if not any(n % word[0] for n in numbers)), (1, torch.uint8))
-    taken, put = ((rows.times - 1) * step + rows.width for step in (rows.source_step, rows.target_step))
-    a = from_[:taken].view(dtype).as_strided((rows.times, rows.width // size), (rows.source_step // size, 1))
-    b = to[:put].view(dtype).as_strided((rows.times, rows.width // size), (rows.target_step // size, 1))
-    b.copy_(a, non_blocking=True)
+def _copy_rows(rows: KeptRows, source: torch.Tensor, source_at: int, target: torch.Tensor, target_at: int) -> None:
+    """Copy rows. `source` begins at byte `source_at` of the whole tensor, `target` at byte `target_at` of its part."""
+    placed = rows.target._replace(start=rows.target.start - target_at)
+    copy_rows(placed, source[rows.source - source_at :], rows.source_step, target)

@@ -429,7 +429,9 @@ class UpdateIntake:
         destination.check_aliases(begin.manifest, begin.fit, self._parameters.views)
         if begin.adapter is not None:
             assert isinstance(destination, StagedDestination)
-            update: Update | AdapterUpdate = begin.adapter.update(begin.manifest, destination)
+            update: Update | AdapterUpdate | None = begin.adapter.update(begin.manifest, destination)
+            if update is None:
+                return
         else:
             update = self._mode.update(begin.manifest, begin.fit, destination)
         begin.receiver.drop(current.incoming, None)

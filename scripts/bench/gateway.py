@@ -42,10 +42,10 @@ from rollout.engine.inspect import Inspector
 from rollout.engine.kv.allocator import pages_for
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
+from rollout.process.python_lock import SWITCH_INTERVAL_S
 from rollout.service.outbox import Outbox
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, Server
-from rollout.worker import SWITCH_INTERVAL_S
 from scripts.bench.bookkeeping import TINY_SHAPE
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
 from scripts.bench.service_load import make_engine, write_text_folder

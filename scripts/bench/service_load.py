@@ -44,12 +44,12 @@ from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
 from rollout.process.garbage_collection import collect_and_freeze
+from rollout.process.python_lock import SWITCH_INTERVAL_S
 from rollout.service.outbox import Outbox
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, ServedText, Server
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
-from rollout.worker import SWITCH_INTERVAL_S
 from scripts.bench.bookkeeping import TINY_SHAPE
 from scripts.bench.load_clients import PROMPT, TOKEN, ClientProcess, Load
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results

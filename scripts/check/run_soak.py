@@ -1,7 +1,8 @@
-"""Runs mixed traffic with faults against supervised workers on the CPU, and checks every completion.
+"""Runs mixed traffic with faults against supervised workers, and checks every completion.
 
     PYTHONPATH=.:kernels python -m scripts.check.run_soak --seconds 600 --workers 2 --seed 1 --out
         scripts/bench/results/soak.json
+    PYTHONPATH=.:kernels python -m scripts.check.run_soak --workers 1 --tensor-parallel 2 --device cuda
 
 The exit status is 1 if a token was wrong, a request was lost, a resource leaked, or memory grew.
 """
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600.0, help="seconds with new requests and faults")
     parser.add_argument("--workers", type=int, default=2, help="supervised worker processes")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of each worker; they are lost, too")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--seed", type=int, default=1, help="seed of requests and faults")
     parser.add_argument("--clients", type=int, default=10, help="number of clients")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="folder for the workers' log")
@@ -38,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True)
-    report = asyncio.run(soak(args.seconds, args.workers, args.seed, args.clients, args.folder, console.print))
+    traffic = args.seconds, args.workers, args.seed, args.clients
+    report = asyncio.run(soak(*traffic, args.folder, console.print, args.tensor_parallel, args.device))
     grown = grown_processes(report)
     show(console, report)
     for complaint in [*report.complaints, *grown]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +13,18 @@ from safetensors.torch import load_file
 
 from tests.support.models.families import make_checkpoint
 from tests.support.tokenizer_folder import make_tokenizer_folder
-from tests.support.worker.harness import assert_idle, launch
+from tests.support.worker.harness import assert_idle
+from tests.support.worker.rank_pair import LOGPROB, Pair, assert_all_equal, start_pair
 from trainer_bridge.client.blocking import RolloutClient
-from trainer_bridge.client.launch import WorkerProcess
-from trainer_bridge.client.results import Completion, GenerateResult
 from trainer_bridge.publish.publisher import WeightPublisher
 
-LOGPROB = 1e-4
 #: Few pages and rows, small chunks: rows are preempted, and prompts come in pieces.
 FLAGS: dict[str, Any] = {
     **{"dtype": "float32", "max_rows": 6, "page_size": 4, "kv_pages": 60, "prefill_chunk_tokens": 16},
-    **{"routing": True, "check_ranks": True, "device": "cpu", "max_context_tokens": 200},
+    **{"routing": True, "device": "cpu", "max_context_tokens": 200},
 }
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "stop": {"ignore_eos": True}}
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One worker of one rank, and one of several, of the same model."""
-
-    folder: Path
-    vocab: int
-    one: WorkerProcess
-    several: WorkerProcess
-
-    def both(self, requests: list[dict[str, Any]]) -> list[tuple[GenerateResult, GenerateResult]]:
-        """The results of the same requests on both workers."""
-        results = []
-        for worker in (self.one, self.several):
-            with RolloutClient(worker.endpoint, timeout_s=120) as client:
-                results.append(client.generate_many(requests))
-        return list(zip(*results, strict=True))
 
 
 #: Ranks and speculation of the second worker.
@@ -61,37 +40,16 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     make_checkpoint("qwen3_moe", folder, seed=1, vocab_size=vocab, **SIZES)
     make_tokenizer_folder(folder)
     logs = tmp_path_factory.mktemp("logs")
-    one = launch(folder, log=logs / "one", wait=False, **FLAGS | {"check_ranks": False})
-    flags = dict(zip(("tensor_parallel", "speculation"), request.param, strict=True))
-    several = launch(folder, log=logs / "several", wait=False, **flags, **FLAGS)
-    with one, several:
-        for worker in (one, several):
-            worker.wait_ready(240)
-        yield Pair(folder, vocab, one, several)
-        assert_idle(several)
-
-
-def prompt_of(pair: Pair, length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, pair.vocab, length).tolist()
-
-
-def assert_equal(ours: Completion, theirs: Completion) -> None:
-    assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-    assert ours.finish_reason == theirs.finish_reason
-    for name in ("logprobs", "raw_logprobs"):
-        assert np.allclose(getattr(ours, name), getattr(theirs, name), rtol=0, atol=LOGPROB), name
-
-
-def assert_all_equal(results: list[tuple[GenerateResult, GenerateResult]]) -> None:
-    for theirs, ours in results:
-        for a, b in zip(ours.completions, theirs.completions, strict=True):
-            assert_equal(a, b)
+    flags = dict(zip(("tensor_parallel", "speculation"), request.param, strict=True)) | {"check_ranks": True}
+    with start_pair(folder, vocab, logs, FLAGS, flags) as workers:
+        yield workers
+        assert_idle(workers.several)
 
 
 def test_groups_prefixes_and_preemption_give_the_same_tokens(pair: Pair) -> None:
-    shared = prompt_of(pair, 21, 0)
+    shared = pair.prompt(21, 0)
     requests: list[dict[str, Any]] = [
-        {"prompt": shared + prompt_of(pair, 3 + 5 * i, i), "max_tokens": 30 + 3 * i, "n": 1 + i % 3, **SAMPLED}
+        {"prompt": shared + pair.prompt(3 + 5 * i, i), "max_tokens": 30 + 3 * i, "n": 1 + i % 3, **SAMPLED}
         for i in range(6)
     ]
     for i, request in enumerate(requests):
@@ -112,7 +70,7 @@ def test_every_rule_of_sampling_gives_the_same_tokens(pair: Pair) -> None:
         {"stop": {"token_ids": [9, 30], "min_tokens": 6}},
     ]
     requests = [
-        {"prompt": prompt_of(pair, 9 + i, i), "max_tokens": 24, **SAMPLED, "seed": 40 + i, **rule}
+        {"prompt": pair.prompt(9 + i, i), "max_tokens": 24, **SAMPLED, "seed": 40 + i, **rule}
         for i, rule in enumerate(rules)
     ]
     assert_all_equal(pair.both(requests))
@@ -120,7 +78,7 @@ def test_every_rule_of_sampling_gives_the_same_tokens(pair: Pair) -> None:
 
 def test_scores_and_routing_are_those_of_one_rank(pair: Pair) -> None:
     asked = {"max_tokens": 12, "logprobs": 3, "prompt_logprobs": True, "return_routing": True, "temperature": 0.0}
-    results = pair.both([{"prompt": prompt_of(pair, 25, i), **asked} for i in range(3)])
+    results = pair.both([{"prompt": pair.prompt(25, i), **asked} for i in range(3)])
     assert_all_equal(results)
     for theirs, ours in results:
         assert np.allclose(ours.prompt_logprobs, theirs.prompt_logprobs, rtol=0, atol=LOGPROB, equal_nan=True)
@@ -134,7 +92,7 @@ def test_constrained_rows_draw_with_the_masks_of_rank_0(pair: Pair) -> None:
     pytest.importorskip("xgrammar")
     constraint = {"regex": "(yes|no|[0-9]{2,5}), [a-f]+"}
     requests: list[dict[str, Any]] = [
-        {"prompt": prompt_of(pair, 8, i), "max_tokens": 20, "temperature": 1.0, "seed": i} for i in range(5)
+        {"prompt": pair.prompt(8, i), "max_tokens": 20, "temperature": 1.0, "seed": i} for i in range(5)
     ]
     for request in requests[:3]:
         request["constraint"] = constraint
@@ -145,7 +103,7 @@ def test_an_update_amid_a_completion_is_swapped_by_all_ranks_or_by_none(pair: Pa
     make_checkpoint("qwen3_moe", tmp_path, seed=2, vocab_size=pair.vocab, **SIZES)
     new = load_file(tmp_path / "model.safetensors")
     old = load_file(pair.folder / "model.safetensors")
-    greedy = {"prompt": prompt_of(pair, 17, 3), "max_tokens": 20, "temperature": 0.0, "stop": {"ignore_eos": True}}
+    greedy = {"prompt": pair.prompt(17, 3), "max_tokens": 20, "temperature": 0.0, "stop": {"ignore_eos": True}}
     (before,) = pair.both([greedy])
     for worker in (pair.one, pair.several):
         with (
@@ -175,12 +133,12 @@ def test_an_update_amid_a_completion_is_swapped_by_all_ranks_or_by_none(pair: Pa
 
 def test_cancel_and_pause_leave_nothing_behind_on_any_rank(pair: Pair) -> None:
     with RolloutClient(pair.several.endpoint, timeout_s=60) as client:
-        with client.generate(prompt_of(pair, 9, 1), max_tokens=180, stream="tokens", n=2, **SAMPLED) as stream:
+        with client.generate(pair.prompt(9, 1), max_tokens=180, stream="tokens", n=2, **SAMPLED) as stream:
             next(stream)
         client.pause("keep")
         client.resume()
     assert_idle(pair.several)
-    requests = [{"prompt": prompt_of(pair, 6 + i, i), "max_tokens": 15, "temperature": 0.0} for i in range(4)]
+    requests = [{"prompt": pair.prompt(6 + i, i), "max_tokens": 15, "temperature": 0.0} for i in range(4)]
     assert_all_equal(pair.both(requests))
 
 
@@ -188,7 +146,7 @@ def test_cancel_and_pause_leave_nothing_behind_on_any_rank(pair: Pair) -> None:
 def test_random_requests_give_the_same_tokens(pair: Pair, seed: int) -> None:
     draws, requests = random.Random(seed), []
     for i in range(24):
-        request: dict[str, Any] = {"prompt": prompt_of(pair, draws.randrange(1, 60), draws.randrange(5))}
+        request: dict[str, Any] = {"prompt": pair.prompt(draws.randrange(1, 60), draws.randrange(5))}
         request |= {"max_tokens": draws.randrange(1, 60), "n": draws.choice([1, 1, 2, 4]), "seed": i}
         request |= draws.choice([{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 4, "temperature": 1.3}])
         request |= draws.choice([{}, {"logprobs": 2}, {"prompt_logprobs": True}, {"repetition_penalty": 1.1}])

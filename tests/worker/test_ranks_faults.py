@@ -32,7 +32,7 @@ from tests.support.worker.harness import (
 from trainer_bridge.client.blocking import RolloutClient, Stream
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.wire.errors import RolloutError, Unavailable
+from trainer_bridge.wire.errors import RolloutError, RolloutTimeout, Unavailable
 
 LONG: dict[str, Any] = {"max_tokens": 30_000, "stream_every": 8, "stream": "tokens"}
 PROMPTS = ("17:", "2024:")
@@ -207,7 +207,7 @@ def test_a_follower_that_hangs_while_it_beats_ends_the_group(
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         streams = streams_of(client)
         points.order(point)
-        late = client.generate("17:", **LONG)
+        late = client.generate("980:", **LONG)  # not the prompt of a stream: its KV is there
         assert_handed_back(streams, "no rank has completed anything for 3 s")
         assert_answered(late)
     assert ended(worker) == FAULT
@@ -304,8 +304,13 @@ def test_a_follower_that_is_lost_in_an_update_gives_clients_and_publisher_an_ans
         points.reached(point)
         os.kill(follower, number)
         assert_handed_back(streams, said)
-        with pytest.raises(RolloutError):
-            update.applied(KNOWN_S)
+        try:
+            update.applied(60)
+            assert point == "swap", "rank 0 may have swapped before it knew"
+        except RolloutTimeout:
+            raise
+        except RolloutError as error:
+            assert not update.reports, error
     assert ended(worker) == FAULT
 
 
@@ -436,8 +441,6 @@ def test_a_supervisor_starts_a_lost_group_again_and_the_publisher_gives_it_its_w
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--adapter-slots=2", "--sleep"], "adapter_slots = 0 and sleep = false"),
-        (["--host-kv-gib=1"], "host_kv_gib = 0"),
         (["--tensor-parallel=3"], "cannot be cut into 3 shards"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer_bridge.transports.shards import Shards, is_spread
-from trainer_bridge.transports.tensors import TORCH_DTYPES, typed_view
+from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, typed_view
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry, pack, usual_bucket_bytes
 
@@ -136,19 +136,36 @@ class Payload:
             self._pack(start, end, out, self._fetched)
         return start, end
 
-    def pack_pieces(self, pieces: Sequence[tuple[int, int, int]], out: torch.Tensor) -> None:
+    def pack_pieces(
+        self,
+        pieces: Sequence[tuple[int, int, int]],
+        out: torch.Tensor,
+        columns: Sequence[tuple[Rows, int]] = (),
+    ) -> None:
         """Write the pieces that this trainer rank sends: (first byte in the stream, past the last, place in `out`).
 
-        `pieces` are sorted by place; `out` is zero between them. Otherwise as `start_bucket`.
+        After them come its `columns`: rows of the stream, and their place in `out`. Both are sorted by place; `out` is
+        zero between them. Otherwise as `start_bucket`.
         """
         with self._packing:
             self._check_there()
-            written = pieces[0][2]
+            written = pieces[0][2] if pieces else columns[0][1]
             with self.on_side_stream():
                 for start, end, at in pieces:
                     out[written:at].zero_()
                     written = at + end - start
                     self._pack(start, end, out[at:written], self._own)
+                for rows, at in columns:
+                    out[written:at].zero_()
+                    written = at + rows.width * rows.times
+                    self._pack_rows(rows, out[at:written])
+
+    def _pack_rows(self, rows: Rows, out: torch.Tensor) -> None:
+        i = bisect.bisect_right(self._starts, rows.start) - 1
+        entry = self.manifest.tensors[i]
+        assert self.shards is not None, "columns are of DTensors"
+        own = self.shards.own_rows(i, (rows.start - entry.offset) // DTYPE_BYTES[entry.dtype], rows.times)
+        out.view(own.dtype).view(own.shape).copy_(own, non_blocking=own.is_cuda)
 
     def _pack(self, start: int, end: int, out: torch.Tensor, spread: Callable[[int, int, int], torch.Tensor]) -> None:
         """Write bytes `start` to `end` of the stream; `spread` gives elements of a DTensor."""

@@ -1,12 +1,13 @@
 """The parts of an update's tensors that each trainer rank holds, and how rank 0 puts a tensor together from them.
 
-    Shard(0), as FSDP2 makes it     each rank holds a run of the tensor's elements     fetched or sent run by run
-    other Shards                    each rank holds a box                              fetched tensor by tensor
+    Shard(0), as FSDP2 makes it     each rank holds a run of the tensor's elements    fetched or sent run by run
+    another Shard                   each rank holds columns of the same rows          fetched by tensor, or sent by rows
+    several Shards                  each rank holds a box                             fetched tensor by tensor
     Replicate                       the lowest rank that holds a part sends it
 
 Rank 0 requests parts (`fetch`) and the other ranks answer (`local_piece`, `local_whole`); `trainer_ranks` carries the
-messages. In a group of trainer ranks and workers there are no requests: `senders` names the owner of each run, and the
-owner sends it (`own_run`).
+messages. In a group of trainer ranks and workers there are no requests: `senders` and `columns` name the owners, and
+each sends what it owns (`own_run`, `own_rows`).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Shards:
         self.mine = [False] * len(self.shapes)
         self.devices: list[str] = []  # by rank: names of GPUs
         self.ranks: TrainerGroup | None = None
+        self.by_columns = False  # rank 0: the owners of columns send them in this update
         self._digest = int(digest[:_DIGEST_DIGITS], 16)
         self._owners: list[list[tuple[int, Box]]] = []  # by tensor
         self._whole: tuple[int, torch.Tensor] | None = None  # the last tensor that was fetched whole
@@ -108,12 +110,43 @@ class Shards:
         shape = self.shapes[index]
         return sorted((_cut(box, shape, 0, math.prod(shape))[0], rank) for rank, box in self._owners[index])
 
-    def own_run(self, index: int, first: int, last: int) -> torch.Tensor | None:
-        """A view of these elements of a run that this rank sends; None on rank 0 if it must fetch them."""
-        box = self.boxes[index]
-        if box is None or (self.ranks is not None and not self._in_runs(index)):
+    def columns(self, index: int) -> tuple[int, list[tuple[int, int]]] | None:
+        """Rank 0: if ranks hold columns of a tensor, the elements of a row, and by column the first one and its rank.
+
+        The rows are those of the tensor as a matrix: the dimension that is cut and those after it are one row.
+        """
+        shape, owners = self.shapes[index], self._owners[index]
+        if not owners or self._in_runs(index):
             return None
-        return _local_run(self.locals[index], box, self.shapes[index], first, last)
+        dim = _cut_dim(owners[0][1], shape)
+        if dim is None or any(_cut_dim(box, shape) != dim for _, box in owners):
+            return None
+        inner = math.prod(shape[dim + 1 :])
+        return shape[dim] * inner, sorted((starts[dim] * inner, rank) for rank, (starts, _) in owners)
+
+    def own_run(self, index: int, first: int, last: int) -> torch.Tensor | None:
+        """A view of these elements that this rank sends, of a run or of a row of its columns.
+
+        None on rank 0 if it must fetch them.
+        """
+        box, shape, local = self.boxes[index], self.shapes[index], self.locals[index]
+        if box is None:
+            return None
+        if _is_run(box, shape) and (self.ranks is None or self._in_runs(index)):
+            return _local_run(local, box, shape, first, last)
+        if self.ranks is not None and not (self.by_columns and self.columns(index)):
+            return None
+        rows, before = _as_rows(local, box, shape)
+        row, at = divmod(first, math.prod(shape) // len(rows))
+        return rows[row, at - before : at - before + last - first]
+
+    def own_rows(self, index: int, first: int, times: int) -> torch.Tensor:
+        """The columns of this rank, of so many rows: [rows, elements]; element `first` is in the first one."""
+        box, shape = self.boxes[index], self.shapes[index]
+        assert box is not None, "only a part of a DTensor has columns"
+        rows, _ = _as_rows(self.locals[index], box, shape)
+        row = first // (math.prod(shape) // len(rows))
+        return rows[row : row + times]
 
     def _in_runs(self, index: int) -> bool:
         return bool(self._owners[index]) and all(_is_run(box, self.shapes[index]) for _, box in self._owners[index])
@@ -193,6 +226,20 @@ def _box(tensor: Any) -> Box | None:
 def _is_run(box: Box, shape: tuple[int, ...]) -> bool:
     """Whether a box is a run of the tensor's elements in row-major order."""
     return all(size == whole for size, whole in zip(box[1][1:], shape[1:], strict=True))
+
+
+def _cut_dim(box: Box, shape: tuple[int, ...]) -> int | None:
+    """The only dimension of which a box has a part; None if there are several."""
+    cut = [dim for dim, size in enumerate(box[1]) if size != shape[dim]]
+    return cut[0] if len(cut) == 1 else None
+
+
+def _as_rows(local: torch.Tensor, box: Box, shape: tuple[int, ...]) -> tuple[torch.Tensor, int]:
+    """A part that is cut in one dimension as a matrix, and the elements of a row that come before it."""
+    dim = _cut_dim(box, shape)
+    assert dim is not None, "columns are cut in one dimension"
+    inner = math.prod(shape[dim + 1 :])
+    return local.reshape(math.prod(shape[:dim]), -1), box[0][dim] * inner
 
 
 def _cut(box: Box, shape: tuple[int, ...], first: int, last: int) -> tuple[int, int]:

@@ -1,6 +1,9 @@
-"""Tensors in a packed stream: the dtypes that may be sent, as torch has them, and views of a stream's bytes."""
+"""Tensors in a packed stream: the dtypes that may be sent, as torch has them, views of a stream's bytes, and rows."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -13,3 +16,50 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 def typed_view(stream: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     """The bytes of one tensor in a packed stream (uint8, one dimension) as a tensor of its dtype and shape."""
     return stream[entry.offset : entry.end].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+
+
+class Rows(NamedTuple):
+    """`times` rows of `width` bytes, of which the first begins at byte `start` and each next one `step` bytes on."""
+
+    start: int
+    step: int
+    width: int
+    times: int
+
+
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
+
+
+def rows_within(row: int, begin: int, end: int, lo: int, hi: int) -> Iterator[Rows]:
+    """Columns `begin` to `end` of a matrix with rows of `row` bytes, as far as they are in its bytes `lo` to `hi`.
+
+    A part of a row has a step of 0.
+    """
+    if lo >= hi or begin >= end:
+        return
+    first, last = -(-lo // row), hi // row  # complete rows
+    parts = [(lo // row, lo % row, lo % row + hi - lo)] if first > last else []  # all in one row
+    if first <= last:
+        parts += [(first - 1, lo % row, row)] if lo % row else []
+        parts += [(last, 0, hi % row)] if hi % row else []
+        if last > first:
+            yield Rows(first * row + begin, row, end - begin, last - first)
+    for index, at, until in parts:
+        at, until = max(at, begin), min(until, end)
+        if at < until:
+            yield Rows(index * row + at, 0, until - at, 1)
+
+
+def copy_rows(rows: Rows, source: torch.Tensor, source_step: int, target: torch.Tensor) -> None:
+    """Copy rows that begin with `source`, each `source_step` bytes on, to their places; `target` begins at byte 0."""
+    to = target[rows.start :]
+    if rows.times == 1:
+        to[: rows.width].copy_(source[: rows.width], non_blocking=True)
+        return
+    numbers = (source_step, rows.step, rows.width, source.data_ptr(), to.data_ptr())
+    size, dtype = next((word for word in _WORDS if not any(n % word[0] for n in numbers)), (1, torch.uint8))
+    taken, put = ((rows.times - 1) * step + rows.width for step in (source_step, rows.step))
+    shape = (rows.times, rows.width // size)
+    a = source[:taken].view(dtype).as_strided(shape, (source_step // size, 1))
+    b = to[:put].view(dtype).as_strided(shape, (rows.step // size, 1))
+    b.copy_(a, non_blocking=True)

@@ -45,7 +45,7 @@ class ScoreRule(NamedTuple):
     scale: float = 1.0
 
     def takes(self, experts: int) -> bool:
-        """True if the kernel has this rule for so many experts: groups must be powers of two."""
+        """True if the kernel has this rule for this number of experts: groups must be powers of two."""
         if self.groups == 1:
             return True
         size = experts // self.groups

@@ -159,7 +159,7 @@ def _pass_2(
     plane = tl.num_programs(0).to(tl.int64) * blocks
     if SHARDS == 1:
         at = partial_ptr + sampled * blocks + b
-    else:  # all planes of the first rank, then those of the next
+    else:  # all planes of the first rank, then all planes of the next
         live = b < blocks * SHARDS
         at = partial_ptr + b // blocks * (6 * plane) + sampled * blocks + b % blocks
     noisy = tl.load(at, mask=live, other=-float("inf"))

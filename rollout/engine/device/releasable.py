@@ -80,7 +80,7 @@ class ReleasableMemory:
         self._device = device
         self._backing = backing
         self._blocks: list[_Block] = []
-        self._saved = False
+        self._saved = self._was_saved = False  # the second: before the last wake
         self._headroom = 0  # memory that the allocator kept for steps, bytes
         self.released = False
 
@@ -187,6 +187,17 @@ class ReleasableMemory:
         """Drop the saved content."""
         self._saved = False
 
+    def fall_back(self) -> int:
+        """Undo a wake, as another rank could not take its memory; returns the freed bytes.
+
+        No-op if this rank could not take its memory, either.
+        """
+        if self.released:
+            return 0
+        if self._was_saved:
+            self.save()
+        return self.release()
+
     @torch.inference_mode()
     def restore(self) -> None:
         """Take all memory again: saved content, zeros elsewhere. After MemoryShortError no block has memory."""
@@ -205,6 +216,7 @@ class ReleasableMemory:
             else:
                 self._clear(block)
         self._device.synchronize()
+        self._was_saved = self._saved
         self.released = self._saved = False  # last: if the device fails before this, the memory is not valid
 
     def _back_all(self) -> None:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -62,6 +62,7 @@ class Piece:
     end: Event
     host_pages: Seq[int] = ()
     entries: Any = None  # the caller's own objects for these pages
+    order: int = 0  # its number on the other ranks
     failure: str = ""
 
     @property
@@ -70,12 +71,31 @@ class Piece:
         return len(self.host_pages)
 
 
+class MoveOrders(Protocol):
+    """Has the other ranks of a tensor group move the same pages of their KV."""
+
+    def move(self, queue: Any, pages: Seq[int], host_pages: Seq[int]) -> int:
+        """Begin a piece of this queue; returns its number."""
+
+    def moved(self, queue: Any, number: int) -> bool:
+        """Whether this piece has ended on all other ranks."""
+
+
 class CopyQueue:
-    """The copies in one direction: a stream, a staging buffer, the pieces under way."""
+    """The copies in one direction: a stream, a staging buffer, the pieces under way.
+
+    With `orders` a piece has ended when it has ended on all ranks.
+    """
 
     def __init__(
-        self, device: Device, name: str, staging_NW: torch.Tensor, copy: Callable[[CopyQueue, Piece], None]
+        self,
+        device: Device,
+        name: str,
+        staging_NW: torch.Tensor,
+        copy: Callable[[CopyQueue, Piece], None],
+        orders: MoveOrders | None = None,
     ) -> None:
+        self.name, self.orders = name, orders
         self.stream: Stream = device.stream(name)
         self.staging_NW = staging_NW
         self.under_way: deque[Piece] = deque()
@@ -101,6 +121,8 @@ class CopyQueue:
         """Begin to copy these pages of the pool to or from these host pages; after the steps of `compute` if given."""
         piece = self._spare.pop()
         piece.host_pages, piece.entries, piece.failure = host_pages, entries, ""
+        if self.orders is not None:
+            piece.order = self.orders.move(self.name, pages, host_pages)
         piece.index_host.numpy()[: len(pages)] = pages
         if compute is not None:
             compute.record(piece.after)
@@ -113,10 +135,14 @@ class CopyQueue:
         self.stream.record(piece.end)
         self.under_way.append(piece)
 
+    def has_ended(self, piece: Piece) -> bool:
+        """Whether nothing reads or writes the pages of a piece any more, on any rank."""
+        return piece.end.query() and (self.orders is None or self.orders.moved(self.name, piece.order))
+
     def finished(self) -> list[Piece]:
         """The pieces that have ended since the last call, oldest first. The next `start` reuses them."""
         ended = []
-        while self.under_way and self.under_way[0].end.query():
+        while self.under_way and self.has_ended(self.under_way[0]):
             piece = self.under_way.popleft()
             try:
                 self.stream.check()
@@ -141,6 +167,7 @@ class PageMover:
         piece_bytes: int,
         compute: Stream,
         name: str = "kv",
+        orders: MoveOrders | None = None,
     ) -> None:
         self.host_memory = host_memory
         self.compute = compute
@@ -153,8 +180,8 @@ class PageMover:
         width = host_memory.page_bytes // self._words.itemsize
         staging = [torch.zeros(most, width, dtype=self._words, device=device.torch_device) for _ in range(2)]
         device.synchronize()  # they were zeroed on a stream that the copies do not wait for
-        self.out = CopyQueue(device, f"{name}_out", staging[0], self._copy_out)
-        self.back = CopyQueue(device, f"{name}_in", staging[1], self._copy_in)
+        self.out = CopyQueue(device, f"{name}_out", staging[0], self._copy_out, orders)
+        self.back = CopyQueue(device, f"{name}_in", staging[1], self._copy_in, orders)
 
     @property
     def moving(self) -> bool:
@@ -163,11 +190,13 @@ class PageMover:
 
     def wait(self, most_s: float = math.inf) -> None:
         """Block until the oldest piece of a direction has ended, for `most_s` seconds at most."""
-        under_way = self.out.under_way or self.back.under_way
-        if under_way and most_s == math.inf:
-            under_way[0].end.synchronize()
-        until_s = time.perf_counter() + most_s
-        while under_way and not under_way[0].end.query() and time.perf_counter() < until_s:
+        queue = self.out if self.out.under_way else self.back
+        if not queue.under_way:
+            return
+        piece, until_s = queue.under_way[0], time.perf_counter() + most_s
+        if most_s == math.inf:
+            piece.end.synchronize()
+        while not queue.has_ended(piece) and time.perf_counter() < until_s:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:

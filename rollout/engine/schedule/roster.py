@@ -39,7 +39,7 @@ class Roster:
     ) -> None:
         self.allocator = allocator
         self.version = version  # of the weights
-        self.draft_version = version  # of those of the draft model
+        self.draft_version = version  # of the draft model's weights
         self.clock = clock
         self.counters = counters or Counters()
         self.events: list[Event] = []  # what the service has not been sent yet

@@ -40,7 +40,7 @@ HEADS = "heads"
 
 
 class Choice(NamedTuple):
-    """What a step of decode rows does beside a plain one."""
+    """The additions of a step to plain decode rows."""
 
     drafts: list[Drafts]
     guesses: int  # as in `Plan`
@@ -288,7 +288,7 @@ def _may_guess(seq: Sequence) -> bool:
 
 
 def _grow(seq: Sequence, drafts: int, roster: Roster) -> None:
-    """Give a row pages for so many drafts, while one page stays free for each running row."""
+    """Give a row pages for this number of drafts, while one page stays free for each running row."""
     running = len(roster.decoding) + len(roster.prefilling)
     while seq.kv.capacity < seq.kv.length + 1 + drafts and roster.allocator.pool.available > running:
         if not roster.allocator.try_grow(seq):

@@ -22,7 +22,7 @@ class Drafter(Protocol):
     def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
         """At most `want` token ids expected after prompt (int32) and committed tokens; they may be any of the model's.
 
-        From call to call with one key, `tokens` only grow. The newest is of the weights `version`.
+        From call to call with one key, `tokens` only grow. `version` is the weights version of the newest token.
         """
 
     def source(self, key: Hashable) -> int | None:

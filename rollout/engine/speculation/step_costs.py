@@ -78,7 +78,7 @@ class StepCosts:
         return np.maximum(self._table(rows + drafts_N) + constant + slope * contexts_N / _UNIT, 1e-9)
 
     def guess_s(self, rows: int) -> float:
-        """Seconds that the draft model takes to guess for so many rows."""
+        """Seconds that the draft model takes to guess for this number of rows."""
         if not self._guesses:
             return 0.0
         return float(np.interp(rows, list(self._guesses), list(self._guesses.values())))

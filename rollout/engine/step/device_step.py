@@ -92,7 +92,7 @@ class DeviceStep:
             self.skips_unwanted = False
 
     def whole_logits(self, logits_SK: torch.Tensor) -> torch.Tensor:
-        """Logits of the whole vocabulary; a shard's forward leaves those of its own part."""
+        """Logits of the whole vocabulary; a shard's forward leaves the logits of its own part."""
         return self.model.join_logits(logits_SK) if isinstance(self.model, Decoder) else logits_SK
 
     def with_kv(self, kv: KVCache) -> DeviceStep:

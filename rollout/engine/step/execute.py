@@ -23,8 +23,10 @@ from typing import Protocol
 import torch
 from rollout_kernels.parallel import TensorGroup
 
+from rollout.engine.adapter_table import AdapterOrders
+from rollout.engine.device.group_memory import MemoryOrders
 from rollout.engine.device.streams import Device, DeviceError, Event, Stream
-from rollout.engine.kv.page_mover import PageMover
+from rollout.engine.kv.page_mover import MoveOrders, PageMover
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step import verify
 from rollout.engine.step.device_step import DeviceStep
@@ -64,7 +66,7 @@ class Streams:
             stream.close()
 
 
-class Orders(Protocol):
+class Orders(AdapterOrders, MoveOrders, MemoryOrders, Protocol):
     """Tells the other ranks of a tensor group, in order, what this rank enqueues on its compute stream."""
 
     def step(self, upload: Upload) -> None:
@@ -74,7 +76,7 @@ class Orders(Protocol):
         """The draw of the last step, whose masks are written."""
 
     def swap(self, version: int) -> None:
-        """The copy of the update that all ranks have prepared; `version` is that of later steps."""
+        """The copy of the update that all ranks have prepared; `version` is the version of later steps."""
 
     def confirm(self, output: StepOutput) -> None:
         """Raise if another rank knows that these outputs may be wrong."""
@@ -107,14 +109,14 @@ class Executor:
         self.graphs = graphs
         self.mover = mover
         self.state_mover = state_mover
-        self._orders = orders
+        self.orders = orders
         self._downloads = downloads
         self._checked = checked
 
     def execute(self, upload: Upload, slot: Slot) -> None:
         """Enqueue a step; returns without waiting for anything."""
-        if self._orders is not None:
-            self._orders.step(upload)
+        if self.orders is not None:
+            self.orders.step(upload)
         header, step = upload.header, slot.input_for(upload)
         self.h2d.record(slot.h2d_start)
         self.h2d.run(functools.partial(step.receive, upload.words))
@@ -137,8 +139,8 @@ class Executor:
         `refused` are the places of drafts that have no mask.
         """
         slot.masks.set_rows(at, refused)
-        if self._orders is not None:
-            self._orders.draw(slot.masks)
+        if self.orders is not None:
+            self.orders.draw(slot.masks)
         self.draw_with_masks(header, slot)
 
     def draw_with_masks(self, header: Header, slot: Slot) -> None:
@@ -157,8 +159,8 @@ class Executor:
         if slot.lost_rank is not None:
             raise DeviceError(f"rank {slot.lost_rank} did not send its part of a sum in time, or sent a wrong one")
         output = slot.read(header)
-        if self._orders is not None:
-            self._orders.confirm(output)
+        if self.orders is not None:
+            self.orders.confirm(output)
         return output
 
     def _finish(self, header: Header, slot: Slot) -> None:
@@ -232,8 +234,8 @@ class Executor:
 
     def swap(self, version: int, copy: Callable[[], object], start: Event, end: Event) -> None:
         """Run the copy of an update on the compute stream, between the last launched step and the next."""
-        if self._orders is not None:
-            self._orders.swap(version)
+        if self.orders is not None:
+            self.orders.swap(version)
         self.compute.record(start)
         self.compute.run(copy)
         self.compute.record(end)

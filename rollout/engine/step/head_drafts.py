@@ -38,13 +38,13 @@ _HEEDED = Feature.GREEDY | Feature.DRAW | Feature.TRUNCATE
 
 @dataclass(frozen=True, slots=True)
 class HeadGraphs:
-    """What the draft model does with a decode step, captured; by the number of places, and by that of rows."""
+    """What the draft model does with a decode step, captured; by the number of places, and by the number of rows."""
 
     read: dict[int, Callable[[], object]] = field(default_factory=dict)
     guess: dict[int, Callable[[], object]] = field(default_factory=dict)
 
     def guess_size(self, rows: int) -> int | None:
-        """The captured size that so many rows take; None if none is large enough."""
+        """The captured size for this number of rows; None if all are too small."""
         return min((size for size in self.guess if size >= rows), default=None)
 
 
@@ -88,7 +88,7 @@ class HeadDrafts:
         return self._head.spec.taps[-1] == len(self._model.layers)
 
     def make_taps(self, tokens: int) -> HiddenTaps:
-        """Memory for the hidden states of so many tokens."""
+        """Memory for the hidden states of this number of tokens."""
         spec, embed = self._head.spec, self._model.embed
         hidden_TF = torch.zeros(tokens, spec.fc.inputs, dtype=embed.dtype, device=embed.device)
         return HiddenTaps(spec.taps, hidden_TF)

@@ -123,10 +123,10 @@ class Made(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The masks of a row's drafts: that of draft i goes to row `first + i` of the masks."""
+    """The masks of a row's drafts: the mask of draft i goes to row `first + i`."""
 
     seq: Sequence
-    own: int  # row of the masks with that of the row itself
+    own: int  # place of the mask of the row itself
     first: int
     drafts: list[int]
 
@@ -251,7 +251,7 @@ class MaskBuilder:
         return failed
 
     def build_ahead(self, rows: list[Ahead], masks: StepMasks) -> list[int]:
-        """Write the masks of drafts, after those of their rows. Returns how many drafts of each row have one."""
+        """Write the masks of drafts, after the masks of their rows. Returns the number of masked drafts of each row."""
         followed = [0] * len(rows)
         if self.left_behind >= MOST_LEFT_BEHIND:
             return followed
@@ -359,7 +359,7 @@ def _fill_ahead(portion: _Portion, rows: Seq[Ahead], host_RW: torch.Tensor, limi
 
 
 def _follow_drafts(row: Ahead, host_RW: torch.Tensor, until_s: float) -> int:
-    """Write the masks of a row's drafts, as far as they can be followed; returns for how many."""
+    """Write the masks of a row's drafts, as far as they can be followed; returns the number of masks."""
     seq, matcher, before, followed, went = row.seq, row.seq.matcher, row.own, 0, 0
     assert matcher is not None, "the mask of the row itself is made first"
     for token in row.drafts if seq.may_draft else ():  # a step in flight may have drafts that it drafted before

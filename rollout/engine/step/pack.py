@@ -316,7 +316,7 @@ def verify_words(max_rows: int, draft_rows: int, most: int) -> int:
     if not draft_rows:
         return 0
     positions = 2 * (most + 1)  # that a row may have in such a step, and tokens of its path
-    told = positions + most  # positions whose pages are told: guesses may follow
+    told = positions + most  # positions whose pages are sent: guesses may follow
     return draft_rows * 2 * (_DRAFT_WORDS + positions) + max_rows * (_PAGE_WORDS * (told + 1) + _BASE_WORDS)
 
 

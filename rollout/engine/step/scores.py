@@ -93,7 +93,7 @@ class StepScores:
                 bits_PK.view(torch.float32).copy_(top_PK.values - rest_P[:, None])
 
     def copy(self, tops: int, scored: int, *, ranked: bool = False, prompt_tops: bool = False) -> None:
-        """Copy the tops of `tops` rows and what is told of `scored` positions to the host; on the D2H stream."""
+        """Copy the tops of `tops` rows and the scores of `scored` positions to the host; on the D2H stream."""
         if tops:
             self._tops_host[:tops].copy_(self._tops[:tops], non_blocking=True)
         if scored:

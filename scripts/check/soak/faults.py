@@ -1,6 +1,7 @@
 """The faults of a soak: a plan made from the seed, and their execution.
 
     kill            SIGKILL of a worker; its supervisor starts it again, with version 0
+    lose            of workers with several ranks, instead: SIGKILL or SIGSTOP of a follower, or SIGKILL of rank 0
     cut             all connections through a worker's proxy break
     vanish          a client disconnects with many requests in flight; a raw connection sends half a greeting or garbage
     bad messages    a batch of bad messages; each must get one answer
@@ -33,12 +34,16 @@ from scripts.check.soak.hostile import bad_message
 from scripts.check.soak.jobs import LONGEST, read_and_vanish
 from scripts.check.soak.ledger import Ledger, Place, step_of
 from scripts.check.soak.proxy import Proxy
+from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import RolloutError
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL"  # the first bytes of a ZMTP greeting
 _RESTART_LIMIT_S = 90.0
+_LOSS_EVERY_S = 30.0
+#: What ends a worker, and the signal that does it.
+LOSSES = {"rank killed": signal.SIGKILL, "rank stopped": signal.SIGSTOP, "worker killed": signal.SIGKILL}
 _BATCH = 25
 _ANSWER_MS = 60_000
 #: Mean seconds between two faults of a kind.
@@ -54,7 +59,7 @@ class Planned:
     seed: int
 
 
-def plan_faults(seed: int, seconds: float, workers: int) -> list[Planned]:
+def plan_faults(seed: int, seconds: float, workers: int, ranks: int = 1) -> list[Planned]:
     """The faults of a run in order of time. The end of the run has no faults."""
     rng = random.Random(f"{seed}-faults")
     plan = []
@@ -63,6 +68,10 @@ def plan_faults(seed: int, seconds: float, workers: int) -> list[Planned]:
         while at_s < seconds * 0.95:
             plan.append(Planned(at_s, kind, rng.randrange(1 << 30)))
             at_s += rng.uniform(0.5, 1.5) * every_s
+    if ranks > 1:
+        losses = range(max(2, int(seconds / max(_LOSS_EVERY_S, seconds / 12))))
+        every_s = 0.8 * seconds / len(losses)
+        return sorted([*plan, *(Planned(0.05 * seconds + every_s * loss, "lose", loss) for loss in losses)])
     kills = [0.06 * seconds] if seconds >= 60 else []  # of the last worker
     plan += [Planned(at_s, "kill last", 0) for at_s in kills]
     at_s, every_s = max(3.0, 0.12 * seconds), max(12.0, seconds / 20)
@@ -102,6 +111,7 @@ class Faults:
         faults: dict[str, Callable[[], Any]] = {
             "kill": lambda: self._kill(self._places[fault.seed]),
             "kill last": lambda: self._kill(self._places[-1]),
+            "lose": lambda: self._lose(self._places[fault.seed % len(self._places)], fault.seed),
             "cut": lambda: self._cut(rng),
             "vanish": lambda: self._vanish(rng),
             "rubbish": lambda: self._rubbish(rng),
@@ -123,9 +133,25 @@ class Faults:
         before = self._worker.pids[place.index]
         if place.down or before is None:
             return
-        place.down, killed_s = True, time.monotonic()
+        place.down = True
         os.kill(before, signal.SIGKILL)
         self._ledger.faults["worker killed"] += 1
+        await self._until_back(place, before)
+
+    async def _lose(self, place: Place, loss: int) -> None:
+        """Lose a rank of a worker."""
+        before, (kind, number) = self._worker.pids[place.index], list(LOSSES.items())[loss % len(LOSSES)]
+        if place.down or before is None:
+            return
+        async with AsyncRolloutClient(place.direct, timeout_s=30.0) as client:
+            ranks = (await client.status())["ranks"]
+        place.down = True
+        os.kill(ranks[0]["pid"] if kind == "worker killed" else ranks[1 + loss % (len(ranks) - 1)]["pid"], number)
+        self._ledger.faults[kind] += 1
+        await self._until_back(place, before)
+
+    async def _until_back(self, place: Place, before: int) -> None:
+        killed_s = time.monotonic()
         while self._worker.pids[place.index] == before:
             if time.monotonic() > killed_s + _RESTART_LIMIT_S:
                 self._ledger.complain(f"worker {place.index} was not started again in {_RESTART_LIMIT_S:g} s")

@@ -19,7 +19,7 @@ from scripts.check.soak.ledger import Asked, Collector, Ledger, Place
 from trainer_bridge.client.asynchronous import AsyncRolloutClient, AsyncStream
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk
 from trainer_bridge.wire import codec as wire
-from trainer_bridge.wire.errors import ConnectionLost, NotFound, RolloutError
+from trainer_bridge.wire.errors import ConnectionLost, NotFound, RolloutError, Unavailable
 
 TIMEOUT_S = 240.0
 LONGEST = 16_384
@@ -162,7 +162,8 @@ async def come_back(scene: Scene) -> None:
                 held = stream.partials() or held
             result = await stream.wait()
             await _acknowledge(scene, client, target)
-    except (ConnectionLost, NotFound) as error:
+        _unless_lost(result)
+    except (ConnectionLost, NotFound, Unavailable) as error:
         scene.ledger.excuse(place, since, proxied, error)
         await _continue(scene, asked, held[0] if held else None, breaks=0)
         return
@@ -183,7 +184,8 @@ async def cut_dealer(scene: Scene) -> None:
         async with _plain(place, False, name) as client:
             result = await client.attach("cut", timeout_s=TIMEOUT_S)
             await _acknowledge(scene, client, "cut")
-    except (ConnectionLost, NotFound, TimeoutError) as error:
+        _unless_lost(result)
+    except (ConnectionLost, NotFound, TimeoutError, Unavailable) as error:
         scene.ledger.excuse(place, since, False, error)
         await _continue(scene, asked, None, breaks=0)
         return
@@ -275,7 +277,7 @@ async def _continue(scene: Scene, asked: Asked, prior: Completion | None, breaks
             collector.compare(prior)
             if prior.finish_reason == "length" and len(prior) < asked.max_tokens:
                 scene.ledger.complain(f"{asked.kind}: length at {len(prior)} of {asked.max_tokens} tokens")
-        except ConnectionLost as error:
+        except (ConnectionLost, Unavailable) as error:
             scene.ledger.excuse(place, since, proxied, error)
             partials = [] if stream is None else stream.partials()
             if partials and partials[0].seed is not None:
@@ -284,6 +286,13 @@ async def _continue(scene: Scene, asked: Asked, prior: Completion | None, breaks
             continue
         scene.ledger.check_part(asked.kind, asked.prompt, prior)
     raise RolloutError("30 attempts were not enough")
+
+
+def _unless_lost(result: GenerateResult) -> None:
+    """Raise Unavailable if the worker handed its requests back because it lost a rank."""
+    error = result.completions[0].error
+    if error is not None and "tensor group is lost" in error:
+        raise Unavailable(error)
 
 
 async def _acknowledge(scene: Scene, client: AsyncRolloutClient, target: str) -> None:

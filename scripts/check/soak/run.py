@@ -22,7 +22,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from scripts.check.soak.faults import Faults, plan_faults
+from scripts.check.soak.faults import LOSSES, Faults, plan_faults
 from scripts.check.soak.jobs import JOBS, LONGEST, Scene
 from scripts.check.soak.ledger import Asked, Ledger, Place
 from scripts.check.soak.memory import MemoryLog
@@ -37,7 +37,6 @@ _LONG_RUN_S = 30.0  # a shorter one has shorter completions
 #: Few rows and pages, so that requests wait and are preempted; a short lease and a small store, so that both limits are
 #: reached.
 _FLAGS: dict[str, Any] = {
-    "device": "cpu",
     "wandb": False,
     "max_rows": 12,
     "max_context_tokens": 18_000,
@@ -83,14 +82,25 @@ class SoakReport:
 
 
 async def soak(
-    seconds: float, workers: int, seed: int, clients: int, folder: Path, say: Callable[[str], object]
+    seconds: float,
+    workers: int,
+    seed: int,
+    clients: int,
+    folder: Path,
+    say: Callable[[str], object],
+    ranks: int = 1,
+    device: str = "cpu",
 ) -> SoakReport:
-    """Run a soak. The workers log to a file in `folder`; `say` prints the progress."""
+    """Run a soak. The workers log to a file in `folder`; `say` prints the progress.
+
+    Each worker has `ranks` ranks, which are killed and stopped, too.
+    """
     say(f"starting {workers} workers ...")
-    worker = await asyncio.to_thread(start_worker, ONES, log_file=folder / "workers.log", workers=workers, **_FLAGS)
+    flags = {**_FLAGS, "device": device, "workers": workers, "tensor_parallel": ranks, "supervise": workers == 1}
+    worker = await asyncio.to_thread(start_worker, ONES, log_file=folder / "workers.log", **flags)
     with worker, tempfile.TemporaryDirectory(prefix="soak-weights-") as weights:
         run = Soak(worker, Path(weights), seconds, seed, say)
-        return await run.run(clients)
+        return await run.run(clients, ranks)
 
 
 class Soak:
@@ -107,11 +117,11 @@ class Soak:
         self._proxies: list[Proxy] = []
         self._began_s = time.monotonic()
 
-    async def run(self, clients: int) -> SoakReport:
+    async def run(self, clients: int, ranks: int = 1) -> SoakReport:
         """Run traffic and faults, then the final checks."""
         await self._open_proxies()
         faults = Faults(self.ledger, self._worker, self._places, self._proxies, self._weights)
-        plan = plan_faults(self._seed, self._seconds, len(self._places))
+        plan = plan_faults(self._seed, self._seconds, len(self._places), ranks)
         self._began_s = time.monotonic()
         memory = MemoryLog(self._pids, self._began_s)
         watchers = [asyncio.create_task(memory.run()), asyncio.create_task(self._tell())]
@@ -214,8 +224,8 @@ class Soak:
     ) -> SoakReport:
         led = self.ledger
         restarts = sum(status["restarts"] for status in statuses)
-        if restarts != led.faults["worker killed"]:
-            led.complain(f"{led.faults['worker killed']} workers were killed, but {restarts} restarts are reported")
+        if restarts != (lost := sum(led.faults[kind] for kind in LOSSES)):
+            led.complain(f"{lost} workers were lost, but {restarts} restarts are reported")
         return SoakReport(
             seconds=self._seconds,
             drain_s=drain_s,

@@ -17,6 +17,7 @@ from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves,
 from tests.support.kernels.grids import nightly
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.member import Member
+from trainer_bridge.transports.nccl.transport import NcclReceiver
 from trainer_bridge.transports.payload import Payload
 
 RANKS = 2
@@ -62,14 +63,29 @@ def test_the_parts_of_all_ranks_arrive_as_one(faults: FaultServer, tmp_path: Pat
         assert after <= before + 1  # the device mesh's own; the bridge registers none
     fetched = [sum(of_version(seen[0]["fetched"], version)) for version in (1, 2, 3)]
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    if transport == "nccl":  # each rank broadcasts what it owns; what is cut in columns goes through rank 0
-        assert fetched == [0, 0, tensors["q.weight"].nbytes]
+    if transport == "nccl":  # each rank broadcasts what it owns
+        assert fetched == [0, 0, 0]
         packed = [sum(of_version(rank["packed"], 1)) for rank in seen]
         assert min(packed) > nbytes / 3 and nbytes <= sum(packed) < 1.5 * nbytes
     else:
         assert fetched == [nbytes] * 3
     if transport != "disk":
         assert all(size <= BUCKET for _, size in seen[0]["fetched"])  # one bucket, never a tensor or a model
+
+
+def test_columns_go_through_rank_0_if_a_worker_is_of_an_earlier_release(
+    faults: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = NcclReceiver.begin
+    monkeypatch.setattr(
+        NcclReceiver, "begin", lambda self, *given: {k: v for k, v in begin(self, *given).items() if k != "columns"}
+    )
+    with Worker() as worker:
+        seen = train(faults, [worker], "nccl", tmp_path)
+        tensors = load_file(tmp_path / "3.safetensors")
+        assert serves(worker.model, tensors)
+    fetched = [sum(of_version(seen[0]["fetched"], version)) for version in (1, 2, 3)]
+    assert fetched == [0, 0, tensors["q.weight"].nbytes]
 
 
 @pytest.mark.gpu

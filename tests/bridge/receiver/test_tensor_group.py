@@ -67,12 +67,12 @@ def test_pieces_of_a_tensor_make_the_part_that_a_cut_keeps(seed: int) -> None:
     pieces = list(zip([0, *ends], ends, strict=False))
     draws.shuffle(pieces)
     for lo, hi in pieces:
-        for rows in cut_rows(shape, itemsize, cut, lo, hi):
-            for row in range(rows.times):
-                begin, at = rows.source + row * rows.source_step, rows.target + row * rows.target_step
-                assert lo <= begin and begin + rows.width <= hi
-                assert (target[at : at + rows.width] == 255).all(), "each byte is kept once"
-                target[at : at + rows.width] = source[begin : begin + rows.width]
+        for first, source_step, (start, step, width, times) in cut_rows(shape, itemsize, cut, lo, hi):
+            for row in range(times):
+                begin, at = first + row * source_step, start + row * step
+                assert lo <= begin and begin + width <= hi
+                assert (target[at : at + width] == 255).all(), "each byte is kept once"
+                target[at : at + width] = source[begin : begin + width]
     assert np.array_equal(target[: wanted.size], wanted.reshape(-1))
     assert (target[wanted.size :] == 255).all()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.bridge.harness import TinyModel, new_tensors
+from tests.support.kernels.grids import nightly
 from trainer_bridge.publish import transport_choice
 from trainer_bridge.publish.transport_choice import TransportChoice
 from trainer_bridge.transports.base import Recipient, TransferRules
@@ -18,7 +19,7 @@ from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
 from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, StoreServer, connect, given_up
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
-from trainer_bridge.transports.nccl.runs import Runs
+from trainer_bridge.transports.nccl.runs import Columns, Runs
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import Manifest, pack
@@ -49,6 +50,51 @@ def test_every_byte_of_every_bucket_travels_once_and_lands_in_its_place() -> Non
                     assert part.at <= at and at + last - first <= part.end and at % 64 == 0
                     travelled[at : at + last - first] = stream[first:last]
             assert torch.equal(bucket.unpack(travelled, out), stream[start:end])
+
+
+@pytest.mark.parametrize("seed", [*range(30), *nightly(*range(30, 1000))])
+def test_columns_and_runs_of_every_bucket_travel_once_and_land_in_their_places(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shapes = [
+        ("a", "float32", (11, 6)),
+        ("b", "bfloat16", (7, 3, 10)),
+        ("c", "bfloat16", (333,)),
+        ("d", "bfloat16", (40, 2)),
+    ]
+    manifest = pack(1, [shapes[i] for i in rng.permutation(4)[: 1 + seed % 4]], int(64 * rng.integers(1, 9)))
+    stream = torch.randint(0, 256, (manifest.total_bytes,), dtype=torch.uint8)
+    firsts, roots, columns = [], [], []
+    for entry in manifest.tensors:
+        row = entry.nbytes // entry.shape[0]
+        if len(entry.shape) > 1 and rng.integers(4):
+            cuts = sorted({0, *(2 * int(rng.integers(row // 2)) for _ in range(2))})
+            columns.append(Columns(row, tuple(cuts), tuple(rng.choice(5, len(cuts)).tolist())))
+            firsts += [entry.offset, entry.end]
+            roots += [-len(columns), 0]
+        else:
+            firsts += [entry.offset, entry.offset + 2 * int(rng.integers(1, entry.nbytes // 2))]
+            roots += rng.choice(5, 2).tolist()
+    whole = [i for i in range(len(firsts)) if firsts[i] < [*firsts[1:], manifest.total_bytes][i]]
+    runs = Runs(manifest, np.array(firsts)[whole], np.array(roots)[whole], columns)
+    out = torch.zeros(runs.buffer_bytes, dtype=torch.uint8)
+    for index in range(manifest.bucket_count):
+        start, end = manifest.bucket_span(index)
+        bucket, travelled = runs.bucket(index), torch.full((runs.buffer_bytes,), 255, dtype=torch.uint8)
+        filled = torch.zeros(runs.buffer_bytes, dtype=torch.int32)
+        for part in bucket.parts:
+            assert part.at % 64 == 0 and part.end <= runs.buffer_bytes
+            lines = [(first, last, at) for first, last, at in part.pieces]
+            for rows, at in part.columns:
+                begins = [rows.start + i * rows.step for i in range(rows.times)]
+                assert at % 64 == 0
+                lines += [(begin, begin + rows.width, at + i * rows.width) for i, begin in enumerate(begins)]
+            for first, last, at in lines:
+                assert start <= first < last <= end and part.at <= at and at + last - first <= part.end
+                travelled[at : at + last - first] = stream[first:last]
+                filled[at : at + last - first] += 1
+        assert int(filled.sum()) == end - start and int(filled.max()) == 1, "each byte travels once"
+        out.fill_(7)
+        assert torch.equal(bucket.unpack(travelled, out), stream[start:end])
 
 
 def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], str | None]:
@@ -150,6 +196,39 @@ def test_a_table_that_is_none_is_refused(firsts: list[int], roots: list[int]) ->
     group: BroadcastGroup = Told()  # type: ignore[assignment]
     with pytest.raises(GroupError, match="table"):
         Runs.learn(manifest, group, GroupSeat("g", 1, 3, len(firsts)), threading.Event())
+
+
+@pytest.mark.parametrize(
+    ("roots", "columns"),
+    [
+        ([-2, 0], [(0, 12, 0, 0), (0, 12, 4, 1)]),  # of no such number
+        ([-1, -1], [(0, 12, 0, 0), (0, 12, 4, 1)]),  # twice
+        ([-1, 0], [(0, 14, 0, 0), (0, 14, 4, 1)]),  # the tensor is no whole number of rows
+        ([-1, 0], [(0, 12, 4, 0), (0, 12, 8, 1)]),  # a row begins before its first column
+        ([-1, 0], [(0, 12, 0, 0), (0, 12, 12, 1)]),  # a column without bytes
+        ([-1, 0], [(0, 12, 0, 0), (0, 12, 5, 1)]),  # half an element
+        ([-1, 0], [(0, 12, 0, 0), (0, 24, 4, 1)]),  # two lengths of a row
+        ([-1, 0], [(0, 12, 0, 0), (0, 12, 4, 3)]),  # a member that is none
+        ([-1, 0], [(1, 12, 0, 0), (1, 12, 4, 1)]),  # counted from 1
+        ([-1, 0], [(0, 0, 0, 0)]),  # rows without bytes
+    ],
+)
+def test_a_table_of_columns_that_is_none_is_refused(roots: list[int], columns: list[tuple[int, ...]]) -> None:
+    tables = [np.array([[0, 132], roots], "<i8"), np.array(columns, "<i8")]
+
+    class Told:
+        """In the place of a group: member 0 sends these."""
+
+        def buffer(self, nbytes: int) -> torch.Tensor:
+            return torch.from_numpy(tables.pop(0).view(np.uint8).reshape(-1))
+
+        def broadcast(self, data: torch.Tensor) -> Any:
+            return type("Pending", (), {"wait": lambda self, stop: None})()
+
+    manifest = pack(1, [("a", "float32", (11, 3)), ("b", "float32", (9,))], BUCKET)
+    group: BroadcastGroup = Told()  # type: ignore[assignment]
+    with pytest.raises(GroupError, match="table"):
+        Runs.learn(manifest, group, GroupSeat("g", 1, 3, 2, len(columns)), threading.Event())
 
 
 def test_auto_tries_groups_first_for_parts_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
+from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.group import BroadcastGroup
@@ -95,6 +96,18 @@ def test_packed_broadcasts_end_with_the_tensor_that_exceeds_their_size() -> None
     assert cut([4, 6, 1, 20, 3, 3], 10) == [[4, 6, 1], [20], [3, 3]]
     assert cut([10, 1, 11], 10) == [[10, 1], [11]] and cut([5], 10) == [[5]] and cut([], 10) == []
     assert cut([4, 6, 0], None) == [[4], [6], [0]]
+
+
+def test_what_is_gathered_reaches_all_ranks_of_a_tensor_group() -> None:
+    with GroupWorker(2, relay_bytes=512, idle_s=20) as worker, peer(worker) as trainer:
+        for version, parts in ((1, 1), (2, 3)):
+            tensors = new_tensors(TinyModel(), version)
+            names = list(tensors)
+            for part in range(parts):
+                assert trainer.send(part, {name: tensors[name] for name in names[part::parts]})["op"] == "ok"
+            order = [name for part in range(parts) for name in names[part::parts]]
+            rows = rows_of({name: tensors[name] for name in order})
+            assert publish(worker, version, rows)["op"] == "ok" and worker.serve(tensors)
 
 
 @pytest.mark.parametrize("packed_bytes", [None, 1, 100, 1 << 30])

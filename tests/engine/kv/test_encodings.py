@@ -18,13 +18,13 @@ def test_what_a_step_needs_is_there_whatever_the_order_of_images() -> None:
     """An image that a step needs lies whole in its places, and no other image of the step gives it away."""
     chance = np.random.default_rng(5)
     images = [picture(2 * h, 2 * w, seed) for seed, (h, w) in enumerate(chance.integers(3, 13, (10, 2)).tolist())]
-    books = Encodings(4 * BLOCK, 400, ("visual.",))
+    books = Encodings(3 * BLOCK, 5_000, ("visual.",))
     buffer: dict[int, bytes] = {}  # what was written last to each place
     refused = 0
     for step in range(600):
         books.plan_begins()
         needed: list[tuple[bytes, np.ndarray]] = []
-        for which in chance.integers(0, len(images), 3):
+        for which in chance.integers(0, len(images), 4):
             prompt = engine_prompt(prompt_with(TEXT, images[which], TEXT), TOWER)
             seq = Sequence(Group(Request(("c", "r"), prompt, 4), 0.0, "c"), 0, 0)
             length = books.fit(seq, 0, seq.prompt_len)

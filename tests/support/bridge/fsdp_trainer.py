@@ -61,11 +61,12 @@ def watch(seen: dict[str, Any], version: list[int], dies_in: int) -> None:
         seen["fetched"].append([version[0], self.locals[index].element_size() * (last - first)])
         return fetch(self, index, first, last)
 
-    def pack_noted(self: Payload, pieces: Any, out: torch.Tensor) -> None:
-        seen["packed"].append([version[0], sum(end - start for start, end, _ in pieces)])
+    def pack_noted(self: Payload, pieces: Any, out: torch.Tensor, columns: Any = ()) -> None:
+        rows = sum(rows.width * rows.times for rows, _ in columns)
+        seen["packed"].append([version[0], rows + sum(end - start for start, end, _ in pieces)])
         if sum(of == dies_in for of, _ in seen["packed"]) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        pack(self, pieces, out)
+        pack(self, pieces, out, columns)
 
     Shards.fetch, Payload.pack_pieces = fetch_noted, pack_noted  # type: ignore[method-assign]
 

@@ -110,7 +110,7 @@ class GroupWorker(Worker):
         eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
         self._descriptors = [*eventfds, *(memory.descriptor for memory in (ring, table, self.relayed, manifest))]
         writer = RingWriter(ring, eventfds, lambda: self.reports.get("position"), 20.0)
-        self.orders = Orders(writer, 0, lambda: None)
+        self.orders = Orders(writer, 0, self.reports, lambda: None)
         self.reading = threading.Event()
         self.reading.set()
         self.followers = []

@@ -136,6 +136,9 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     )
     # The grouped matrix product that transformers prefers refuses widths that are not multiples of 16 bytes.
     model.set_experts_implementation("eager")
+    for module in model.modules():  # transformers 5.17 has this bound of gpt-oss as a constant
+        if hasattr(module, "limit") and hasattr(model.config, "swiglu_limit"):
+            module.limit = model.config.swiglu_limit
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

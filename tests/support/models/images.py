@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
+
+from tests.support.models.multimodal import random_model
 
 VOCAB, IMAGE, VIDEO = 91, 88, 89
 _TEXT: dict[str, Any] = {
@@ -80,22 +81,9 @@ def make_model(name: str, folder: Path, seed: int = 0, large: bool = False) -> A
     stem, text, vision, rest = MODELS[name]
     if large:
         text, vision = text | _LARGE[name], vision | _LARGE_VISION
-    model_class = getattr(transformers, f"{stem}ForConditionalGeneration")
-    config = model_class.config_class(
-        text_config=_TEXT | text, vision_config=_VISION | vision, image_token_id=IMAGE, video_token_id=VIDEO, **rest
-    )
-    torch.manual_seed(seed)
-    model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    if model_class._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the grouped product refuses some widths
-    generator = torch.Generator().manual_seed(seed)
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    model = random_model(stem, seed, text_config=_TEXT | text, vision_config=_VISION | vision, **ids, **rest)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                gain = 3.0 if key.endswith(("embed_tokens.weight", "lm_head.weight")) else 1.5
-                parameter.normal_(0.0, gain * parameter[0].numel() ** -0.5, generator=generator)
-            else:
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
         model.get_output_embeddings().weight[[IMAGE, VIDEO]] = 0.0  # never the likeliest: transformers would look for
     model.save_pretrained(folder)
     return model

@@ -62,21 +62,30 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 def make_multimodal(name: str, folder: Path, seed: int = 0) -> Any:
     """A model with random float32 weights, saved to `folder` as transformers saves it."""
     stem, text, vision, rest = MODELS[name]
+    # Linear attention normalises small values, which multiplies rounding errors, as large weights do.
+    gain = 0.9 if "linear_attention" in text.get("layer_types", ()) else 1.5
+    model = random_model(stem, seed, gain, text_config=_TEXT | text, vision_config=vision, **rest)
+    model.save_pretrained(folder)
+    return model
+
+
+def random_model(stem: str, seed: int, gain: float = 1.5, **config: Any) -> Any:
+    """A model of text and images with random float32 weights, by the stem of transformers' classes and its config.
+
+    A product with a gain of 1 keeps the scale of its input.
+    """
     model_class = getattr(transformers, f"{stem}ForConditionalGeneration")
-    config = model_class.config_class(text_config=_TEXT | text, vision_config=vision, **rest)
     torch.manual_seed(seed)  # for what transformers initialises itself
-    model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    made = model_class.config_class(**config)
+    model = model_class._from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
     if model_class._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the grouped product refuses some widths
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                # Linear attention normalises small values, which multiplies rounding errors, as large weights do.
-                others = 0.9 if "linear_attention" in text.get("layer_types", ()) else 1.5
-                gain = 3.0 if key.endswith(("embed_tokens.weight", "lm_head.weight")) else others
-                parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
+                strength = 3.0 if key.endswith(("embed_tokens.weight", "lm_head.weight")) else gain
+                parameter.normal_(0.0, strength * parameter[0].numel() ** -0.5, generator=generator)
             else:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-    model.save_pretrained(folder)
     return model

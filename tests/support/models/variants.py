@@ -76,7 +76,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
         },
         True,
     ),
-    "MiniMaxM2": (EXPERTS | {"num_local_experts": 6, "head_dim": 16, "rotary_dim": 8}, True),
+    "MiniMaxM2": (
+        EXPERTS | {
+            "num_local_experts": 6, "head_dim": 16, "rotary_dim": 8,
+            # Published configs have `rotary_dim` alone, which transformers 5.17 does not read.
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+        True,
+    ),
     "Afmoe": (
         EXPERTS | {
             "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True, "head_dim": 12,

@@ -17,6 +17,7 @@ from rollout.models import Decoder, load_model
 from rollout.models.fused import FusedDecoder
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
+from tests.support.models.hybrids import HYBRIDS, make_hybrid
 from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.variants import CONFIGS, SIZES
 from tests.support.parallel.ranks import Ranks
@@ -56,12 +57,16 @@ def _by_kernels(group: TensorGroup, folder: Path, shared: Path | None, dtype: st
 
 
 @pytest.mark.parametrize(
-    ("name", "over_memory"), [("Qwen3", True), *nightly(("Qwen3", False), ("Phi3", True), ("SmolLM3", False))]
+    ("name", "over_memory"),
+    [("Qwen3", True), *nightly(("Qwen3", False), ("Phi3", True), ("SmolLM3", False), ("Qwen3_5", True))],
 )
 def test_shards_by_the_kernels_give_the_logits_of_one_rank(
     name: str, over_memory: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
-    make_checkpoint(name, tmp_path / "model", **SIZES, **CONFIGS.get(name, ({},))[0])
+    if name in HYBRIDS:
+        make_hybrid(name, tmp_path / "model")
+    else:
+        make_checkpoint(name, tmp_path / "model", **SIZES, **CONFIGS.get(name, ({},))[0])
     model = _load(tmp_path / "model", "float32")
     exact = _steps(model, model)
     shared = tmp_path / "shared" if over_memory else None

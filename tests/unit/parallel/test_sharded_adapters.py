@@ -16,12 +16,21 @@ from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from tests.support.models.families import make_checkpoint
+from tests.support.models.hybrids import HYBRIDS, make_hybrid
+from tests.support.models.latent import LATENT, make_latent
 from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.variants import CONFIGS, SIZES
 from tests.support.parallel.ranks import Ranks
 from tests.support.peft_adapters import ALL, make_adapter, merged
 
 CPU = torch.device("cpu")
+#: The corrected modules, where these are not those of Llama.
+TARGETS = {
+    "Qwen3Next": ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "Qwen3_5": (*ALL, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "DeepseekV3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "DeepseekV2": ("q_proj", "kv_a_proj_with_mqa", "o_proj"),
+}
 
 
 def _adapted(group: TensorGroup, folder: Path, adapter: Path, kernels: bool) -> torch.Tensor:
@@ -37,14 +46,19 @@ def _adapted(group: TensorGroup, folder: Path, adapter: Path, kernels: bool) -> 
 
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", ["Qwen3", "Phi3"])
+@pytest.mark.parametrize("name", ["Qwen3", "Phi3", *TARGETS])
 def test_an_adapter_of_all_modules_is_what_peft_merges(
     name: str, kernels: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
     if kernels and torch.cuda.is_available():
         pytest.skip("Triton's interpreter is for machines without a GPU")
-    reference = make_checkpoint(name, tmp_path, **SIZES, **CONFIGS.get(name, ({},))[0])
-    adapter = make_adapter(reference, tmp_path / "adapter", 0, ALL)
+    if name in HYBRIDS:
+        reference = make_hybrid(name, tmp_path, **({"num_experts": 8} if "Moe" in name or "Next" in name else {}))
+    elif name in LATENT:
+        reference = make_latent(name, tmp_path)
+    else:
+        reference = make_checkpoint(name, tmp_path, **SIZES, **CONFIGS.get(name, ({},))[0])
+    adapter = make_adapter(reference, tmp_path / "adapter", 0, TARGETS.get(name, ALL))
     with torch.no_grad():
         exact = merged(reference, adapter)(torch.tensor([PROMPT])).logits[0]
     for found in start_ranks(2).run(_adapted, tmp_path, adapter, kernels):

@@ -17,8 +17,9 @@ from rollout.models.cut import CutView, whole_shape
 from rollout.weights.destination import InPlaceDestination
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.models.families import FAMILIES, make_checkpoint
-from tests.support.models.hybrids import make_hybrid
-from tests.support.models.latent import make_latent
+from tests.support.models.hybrids import HYBRIDS, make_hybrid
+from tests.support.models.images import make_model
+from tests.support.models.latent import LATENT, make_latent
 from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.variants import CONFIGS, SIZES
 from tests.support.parallel.ranks import Ranks
@@ -33,7 +34,16 @@ EVEN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_attention_heads": 12, "num_key_value_heads": 2, "num_experts": 8},
     "mixtral": {"num_local_experts": 8},
     "olmoe": {"num_experts": 8},
-}
+    "Qwen3_5": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "Qwen3_5Moe": {"linear_num_key_heads": 4, "num_experts": 8, "shared_expert_intermediate_size": 20},
+    "Qwen3Next": {
+        "linear_num_key_heads": 4, "linear_num_value_heads": 12, "num_experts": 8,
+        "shared_expert_intermediate_size": 20,
+    },
+    "DeepseekV3 moonlight": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "DeepseekV3": {"moe_intermediate_size": 20},
+    "Glm4MoeLite": {"moe_intermediate_size": 20},
+}  # fmt: skip
 EXPERT_COUNTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
 #: Experts that are cut by width.
 WIDE = {"qwen3_moe": {"moe_intermediate_size": 512}, "mixtral": {"intermediate_size": 512}}
@@ -45,6 +55,10 @@ class Case:
     def __init__(self, name: str, folder: Path, seed: int = 0) -> None:
         family, _, wide = name.partition(" wide")
         config: dict[str, Any]
+        if family in HYBRIDS or family in LATENT:
+            make = make_hybrid if family in HYBRIDS else make_latent
+            self.reference = make(family, folder, seed, **EVEN.get(family, {}))
+            return
         if family in FAMILIES:
             config = EVEN.get(family, {}) | (WIDE[family] if name != family else {})
         else:
@@ -57,9 +71,10 @@ class Case:
         self.reference = make_checkpoint(family.split()[0], folder, seed, **config)
 
 
-NAMES = [*FAMILIES, *CONFIGS, "qwen3_moe wide", "mixtral wide", "GptOss wide", "Glm4Moe wide"]
+NAMES = [*FAMILIES, *CONFIGS, *HYBRIDS, *LATENT, "qwen3_moe wide", "mixtral wide", "GptOss wide", "Glm4Moe wide"]
 #: Those that differ in how they are cut run with two ranks every time; all of them, and four ranks, at night.
 QUICK = {"llama", "qwen2", "qwen3_moe", "olmoe", "Phi3", "Glm4Moe", "GptOss", "Olmo3", "Gemma2", "Afmoe", "Qwen2Moe"}
+QUICK |= {*HYBRIDS, "DeepseekV3", "DeepseekV3 moonlight", "Glm4MoeLite"}
 CASES = [
     pytest.param(name, size, marks=[] if size == 2 and name.removesuffix(" wide") in QUICK else [pytest.mark.nightly])
     for name in NAMES
@@ -145,6 +160,7 @@ def _names_of(loaded: LoadedModel, alternative: int) -> list[str]:
     [
         ("qwen2", "plain"), ("qwen3_moe", "plain"), ("qwen3_moe wide", "plain"), ("Phi3", "plain"), ("GptOss", "plain"),
         ("GptOss wide", "plain"), ("Afmoe", "plain"), ("Glm4Moe wide", "plain"), ("Coded", "fp8"), ("Coded", "mxfp8"),
+        ("Qwen3_5", "plain"), ("Qwen3Next", "plain"), ("OlmoHybrid", "plain"), ("DeepseekV3", "plain"),
     ],
 )  # fmt: skip
 def test_an_update_of_whole_tensors_fills_a_shard(
@@ -163,27 +179,30 @@ def test_an_update_of_whole_tensors_fills_a_shard(
         assert all(start_ranks(2).run(_update_shard, *folders, names, experts))
 
 
-def _random_shard(group: TensorGroup, folder: Path, reference: Path) -> bool:
-    random = _load(folder, group, load_format="random", random_seed=3)
-    loaded = _load(reference, group)
+def _random_shard(group: TensorGroup, folder: Path, reference: Path, images: bool) -> bool:
+    random = _load(folder, group, load_format="random", random_seed=3, images=images)
+    loaded = _load(reference, group, images=images)
     expected = _parameters(loaded.model)
     return all(torch.equal(value, expected[name]) for name, value in _parameters(random.model).items())
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "GptOss wide", "Afmoe"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "GptOss wide", "Afmoe", "Qwen3Next", "Glm4MoeLite", "Qwen3-VL"])
 def test_random_weights_of_shards_are_parts_of_those_of_one_rank(
     name: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
     """The whole random model, saved as a checkpoint, gives the shards that are made at random."""
-    Case(name, tmp_path / "shapes")
-    whole = _load(tmp_path / "shapes", load_format="random", random_seed=3)
+    if images := name == "Qwen3-VL":
+        make_model(name, tmp_path / "shapes")
+    else:
+        Case(name, tmp_path / "shapes")
+    whole = _load(tmp_path / "shapes", load_format="random", random_seed=3, images=images)
     tensors = {name: view.contiguous() for name, view in whole.model.hf_views().items()}
     kept = {name: tensors[name] for name in _names_of(whole, 0)}
     (tmp_path / "saved").mkdir()
     save_file({name: tensor.clone() for name, tensor in kept.items()}, tmp_path / "saved" / "model.safetensors")
     config = (tmp_path / "shapes" / "config.json").read_text()
     (tmp_path / "saved" / "config.json").write_text(config)
-    assert all(start_ranks(2).run(_random_shard, tmp_path / "shapes", tmp_path / "saved"))
+    assert all(start_ranks(2).run(_random_shard, tmp_path / "shapes", tmp_path / "saved", images))
 
 
 def _load_as_shard(group: TensorGroup, folder: Path) -> str:
@@ -201,24 +220,17 @@ def _load_as_shard(group: TensorGroup, folder: Path) -> str:
         ("qwen2", {"intermediate_size": 71}, "width 71 of its feed-forward blocks is no multiple of 2"),
         ("qwen2", {"vocab_size": 4}, "vocabulary has 4 tokens"),
         ("Starcoder2", SIZES, "transformers' own code"),
+        ("Qwen3_5", {"linear_num_key_heads": 3, "linear_num_value_heads": 3}, "3 key heads of linear attention"),
+        ("DeepseekV3 moonlight", {}, "5 heads of latent attention are no multiple of 2"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(
     family: str, changes: dict[str, Any], reason: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
-    make_checkpoint(family, tmp_path, **changes)
+    make = make_hybrid if family in HYBRIDS else make_latent if family in LATENT else make_checkpoint
+    make(family, tmp_path, **changes)
     for message in start_ranks(2).run(_load_as_shard, tmp_path):
         assert reason in message and "2 shards" in message
-
-
-@pytest.mark.parametrize(
-    ("make", "family", "kind"), [(make_hybrid, "Qwen3_5", "linear"), (make_latent, "DeepseekV3", "latent")]
-)
-def test_mixers_without_shards_are_refused(
-    make: Callable[..., Any], family: str, kind: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
-) -> None:
-    make(family, tmp_path)
-    assert all(f"{kind} attention" in message for message in start_ranks(2).run(_load_as_shard, tmp_path))
 
 
 def test_a_shard_takes_whole_tensors_only(tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:

@@ -161,7 +161,7 @@ class Broadcasts:
                 continue
             data = buffer[part.at : part.end]
             if self._place.runs:
-                self._payload.pack_pieces(part.pieces, buffer)
+                self._payload.pack_pieces(part.pieces, buffer, part.columns)
             else:
                 self._payload.start_bucket(index, data)
             self._moved_s = time.monotonic()

@@ -52,12 +52,16 @@ class GroupError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GroupSeat:
-    """A member's rank in the group `name`; `runs` is the length of the table of runs, 0 if rank 0 sends all."""
+    """A member's rank in the group `name`; `runs` is the length of the table of runs, 0 if rank 0 sends all.
+
+    `columns` is the length of the table of columns.
+    """
 
     name: str
     rank: int
     size: int
     runs: int
+    columns: int = 0
 
 
 def device_name(device: torch.device) -> str:

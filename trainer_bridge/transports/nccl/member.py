@@ -130,7 +130,7 @@ class Member:
     def _take_buckets(self, group: BroadcastGroup, store: dist.Store, rank: int, runs: Runs) -> None:
         manifest = self._incoming.manifest
         buffers = [group.buffer(runs.buffer_bytes) for _ in range(group.buffers)]
-        in_order = group.buffer(runs.buffer_bytes if len(runs) > 1 else 0)
+        in_order = group.buffer(0 if runs.from_one else runs.buffer_bytes)
         seen, count = [], manifest.bucket_count
         on_their_way: deque[tuple[Bucket, list[Pending]]] = deque()
 
@@ -167,12 +167,13 @@ class Member:
             raise (
                 error if isinstance(error, GroupError) else GroupError(f"the publisher is gone: {error!s:.200}")
             ) from error
-        if type(place) is not list or [type(part) for part in place] != [str, int, int, int]:
+        if type(place) is not list or [type(part) for part in place] not in ([str, int, int, int], [str, *4 * [int]]):
             raise GroupError("the publisher's store holds no place in the group")
-        name, rank, size, runs = place
-        if not (1 <= len(name) <= _MAX_NAME and 1 <= rank < size <= _MAX_MEMBERS and 0 <= runs <= MAX_RUNS):
+        name, rank, size, runs, columns = place if len(place) == 5 else (*place, 0)
+        sound = 1 <= len(name) <= _MAX_NAME and 1 <= rank < size <= _MAX_MEMBERS
+        if not (sound and 0 <= runs <= MAX_RUNS and 0 <= columns <= MAX_RUNS):
             raise GroupError("the publisher's store holds no place in the group")
-        return GroupSeat(name, rank, size, runs)
+        return GroupSeat(name, rank, size, runs, columns)
 
     def _await(self, happened: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + self._timeout_s

@@ -5,8 +5,9 @@
     join: the store, the places      == gloo group ==>   reach the store, join, broadcast and receive every bucket
     endings                          <== gloo group ==   success or failure, fingerprints of the parts
 
-Parts that are not runs of elements count as rank 0's, which fetches them as for other transports. Rank 0 sends
-everything if ranks share a GPU, which NCCL does not support, or if only some ranks are on a GPU.
+Parts that are neither runs of elements nor columns count as rank 0's, which fetches them as for other transports; so do
+columns if a worker is of a release that does not know them. Rank 0 sends everything if ranks share a GPU, which NCCL
+does not support, or if only some ranks are on a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from trainer_bridge.transports.nccl.group import (
     reach,
 )
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
-from trainer_bridge.transports.nccl.runs import MAX_RUNS, Runs
+from trainer_bridge.transports.nccl.runs import MAX_RUNS, Columns, Runs
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import DTYPE_BYTES
@@ -51,9 +53,9 @@ class OtherRanks:
         self._ranks = None if shards is None else shards.ranks
         if shards is None or self._ranks is None:
             return
-        firsts_R, self._owners_R = _runs(payload)
-        self._firsts_R = firsts_R
-        numbers = [rank for rank in np.unique(self._owners_R).tolist() if rank]
+        firsts_R, owners_R, columns = _runs(payload, by_columns=True)
+        owners = {*owners_R.tolist(), *(rank for each in columns for rank in each.roots)}
+        numbers = sorted(rank for rank in owners if rank > 0)
         devices = [shards.devices[rank] for rank in (0, *numbers)]
         distinct = len(set(devices)) == len(devices) and "" not in devices
         if len(firsts_R) > MAX_RUNS:
@@ -72,18 +74,23 @@ class OtherRanks:
         """Each trainer rank's place in a group of rank 0, `peers` workers and these ranks, in this order."""
         return {rank: place for place, rank in enumerate(self.numbers, 1 + peers)}
 
-    def runs(self, payload: Payload, places: dict[int, int]) -> Runs:
-        """The runs of the update, with the places of their senders."""
+    def runs(self, payload: Payload, places: dict[int, int], by_columns: bool) -> Runs:
+        """The runs of the update, with the places of their senders; `by_columns`: all workers know columns."""
         if not places:
             return Runs.alone(payload.manifest)
+        assert payload.shards is not None
+        payload.shards.by_columns = by_columns
+        firsts_R, owners_R, columns = _runs(payload, by_columns)
         place_of = np.zeros(max(places) + 1, np.int64)
         place_of[list(places)] = list(places.values())
-        return Runs(payload.manifest, self._firsts_R, place_of[self._owners_R])
+        roots_R = np.where(owners_R < 0, owners_R, place_of[np.maximum(owners_R, 0)])
+        placed = [replace(each, roots=tuple(int(place_of[rank]) for rank in each.roots)) for each in columns]
+        return Runs(payload.manifest, firsts_R, roots_R, placed)
 
     def join(self, hosts: Sequence[str], port: int, place: GroupSeat, places: dict[int, int], stall_s: float) -> None:
         """Make these ranks join the group. Raises `RolloutError` if one is gone."""
         if self._ranks is not None and places:
-            where = {"hosts": [*self.hosts, *hosts], "port": port, "group": place.name}
+            where = {"hosts": [*self.hosts, *hosts], "port": port, "group": place.name, "columns": place.columns}
             self._ranks.join({**where, "size": place.size, "runs": place.runs, "places": places, "stall_s": stall_s})
 
     def endings(self, places: dict[int, int], buckets: int, stall_s: float) -> dict[int, torch.Tensor]:
@@ -101,16 +108,35 @@ class OtherRanks:
         return found
 
 
-def _runs(payload: Payload) -> tuple[np.ndarray, np.ndarray]:
-    """The byte of the stream at which each run begins, and the rank that can send it: int64 [runs] each."""
-    assert payload.shards is not None
-    firsts, owners = [], []
+def _runs(payload: Payload, by_columns: bool) -> tuple[np.ndarray, np.ndarray, list[Columns]]:
+    """The byte of the stream at which each run begins, and the rank that can send it: int64 [runs] each; the columns.
+
+    A tensor that ranks hold by columns is a run with the rank -1 minus the number of its columns.
+    """
+    shards = payload.shards
+    assert shards is not None
+    firsts: list[int] = []
+    owners: list[int] = []
+    columns: list[Columns] = []
     for index, entry in enumerate(payload.manifest.tensors):
-        if entry.nbytes:
-            for first, rank in payload.shards.senders(index):
-                firsts.append(entry.offset + first * DTYPE_BYTES[entry.dtype])
-                owners.append(rank)
-    return np.array(firsts, np.int64), np.array(owners, np.int64)
+        if not entry.nbytes:
+            continue
+        itemsize = DTYPE_BYTES[entry.dtype]
+        cut = shards.columns(index) if by_columns else None
+        if cut is not None:
+            row, held = cut
+            starts, ranks = zip(*held, strict=True)
+            columns.append(Columns(row * itemsize, tuple(itemsize * start for start in starts), ranks))
+            # The padding after it is rank 0's: a run of columns has complete rows.
+            firsts += [entry.offset, entry.end]
+            owners += [-len(columns), 0]
+            continue
+        for first, rank in shards.senders(index):
+            firsts.append(entry.offset + first * itemsize)
+            owners.append(rank)
+    ends = [*firsts[1:], payload.manifest.total_bytes]
+    runs = [(first, owner) for first, end, owner in zip(firsts, ends, owners, strict=True) if first < end]
+    return np.array([first for first, _ in runs], np.int64), np.array([owner for _, owner in runs], np.int64), columns
 
 
 def take_part(
@@ -153,7 +179,8 @@ def _broadcast(
     stall_s = order["stall_s"]
     host = reach(order["hosts"], order["port"], REACH_S)
     store, watch = (connect(host, order["port"], stall_s) for _ in range(2))
-    place = GroupSeat(order["group"], order["places"][str(rank)], order["size"], order["runs"])
+    seat = order["places"][str(rank)]
+    place = GroupSeat(order["group"], seat, order["size"], order["runs"], order["columns"])
     address = local_address(f"tcp://{host}:{order['port']}")
     member = f"rank {rank} of the trainer"
     job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing), kept, member=member)

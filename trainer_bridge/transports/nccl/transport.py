@@ -2,7 +2,7 @@
 
     publisher, rank 0                                       worker, ranks 1 to n, a thread for each update
     store on a free port           -- begin: hosts, port -->  connects to the store, grants the name of its kept group
-    store: member/TOKEN = group, rank, size              -->  joins, unless all members have kept that group
+    store: member/TOKEN = group, rank, size, tables      -->  joins, unless all members have kept that group
     pack bucket i+1 | broadcast i  ========================>  receive bucket i+1 | write bucket i to its destination
                     (each of several trainer ranks broadcasts its own parts, see `ranks`)
                                    store: at/RANK = i   <--   so that an error can name the member that stalls
@@ -95,7 +95,7 @@ class NcclReceiver(TransportReceiver):
             host = reach(hosts, port, REACH_S)
         except GroupError as error:
             raise BadRequest(f"this worker does not reach the publisher: {error}", field="options.hosts") from error
-        grant = {"kept": self._kept.name}
+        grant = {"kept": self._kept.name, "columns": True}
         self._member = Member(incoming, (host, port), self._kept, self._device, self._timeout_s, self._wake)
         self._member.start()
         self._members = [*(member for member in self._members if member.alive), self._member]
@@ -183,12 +183,14 @@ class NcclSender(TransportSender):
         server, others = self._server, self._others
         assert server is not None and others is not None
         places = others.places(len(recipients))
-        runs = others.runs(payload, places)
+        runs = others.runs(payload, places, all(recipient.grant.get("columns") is True for recipient in recipients))
         size = 1 + len(recipients) + len(places)
         before = self._kept.name
-        place = GroupSeat(self._group_of(payload, recipients, places), 0, size, len(runs) if places else 0)
+        name = self._group_of(payload, recipients, places)
+        place = GroupSeat(name, 0, size, len(runs) if places else 0, runs.column_count)
         for rank, recipient in enumerate(recipients, 1):
-            server.store.set(f"member/{recipient.token.hex()}", json.dumps([place.name, rank, size, place.runs]))
+            seat = [place.name, rank, size, place.runs, *([place.columns] if place.columns else [])]
+            server.store.set(f"member/{recipient.token.hex()}", json.dumps(seat))
         # A second client: one that waits for members blocks every other call on it.
         watch = connect(server.local_host, server.port, rules.stall_s)
         others.join(server.hosts, server.port, place, places, rules.stall_s)

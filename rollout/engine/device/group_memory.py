@@ -1,0 +1,118 @@
+"""The releasable memory of all ranks of a tensor group: all have theirs, or none has.
+
+    rank 0   order --> own part --> wait for the others --> a failure of any of them undoes it on all
+
+A sleep is rare and the device is quiet, so the loop waits here for the other ranks, as it does for its own copies.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
+
+_LOOK_S = 0.002
+
+
+class SleepMemory(Protocol):
+    """What a sleep gives back; see `ReleasableMemory`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+
+    @property
+    def released(self) -> bool:
+        """Whether the memory is given back."""
+
+    def save(self) -> None:
+        """Copy kept content to host memory. Raises MemoryShortError if there is too little of it."""
+
+    def release(self) -> int:
+        """Give all memory back; returns the freed bytes."""
+
+    def forget(self) -> None:
+        """Drop the saved content."""
+
+    def restore(self) -> None:
+        """Take all memory again. Raises MemoryShortError if there is too little; then nothing has changed."""
+
+
+class MemoryOrders(Protocol):
+    """Has the other ranks do the same with their memory: `save`, `release`, `forget`, `restore` or `fall_back`."""
+
+    def memory(self, what: str) -> int:
+        """Give an order; returns its number."""
+
+    def memory_done(self, number: int) -> bool:
+        """Whether all other ranks have carried it out, or failed to."""
+
+    def memory_failures(self, number: int) -> list[str]:
+        """Why ranks could not carry it out."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that all other ranks have given back so far."""
+
+
+class GroupMemory:
+    """A `SleepMemory` of rank 0, whose own part is `own`."""
+
+    def __init__(self, own: ReleasableMemory, orders: MemoryOrders) -> None:
+        self._own, self._orders = own, orders
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of rank 0; other ranks have about as many."""
+        return self._own.nbytes
+
+    @property
+    def released(self) -> bool:
+        """Whether the memory is given back."""
+        return self._own.released
+
+    def save(self) -> None:
+        """As `SleepMemory.save`."""
+        number, failures = self._orders.memory("save"), []
+        try:
+            self._own.save()
+        except MemoryShortError as error:
+            failures.append(str(error))
+        failures += self._wait(number)
+        if failures:
+            self.forget()
+            raise MemoryShortError("; ".join(failures))
+
+    def release(self) -> int:
+        """As `SleepMemory.release`; the bytes of all ranks."""
+        before = self._orders.freed_bytes
+        number = self._orders.memory("release")
+        freed_bytes = self._own.release()
+        self._wait(number)
+        return freed_bytes + self._orders.freed_bytes - before
+
+    def forget(self) -> None:
+        """As `SleepMemory.forget`."""
+        self._orders.memory("forget")
+        self._own.forget()
+
+    def restore(self) -> None:
+        """As `SleepMemory.restore`."""
+        number, failures = self._orders.memory("restore"), []
+        try:
+            self._own.restore()
+        except MemoryShortError as error:
+            failures.append(str(error))
+        failures += self._wait(number)
+        if failures:
+            number = self._orders.memory("fall_back")
+            self._own.fall_back()
+            self._wait(number)
+            raise MemoryShortError("; ".join(failures))
+
+    def _wait(self, number: int) -> list[str]:
+        """Wait for the other ranks; why some of them failed."""
+        while not self._orders.memory_done(number):
+            time.sleep(_LOOK_S)
+        return self._orders.memory_failures(number)

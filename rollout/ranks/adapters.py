@@ -1,0 +1,267 @@
+"""Adapters in a tensor group: rank 0 packs the parts of all ranks in shared memory, and each rank copies its own part.
+
+    any thread   pack: a place of the memory gets one part for each rank
+                 ADAPTER --> each follower maps the place --> adapter_seen; if one refuses, no rank has the adapter
+    loop         WRITE --> every rank copies its part to the slot --> wrote
+                 nobody refers to the weights any more: FORGET --> forgotten: the place may be used again
+
+    memory       | part of rank 0 | part of rank 1 | .. |  part of rank 0 | ..
+                 |<----------- a place ----------------->|
+
+All parts of an adapter have the same layout: shards are of one size. A part is read until all its writes are done, on
+every rank; only then is its place used again.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from rollout.models.checkpoint_folder import CheckpointError
+from rollout.models.lora_slots import AdapterSlots, AdapterWeights, LayerProduct, model_products
+from rollout.models.peft_tensors import AdapterPlan
+from rollout.models.shard import spec_of_rank
+from rollout.models.spec import ModelSpec
+from rollout.ranks.orders import Orders
+from rollout.ranks.reports import Reports
+from rollout.ranks.ring import SharedMemory
+
+log = logging.getLogger(__name__)
+
+#: Places beside those of the adapters that may be loaded: for new weights while the old ones are in use.
+_SPARE = 8
+_PLACE_ALIGN = 2 << 20
+_PART_ALIGN, _TENSOR_ALIGN = 4096, 64
+
+
+class PartTensor(NamedTuple):
+    """Where A or B of one product lies in a part."""
+
+    layer: int
+    product: str
+    begin: int  # bytes
+    rows: int
+    columns: int
+
+
+class _Share:
+    """What the weights of rank 0 refer to: when the last reference ends, their place may be used again."""
+
+    def __init__(self, number: int, place: int, layout: list[PartTensor]) -> None:
+        self.number, self.place, self.layout = number, place, layout
+        self.ticket = 0  # of the question to the followers
+        self.prepared = False  # on all ranks
+
+
+class RankAdapters:
+    """Rank 0's end. Any thread may call it; `orders` is None until the followers are ready.
+
+    `most` is the number of adapters that may be loaded, `most_rank` their largest rank.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        spec: ModelSpec,
+        most_rank: int,
+        dtype: torch.dtype,
+        most: int,
+        reports: Reports,
+        orders: Callable[[], Orders | None],
+        device: torch.device,
+    ) -> None:
+        assert spec.shard is not None
+        self.size = spec.shard.size
+        self._specs = [spec_of_rank(spec, rank) for rank in range(self.size)]
+        tensors = 2 * len(model_products(spec))
+        needed = AdapterSlots.bytes_for(spec, 1, most_rank, dtype) + tensors * _TENSOR_ALIGN
+        self.part_bytes = -(-needed // _PART_ALIGN) * _PART_ALIGN
+        self.place_bytes = -(-self.part_bytes * len(self._specs) // _PLACE_ALIGN) * _PLACE_ALIGN
+        memory.grow(self.place_bytes * (most + _SPARE))  # pages of a place take no memory until they are written
+        self._map, self._device, self._pins = memory.map(), device, device.type == "cuda"
+        self._reports, self._orders = reports, orders
+        self._lock = threading.Lock()
+        self._free = list(range(most + _SPARE - 1, -1, -1))
+        self._dead: deque[_Dead] = deque()  # places that nobody refers to; filled wherever the last reference ends
+        self._leaving: deque[tuple[int, _Dead]] = deque()  # (number of the order, the place)
+        self._number = self._tickets = self._forgets = 0
+
+    def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor]) -> AdapterWeights:
+        """As `AdapterPlan.pack`, with the parts of the other ranks. They are of use once `ready` is true.
+
+        Raises CheckpointError if there is no memory.
+        """
+        number, place = self._take()
+        begin = place * self.place_bytes
+        dead = _Dead(place, number, None)
+        try:
+            for rank, spec in reversed(list(enumerate(self._specs))):  # the weights of rank 0 come last
+                part = _Part(self._map, begin + rank * self.part_bytes, self.part_bytes)
+                weights = plan.of(spec).pack(tensors, zeros=part.zeros)
+        except BaseException:
+            self._dead.append(dead)
+            raise
+        layout = _layout(weights, begin, self._map)
+        share = _Share(number, place, layout)
+        if self._pins:
+            dead = dead._replace(pinned=_pin(self._map, begin, self.part_bytes, self._device))
+        weakref.finalize(share, self._dead.append, dead)
+        return AdapterWeights(weights.rank, weights.parts, share)
+
+    def ready(self, weights: AdapterWeights) -> bool:
+        """Whether all ranks can copy their parts; asks them at the first call. One adapter is asked about at a time.
+
+        Raises CheckpointError with the reason if one of them cannot.
+        """
+        share = weights.shared
+        assert isinstance(share, _Share)
+        with self._lock:
+            orders = self._orders()
+            if share.prepared or orders is None:
+                return share.prepared
+            answered = min(self._reports.get("adapter_seen")) >= self._tickets
+            if share.ticket == 0 and answered:
+                self._tickets += 1
+                share.ticket = self._tickets
+                begin = share.place * self.place_bytes
+                orders.adapter(share.ticket, share.number, begin, self.part_bytes, share.layout)
+            if share.ticket == 0 or min(self._reports.get("adapter_seen")) < share.ticket:
+                return False
+            for follower, refused in enumerate(self._reports.get("adapter_refused")):
+                if refused == share.ticket:
+                    raise CheckpointError(f"rank {follower + 1}: {self._reports.text(follower)}")
+            share.prepared = True
+            return True
+
+    def _take(self) -> tuple[int, int]:
+        """A new number, and a free place."""
+        with self._lock:
+            orders = self._orders()
+            while self._dead and orders is not None:
+                dead = self._dead.popleft()
+                self._forgets += 1
+                orders.forget_adapter(self._forgets, dead.number)
+                self._leaving.append((self._forgets, dead))
+            forgotten = min(self._reports.get("forgotten"))
+            while self._leaving and self._leaving[0][0] <= forgotten:
+                self._release(self._leaving.popleft()[1])
+            if not self._free:
+                raise CheckpointError("the memory of adapters is in use until other ranks have let go of it: try again")
+            self._number += 1
+            return self._number, self._free.pop()
+
+    def _release(self, dead: _Dead) -> None:
+        if dead.pinned is not None:
+            torch.cuda.cudart().cudaHostUnregister(dead.pinned)
+        self._map.madvise(mmap.MADV_REMOVE, dead.place * self.place_bytes, self.place_bytes)
+        self._free.append(dead.place)
+
+
+class _Dead(NamedTuple):
+    place: int
+    number: int
+    pinned: int | None  # address
+
+
+class _Part:
+    """Hands out tensors in one rank's part of a place."""
+
+    def __init__(self, memory: mmap.mmap, begin: int, nbytes: int) -> None:
+        self._memory, self._at, self._end = memory, begin, begin + nbytes
+
+    def zeros(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor; aligned."""
+        count, at = shape[0] * shape[1], self._at
+        self._at = -(-(at + count * dtype.itemsize) // _TENSOR_ALIGN) * _TENSOR_ALIGN
+        assert self._at <= self._end, "a part has room for an adapter of all modules"
+        return torch.frombuffer(self._memory, dtype=dtype, offset=at, count=count).view(shape).zero_()
+
+
+def _layout(weights: AdapterWeights, begin: int, memory: mmap.mmap) -> list[PartTensor]:
+    """Where the tensors lie, A and then B of each product."""
+    base = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() + begin
+    return [
+        PartTensor(layer, product, tensor.data_ptr() - base, *tensor.shape)
+        for (layer, product), pair in weights.parts.items()
+        for tensor in pair
+    ]
+
+
+def _pin(memory: mmap.mmap, begin: int, nbytes: int, device: torch.device) -> int | None:
+    """Register memory with CUDA; its address, or None if that fails: copies from it are slower then."""
+    address = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=1).data_ptr()
+    with torch.cuda.device(device):  # else CUDA would use the first GPU, the device of rank 0
+        status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+    return address if int(status) == 0 else None
+
+
+class AdapterCopies:
+    """A follower's end: its parts of the adapters that rank 0 has packed. They are mapped in a thread of their own."""
+
+    def __init__(
+        self, memory: SharedMemory, rank: int, dtype: torch.dtype, device: torch.device, reports: Reports
+    ) -> None:
+        self._memory, self._rank, self._dtype, self._device = memory, rank, dtype, device
+        self._reports = reports
+        self._lock = threading.Lock()
+        self._known: dict[int, tuple[AdapterWeights, int | None]] = {}
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._run, name="adapters", daemon=True).start()
+
+    def prepare(self, ticket: int, number: int, begin: int, part_bytes: int, layout: list[Any]) -> None:
+        """Begin to map an adapter; the outcome is reported."""
+        self._work.put(lambda: self._prepare(ticket, number, begin + self._rank * part_bytes, part_bytes, layout))
+
+    def forget(self, ticket: int, number: int) -> None:
+        """Forget an adapter, if it was prepared; no copy reads it any more."""
+        self._work.put(lambda: self._forget(ticket, number))
+
+    def weights(self, number: int) -> AdapterWeights:
+        """The part of a prepared adapter that belongs to this rank."""
+        with self._lock:
+            return self._known[number][0]
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+    def _prepare(self, ticket: int, number: int, begin: int, part_bytes: int, layout: list[Any]) -> None:
+        try:
+            mapped = self._memory.map()
+            parts = _read_parts(mapped, begin, self._dtype, [PartTensor(*row) for row in layout])
+            pinned = _pin(mapped, begin, part_bytes, self._device) if self._device.type == "cuda" else None
+        # Whatever it is, rank 0 waits for an answer, and does without this adapter.
+        except Exception as error:
+            log.exception("an adapter cannot be mapped")
+            self._reports.say(self._rank - 1, f"{type(error).__name__}: {error}")
+            self._reports.set(self._rank - 1, "adapter_refused", ticket)
+        else:
+            with self._lock:
+                self._known[number] = AdapterWeights(0, parts), pinned
+        self._reports.set(self._rank - 1, "adapter_seen", ticket)
+
+    def _forget(self, ticket: int, number: int) -> None:
+        with self._lock:
+            known = self._known.pop(number, None)
+        if known is not None and known[1] is not None:
+            torch.cuda.cudart().cudaHostUnregister(known[1])
+        self._reports.set(self._rank - 1, "forgotten", ticket)
+
+
+def _read_parts(
+    memory: mmap.mmap, begin: int, dtype: torch.dtype, layout: list[PartTensor]
+) -> dict[LayerProduct, tuple[torch.Tensor, torch.Tensor]]:
+    tensors = [
+        torch.frombuffer(memory, dtype=dtype, offset=begin + at, count=rows * columns).view(rows, columns)
+        for _, _, at, rows, columns in layout
+    ]
+    keys: list[Any] = [(row.layer, row.product) for row in layout[::2]]
+    return {key: (a, b) for key, a, b in zip(keys, tensors[::2], tensors[1::2], strict=True)}

@@ -1,0 +1,124 @@
+"""What a follower copies besides steps and updates: adapters to their slots, KV to the host and back; and its sleeps.
+
+Rank 0 waits for no copy: it asks whether all followers have reported its end. Copies of one kind are reported in their
+order.
+
+    WRITE beside     adapters stream   after the steps that were launched before it; steps that read the slot come later
+    WRITE in use     compute stream    between two steps, as on rank 0
+    MOVE             stream of the direction, after the steps that were launched before it
+    MEMORY           here, while the device is quiet
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from typing import Any
+
+from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
+from rollout.engine.device.streams import Event
+from rollout.engine.kv.page_mover import CopyQueue
+from rollout.engine.step.execute import Executor
+from rollout.ranks.adapters import AdapterCopies
+from rollout.ranks.orders import ADAPTER, FORGET, MEMORY, MOVE, WRITE
+from rollout.ranks.reports import Reports
+
+
+class FollowerCopies:
+    """Carries out orders to copy, and reports when the copies have ended."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        adapters: AdapterCopies,
+        memory: ReleasableMemory | None,
+        reports: Reports,
+        number: int,
+    ) -> None:
+        self._executor, self._adapters, self._memory = executor, adapters, memory
+        self._reports, self._number = reports, number
+        self._queues: dict[str, CopyQueue] = {}
+        for mover in (executor.mover, executor.state_mover):
+            if mover is not None:
+                self._queues |= {queue.name: queue for queue in (mover.out, mover.back)}
+        self._moved = dict.fromkeys(self._queues, 0)
+        self._writes: deque[tuple[int, Event]] = deque()
+        self._forgets: deque[tuple[int, int, int]] = deque()  # (after this write, ticket, adapter)
+        self._written = self._ordered = 0
+
+    def carry_out(self, kind: int, body: list[Any]) -> None:
+        """Begin what is ordered. Raises RuntimeError for an unknown order."""
+        if kind == ADAPTER:
+            self._adapters.prepare(*body)
+        elif kind == WRITE:
+            self._write(*body)
+        elif kind == FORGET:
+            self._forgets.append((self._ordered, *body))
+        elif kind == MOVE:
+            self._move(*body)
+        elif kind == MEMORY:
+            self._change_memory(*body)
+        else:
+            raise RuntimeError(f"an order is of an unknown kind, {kind}")
+
+    def report(self) -> bool:
+        """Report the copies that have ended; true while others are under way. Raises RuntimeError if one failed."""
+        moving = False
+        for name, queue in self._queues.items():
+            for piece in queue.finished():
+                if piece.failure:
+                    raise RuntimeError(f"KV cannot be moved: {piece.failure}")
+                self._moved[name] += 1
+                self._reports.set(self._number, name, self._moved[name])  # type: ignore[arg-type]
+            moving |= bool(queue.under_way)
+        while self._writes and self._writes[0][1].query():
+            self._written = self._writes.popleft()[0]
+            self._executor.check()
+            self._reports.set(self._number, "wrote", self._written)
+        while self._forgets and self._forgets[0][0] <= self._written:
+            self._adapters.forget(*self._forgets.popleft()[1:])
+        return moving or bool(self._writes)
+
+    def _write(self, number: int, slot: int, adapter: int, beside: bool) -> None:
+        executor, slots = self._executor, self._executor.step.adapters
+        loads = executor.streams.adapters
+        assert slots is not None and loads is not None, "rank 0 has slots for adapters, and so has this rank"
+        stream, done = executor.compute, executor.device.event()
+        if beside:
+            launched = executor.device.event()
+            stream.record(launched)
+            loads.wait(launched)
+            stream = loads
+        stream.run(functools.partial(slots.write, slot, self._adapters.weights(adapter)))
+        stream.record(done)
+        self._writes.append((number, done))
+        self._ordered = number
+
+    def _move(self, queue: str, pages: list[int], host_pages: list[int]) -> None:
+        self.report()  # a piece that rank 0 knows to have ended is free here, too
+        self._queues[queue].start(pages, host_pages, None, self._executor.compute)
+
+    def _change_memory(self, number: int, what: str) -> None:
+        memory = self._memory
+        assert memory is not None, "rank 0 can sleep, and so can this rank"
+        try:
+            if what == "save":
+                self._executor.finish()
+                memory.save()
+            elif what == "release":
+                self._executor.finish()
+                self._freed(memory.release())
+            elif what == "restore":
+                memory.restore()
+            elif what == "fall_back":
+                self._freed(memory.fall_back())
+            else:
+                memory.forget()
+        except MemoryShortError as error:
+            self._reports.say(self._number, str(error))
+            self._reports.set(self._number, "memory_failed", number)
+        self._reports.set(self._number, "memory_done", number)
+
+    def _freed(self, nbytes: int) -> None:
+        before = self._reports.get("memory_freed")[self._number]
+        self._reports.set(self._number, "memory_freed", before + nbytes)

@@ -1,0 +1,200 @@
+"""Adapters of a tensor group in one process: real memory, ring and reports; followers are called by the test."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout.config import ModelSettings
+from rollout.models import load_model
+from rollout.models.checkpoint_folder import CheckpointError, read_json
+from rollout.models.lora_slots import AdapterWeights
+from rollout.models.peft_config import read_peft_config
+from rollout.models.peft_tensors import CONFIG, WEIGHTS, AdapterPlan, plan_adapter
+from rollout.models.shard import shard_spec, spec_of_rank
+from rollout.ranks.adapters import AdapterCopies, RankAdapters
+from rollout.ranks.orders import ADAPTER, FORGET, Orders
+from rollout.ranks.reports import Reports
+from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
+from tests.support.models.families import make_checkpoint
+from tests.support.models.hybrids import make_hybrid
+from tests.support.models.latent import make_latent
+from tests.support.peft_adapters import make_adapter
+from tests.support.worker.harness import until
+
+CPU = torch.device("cpu")
+SIZE, MOST = 2, 2
+TARGETS = {
+    "qwen3": ("q_proj", "o_proj", "up_proj", "down_proj"),
+    "Qwen3Next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "Glm4MoeLite": ("q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+}
+
+
+class Group:
+    """Rank 0's end of the adapters, and one follower that carries out orders when the test says so."""
+
+    def __init__(self, spec: Any, blind: bool = False) -> None:
+        self.spec = spec
+        self.reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), SIZE - 1)
+        self.memory, ring = SharedMemory.create("adapters", 0), SharedMemory.create("ring", 1 << 18)
+        eventfd = os.eventfd(0)
+        writer = RingWriter(ring, [eventfd], lambda: self.reports.get("position"), 5.0)
+        self.orders = Orders(writer, 0, self.reports, lambda: None)
+        self.reader = RingReader(ring, eventfd, lambda position: self.reports.set(0, "position", position))
+        settings = (self.memory, shard_spec(spec, 0, SIZE), 4, torch.float32, MOST)
+        self.adapters = RankAdapters(*settings, self.reports, lambda: self.orders, CPU)
+        memory = SharedMemory.create("empty", 4096) if blind else SharedMemory(self.memory.descriptor)
+        self.follower = AdapterCopies(memory, 1, torch.float32, CPU, self.reports)
+        self.kinds: list[int] = []
+        self.forgets = True
+
+    def carry_out(self) -> None:
+        """Have the follower take the orders that there are."""
+        while self.reader.wait(0.0):
+            head, body = self.reader.read()
+            order = msgpack.unpackb(body[: head.layout])
+            self.kinds.append(head.kind)
+            if head.kind == ADAPTER:
+                self.follower.prepare(*order)
+            elif self.forgets:
+                self.follower.forget(*order)
+            body.release()
+            self.reader.done(head)
+
+    def ready(self, weights: AdapterWeights) -> None:
+        """Wait until the follower has its part."""
+
+        def asked() -> bool:
+            found = self.adapters.ready(weights)
+            self.carry_out()
+            return found
+
+        until(asked, "the follower's part", 30)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """The spec of a model, and the folder of an adapter of it."""
+    known: dict[str, tuple[Any, Path]] = {}
+
+    def make(name: str) -> tuple[Any, Path]:
+        if name not in known:
+            folder = tmp_path_factory.mktemp("model")
+            sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
+            makers: dict[str, Callable[[], Any]] = {
+                "qwen3": lambda: make_checkpoint("qwen3", folder, **sizes),
+                "Qwen3Next": lambda: make_hybrid("Qwen3Next", folder, num_experts=8),
+                "Glm4MoeLite": lambda: make_latent("Glm4MoeLite", folder),
+            }
+            adapter = make_adapter(makers[name](), folder / "adapter", 0, TARGETS[name])
+            known[name] = load_model(ModelSettings(path=str(folder)), CPU).spec, adapter
+        return known[name]
+
+    return make
+
+
+def plan_of(spec: Any, folder: Path) -> tuple[AdapterPlan, dict[str, torch.Tensor]]:
+    tensors = load_file(folder / WEIGHTS)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    config = read_peft_config(read_json(folder / CONFIG), "adapter")
+    return plan_adapter(config, shapes, spec, 4, torch.float32, "adapter"), tensors
+
+
+@pytest.fixture
+def start(made: Callable[[str], tuple[Any, Path]]) -> Iterator[Callable[..., tuple[Group, AdapterPlan, Any]]]:
+    descriptors: list[int] = []
+
+    def start_one(name: str = "qwen3", blind: bool = False) -> tuple[Group, AdapterPlan, Any]:
+        spec, folder = made(name)
+        group = Group(spec, blind)
+        descriptors.append(group.memory.descriptor)
+        return group, *plan_of(shard_spec(spec, 0, SIZE), folder)
+
+    yield start_one
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "Qwen3Next", "Glm4MoeLite"])
+def test_each_rank_has_the_part_that_it_would_cut_itself(name: str, start: Any, made: Any) -> None:
+    group, plan, tensors = start(name)
+    weights = group.adapters.pack(plan, tensors)
+    group.ready(weights)
+    spec, folder = made(name)
+    for rank, found in enumerate((weights, group.follower.weights(1))):
+        own, _ = plan_of(shard_spec(spec, rank, SIZE), folder)
+        expected = own.pack(tensors)
+        assert found.parts.keys() == expected.parts.keys()
+        for key, pair in expected.parts.items():
+            assert all(torch.equal(a, b) for a, b in zip(found.parts[key], pair, strict=True)), key
+        assert any(tensor.count_nonzero() for pair in expected.parts.values() for tensor in pair)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "Qwen3Next", "Glm4MoeLite"])
+def test_the_spec_of_another_rank_is_that_of_its_shard(name: str, made: Any) -> None:
+    spec, _ = made(name)
+    shards = [shard_spec(spec, rank, SIZE) for rank in range(SIZE)]
+    assert [spec_of_rank(shards[0], rank) for rank in range(SIZE)] == shards
+    assert shards[0] != shards[1]
+
+
+def test_an_adapter_that_a_follower_refuses_is_dropped_by_all(start: Any) -> None:
+    group, plan, tensors = start(blind=True)  # the follower has other memory, which is too small
+    weights = group.adapters.pack(plan, tensors)
+    with pytest.raises(CheckpointError, match="rank 1: ValueError"):
+        group.ready(weights)
+    del weights
+    gc.collect()
+    for _ in range(3 * MOST + 20):  # more than there are places
+        refused = group.adapters.pack(plan, tensors)
+        with pytest.raises(CheckpointError):
+            group.ready(refused)
+        del refused
+        gc.collect()
+        group.carry_out()
+
+
+def test_a_place_is_used_again_once_the_follower_has_forgotten_it(start: Any) -> None:
+    group, plan, tensors = start()
+    held = group.adapters.pack(plan, tensors)
+    group.ready(held)
+    before = {key: [tensor.clone() for tensor in pair] for key, pair in held.parts.items()}
+    for i in range(40):
+        weights = group.adapters.pack(plan, {name: tensor + i for name, tensor in tensors.items()})
+        group.ready(weights)
+        del weights
+        gc.collect()
+    assert group.kinds.count(FORGET) > 30
+    for key, pair in before.items():
+        assert all(torch.equal(a, b) for a, b in zip(held.parts[key], pair, strict=True)), "a place was used twice"
+
+
+def test_without_an_answer_of_the_follower_no_place_is_used_again(start: Any) -> None:
+    group, plan, tensors = start()
+    group.forgets = False
+    for _ in range(MOST + 8):
+        group.ready(group.adapters.pack(plan, tensors))
+        gc.collect()
+    with pytest.raises(CheckpointError, match="try again"):
+        group.adapters.pack(plan, tensors)
+
+
+def test_two_threads_may_have_an_adapter_each(start: Any) -> None:
+    """The second one is asked about when the first one is answered."""
+    group, plan, tensors = start()
+    first, second = (group.adapters.pack(plan, tensors) for _ in range(2))
+    assert not group.adapters.ready(second) and not group.adapters.ready(first)
+    group.carry_out()
+    until(lambda: group.adapters.ready(second), "the second one", 30)
+    assert group.kinds == [ADAPTER]
+    group.ready(first)
+    assert group.kinds == [ADAPTER, ADAPTER] and group.adapters.ready(second)

@@ -1,0 +1,149 @@
+"""A model on two GPUs against the same one on one GPU, and against itself; swaps; ranks that are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.engine.cuda_harness import FUSED_SIZES
+from tests.support.models.families import make_checkpoint
+from tests.support.tokenizer_folder import make_tokenizer_folder
+from tests.support.worker.harness import check, launch, tensors, until
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess
+from trainer_bridge.client.results import Completion
+from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.wire.errors import RolloutError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+VOCAB = 1031
+START_S = 240.0
+KNOWN_S = 12.0
+LONG: dict[str, Any] = {"max_tokens": 30_000, "stream_every": 8, "stream": "tokens"}
+
+
+def requests_of(count: int, **sampling: Any) -> list[dict[str, Any]]:
+    draws = np.random.default_rng(1)
+    return [
+        {
+            "prompt": draws.integers(3, VOCAB - 1, 5 + 23 * i).tolist(),
+            "max_tokens": 64,
+            "seed": i,
+            "stop": {"ignore_eos": True},
+            **sampling,
+        }
+        for i in range(count)
+    ]
+
+
+def completions_of(worker: WorkerProcess, requests: list[dict[str, Any]], at_once: bool = True) -> list[Completion]:
+    with RolloutClient(worker.endpoint, timeout_s=120) as client:
+        if at_once:
+            return [result.completions[0] for result in client.generate_many(requests)]
+        return [client.generate(**request).completions[0] for request in requests]
+
+
+def make_folder(folder: Path) -> Path:
+    make_checkpoint("qwen3", folder, seed=3, **FUSED_SIZES | {"vocab_size": VOCAB})
+    return make_tokenizer_folder(folder)
+
+
+def test_two_gpus_draw_the_tokens_of_one_in_float32(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    flags: dict[str, Any] = {"dtype": "float32", "device": "cuda", "max_rows": 8, "max_context_tokens": 1024}
+    found = []
+    greedy, drawn = requests_of(6, temperature=0.0), requests_of(6, temperature=1.0)
+    for ranks in (1, 2):
+        more = {"tensor_parallel": ranks, "check_ranks": ranks > 1, "ready_timeout_s": START_S}
+        with launch(folder, log=tmp_path / f"log-{ranks}", **flags, **more) as worker:
+            found.append(completions_of(worker, greedy) + completions_of(worker, drawn))
+    for one, two in zip(*found, strict=True):
+        assert one.token_ids.tolist() == two.token_ids.tolist()
+        assert np.allclose(one.logprobs, two.logprobs, rtol=0, atol=1e-3)
+
+
+def test_the_bits_of_a_row_are_the_same_twice_and_whatever_else_runs(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    flags: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True, "check_ranks": True, "max_rows": 8}
+    requests = requests_of(6, temperature=1.0)
+    found = []
+    for run in range(2):
+        more = {"tensor_parallel": 2, "device": "cuda", "max_context_tokens": 1024, "ready_timeout_s": START_S}
+        with launch(folder, log=tmp_path / f"log-{run}", **flags, **more) as worker:
+            found += [completions_of(worker, requests), completions_of(worker, requests, at_once=False)]
+    for first, *others in zip(*found, strict=True):
+        for other in others:
+            assert first.token_ids.tolist() == other.token_ids.tolist()
+            assert first.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Any:
+    """A group that counts."""
+    flags: dict[str, Any] = {"tensor_parallel": 2, "device": "cuda", "max_rows": 8, "max_context_tokens": 32_768}
+    with launch(log=tmp_path / "log", ready_timeout_s=START_S, **flags) as worker:
+        yield worker
+
+
+def test_a_hundred_swaps_between_the_steps_of_running_completions(counting: WorkerProcess) -> None:
+    with (
+        RolloutClient(counting.endpoint, timeout_s=120) as client,
+        WeightPublisher(counting.endpoint, transport="shm") as publisher,
+    ):
+        streams = [client.generate(prompt, **LONG) for prompt in ("17:", "2024:")]
+        for stream in streams:
+            next(stream)
+        for version in range(1, 101):
+            publisher.publish(tensors(1 + version % 2), version).applied(60)
+        for stream, prompt in zip(streams, ("17:", "2024:"), strict=True):
+            stream.cancel()
+            (completion,) = stream.wait().completions
+            assert len(completion.versions) > 5
+            check(prompt, completion, {version: 1 + version % 2 for version in range(101)})
+        (last,) = client.generate("17:", max_tokens=60).completions
+        assert last.versions == [(100, 60)]
+        check("17:", last, {100: 1})
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "hung")])
+def test_a_lost_rank_gives_all_tokens_back_in_time(counting: WorkerProcess, number: signal.Signals, said: str) -> None:
+    with RolloutClient(counting.endpoint, timeout_s=60) as client:
+        streams = [client.generate(prompt, **LONG) for prompt in ("17:", "2024:")]
+        for stream in streams:
+            for _ in range(4):
+                next(stream)
+        os.kill(client.status()["ranks"][1]["pid"], number)
+        lost_s = time.monotonic()
+        for stream, prompt in zip(streams, ("17:", "2024:"), strict=True):
+            (completion,) = stream.wait().completions
+            assert completion.finish_reason == "error" and said in (completion.error or "")
+            assert len(completion) >= 16
+            check(prompt, completion, {0: 1})
+        assert time.monotonic() - lost_s < KNOWN_S
+    assert until(lambda: counting.returncode is not None, "the end") and counting.returncode == 3
+
+
+def test_no_wrong_token_is_committed_after_rank_0_was_stopped(counting: WorkerProcess) -> None:
+    """The other GPU waits in a kernel, in vain if the stop came before the launch; the group may or may not go on."""
+    with RolloutClient(counting.endpoint, timeout_s=120) as client:
+        stream = client.generate("17:", **LONG)
+        for _ in range(4):
+            next(stream)
+        os.kill(counting.pid, signal.SIGSTOP)
+        time.sleep(20)
+        os.kill(counting.pid, signal.SIGCONT)
+        time.sleep(2)
+        try:
+            stream.cancel()
+        except RolloutError:
+            pass  # it is over
+        (completion,) = stream.wait().completions
+        assert completion.finish_reason in ("cancelled", "error")
+        check("17:", completion, {0: 1})
