@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +29,11 @@ from rollout.models.lora_slots import AdapterSlots, AdapterWeights, LayerProduct
 from rollout.models.peft_tensors import AdapterPlan
 from rollout.models.shard import spec_of_rank
 from rollout.models.spec import ModelSpec
+from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.orders import Orders
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
+from rollout.weights.staging import Pins
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,8 @@ class RankAdapters:
                 return False
             for follower, refused in enumerate(self._reports.get("adapter_refused")):
                 if refused == share.ticket:
-                    raise CheckpointError(f"rank {follower + 1}: {self._reports.text(follower)}")
+                    why = self._reports.text(follower, "adapter")
+                    raise CheckpointError(f"rank {follower + 1}: {why}")
             share.prepared = True
             return True
 
@@ -160,7 +162,7 @@ class RankAdapters:
 
     def _release(self, dead: _Dead) -> None:
         if dead.pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(dead.pinned)
+            dead.pinned.free()
         self._map.madvise(mmap.MADV_REMOVE, dead.place * self.place_bytes, self.place_bytes)
         self._free.append(dead.place)
 
@@ -168,7 +170,7 @@ class RankAdapters:
 class _Dead(NamedTuple):
     place: int
     number: int
-    pinned: int | None  # address
+    pinned: Pins | None
 
 
 class _Part:
@@ -195,12 +197,12 @@ def _layout(weights: AdapterWeights, begin: int, memory: mmap.mmap) -> list[Part
     ]
 
 
-def _pin(memory: mmap.mmap, begin: int, nbytes: int, device: torch.device) -> int | None:
-    """Register memory with CUDA; its address, or None if that fails: copies from it are slower then."""
-    address = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=1).data_ptr()
+def _pin(memory: mmap.mmap, begin: int, nbytes: int, device: torch.device) -> Pins:
+    """Pin memory until `free`."""
+    pins = Pins()
     with torch.cuda.device(device):  # else CUDA would use the first GPU, the device of rank 0
-        status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-    return address if int(status) == 0 else None
+        pins.add(torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=nbytes))
+    return pins
 
 
 class AdapterCopies:
@@ -212,9 +214,8 @@ class AdapterCopies:
         self._memory, self._rank, self._dtype, self._device = memory, rank, dtype, device
         self._reports = reports
         self._lock = threading.Lock()
-        self._known: dict[int, tuple[AdapterWeights, int | None]] = {}
-        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        threading.Thread(target=self._run, name="adapters", daemon=True).start()
+        self._known: dict[int, tuple[AdapterWeights, Pins | None]] = {}
+        self._work = OrderedWork("adapters", device, reports, rank - 1)
 
     def prepare(self, ticket: int, number: int, begin: int, part_bytes: int, layout: list[Any]) -> None:
         """Begin to map an adapter; the outcome is reported."""
@@ -229,12 +230,6 @@ class AdapterCopies:
         with self._lock:
             return self._known[number][0]
 
-    def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
-        while True:
-            self._work.get()()
-
     def _prepare(self, ticket: int, number: int, begin: int, part_bytes: int, layout: list[Any]) -> None:
         try:
             mapped = self._memory.map()
@@ -243,7 +238,7 @@ class AdapterCopies:
         # Whatever it is, rank 0 waits for an answer, and does without this adapter.
         except Exception as error:
             log.exception("an adapter cannot be mapped")
-            self._reports.say(self._rank - 1, f"{type(error).__name__}: {error}")
+            self._reports.say(self._rank - 1, "adapter", f"{type(error).__name__}: {error}")
             self._reports.set(self._rank - 1, "adapter_refused", ticket)
         else:
             with self._lock:
@@ -254,7 +249,7 @@ class AdapterCopies:
         with self._lock:
             known = self._known.pop(number, None)
         if known is not None and known[1] is not None:
-            torch.cuda.cudart().cudaHostUnregister(known[1])
+            known[1].free()
         self._reports.set(self._rank - 1, "forgotten", ticket)
 
 

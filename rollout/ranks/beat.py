@@ -62,7 +62,7 @@ class Beat:
             self._end(f"rank {lost} did not send its part of a sum in time, or sent a wrong one")
 
     def _end(self, reason: str) -> None:
-        self._reports.say(self._number, reason)
+        self._reports.say(self._number, "end", reason)
         log.critical("this rank ends: %s", reason)
         os._exit(_FAILED)
 

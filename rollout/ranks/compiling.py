@@ -1,19 +1,24 @@
 """Whether this process compiles a kernel now: Triton does so at the first use, which may be long after the start.
 
 A compilation takes seconds, in which a healthy rank launches nothing. So it is not counted as time without progress.
+Triton does not tell of the end of a compilation that fails, so one counts for `MOST_S` at the most.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import time
 from typing import Any
 
+#: Seconds after which a compilation is taken for failed.
+MOST_S = 300.0
 _running = 0
+_begun_s = 0.0  # the last one
 
 
 def compiling() -> int:
     """1 while a kernel is compiled, else 0. `watch_compilations` must have been called."""
-    return int(_running > 0)
+    return int(_running > 0 and time.monotonic() < _begun_s + MOST_S)
 
 
 def watch_compilations() -> None:
@@ -22,14 +27,20 @@ def watch_compilations() -> None:
         return
     from triton import knobs
 
-    def begins(**facts: Any) -> bool:
-        global _running
-        _running += 1
-        return False  # True would stop it
-
-    def ended(**facts: Any) -> None:
-        global _running
-        _running = max(0, _running - 1)
-
     knobs.runtime.jit_cache_hook = begins
     knobs.runtime.jit_post_compile_hook = ended
+
+
+def begins(**facts: Any) -> bool:
+    """Triton's hook before a compilation; true would stop it."""
+    global _running, _begun_s
+    if not compiling():  # one before may have failed
+        _running = 0
+    _running, _begun_s = _running + 1, time.monotonic()
+    return False
+
+
+def ended(**facts: Any) -> None:
+    """Triton's hook after one."""
+    global _running
+    _running = max(0, _running - 1)

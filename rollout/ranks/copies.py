@@ -7,6 +7,9 @@ order.
     WRITE in use     compute stream    between two steps, as on rank 0
     MOVE             stream of the direction, after the steps that were launched before it
     MEMORY           here, while the device is quiet
+
+Pieces of an update that rank 0 has dropped may still be on their way into staging memory that a sleep gives back. So an
+order of a sleep waits for the thread of updates.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from rollout.engine.device.streams import Event
 from rollout.engine.kv.page_mover import CopyQueue
 from rollout.engine.step.execute import Executor
 from rollout.ranks.adapters import AdapterCopies
+from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.orders import ADAPTER, FORGET, MEMORY, MOVE, WRITE
 from rollout.ranks.reports import Reports
 
@@ -31,11 +35,13 @@ class FollowerCopies:
         self,
         executor: Executor,
         adapters: AdapterCopies,
+        updates: OrderedWork,
         memory: ReleasableMemory | None,
         reports: Reports,
         number: int,
     ) -> None:
         self._executor, self._adapters, self._memory = executor, adapters, memory
+        self._updates = updates
         self._reports, self._number = reports, number
         self._queues: dict[str, CopyQueue] = {}
         for mover in (executor.mover, executor.state_mover):
@@ -101,6 +107,7 @@ class FollowerCopies:
     def _change_memory(self, number: int, what: str) -> None:
         memory = self._memory
         assert memory is not None, "rank 0 can sleep, and so can this rank"
+        self._updates.finish()
         try:
             if what == "save":
                 self._executor.finish()
@@ -115,7 +122,7 @@ class FollowerCopies:
             else:
                 memory.forget()
         except MemoryShortError as error:
-            self._reports.say(self._number, str(error))
+            self._reports.say(self._number, "memory", str(error))
             self._reports.set(self._number, "memory_failed", number)
         self._reports.set(self._number, "memory_done", number)
 

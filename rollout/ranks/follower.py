@@ -184,7 +184,7 @@ def follow(told: dict[str, Any]) -> None:
         updates = FollowerUpdates.of(loaded, settings, shared["relayed"], shared["manifest"], reports, number, allocate)
         adapters = AdapterCopies(shared["adapters"], rank, loaded.dtype, device.torch_device, reports)
         executor, slots = build_follower(settings, device, loaded.model, memory)
-        copies = FollowerCopies(executor, adapters, memory, reports, number)
+        copies = FollowerCopies(executor, adapters, updates.work, memory, reports, number)
         progress = DeviceProgress(device, slots, group.peers)
         follower = Follower(settings, number, executor, slots, updates, copies, progress)
         reader = RingReader(
@@ -195,7 +195,7 @@ def follow(told: dict[str, Any]) -> None:
         follower.serve(reader, reports)
     # The other ranks wait for this one: say why it ends, and end, whatever threads still run.
     except BaseException as error:
-        reports.say(number, f"{type(error).__name__}: {error}")
+        reports.say(number, "end", f"{type(error).__name__}: {error}")
         log.critical("rank %d failed", rank, exc_info=True)
         os._exit(1)
     os._exit(0)

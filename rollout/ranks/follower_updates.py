@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 
 import msgpack
 import torch
@@ -17,6 +16,7 @@ import torch
 from rollout.config import Settings
 from rollout.models.loader import LoadedModel
 from rollout.ranks.device_relay import READ_BYTES, device_memory
+from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.relay import PinnedView
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
@@ -49,11 +49,10 @@ class FollowerUpdates:
         self._relayed, self._manifest, self._reports, self._number = relayed, manifest, reports, number
         self._device = next(iter(parameters.views.values())).device
         self._view = PinnedView(self._device)
-        self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.work = OrderedWork("updates", self._device, reports, number)  # all that writes to the staging memory
         self._lock = threading.Lock()
         self._ready: tuple[int, int, list[Copy]] = (0, 0, [])  # number, version, copies
         self._open = (0, 0)  # number and version of the update that is received; 0: none, or one that does not fit
-        threading.Thread(target=self._run, name="updates", daemon=True).start()
 
     @classmethod
     def of(
@@ -86,19 +85,19 @@ class FollowerUpdates:
 
     def open(self, number: int, manifest_bytes: int) -> None:
         """Begin an update; the outcome is reported."""
-        self._orders.put(lambda: self._begin(number, manifest_bytes))
+        self.work.put(lambda: self._begin(number, manifest_bytes))
 
     def piece(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
         """Keep this rank's part of a piece."""
-        self._orders.put(lambda: self._keep(start, nbytes, at, on_device))
+        self.work.put(lambda: self._keep(start, nbytes, at, on_device))
 
     def relay(self, number: int, handle: bytes, nbytes: int) -> None:
         """Map memory of rank 0's GPU; the outcome is reported."""
-        self._orders.put(lambda: self._map_relay(number, handle, nbytes))
+        self.work.put(lambda: self._map_relay(number, handle, nbytes))
 
     def prepare(self, number: int) -> None:
         """Plan the swap of the update, whose bytes are verified; the outcome is reported."""
-        self._orders.put(lambda: self._prepare(number))
+        self.work.put(lambda: self._prepare(number))
 
     def take(self, number: int, version: int) -> list[Copy]:
         """The copies of a prepared update. Raises RuntimeError for another one."""
@@ -109,12 +108,6 @@ class FollowerUpdates:
         return copies
 
     # --- the thread of updates ----------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
-        while True:
-            self._orders.get()()
 
     def _begin(self, number: int, manifest_bytes: int) -> None:
         self._open = (0, 0)
@@ -186,7 +179,7 @@ class FollowerUpdates:
             self._reports.set(self._number, "prepared", number)
 
     def _refuse(self, number: int, message: str) -> None:
-        self._reports.say(self._number, message)
+        self._reports.say(self._number, "update", message)
         self._reports.set(self._number, "refused", number)
 
 

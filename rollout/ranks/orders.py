@@ -22,6 +22,7 @@ than the loop give in any order beside swaps have none.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
@@ -60,6 +61,7 @@ class Orders:
         self._reports = reports
         self._settle = settle
         self._ordered: dict[Number, int] = {}  # how many of the orders whose ends are reported
+        self._noting = threading.Lock()
         self.slow = 0  # sequence number of the last order that may take long
         self.pieces = 0  # of updates that were given
         self.prepared = 0  # number of the last update that followers were told to prepare
@@ -156,7 +158,7 @@ class Orders:
     def memory_failures(self, number: int) -> list[str]:
         """Why followers could not carry it out."""
         failed = enumerate(self._reports.get("memory_failed"))
-        return [f"rank {i + 1}: {self._reports.text(i)}" for i, last in failed if last == number]
+        return [f"rank {i + 1}: {self._reports.text(i, 'memory')}" for i, last in failed if last == number]
 
     @property
     def freed_bytes(self) -> int:
@@ -189,7 +191,8 @@ class Orders:
         now = self._version if version is None else version
         sequence = self._ring.write(kind, now, msgpack.packb(layout), *parts)
         if kind not in _QUICK:
-            self.slow = max(self.slow, sequence)
+            with self._noting:
+                self.slow = max(self.slow, sequence)
 
 
 def ring_bytes(upload_words: int, max_rows: int, mask_words: int, tokens: int) -> int:

@@ -46,8 +46,6 @@ from rollout.ranks.watch import FollowerLook, GroupLook, GroupWatch
 
 log = logging.getLogger(__name__)
 
-#: Seconds that rank 0 waits for room in the ring.
-ROOM_S = 8.0
 _LOOK_S = 0.25
 #: Of loading a checkpoint and capturing steps. A follower that ends meanwhile is noticed at once.
 _CONNECT_S = 3600.0
@@ -126,7 +124,7 @@ class Ranks:
             self.check()
             time.sleep(_READY_POLL_S)
         self._ring.grow(ring_bytes)
-        ring = RingWriter(self._ring, self._eventfds, lambda: self.reports.get("position"), ROOM_S)
+        ring = RingWriter(self._ring, self._eventfds, lambda: self.reports.get("position"), lambda: bool(self.failure))
         self.orders = Orders(ring, version, self.reports, self._settle)
         return self.orders
 
@@ -244,7 +242,7 @@ class Ranks:
                     pid=process.pid,
                     status=process.poll(),
                     stopped=stopped,
-                    said=self.reports.text(number),
+                    said=self.reports.text(number, "end"),
                     beat=at["beat"],
                     ready=at["ready"] > 0,
                     sequence=at["sequence"],

@@ -1,4 +1,4 @@
-"""What each follower reports to rank 0: a line of numbers and a text in shared memory, written by that follower alone.
+"""What each follower reports to rank 0: a line of numbers and texts in shared memory, written by that follower alone.
 
 Numbers only grow. Rank 0 may read an old one: it then waits a little longer than it must.
 """
@@ -27,6 +27,10 @@ Number = Literal[
 #: that sleeps gave back.
 NUMBERS: tuple[Number, ...] = get_args(Number)
 _TEXT_BYTES = 448
+Topic = Literal["end", "update", "adapter", "memory"]
+#: Why the rank ends; why it refused the last update, the last adapter, the last order of a sleep. Each topic has a
+#: thread of its own in the follower.
+TOPICS: tuple[Topic, ...] = get_args(Topic)
 
 
 class Reports:
@@ -37,12 +41,13 @@ class Reports:
         lines = lines.reshape(followers, self.line_bytes())
         numbers = 8 * len(NUMBERS)
         self._numbers = lines[:, :numbers].view(np.int64)
-        self._texts = lines[:, numbers : numbers + _TEXT_BYTES]
+        texts = lines[:, numbers : numbers + len(TOPICS) * _TEXT_BYTES]
+        self._texts = texts.reshape(followers, len(TOPICS), _TEXT_BYTES)
 
     @staticmethod
     def line_bytes() -> int:
         """Bytes of one follower."""
-        return -(-(8 * len(NUMBERS) + _TEXT_BYTES) // 64) * 64
+        return -(-(8 * len(NUMBERS) + len(TOPICS) * _TEXT_BYTES) // 64) * 64
 
     def get(self, name: Number) -> list[int]:
         """A number of every follower."""
@@ -56,12 +61,13 @@ class Reports:
         """Add 1 to a number."""
         self._numbers[follower, NUMBERS.index(name)] += 1
 
-    def text(self, follower: int) -> str:
-        """What the follower said last, for people; may be empty."""
-        return bytes(self._texts[follower]).split(b"\0")[0].decode(errors="replace")
+    def text(self, follower: int, topic: Topic) -> str:
+        """What the follower said last of a topic, for people; may be empty."""
+        return bytes(self._texts[follower, TOPICS.index(topic)]).split(b"\0")[0].decode(errors="replace")
 
-    def say(self, follower: int, text: str) -> None:
-        """Leave a text."""
+    def say(self, follower: int, topic: Topic, text: str) -> None:
+        """Leave a text, before the number that tells of it."""
         sent = text.encode()[: _TEXT_BYTES - 1]
-        self._texts[follower] = 0
-        self._texts[follower, : len(sent)] = np.frombuffer(sent, dtype=np.uint8)
+        line = self._texts[follower, TOPICS.index(topic)]
+        line[:] = 0
+        line[: len(sent)] = np.frombuffer(sent, dtype=np.uint8)

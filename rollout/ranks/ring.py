@@ -7,8 +7,8 @@
 
 The writer adds 1 to each reader's eventfd after it has written a record. So a reader sleeps in the kernel while there
 is nothing to read, and the kernel orders memory: a reader looks only at records that it was told of. Readers publish
-their positions in a table (`reports.py`); the writer waits, for a bounded time, until all of them have left the memory
-of the next record. Memory and eventfds are inherited: they have no names, and end with their processes.
+their positions in a table (`reports.py`). The writer waits until all have left the memory of the next record, or
+until the group is lost. Memory and eventfds are inherited: they have no names, and end with their processes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ class Head(NamedTuple):
     size: int  # bytes of the body
     version: int  # of the weights that are in use at this record
     position: int  # where the record begins, which tells a reader that it reads what was meant
-
-
-class RingStalledError(RuntimeError):
-    """A reader did not make room in time."""
 
 
 class RingBrokenError(RuntimeError):
@@ -82,15 +78,20 @@ class SharedMemory:
 class RingWriter:
     """The writing end. Any thread may write; records are numbered in the order of their writes.
 
-    `positions` returns the positions of all readers. `room_s` bounds the wait for room.
+    `positions` returns the positions of all readers. `lost` says that some reader will never make room: then a record
+    is dropped. How long a reader may take is decided elsewhere (`watch.py`).
     """
 
     def __init__(
-        self, memory: SharedMemory, eventfds: Sequence[int], positions: Callable[[], list[int]], room_s: float
+        self,
+        memory: SharedMemory,
+        eventfds: Sequence[int],
+        positions: Callable[[], list[int]],
+        lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self._map, self._capacity = memory.map(), memory.size
         assert self._capacity % _ALIGN == 0, "records are aligned"
-        self._eventfds, self._positions, self._room_s = eventfds, positions, room_s
+        self._eventfds, self._positions, self._lost = eventfds, positions, lost
         self._lock = threading.Lock()
         self._position = 0
         self.sequence = 0  # of the last record
@@ -101,9 +102,9 @@ class RingWriter:
         return self._capacity // 2 - _ALIGN - _HEAD.size
 
     def write(self, kind: int, version: int, layout: bytes, *parts: memoryview | bytes) -> int:
-        """Write a record whose body is `layout` and `parts`; returns its sequence number.
+        """Write a record whose body is `layout` and `parts`; returns its sequence number. Waits for room.
 
-        Raises `RingStalledError` if there is no room in time, and ValueError for a body that is too large.
+        Raises ValueError for a body that is too large.
         """
         size = len(layout) + sum(len(part) for part in parts)
         if size > self.largest:
@@ -112,11 +113,13 @@ class RingWriter:
             taken = -(-(_HEAD.size + size) // _ALIGN) * _ALIGN
             at = self._position % self._capacity
             if at + taken > self._capacity:
-                self._wait_for(self._capacity - at)
+                if not self._wait_for(self._capacity - at):
+                    return self.sequence
                 _HEAD.pack_into(self._map, at, 0, _FILLER, 0, 0, 0, self._position)
                 self._position += self._capacity - at
                 at = 0
-            self._wait_for(taken)
+            if not self._wait_for(taken):
+                return self.sequence
             begin = at + _HEAD.size
             for part in (layout, *parts):
                 self._map[begin : begin + len(part)] = part
@@ -128,14 +131,13 @@ class RingWriter:
                 os.eventfd_write(eventfd, 1)
             return self.sequence
 
-    def _wait_for(self, needed: int) -> None:
-        if self._position + needed - min(self._positions()) <= self._capacity:
-            return
-        until_s = time.monotonic() + self._room_s
+    def _wait_for(self, needed: int) -> bool:
+        """Whether there is room for so many bytes; waits for it, unless the group is lost."""
         while self._position + needed - min(self._positions()) > self._capacity:
-            if time.monotonic() >= until_s:
-                raise RingStalledError(f"a rank did not take the orders of the last {self._room_s:g} s")
+            if self._lost():
+                return False
             time.sleep(_PAUSE_S)
+        return True
 
 
 class RingReader:

@@ -96,7 +96,8 @@ class RankUpdates:
         """Raise `WeightsRejected` if a follower refuses this update."""
         for follower, refused in enumerate(self._reports.get("refused")):
             if refused == number:
-                raise WeightsRejected(f"rank {follower + 1}: {self._reports.text(follower)}", field="manifest")
+                why = self._reports.text(follower, "update")
+                raise WeightsRejected(f"rank {follower + 1}: {why}", field="manifest")
 
     def _give(self, on_device: bool, start: int, nbytes: int, at: int) -> int:
         with self._giving:  # so that the numbers are in the order of the pieces

@@ -81,7 +81,7 @@ class Pins:
         else:
             self._refused.add(address)
             _forget_last_error()
-            _log.warning("%d bytes for updates of the weights cannot be pinned: CUDA error %d", memory.numel(), status)
+            _log.warning("%d bytes of host memory cannot be pinned: CUDA error %d", memory.numel(), status)
 
     def free(self) -> None:
         """Unpin all of it."""

@@ -109,7 +109,7 @@ class GroupWorker(Worker):
         self.relayed, manifest = SharedMemory.create("pieces", 0), SharedMemory.create("manifest", 0)
         eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
         self._descriptors = [*eventfds, *(memory.descriptor for memory in (ring, table, self.relayed, manifest))]
-        writer = RingWriter(ring, eventfds, lambda: self.reports.get("position"), 20.0)
+        writer = RingWriter(ring, eventfds, lambda: self.reports.get("position"))
         self.orders = Orders(writer, 0, self.reports, lambda: None)
         self.reading = threading.Event()
         self.reading.set()

@@ -17,6 +17,7 @@ from rollout.engine.device.streams import CpuDevice
 from rollout.engine.step.execute import Executor, Streams
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.copies import FollowerCopies
+from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.orders import END, Orders
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
@@ -62,13 +63,14 @@ class Two:
         ring, eventfd, device = SharedMemory.create("ring", 1 << 16), os.eventfd(0), CpuDevice()
         position = lambda at: self.reports.set(0, "position", at)  # noqa: E731
         self.orders = Orders(
-            RingWriter(ring, [eventfd], lambda: self.reports.get("position"), 5.0), 0, self.reports, lambda: None
+            RingWriter(ring, [eventfd], lambda: self.reports.get("position")), 0, self.reports, lambda: None
         )
         self.reader = RingReader(ring, eventfd, position)
         step: Any = None  # sleeps run no step
         self.executor = Executor(device, Streams.make(device), step)
         adapters = AdapterCopies(SharedMemory.create("adapters", 0), 1, torch.float32, CPU, self.reports)
-        self.copies = FollowerCopies(self.executor, adapters, self.other.memory, self.reports, 0)
+        self.updates = OrderedWork("updates", CPU, self.reports, 0)
+        self.copies = FollowerCopies(self.executor, adapters, self.updates, self.other.memory, self.reports, 0)
         self.group = GroupMemory(self.mine.memory, self.orders)
         self.thread = threading.Thread(target=self._follow, daemon=True)
         self.thread.start()
@@ -148,3 +150,16 @@ def test_if_one_rank_cannot_keep_its_weights_none_sleeps(two: Two, full: str) ->
     two.group.restore()
     for rank in (two.mine, two.other):
         rank.check()
+
+
+def test_no_memory_is_given_back_while_pieces_of_an_update_are_on_their_way_into_it(two: Two) -> None:
+    written = threading.Event()
+    two.updates.put(written.wait)
+    sleep = threading.Thread(target=two.group.release)
+    sleep.start()
+    sleep.join(0.3)
+    assert sleep.is_alive() and not two.other.memory.released
+    written.set()
+    sleep.join(30)
+    assert not sleep.is_alive() and two.other.memory.released and two.mine.memory.released
+    two.group.restore()

@@ -47,7 +47,7 @@ class Group:
         self.reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), SIZE - 1)
         self.memory, ring = SharedMemory.create("adapters", 0), SharedMemory.create("ring", 1 << 18)
         eventfd = os.eventfd(0)
-        writer = RingWriter(ring, [eventfd], lambda: self.reports.get("position"), 5.0)
+        writer = RingWriter(ring, [eventfd], lambda: self.reports.get("position"))
         self.orders = Orders(writer, 0, self.reports, lambda: None)
         self.reader = RingReader(ring, eventfd, lambda position: self.reports.set(0, "position", position))
         settings = (self.memory, shard_spec(spec, 0, SIZE), 4, torch.float32, MOST)
