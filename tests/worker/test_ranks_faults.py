@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from tests.support.peft_adapters import make_adapter
 from tests.support.worker.harness import (
     ONES,
     ROOT,
@@ -290,7 +293,7 @@ def test_a_follower_that_is_stopped_for_a_moment_goes_on(start: Callable[..., Wo
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", ["prepare", "swap"])
+@pytest.mark.parametrize("point", ["piece", "prepare", "swap"])
 @pytest.mark.parametrize(("number", "said"), KILL_AND_STOP)
 def test_a_follower_that_is_lost_in_an_update_gives_clients_and_publisher_an_answer(
     start: Callable[..., WorkerProcess], points: Points, point: str, number: signal.Signals, said: str
@@ -333,6 +336,64 @@ def test_an_update_that_takes_long_in_a_follower_is_applied(
             stream.cancel()
             (completion,) = stream.wait().completions
             check(prompt, completion, COUNT)
+
+
+@pytest.mark.nightly
+def test_a_sleep_waits_for_pieces_of_an_update_that_was_dropped(
+    start: Callable[..., WorkerProcess], points: Points
+) -> None:
+    worker = start(env=points.environment, sleep=True)
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
+        points.order("piece")
+        with WeightPublisher(worker.endpoint) as publisher:
+            publisher.publish(tensors(2), 1)
+            points.reached("piece")
+        until(lambda: client.status()["weights"]["state"] != "receiving", "the end of the update")
+        told: list[Any] = []
+        sleep = threading.Thread(target=lambda: told.append(client.sleep()))
+        sleep.start()
+        sleep.join(1.5)
+        assert sleep.is_alive() and not told
+        points.leave("piece")
+        sleep.join(60)
+        assert told
+        client.wake()
+        (completion,) = client.generate("17:", max_tokens=60).completions
+        check("17:", completion, COUNT)
+
+
+# --- adapters and sleep -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("point", ["adapter", "memory"])
+@pytest.mark.parametrize(("number", "said"), KILL_AND_STOP)
+def test_a_follower_that_is_lost_while_others_wait_for_it_gives_all_of_them_an_answer(
+    start: Callable[..., WorkerProcess], points: Points, tmp_path: Path, point: str, number: signal.Signals, said: str
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(ONES)
+    make_adapter(base, tmp_path / "adapters" / "one", 0, ("q_proj", "o_proj"))
+    flags = {"sleep": True, "host_kv_gib": 0.05, "adapter_slots": 1, "adapter_root": str(tmp_path / "adapters")}
+    worker = start(env=points.environment, **flags)
+    (follower,) = followers_of(worker.pid)
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
+        streams, told = streams_of(client), list[RolloutError]()
+
+        def ask() -> None:
+            try:
+                client.load_adapter("one", "one") if point == "adapter" else client.sleep()
+            except RolloutError as error:
+                told.append(error)
+
+        points.order(point)
+        asks = threading.Thread(target=ask)
+        asks.start()
+        points.reached(point)
+        os.kill(follower, number)
+        assert_handed_back(streams, said)
+        asks.join(60)
+        assert told and not isinstance(told[0], RolloutTimeout), told
+    assert ended(worker) == FAULT and is_gone(follower)
 
 
 # --- start and end ----------------------------------------------------------------------------------------------------

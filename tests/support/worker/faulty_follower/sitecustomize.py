@@ -6,7 +6,9 @@ write `POINT.reached` and wait until the file is gone:
     load       while the model is loaded
     order      on the main thread, before an order is carried out
     prefill, decode      on the compute stream, at the beginning of such a step
-    prepare    in the thread of updates
+    piece, prepare       in the thread of updates
+    adapter    in the thread of adapters, before one is mapped
+    memory     on the main thread, before what a sleep does with the memory
     swap       on the main thread, at the order to swap
 
 `busy` makes a step compute for some seconds, on the compute stream.
@@ -27,6 +29,8 @@ _BUSY_S = 9.0
 def _install(folder: Path) -> None:
     from rollout.engine.step.execute import Executor
     from rollout.ranks import follower
+    from rollout.ranks.adapters import AdapterCopies
+    from rollout.ranks.copies import FollowerCopies
     from rollout.ranks.follower_updates import FollowerUpdates
 
     def stand_at(point: str) -> None:
@@ -59,6 +63,9 @@ def _install(folder: Path) -> None:
     before(follower.Follower, "_carry_out", lambda *args: stand_at("order"))
     before(follower.Follower, "_begin_swap", lambda *args: stand_at("swap"))
     before(FollowerUpdates, "_prepare", lambda *args: stand_at("prepare"))
+    before(FollowerUpdates, "_keep", lambda *args: stand_at("piece"))
+    before(AdapterCopies, "_prepare", lambda *args: stand_at("adapter"))
+    before(FollowerCopies, "_change_memory", lambda *args: stand_at("memory"))
 
 
 if "rollout.ranks.entry" in sys.orig_argv:
