@@ -193,7 +193,7 @@ class EngineSettings(_Section):
         0.0,
         ge=0.0,
         description="pinned host memory for the KV of preempted sequences and of all sequences in a sleep of level 1, "
-        "GiB; 0: their KV is computed again",
+        "GiB, of which the ranks of tensor_parallel have equal parts; 0: their KV is computed again",
     )
     host_kv_piece_mib: float = Field(
         32.0,

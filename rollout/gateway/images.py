@@ -60,12 +60,8 @@ class Images:
         token_id = json.loads((folder / "config.json").read_text()).get("image_token_id")
         if type(token_id) is not int:
             return None
-        from transformers import AutoImageProcessor
-
         try:
-            processor = AutoImageProcessor.from_pretrained(
-                str(folder), trust_remote_code=False, local_files_only=True, backend="pil"
-            )
+            processor = _pillow_processor(folder)
         # transformers raises errors of many types for broken files.
         except Exception as error:
             reason = f"{type(error).__name__}: {error!s:.300}"
@@ -169,3 +165,16 @@ class Images:
             return path.read_bytes()
         except (OSError, ValueError, RuntimeError):  # no URL, links in a circle, a name with a null
             raise bad_request("the file cannot be read", field) from None
+
+
+def _pillow_processor(folder: Path) -> Any:
+    """The image processor of a folder, by Pillow: transformers' automatic class may ask for torchvision."""
+    import transformers
+
+    kind = json.loads((folder / "preprocessor_config.json").read_text()).get("image_processor_type")
+    by_pillow = getattr(transformers, f"{str(kind).removesuffix('Fast')}Pil", None)
+    if by_pillow is not None:
+        return by_pillow.from_pretrained(str(folder), local_files_only=True)
+    return transformers.AutoImageProcessor.from_pretrained(
+        str(folder), trust_remote_code=False, local_files_only=True, backend="pil"
+    )

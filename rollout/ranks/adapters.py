@@ -230,6 +230,8 @@ class AdapterCopies:
             return self._known[number][0]
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
         while True:
             self._work.get()()
 

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.staging import register, unregister
+from rollout.weights.staging import Pins
 
 #: Bytes of the memory, if two pieces fit.
 RELAY_BYTES = 256 << 20
@@ -176,19 +176,18 @@ class RelayMemory:
 
 
 class PinnedView:
-    """Shared memory as a tensor, registered with CUDA so that a GPU copies from it at full speed."""
+    """Shared memory as a tensor, pinned with CUDA so that a GPU copies from it at full speed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._pins = Pins() if device.type == "cuda" else None
         self._map: mmap.mmap | None = None
         self._tensor = torch.empty(0, dtype=torch.uint8)
 
     def of(self, memory: mmap.mmap) -> torch.Tensor:
         """The memory, uint8; the tensor of a smaller map is not used any more."""
         if memory is not self._map:
-            if self._cuda and self._map is not None:
-                unregister(self._tensor)
             self._map, self._tensor = memory, torch.frombuffer(memory, dtype=torch.uint8)
-            if self._cuda:
-                register(self._tensor)
+            if self._pins is not None:
+                self._pins.free()
+                self._pins.add(self._tensor)
         return self._tensor

@@ -28,7 +28,7 @@ import torch
 from rollout.models.cut import Cut, CutView
 from rollout.weights.destination import check_equal, entries_within
 from rollout.weights.parameter_map import Fit
-from rollout.weights.staging import Allocate, Copy, parameter_bytes, register, takes_device, unregister
+from rollout.weights.staging import Allocate, Copy, Pins, parameter_bytes, takes_device
 from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, rows_within
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry
@@ -266,7 +266,7 @@ class ShardStaging:
 
     def _block(self, kept: _Kept) -> torch.Tensor:
         """The memory of a tensor, at whose byte `kept.at` it begins."""
-        self._host.pin(kept.block, self._blocks[kept.block])
+        self._host.pin(self._blocks[kept.block])
         return self._blocks[kept.block]
 
     def _cut(self, kept: _Kept, lo: int, hi: int, piece: torch.Tensor) -> None:
@@ -362,30 +362,23 @@ class HostBlocks:
     """Blocks of host memory, uint8. Each is pinned, if wanted, when its first bytes come."""
 
     def __init__(self, pinned: bool) -> None:
-        self._wants_pins = pinned
-        self._pinned: set[int] = set()
+        self._pins = Pins() if pinned else None
         self.blocks: list[torch.Tensor] = []
 
     def reserve(self, sizes: list[int]) -> list[torch.Tensor]:
         """Blocks of at least these sizes; blocks of before are not used any more."""
         there = [block.numel() for block in self.blocks[: len(sizes)]]
         if len(there) < len(sizes) or any(have < size for have, size in zip(there, sizes, strict=True)):
-            self.free()
+            if self._pins is not None:
+                self._pins.free()
+            self.blocks = []  # free them first
             self.blocks = [_pages(size) for size in sizes]
         return self.blocks
 
-    def pin(self, index: int, block: torch.Tensor) -> None:
+    def pin(self, block: torch.Tensor) -> None:
         """Pin one of the blocks, if it is not yet."""
-        if self._wants_pins and index not in self._pinned and not block.is_cuda:
-            register(block)
-            self._pinned.add(index)
-
-    def free(self) -> None:
-        """Give all memory back."""
-        for index in self._pinned:
-            unregister(self.blocks[index])
-        self._pinned.clear()
-        self.blocks = []
+        if self._pins is not None and not block.is_cuda:
+            self._pins.add(block)
 
 
 def _pages(nbytes: int) -> torch.Tensor:

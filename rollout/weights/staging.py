@@ -14,14 +14,17 @@ Invariants:
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 
 from rollout.weights.parameter_map import Fit
+from trainer_bridge.transports.cuda_ipc import runtime_path
 from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.manifest import Manifest
 
@@ -55,16 +58,47 @@ def takes_device(nbytes: int, device: torch.device, staging: Literal["auto", "de
     return staging == "device" or (staging == "auto" and nbytes <= SHADOW_SHARE * free_bytes)
 
 
-def register(memory: torch.Tensor) -> None:
-    """Pin host memory that torch did not allocate. If CUDA refuses, it stays pageable, from which copies are slower."""
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(status):
-        _log.warning("%d bytes for updates of the weights cannot be pinned: CUDA error %d", memory.numel(), int(status))
+class Pins:
+    """Host memory that torch did not allocate, pinned with CUDA until `free`, or until this object is collected.
+
+    Memory must be unpinned before it is unmapped: else CUDA takes what is mapped there next for pinned.
+    """
+
+    def __init__(self) -> None:
+        self._pinned: dict[int, torch.Tensor] = {}  # by address
+        self._refused: set[int] = set()
+        # Not at the end of the process, whose CUDA may be gone by then.
+        weakref.finalize(self, _unpin, self._pinned).atexit = False
+
+    def add(self, memory: torch.Tensor) -> None:
+        """Pin memory, if it is not yet. If CUDA refuses, it stays pageable, from which copies are slower."""
+        address = memory.data_ptr()
+        if address in self._pinned or address in self._refused:
+            return
+        status = int(torch.cuda.cudart().cudaHostRegister(address, memory.numel(), 0))
+        if not status:
+            self._pinned[address] = memory
+        else:
+            self._refused.add(address)
+            _forget_last_error()
+            _log.warning("%d bytes for updates of the weights cannot be pinned: CUDA error %d", memory.numel(), status)
+
+    def free(self) -> None:
+        """Unpin all of it."""
+        _unpin(self._pinned)
+        self._refused.clear()
 
 
-def unregister(memory: torch.Tensor) -> None:
-    """Undo `register`; the memory can then be freed."""
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+def _unpin(pinned: dict[int, torch.Tensor]) -> None:
+    for address in pinned:
+        if int(torch.cuda.cudart().cudaHostUnregister(address)):
+            _forget_last_error()
+    pinned.clear()
+
+
+def _forget_last_error() -> None:
+    """Or torch would report it after its next kernel."""
+    ctypes.CDLL(runtime_path()).cudaGetLastError()
 
 
 def plan_copies(manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], stream: torch.Tensor) -> list[Copy]:

@@ -207,7 +207,7 @@ def test_pictures_that_do_not_fit_the_prompt_are_refused(served: Any) -> None:
 @pytest.fixture
 def source(tmp_path: Path) -> ProcessorSource:
     make_vision_checkpoint("Qwen3-VL", tmp_path / "model")
-    return ProcessorSource(str(tmp_path / "model"), False, verl_vision.NAME)
+    return ProcessorSource(str(tmp_path / "model"), verl_vision.NAME)
 
 
 def test_a_picture_is_processed_once_while_it_is_kept(source: ProcessorSource) -> None:

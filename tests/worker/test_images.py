@@ -146,6 +146,7 @@ def test_updates_with_and_without_the_tower(served: tuple[WorkerProcess, list[An
     assert_idle(worker)
 
 
+@pytest.mark.nightly
 def test_completions_outlive_their_worker_and_their_trainer(
     served: tuple[WorkerProcess, list[Any]], tmp_path: Path
 ) -> None:

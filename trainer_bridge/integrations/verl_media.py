@@ -61,10 +61,9 @@ class _Processed:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSource:
-    """Where a model's processor is, as in verl's configuration of the model."""
+    """Where a model's processor is, as in verl's configuration of the model; code of the folder is never run."""
 
     folder: str
-    trust_remote_code: bool
     external_lib: Any  # modules that verl imports before it loads a model
 
     @classmethod
@@ -72,7 +71,7 @@ class ProcessorSource:
         """The source of the processor of verl's `model_config`."""
         names = ("local_tokenizer_path", "tokenizer_path", "local_path", "path")
         folder = next(value for value in map(config.get, names) if value)
-        return cls(folder, bool(config.get("trust_remote_code")), config.get("external_lib"))
+        return cls(folder, config.get("external_lib"))
 
 
 class MediaProcessor:
@@ -80,7 +79,7 @@ class MediaProcessor:
 
     def __init__(self, source: ProcessorSource, most_bytes: int = _MOST_BYTES) -> None:
         import_external_libs(source.external_lib)
-        self._processor = hf_processor(source.folder, trust_remote_code=source.trust_remote_code)
+        self._processor = hf_processor(source.folder)
         merge = getattr(getattr(self._processor, "image_processor", None), "merge_size", None)
         if merge is None:
             raise ValueError(

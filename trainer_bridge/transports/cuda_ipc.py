@@ -76,7 +76,7 @@ class CudaIpcMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._library = ctypes.CDLL(_runtime_path())
+        self._library = ctypes.CDLL(runtime_path())
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], until `free`."""
@@ -160,7 +160,7 @@ class _CudaBytes:
         }
 
 
-def _runtime_path() -> str:
+def runtime_path() -> str:
     """The path of the CUDA runtime that this process has loaded. Raises OSError if it has loaded none."""
     torch.cuda.init()
     found = _LIBRARY.search(Path("/proc/self/maps").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from rollout.models.cut import Cut, CutView
 from rollout.weights.parameter_map import Fit
 from rollout.weights.shard_staging import ShardStaging
+from rollout.weights.staging import Pins
 from tests.support.bridge.harness import TinyModel, new_tensors
 from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.worker.harness import check, launch, tensors
@@ -76,6 +78,24 @@ def test_large_tensors_are_cut_on_their_way(staging: str, source: str) -> None:
             kept_part = view.kept_part if isinstance(view, CutView) else view
             assert torch.equal(kept_part, part), name
             kept_part.zero_()
+
+
+def test_memory_is_pinned_until_it_is_collected_and_a_refusal_is_no_error_of_later_kernels() -> None:
+    pages = torch.frombuffer(mmap.mmap(-1, 3000), dtype=torch.uint8)  # no whole number of pages
+    pins = Pins()
+    for _ in range(2):
+        pins.add(pages)
+        assert pages.is_pinned()
+    again = Pins()
+    again.add(pages)  # CUDA refuses what is pinned already
+    assert torch.ones(8, device="cuda").sum().item() == 8
+    del again
+    assert pages.is_pinned()
+    del pins
+    assert not pages.is_pinned()
+    once_more = Pins()
+    once_more.add(pages)
+    assert pages.is_pinned()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

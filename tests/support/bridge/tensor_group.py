@@ -119,7 +119,8 @@ class GroupWorker(Worker):
             kept = ShardStaging(parameters.views, staging, block_bytes=block_bytes)
             if settings.get("apply") == "in_place":
                 kept = ShardInPlace(parameters.views)
-            memories = (self.relayed, manifest, self.reports, number)
+            relayed = SharedMemory(self.relayed.descriptor)  # a map of its own, as in a process of its own
+            memories = (relayed, manifest, self.reports, number)
             updates = FollowerUpdates(parameters, kept, *memories, peers[1 + number] if peers else None)
             reader = RingReader(ring, eventfd, lambda at, me=number: self.reports.set(me, "position", at))  # type: ignore[misc]
             follow = threading.Thread(target=self._follow, args=(reader, updates, number), daemon=True)

@@ -58,11 +58,16 @@ def drafting(
 
 
 def replayed_guesses(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq[int]], wrong: float, seed: int = 0):
-    """Have the draft model guess recorded tokens, by the seed of their row, each wrong with probability `wrong`."""
+    """Have the draft model guess recorded tokens, by the seed of their row, each wrong with probability `wrong`.
+
+    The host puts them into the row state, so on a GPU steps must not be captured to guess.
+    """
     rng, guess = random.Random(seed), HeadDrafts.guess
 
     def replay(self, count, *how):
         guess(self, count, *how)
+        if self.positions_B.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # at start-up
         vocab = self._head.vocab
         for row in self._rows_R[:count].tolist():
             ints = self.rows.ints[row]

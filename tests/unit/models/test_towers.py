@@ -134,10 +134,10 @@ def test_models_without_a_tower_that_is_served_are_refused(tmp_path: Path) -> No
             load(tmp_path / "text", model_impl=impl)
 
 
-def test_a_model_with_a_tower_is_not_cut(tmp_path: Path) -> None:
+def test_every_shard_has_the_whole_tower(tmp_path: Path) -> None:
     make_model("Qwen3-VL", tmp_path)
-    with pytest.raises(ValueError, match="images = false"):
-        shard_spec(load(tmp_path).spec, 0, 2)
+    spec = load(tmp_path).spec
+    assert [shard_spec(spec, rank, 2).tower for rank in range(2)] == [spec.tower] * 2
 
 
 @pytest.mark.parametrize("name", ["Qwen3-VL", "Qwen2.5-VL"])
