@@ -156,7 +156,7 @@ def assert_answered(late: Stream) -> None:
 # --- the work of a worker that serves ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "said"), KILL_AND_STOP)
+@pytest.mark.parametrize(("number", "said"), [KILL_AND_STOP[0], NIGHTLY[1]])
 def test_a_follower_that_is_lost_in_decodes_ends_the_group_with_all_tokens_handed_back(
     start: Callable[..., WorkerProcess], number: signal.Signals, said: str
 ) -> None:
