@@ -163,6 +163,72 @@ def test_guesses_are_truncated_like_draws(drafted, monkeypatch):
     assert found[0] == found[1] and len(found[0]) > 10
 
 
+def changed_logits(logits_1V, ints, known, sampling, stop, index):
+    """Logits of a draw as the rules of a request change them, written on its own."""
+    logits = logits_1V[0].double().clone()
+    prompt, drawn = known[: ints[PROMPT]], known[ints[PROMPT] :]
+    for token, value in sampling.get("logit_bias", ()):
+        logits[token] += value
+    penalty = sampling.get("repetition_penalty", 1.0)
+    for token in {*prompt, *drawn}:
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    for token in set(drawn):
+        logits[token] -= sampling.get("presence_penalty", 0.0)
+        logits[token] -= sampling.get("frequency_penalty", 0.0) * drawn.count(token)
+    if index < stop.get("min_tokens", 0):
+        logits[list(stop["token_ids"])] = -torch.inf
+    return logits.float()[None]
+
+
+@pytest.mark.parametrize("kernels", [False, *nightly(True)])
+def test_guesses_heed_penalties_biases_and_bans(folders, hf_models, head, monkeypatch, kernels):
+    """The counts of penalties go on with the guesses, and the rules of one row leave the others alone."""
+    if kernels:
+        by_kernels(monkeypatch)
+        costs(monkeypatch, {1: 1.0}, {1: 1.0})
+    config, tensors, _ = head
+    ids = tensors["d2t"] + torch.arange(60) if "d2t" in tensors else torch.arange(VOCAB)
+    often, stops = tuple(ids[:25].tolist()), tuple(ids[:40:3].tolist())
+    rules = {
+        11: {"temperature": 0.0, "repetition_penalty": 1.8, "presence_penalty": 1.5, "frequency_penalty": 1.0},
+        12: {"temperature": 1.0, "logit_bias": tuple((token, 6.0) for token in often)},
+        13: {"temperature": 0.9, "frequency_penalty": 2.0, "logit_bias": ((often[3], 4.0),)},
+        14: {"temperature": 1.0},
+        15: {"temperature": 0.0},
+    }
+    stop = {seed: {"token_ids": stops, "min_tokens": 30} if seed in (12, 14) else {} for seed in rules}
+    bench = Bench(load(folders[0], draft=head[2]), **HEADS)
+    seen = watch_guesses(monkeypatch)
+    prompts = {seed: prompt_of(5 + seed % 4, seed) for seed in rules}
+    for seed, sampling in rules.items():
+        length = 8 if kernels else 20
+        bench.submit(f"r{seed}", prompts[seed], length, sampling={**sampling, "seed": seed}, stop=stop[seed])
+    bench.run()
+    bench.close()
+    of_row = {bench.completions[f"r{seed}", 0].seed: seed for seed in prompts}
+    checked, changed = 0, set()
+    for ints, floats, guesses in seen:
+        seed = of_row[ints[SEED]]
+        known = prompts[seed] + bench.tokens(f"r{seed}")
+        if ints[LENGTH] + 1 + len(guesses) > len(known):
+            continue  # it has ended
+        known = known[: ints[LENGTH] + 1]
+
+        def draw(logits_1V, index, ints=ints, floats=floats, known=known, guesses=guesses, seed=seed):
+            at = len(known) + index - ints[PROMPT]
+            noise_1V = floats[NOISE] * gumbel_noise(torch.tensor([ints[SEED]]), torch.tensor([at]), VOCAB)
+            ruled_1V = changed_logits(logits_1V, ints, known + guesses[:index], rules[seed], stop[seed], at)
+            token, plain = (
+                int((each / floats[TEMPERATURE] + noise_1V).argmax()) for each in (ruled_1V, logits_1V)
+            )
+            changed.update({seed} if token != plain else ())
+            return token
+
+        assert guesses == reference_guesses(hf_models[0], head, known, len(guesses), draw)
+        checked += 1
+    assert checked > (8 if kernels else 40) and changed >= {11, 12, 14} and 15 not in changed
+
+
 # --- what it does not change -----------------------------------------------------------------------------------------
 
 
