@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 
 import pytest
 import torch
@@ -21,12 +22,15 @@ from rollout.engine.step.sampler import Sampler
 from tests.engine.step.test_verify import accept_by_kernel, set_up_by_kernel
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import (
+    BAD,
     RULES,
     STOP,
     FixedCosts,
+    FragileCycle,
     adapted,
     assert_same,
     submit_all,
+    submit_constrained,
     submit_free,
     submit_six,
 )
@@ -392,6 +396,56 @@ def test_rows_with_adapters_and_turns_of_known_prompts_guess_too(folders, drafte
         each.close()
     assert_same(bench, plain)
     assert bench.engine.roster.counters.drafted > 300
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rows_with_a_constraint_guess_too(folders, drafted, monkeypatch, depth):
+    """Masks follow right guesses, so steps are saved; wrong ones and those that no mask allows are refused."""
+    plain = Bench(load(folders[0]))
+    submit_constrained(plain)
+    plain.submit("a", prompt_of(9), 61, sampling={**SAMPLED, "seed": 70}, constraint=Cycle([X, Y, SIZE]))
+    plain.run()
+    plain.close()
+    right = completions_by_seed(plain)
+    for wrong in (0.0, 0.3):
+        with monkeypatch.context() as patched:
+            replayed_guesses(patched, right, wrong)
+            bench = Bench(drafted, **HEADS, pipeline_depth=depth)
+            bench.submit("a", prompt_of(9), 61, sampling={**SAMPLED, "seed": 70}, constraint=Cycle([X, Y, SIZE]))
+            run_watched(bench)
+            assert bench.tokens("a") == plain.tokens("a")
+            assert wrong or bench.engine.roster.counters.decode_rows == 15
+            submit_constrained(bench)
+            run_watched(bench)
+            bench.close()
+            assert_same(bench, plain)
+            counters = bench.engine.roster.counters
+            assert counters.accepted > 100 and (not wrong or counters.accepted < counters.drafted)
+
+
+@pytest.mark.parametrize("how", ["raise", "nothing", *nightly("hang")])
+def test_a_constraint_that_fails_along_guesses_changes_no_completion(folders, drafted, monkeypatch, how):
+    def run(bench: Bench, how: str) -> Bench:
+        constraint = FragileCycle(how)
+        timer = threading.Timer(20, constraint.let_go.set)
+        timer.start()
+        for i in range(1 if how == "hang" else 4):
+            bench.submit(f"r{i}", prompt_of(9, i), 60, sampling={**SAMPLED, "seed": i}, constraint=constraint)
+        bench.run()
+        timer.cancel()
+        constraint.let_go.set()
+        bench.close()
+        return bench
+
+    paths = completions_by_seed(run(Bench(load(folders[0]), mask_s=0.4), ""))
+    for path in paths.values():
+        path[6::2] = [BAD] * len(path[6::2])
+    plain = run(Bench(load(folders[0]), mask_s=0.4), how)
+    replayed_guesses(monkeypatch, paths, 0.0)
+    bench = run(Bench(drafted, **HEADS, mask_s=0.4), how)
+    assert_same(bench, plain)
+    counters = bench.engine.roster.counters
+    assert counters.drafted > counters.accepted > 0
 
 
 # --- only where it pays ----------------------------------------------------------------------------------------------

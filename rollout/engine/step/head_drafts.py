@@ -4,7 +4,8 @@
                                                                       -> row state: guesses
     next step                                      set_up: drafts = guesses | forward | draw | accept | ...
 
-Everything runs on the compute stream, so the next step verifies guesses that the host has never seen.
+Everything runs on the compute stream, so the next step verifies guesses that the host has never seen. It sees only those
+of rows with a constraint, with the tokens of the step that made them: their masks wait for these tokens anyway.
 
     read    all tokens of the step, at their positions: hidden states of the target, and the token that follows each.
             After a refused draft that token is a wrong one; the position is read again by the step that computes it.
@@ -107,8 +108,8 @@ class HeadDrafts:
         accepted_B: torch.Tensor,
         kv: KVCache,
         graphs: HeadGraphs | None = None,
-    ) -> None:
-        """Read a step whose tokens are drawn, and guess.
+    ) -> torch.Tensor | None:
+        """Read a step whose tokens are drawn, and guess. Returns the rows that have guesses, in the order of the step.
 
         `accepted_B` (int32) are accepted drafts by place, 0 for all places without; read in steps with drafts.
         """
@@ -119,21 +120,22 @@ class HeadDrafts:
             (batch, hidden_TF), self._prefill = self._prefill, None
             hidden_TH = self._forward(self._following(step, output_4R), hidden_TF, batch, kv)
             if not header.draws:
-                return
+                return None
             rows_R, at_R = step["sampled_rows"], self._places_R[: header.draws]
             self._hidden_BH[: header.draws] = hidden_TH.index_select(0, step["sampled_at"])
         if header.guesses == 0:
-            return
+            return None
         assert header.guesses == self.most
         count, features = len(rows_R), Feature(header.features) & _HEEDED
         size = None if graphs is None or features & _NOT_CAPTURED else graphs.guess_size(count)
         self._rows_R[:count], self._at_R[:count] = rows_R, at_R
         if graphs is None or size is None:
             self.guess(count, header.max_context, features, kv)
-            return
+            return rows_R
         if size > count:
             self._rows_R[count:size].zero_()
         graphs.guess[size]()
+        return rows_R
 
     # --- what can be captured -----------------------------------------------------------------------------------------
 
