@@ -84,7 +84,7 @@ class DeviceProgress:
         return self._done
 
     def lost_rank(self) -> int | None:
-        """The rank for which a kernel of this device has waited in vain; None if there is none. One call late."""
+        """The rank for which a kernel of this device waited in vain, or None; as of the last call."""
         if self._peers is None:
             return None
         if self._copy is None:
@@ -103,7 +103,7 @@ class _FlagCopy:
         self._begin()
 
     def turn(self) -> int | None:
-        """The rank that the last finished copy tells of; begins the next copy."""
+        """The rank in the last finished copy, or None; begins the next copy."""
         if not self._copied.query():
             return None
         fault = int(self._host)

@@ -17,7 +17,7 @@ def compiling() -> int:
 
 
 def watch_compilations() -> None:
-    """Have Triton tell of its compilations from now on. No-op without Triton."""
+    """Count the running compilations of Triton from now on. No-op without Triton."""
     if importlib.util.find_spec("triton") is None:
         return
     from triton import knobs

@@ -93,26 +93,13 @@ def _killed_s(args: argparse.Namespace, worker: WorkerProcess) -> float:
     with RolloutClient(worker.endpoint, timeout_s=60) as client:
         stream = client.generate([5, 6, 7], stream="tokens", max_tokens=args.new, stream_every=1, **_WHOLE)
         next(stream)
-        followers = _followers(worker.pid)
-        assert followers, "the worker has no followers"
-        os.kill(followers[0], signal.SIGKILL)
+        os.kill(client.status()["ranks"][1]["pid"], signal.SIGKILL)
         began_s = time.monotonic()
         for _ in stream:
             pass
         (completion,) = stream.result.completions
         assert completion.finish_reason == "error", completion
         return time.monotonic() - began_s
-
-
-def _followers(pid: int) -> list[int]:
-    """The processes of the other ranks of a worker."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (folder / "cmdline").exists():
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"rollout.ranks.follower" in (folder / "cmdline").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
 
 
 if __name__ == "__main__":

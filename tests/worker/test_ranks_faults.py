@@ -116,7 +116,7 @@ def ended(worker: WorkerProcess) -> int:
 
 
 def streams_of(client: RolloutClient, least: int = 16) -> list[Stream]:
-    """Two streams that have received so many tokens."""
+    """Two streams, each of which has received `least` tokens or more."""
     streams = [client.generate(prompt, **LONG) for prompt in PROMPTS]
     for stream in streams:
         read(stream, least)
@@ -124,7 +124,7 @@ def streams_of(client: RolloutClient, least: int = 16) -> list[Stream]:
 
 
 def read(stream: Stream, tokens: int) -> None:
-    """Receive so many more tokens of the stream's only completion."""
+    """Receive at least `tokens` more tokens of the only completion of a stream."""
     next(stream)
     until_tokens = len(stream.partials()[0].token_ids) + tokens
     while len(stream.partials()[0].token_ids) < until_tokens:
@@ -156,7 +156,7 @@ def assert_answered(late: Stream) -> None:
 # --- the work of a worker that serves ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "said"), KILL_AND_STOP)
+@pytest.mark.parametrize(("number", "said"), [KILL_AND_STOP[0], NIGHTLY[1]])
 def test_a_follower_that_is_lost_in_decodes_ends_the_group_with_all_tokens_handed_back(
     start: Callable[..., WorkerProcess], number: signal.Signals, said: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from rollout_kernels.parallel.peer_buffers import PeerBuffers
 
 from rollout.engine.device.streams import CpuDevice, Stream
 from rollout.engine.step.slot import Slot
+from rollout.engine.step_output import StepOutput
 from rollout.ranks.beat import DeviceProgress
+from rollout.ranks.orders import Orders
+from rollout.ranks.reports import Reports
+from rollout.ranks.ring import RingWriter, SharedMemory
 from tests.support.worker.harness import until
 
 DEVICE = CpuDevice()
@@ -54,3 +59,19 @@ def test_the_flag_of_the_peer_buffers_tells_the_rank_that_is_missing() -> None:
     peers.fault[0] = 1 + 3
     assert until(progress.lost_rank, "the flag") == 3
     assert DeviceProgress(DEVICE, [], None).lost_rank() is None
+
+
+class LostError(RuntimeError):
+    """A rank is lost."""
+
+
+@pytest.mark.parametrize(("logprobs", "asks"), [([-0.5, -1e9, float("-inf")], False), ([-0.5, float("nan")], True)])
+def test_log_probs_that_are_nan_make_rank_0_ask_the_others(logprobs: list[float], asks: bool) -> None:
+    def settle() -> None:
+        raise LostError
+
+    reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1)
+    ring = RingWriter(SharedMemory.create("ring", 4096), [], lambda: [0], 1.0)
+    output = StepOutput([1] * len(logprobs), logprobs, logprobs, logprobs)
+    with pytest.raises(LostError) if asks else nullcontext():
+        Orders(ring, 0, reports, settle).confirm(output)
