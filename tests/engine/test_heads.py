@@ -222,9 +222,7 @@ def test_guesses_heed_penalties_biases_and_bans(folders, hf_models, head, monkey
             at = len(known) + index - ints[PROMPT]
             noise_1V = floats[NOISE] * gumbel_noise(torch.tensor([ints[SEED]]), torch.tensor([at]), VOCAB)
             ruled_1V = changed_logits(logits_1V, ints, known + guesses[:index], rules[seed], stop[seed], at)
-            token, plain = (
-                int((each / floats[TEMPERATURE] + noise_1V).argmax()) for each in (ruled_1V, logits_1V)
-            )
+            token, plain = (int((each / floats[TEMPERATURE] + noise_1V).argmax()) for each in (ruled_1V, logits_1V))
             changed.update({seed} if token != plain else ())
             return token
 

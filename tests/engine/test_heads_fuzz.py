@@ -197,9 +197,7 @@ def disturbed(
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 40))])
-def test_whatever_happens_completions_stay_as_without_drafts(
-    folders, hf_models, tmp_path_factory, monkeypatch, seed
-):
+def test_whatever_happens_completions_stay_as_without_drafts(folders, hf_models, tmp_path_factory, monkeypatch, seed):
     """Sessions, known tokens, scores of prompts, early ends; updates, sleeps and pauses in the middle."""
     config = head_config(hf_models[0].config, 60 if seed % 2 else None)
     head = save_head(tmp_path_factory.mktemp("head"), config, random_head(config, seed))

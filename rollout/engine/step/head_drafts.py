@@ -4,14 +4,14 @@
                                                                       -> row state: guesses
     next step                                      set_up: drafts = guesses | forward | draw | accept | ...
 
-Everything runs on the compute stream, so the next step verifies guesses that the host has never seen. It sees only those
-of rows with a constraint, with the tokens of the step that made them: their masks wait for these tokens anyway.
+Everything runs on the compute stream, so the next step verifies guesses that the host has never seen. If a step has
+rows with a constraint, its guesses come to the host with its tokens: the next masks wait for these anyway.
 
     read    all tokens of the step, at their positions: hidden states of the target, and the token that follows each.
             After a refused draft that token is a wrong one; the position is read again by the step that computes it.
-    guess   from the last position of each row: the token that the row would draw from the draft model's logits: with its
-            own noise at that position, temperature, truncation, penalties, biases and bans; the best one for rows that
-            take the best. So it is the token that the row draws wherever both models agree well enough.
+    guess   from the last position of each row: the token that the row would draw from the draft model's logits, with
+            its own noise at that position, temperature, truncation, penalties, biases and bans; the best one for rows
+            that take the best. So it is the token that the row draws wherever both models agree well enough.
 
 Where the KV of the draft model is missing or from other tokens, such as at the end of a shared page, guesses are worse.
 
