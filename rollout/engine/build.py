@@ -262,7 +262,8 @@ def _build_steps(site: _Site, lasting: _Lasting | None, progress: Progress | Non
     speculates = engine.draft_rows > 0
     peers = model.group.peers if isinstance(model, Decoder) else None
     fault = None if peers is None else peers.fault
-    slots = [Slot(device, words, engine.step_rows, vocab, chunk, routing, speculates, fault) for _ in range(_SLOTS)]
+    more = chunk, routing, speculates, fault, guesses
+    slots = [Slot(device, words, engine.step_rows, vocab, *more) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
     executor, costs = _build_executor(site, rows, adapters, states, encoder, slots, lasting, progress)
     return _Steps(executor, costs, slots, routing, context, chunk, prompt_words)

@@ -2,11 +2,13 @@
 
     python -m scripts.check.shadow_acceptance rollouts.jsonl --k 1 3 7 --cost 8:0:4.1 --cost 8:3:4.3
 
-Drafts are accepted only where they equal the token that was drawn, so finished completions say what any drafter would
-have had accepted. The script plays them again: all completions of a group begin together, each step gives every
-unfinished one its accepted drafts and one token more, and the drafter is the engine's own. It sees the prompt, the row
-itself, the other completions of the group as they grow, and earlier completions of the same prompt in the order of the
-input.
+Drafts are accepted only where they equal the token that was drawn, so finished completions say what suffix matching
+would have had accepted. Guesses of a draft model depend on hidden states, which no completion has: a worker with
+`speculation = auto` measures them.
+
+The script plays completions again: all completions of a group begin together, each step gives every unfinished one its
+accepted drafts and one token more, and the drafter is the engine's own. It sees the prompt, the row itself, the other
+completions of the group as they grow, and earlier completions of the same prompt in the order of the input.
 
 Input, one or more of:
     a journal     of a client (`RolloutClient(journal=...)`), while no client has it open

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 
 import pytest
 import torch
@@ -21,12 +22,15 @@ from rollout.engine.step.sampler import Sampler
 from tests.engine.step.test_verify import accept_by_kernel, set_up_by_kernel
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import (
+    BAD,
     RULES,
     STOP,
     FixedCosts,
+    FragileCycle,
     adapted,
     assert_same,
     submit_all,
+    submit_constrained,
     submit_free,
     submit_six,
 )
@@ -161,6 +165,70 @@ def test_guesses_are_truncated_like_draws(drafted, monkeypatch):
         bench.close()
         found.append([guesses for *_, guesses in seen])
     assert found[0] == found[1] and len(found[0]) > 10
+
+
+def changed_logits(logits_1V, ints, known, sampling, stop, index):
+    """Logits of a draw as the rules of a request change them, written on its own."""
+    logits = logits_1V[0].double().clone()
+    prompt, drawn = known[: ints[PROMPT]], known[ints[PROMPT] :]
+    for token, value in sampling.get("logit_bias", ()):
+        logits[token] += value
+    penalty = sampling.get("repetition_penalty", 1.0)
+    for token in {*prompt, *drawn}:
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    for token in set(drawn):
+        logits[token] -= sampling.get("presence_penalty", 0.0)
+        logits[token] -= sampling.get("frequency_penalty", 0.0) * drawn.count(token)
+    if index < stop.get("min_tokens", 0):
+        logits[list(stop["token_ids"])] = -torch.inf
+    return logits.float()[None]
+
+
+@pytest.mark.parametrize("kernels", [False, *nightly(True)])
+def test_guesses_heed_penalties_biases_and_bans(folders, hf_models, head, monkeypatch, kernels):
+    """The counts of penalties go on with the guesses, and the rules of one row leave the others alone."""
+    if kernels:
+        by_kernels(monkeypatch)
+        costs(monkeypatch, {1: 1.0}, {1: 1.0})
+    config, tensors, _ = head
+    ids = tensors["d2t"] + torch.arange(60) if "d2t" in tensors else torch.arange(VOCAB)
+    often, stops = tuple(ids[:25].tolist()), tuple(ids[:40:3].tolist())
+    rules = {
+        11: {"temperature": 0.0, "repetition_penalty": 1.8, "presence_penalty": 1.5, "frequency_penalty": 1.0},
+        12: {"temperature": 1.0, "logit_bias": tuple((token, 6.0) for token in often)},
+        13: {"temperature": 0.9, "frequency_penalty": 2.0, "logit_bias": ((often[3], 4.0),)},
+        14: {"temperature": 1.0},
+        15: {"temperature": 0.0},
+    }
+    stop = {seed: {"token_ids": stops, "min_tokens": 30} if seed in (12, 14) else {} for seed in rules}
+    bench = Bench(load(folders[0], draft=head[2]), **HEADS)
+    seen = watch_guesses(monkeypatch)
+    prompts = {seed: prompt_of(5 + seed % 4, seed) for seed in rules}
+    for seed, sampling in rules.items():
+        length = 8 if kernels else 20
+        bench.submit(f"r{seed}", prompts[seed], length, sampling={**sampling, "seed": seed}, stop=stop[seed])
+    bench.run()
+    bench.close()
+    of_row = {bench.completions[f"r{seed}", 0].seed: seed for seed in prompts}
+    checked, changed = 0, set()
+    for ints, floats, guesses in seen:
+        seed = of_row[ints[SEED]]
+        known = prompts[seed] + bench.tokens(f"r{seed}")
+        if ints[LENGTH] + 1 + len(guesses) > len(known):
+            continue  # it has ended
+        known = known[: ints[LENGTH] + 1]
+
+        def draw(logits_1V, index, ints=ints, floats=floats, known=known, guesses=guesses, seed=seed):
+            at = len(known) + index - ints[PROMPT]
+            noise_1V = floats[NOISE] * gumbel_noise(torch.tensor([ints[SEED]]), torch.tensor([at]), VOCAB)
+            ruled_1V = changed_logits(logits_1V, ints, known + guesses[:index], rules[seed], stop[seed], at)
+            token, plain = (int((each / floats[TEMPERATURE] + noise_1V).argmax()) for each in (ruled_1V, logits_1V))
+            changed.update({seed} if token != plain else ())
+            return token
+
+        assert guesses == reference_guesses(hf_models[0], head, known, len(guesses), draw)
+        checked += 1
+    assert checked > (8 if kernels else 40) and changed >= {11, 12, 14} and 15 not in changed
 
 
 # --- what it does not change -----------------------------------------------------------------------------------------
@@ -326,6 +394,56 @@ def test_rows_with_adapters_and_turns_of_known_prompts_guess_too(folders, drafte
         each.close()
     assert_same(bench, plain)
     assert bench.engine.roster.counters.drafted > 300
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rows_with_a_constraint_guess_too(folders, drafted, monkeypatch, depth):
+    """Masks follow right guesses, so steps are saved; wrong ones and those that no mask allows are refused."""
+    plain = Bench(load(folders[0]))
+    submit_constrained(plain)
+    plain.submit("a", prompt_of(9), 61, sampling={**SAMPLED, "seed": 70}, constraint=Cycle([X, Y, SIZE]))
+    plain.run()
+    plain.close()
+    right = completions_by_seed(plain)
+    for wrong in (0.0, 0.3):
+        with monkeypatch.context() as patched:
+            replayed_guesses(patched, right, wrong)
+            bench = Bench(drafted, **HEADS, pipeline_depth=depth)
+            bench.submit("a", prompt_of(9), 61, sampling={**SAMPLED, "seed": 70}, constraint=Cycle([X, Y, SIZE]))
+            run_watched(bench)
+            assert bench.tokens("a") == plain.tokens("a")
+            assert wrong or bench.engine.roster.counters.decode_rows == 15
+            submit_constrained(bench)
+            run_watched(bench)
+            bench.close()
+            assert_same(bench, plain)
+            counters = bench.engine.roster.counters
+            assert counters.accepted > 100 and (not wrong or counters.accepted < counters.drafted)
+
+
+@pytest.mark.parametrize("how", ["raise", "nothing", *nightly("hang")])
+def test_a_constraint_that_fails_along_guesses_changes_no_completion(folders, drafted, monkeypatch, how):
+    def run(bench: Bench, how: str) -> Bench:
+        constraint = FragileCycle(how)
+        timer = threading.Timer(20, constraint.let_go.set)
+        timer.start()
+        for i in range(1 if how == "hang" else 4):
+            bench.submit(f"r{i}", prompt_of(9, i), 60, sampling={**SAMPLED, "seed": i}, constraint=constraint)
+        bench.run()
+        timer.cancel()
+        constraint.let_go.set()
+        bench.close()
+        return bench
+
+    paths = completions_by_seed(run(Bench(load(folders[0]), mask_s=0.4), ""))
+    for path in paths.values():
+        path[6::2] = [BAD] * len(path[6::2])
+    plain = run(Bench(load(folders[0]), mask_s=0.4), how)
+    replayed_guesses(monkeypatch, paths, 0.0)
+    bench = run(Bench(drafted, **HEADS, mask_s=0.4), how)
+    assert_same(bench, plain)
+    counters = bench.engine.roster.counters
+    assert counters.drafted > counters.accepted > 0
 
 
 # --- only where it pays ----------------------------------------------------------------------------------------------

@@ -18,11 +18,13 @@ from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder
 from rollout.models.peft_tensors import load_peft_folder
+from tests.support.engine.drafting import replayed_guesses
 from tests.support.engine.harness import Bench, watch_prefills
 from tests.support.engine.images import encoded, submit
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
+from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.images import (
     FAMILIES,
     MODELS,
@@ -275,6 +277,35 @@ def test_drafts_of_rows_with_images_change_no_token(models: Any) -> None:
         check_greedy(bench, reference, each, prompt)
     assert bench.engine.roster.counters.accepted > 0
     bench.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3-VL", *nightly(*(name for name in sorted(MODELS) if not name.startswith(("Qwen3-VL", "Qwen3.5"))))]
+)
+def test_a_draft_model_guesses_for_rows_with_images(name, tmp_path, monkeypatch) -> None:
+    """Beside rows of text; the draft model sees placeholders, and places instead of the axes."""
+    target, head = tmp_path / "target", tmp_path / "head"
+    reference = make_model(name, target)
+    config = head_config(reference.config.get_text_config())
+    save_head(head, config, random_head(config))
+    prompts = prompts_of(name)
+
+    def run(model: Decoder, **fields: Any) -> Bench:
+        bench = Bench(model, prefill_chunk_tokens=16, **fields)
+        for i, (each, prompt) in enumerate(prompts.items()):
+            submit(bench, each, prompt, 30, sampling={"temperature": 0.0, "seed": i})
+        bench.run()
+        bench.close()
+        return bench
+
+    plain = run(load(target))
+    recorded = {done.seed: done.token_ids for done in plain.completions.values()}
+    replayed_guesses(monkeypatch, recorded, 0.2)
+    model = load_model(ModelSettings(path=str(target), images=True), CPU, draft=head).model
+    bench = run(model, speculation="heads", speculation_model="a folder")
+    for each, prompt in prompts.items():
+        check_greedy(bench, reference, each, prompt)
+    assert bench.engine.roster.counters.accepted > 50
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

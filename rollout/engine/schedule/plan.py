@@ -58,10 +58,14 @@ class Span(NamedTuple):
     prompt: PromptPart | None = None  # None: a decode row, whose token the device drew last
 
 
+#: The drafter whose drafts are guesses of a draft model.
+HEADS = "heads"
+
+
 class Drafts(NamedTuple):
     """The drafts of one decode row: `length` tokens of `path`, from the position that the row then has.
 
-    Guesses of a draft model have no path: the device has made them, and the host does not know them.
+    Guesses of a draft model have no path: the device has made them, and the host does not know them when it plans.
     """
 
     seq: Sequence
@@ -71,6 +75,11 @@ class Drafts(NamedTuple):
     begin: int
     age: int | None = None  # versions between the weights that the path comes from and the step's; None: from none
     drafter: str = "suffix"
+
+    @property
+    def guessed(self) -> bool:
+        """True for guesses of a draft model."""
+        return self.drafter == HEADS
 
     def tokens(self, position: int, width: int) -> list[int]:
         """The drafts if the first is at `position`, as `verify.set_up` takes them from a path padded to `width`."""

@@ -211,6 +211,8 @@ class Scheduler:
         roster = self.roster
         if output.experts is not None:
             roster.allocator.note_experts(plan.prompt_copies, output.experts)
+        if output.guesses is not None:
+            note_guesses(plan, output.guesses)
         tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
         version, counters, leaving = plan.version, roster.counters, State.LEAVING
         end = 0  # place in the output after a row's tokens
@@ -310,6 +312,13 @@ def _refused_places(plan: Plan, accepted: list[int] | None) -> set[int]:
         assert accepted is not None
         refused.update(range(draft.place + accepted[draft.place] + 1, draft.place + draft.length + 1))
     return refused
+
+
+def note_guesses(plan: Plan, guesses: list[list[int]]) -> None:
+    """Give the rows of a step the guesses that the draft model made after it."""
+    drawing = (span.seq for span in plan.spans if span.draws)
+    for seq, tokens in zip(drawing, guesses, strict=False):
+        seq.known_guesses = tokens
 
 
 def note_scores(plan: Plan, scores: Scores, accepted: list[int] | None = None) -> None:

@@ -8,7 +8,7 @@ longer than the drafts.
 
 A draft model guesses after a step what the next step of each row may verify. The plan of the first step says that it
 guesses, and sees to pages for the guesses; the plan of the second says how many of them become drafts. The host knows
-neither the guesses nor where the row is.
+neither the guesses nor where the row is. Only masks of a constraint need the guesses: the host has them by then.
 
 With `adapts` rows draft only where the step costs less than the tokens that are expected of it: by how often the
 drafter was right for each row, and by the costs of steps. While no row drafts, only some plans ask the drafter; and the
@@ -22,9 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout.engine.schedule.completion import Counters
-from rollout.engine.schedule.plan import Drafts, Plan
+from rollout.engine.schedule.plan import HEADS, Drafts, Plan
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.speculation.acceptance import Acceptance
 from rollout.engine.speculation.drafter import Drafter
@@ -34,9 +33,7 @@ from rollout.engine.speculation.step_costs import StepCosts, worthwhile
 _ASKED_EVERY = 8
 #: Of so many plans one has the draft model guess while its guesses do not pay, for so many rows.
 _PROBED_EVERY, _PROBED_ROWS = 64, 4
-_CONSTRAIN = Feature.CONSTRAIN.value
 _NO_POSITION = -1  # of a path that there is none of
-HEADS = "heads"
 
 
 class Choice(NamedTuple):
@@ -116,7 +113,7 @@ class Speculation:
     def verified(self, draft: Drafts, accepted: int) -> None:
         """The drafts of a row were compared with its tokens."""
         acceptance = self._guessed.get(draft.seq)
-        if draft.drafter == HEADS and acceptance is not None:
+        if draft.guessed and acceptance is not None:
             acceptance.note(accepted, min(accepted + 1, draft.length))
 
     def ran(self, plan: Plan, tokens: int, seconds: float, counters: Counters) -> None:
@@ -283,8 +280,8 @@ def _certain(seq: Sequence) -> int:
 
 
 def _may_guess(seq: Sequence) -> bool:
-    """Whether a row may have guesses as drafts: masks of a constraint are made on the host, which knows no guess."""
-    return seq.may_draft and not seq.feature_bits & _CONSTRAIN and seq.max_tokens - seq.launched > 1
+    """Whether a row may have guesses as drafts."""
+    return seq.may_draft and seq.max_tokens - seq.launched > 1
 
 
 def _grow(seq: Sequence, drafts: int, roster: Roster) -> None:

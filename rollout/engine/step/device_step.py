@@ -240,10 +240,10 @@ class DeviceStep:
         output_4R: torch.Tensor,
         accepted_R: torch.Tensor,
         graphs: HeadGraphs | None = None,
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Have the draft model read the step, whose tokens are drawn and accepted, and guess; see `HeadDrafts.run`."""
         assert self.heads is not None, "a draft model guesses"
-        self.heads.run(step, output_4R, accepted_R, self.kv, graphs)
+        return self.heads.run(step, output_4R, accepted_R, self.kv, graphs)
 
     def _images(self, step: StepInput) -> StepImages:
         assert self.encoder is not None

@@ -215,7 +215,10 @@ class Executor:
         """Have the draft model read the slot's step, whose tokens are drawn, and guess, if the header says so."""
         if header.guesses >= 0:
             graphs = None if self.graphs is None else self.graphs.heads
-            self.step.guess(StepInput(header, slot.input), slot.output, slot.accepted, graphs)
+            rows_R = self.step.guess(StepInput(header, slot.input), slot.output, slot.accepted, graphs)
+            if header.tells_guesses and rows_R is not None:
+                assert self.step.rows.guesses is not None, "a draft model guesses"
+                slot.guesses[: len(rows_R)] = self.step.rows.guesses.index_select(0, rows_R)
 
     def _compare(self, header: Header, slot: Slot) -> None:
         if self._checked is not None and header.draws:

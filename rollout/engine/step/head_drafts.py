@@ -4,13 +4,14 @@
                                                                       -> row state: guesses
     next step                                      set_up: drafts = guesses | forward | draw | accept | ...
 
-Everything runs on the compute stream, so the next step verifies guesses that the host has never seen.
+Everything runs on the compute stream, so the next step verifies guesses that the host has never seen. If a step has
+rows with a constraint, its guesses come to the host with its tokens: the next masks wait for these anyway.
 
     read    all tokens of the step, at their positions: hidden states of the target, and the token that follows each.
             After a refused draft that token is a wrong one; the position is read again by the step that computes it.
-    guess   from the last position of each row: the token that the draft model would draw with the row's own noise at
-            that position, temperature and truncation; the best one for rows that take the best. So it is the token
-            that the row draws wherever both models agree well enough. Penalties, biases and bans are left out.
+    guess   from the last position of each row: the token that the row would draw from the draft model's logits, with
+            its own noise at that position, temperature, truncation, penalties, biases and bans; the best one for rows
+            that take the best. So it is the token that the row draws wherever both models agree well enough.
 
 Where the KV of the draft model is missing or from other tokens, such as at the end of a shared page, guesses are worse.
 
@@ -33,7 +34,9 @@ from rollout.models.decoder import Decoder
 from rollout.models.draft_head import DraftHead
 
 #: What guesses heed of the draw.
-_HEEDED = Feature.GREEDY | Feature.DRAW | Feature.TRUNCATE
+_HEEDED = Feature.GREEDY | Feature.DRAW | Feature.TRUNCATE | Feature.PENALIZE | Feature.BIAS | Feature.MIN_TOKENS
+#: What captured guesses cannot do. They ignore bans: a draft model rarely guesses a stop before `min_tokens`.
+_NOT_CAPTURED = Feature.TRUNCATE | Feature.PENALIZE | Feature.BIAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +108,8 @@ class HeadDrafts:
         accepted_B: torch.Tensor,
         kv: KVCache,
         graphs: HeadGraphs | None = None,
-    ) -> None:
-        """Read a step whose tokens are drawn, and guess.
+    ) -> torch.Tensor | None:
+        """Read a step whose tokens are drawn, and guess. Returns the rows that have guesses, in the order of the step.
 
         `accepted_B` (int32) are accepted drafts by place, 0 for all places without; read in steps with drafts.
         """
@@ -117,21 +120,22 @@ class HeadDrafts:
             (batch, hidden_TF), self._prefill = self._prefill, None
             hidden_TH = self._forward(self._following(step, output_4R), hidden_TF, batch, kv)
             if not header.draws:
-                return
+                return None
             rows_R, at_R = step["sampled_rows"], self._places_R[: header.draws]
             self._hidden_BH[: header.draws] = hidden_TH.index_select(0, step["sampled_at"])
         if header.guesses == 0:
-            return
+            return None
         assert header.guesses == self.most
         count, features = len(rows_R), Feature(header.features) & _HEEDED
-        size = None if graphs is None or features & Feature.TRUNCATE else graphs.guess_size(count)
+        size = None if graphs is None or features & _NOT_CAPTURED else graphs.guess_size(count)
         self._rows_R[:count], self._at_R[:count] = rows_R, at_R
         if graphs is None or size is None:
             self.guess(count, header.max_context, features, kv)
-            return
+            return rows_R
         if size > count:
             self._rows_R[count:size].zero_()
         graphs.guess[size]()
+        return rows_R
 
     # --- what can be captured -----------------------------------------------------------------------------------------
 
@@ -146,16 +150,15 @@ class HeadDrafts:
     @torch.inference_mode()
     def guess(self, count: int, max_context: int, features: Feature, kv: KVCache) -> None:
         """Guess the next tokens of `count` rows, from the hidden states of the positions before their newest token."""
-        ahead, output_4R, rows_R = self._ahead, self._output_4R, self._rows_R[:count]
+        output_4R, rows_R = self._output_4R, self._rows_R[:count]
         ahead_R, copies = self._ahead_rows_R[:count], slice(1, count + 1)
         hidden_RH = self._hidden_BH.index_select(0, self._at_R[:count])
-        ahead.ints[copies] = self.rows.ints.index_select(0, rows_R)
-        ahead.floats[copies] = self.rows.floats.index_select(0, rows_R)
+        ahead, draw = self._copy_rows(rows_R, copies, features)
         max_context = min(max_context + self.most, self.rows.pages.shape[1] * kv.page_size)
         table_RP = self._table(rows_R, max_context, kv)
         for index in range(self.most):
             logits_RV = self._head.compute_logits(hidden_RH, self._model.lm_head)
-            self._draw(logits_RV, ahead_R, features, output_4R)
+            draw(logits_RV, ahead_R, features, output_4R)
             tokens_R = ahead.ints[copies, LAST]
             self._guesses_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
             if index + 1 < self.most:
@@ -163,6 +166,22 @@ class HeadDrafts:
                 hidden_RH = self._head(tokens_R, self._model.embed, hidden_RH, batch, kv)
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _copy_rows(self, rows_R: torch.Tensor, copies: slice, features: Feature) -> tuple[RowState, Sampler]:
+        """Copies of rows with what `features` need of them, and what draws for these."""
+        rows, ahead, draw = self.rows, self._ahead, self._draw
+        if features & Feature.PENALIZE:  # with counts, which take a vocabulary for each row: only while they are needed
+            ahead = RowState(len(rows_R), 1, rows.vocab, rows.ints.device)
+            draw = Sampler(ahead)
+            torch.index_select(rows.counts, 0, rows_R, out=ahead.counts[copies])
+        copied = [(ahead.ints, rows.ints), (ahead.floats, rows.floats)]
+        if features & Feature.BIAS:
+            copied += [(ahead.bias_ids, rows.bias_ids), (ahead.bias, rows.bias)]
+        if features & Feature.MIN_TOKENS:
+            copied.append((ahead.banned, rows.banned))
+        for target, source in copied:
+            target[copies] = source.index_select(0, rows_R)
+        return ahead, draw
 
     def _read_decode(
         self,

@@ -225,7 +225,10 @@ class MaskBuilder:
         ahead: list[Ahead] = []
         for draft in drafts:
             seq, first = draft.seq, draft.place + 1
-            tokens = draft.tokens(seq.prompt_len + len(seq.tokens), plan.path_tokens)
+            if draft.guessed:
+                tokens = seq.known_guesses[: draft.length]
+            else:
+                tokens = draft.tokens(seq.prompt_len + len(seq.tokens), plan.path_tokens)
             ahead.append(Ahead(seq, own[seq], len(at), tokens))
             at += range(first, first + draft.length)
         refused: list[int] = []

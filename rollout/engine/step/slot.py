@@ -4,6 +4,7 @@
     input   [words] int32, pinned  -H2D->  [words] int32      one packed upload
     output  [4, rows] int32        <-D2H-  [4, rows] int32    token ids, and three log-probs as float bits
     accepted [rows] int32   <-D2H-  the same                  of verify steps, after the output; with speculation
+    guesses [rows, G] int32 <-D2H-  the same                  after these; read only where masks need them
     experts [tokens, words] int32  <-D2H-  the same           of its tokens, after these; where they are kept
 
     h2d_done   the upload has arrived          start  compute begins (recorded after the wait on the upload)
@@ -48,22 +49,27 @@ class Slot:
         routing: RoutingShape | None = None,
         speculates: bool = False,
         fault: torch.Tensor | None = None,
+        guesses: int = 0,
     ) -> None:
         """Buffers for steps of up to `max_rows` rows, drafts included; `speculates` if there may be any.
 
-        `fault` is the flag of the tensor group's peer buffers (`PeerBuffers.fault`), if it has them.
+        `guesses` are those of a draft model for each row. `fault` is the flag of the tensor group's peer buffers
+        (`PeerBuffers.fault`), if it has them.
         """
         self.staging = Staging(device.host_buffer((upload_words,), torch.int32))
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
         output_words = OUTPUT_FIELDS * max_rows
-        words = self._output_words = output_words + (max_rows if speculates else 0)
+        accepted_end = output_words + (max_rows if speculates else 0)
+        words = self._output_words = accepted_end + max_rows * guesses
         more = record_words(routing, max(max_rows, chunk_tokens))
         self._result = torch.zeros(words + more, dtype=torch.int32, device=device.torch_device)
         self._result_host = device.host_buffer((words + more,), torch.int32)
         self.output = self._result[:output_words].view(OUTPUT_FIELDS, max_rows)
         self._output_host = self._result_host[:output_words].view(OUTPUT_FIELDS, max_rows)
-        self.accepted = self._result[output_words:words]
-        self._accepted_host = self._result_host[output_words:words]
+        self.accepted = self._result[output_words:accepted_end]
+        self._accepted_host = self._result_host[output_words:accepted_end]
+        self.guesses = self._result[accepted_end:words].view(max_rows, guesses)
+        self._guesses_host = self._result_host[accepted_end:words].view(max_rows, guesses)
         self.experts = None if routing is None else StepExperts(routing, self._result[words:])
         self._token_words = record_words(routing, 1)
         self._fault = fault
@@ -113,6 +119,7 @@ class Slot:
             scores,
             self._accepted_host[: header.draws].tolist() if header.drafts else None,
             self._experts_host(header.tokens),
+            self._guesses_host[: header.draws].tolist() if header.tells_guesses else None,
         )
 
     def _experts_host(self, tokens: int) -> np.ndarray | None:
