@@ -43,6 +43,7 @@ def worker(heads: dict[str, Path], tmp_path: Path, metrics: Path) -> Iterator[Wo
         yield worker
 
 
+@pytest.mark.nightly
 def test_acceptance_follows_the_head_of_an_update(heads, worker, metrics) -> None:
     """No token is ever wrong, and updates without a head keep it: it is stale for the second, and fits the third."""
     changes = draft_model.Change(1, "ones"), draft_model.Change(2, None), draft_model.Change(1, None)

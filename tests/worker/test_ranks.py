@@ -142,7 +142,7 @@ def test_cancel_and_pause_leave_nothing_behind_on_any_rank(pair: Pair) -> None:
     assert_all_equal(pair.both(requests))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 9))])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(9)])
 def test_random_requests_give_the_same_tokens(pair: Pair, seed: int) -> None:
     draws, requests = random.Random(seed), []
     for i in range(24):

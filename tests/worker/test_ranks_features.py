@@ -132,6 +132,7 @@ def test_a_newer_version_comes_into_use_amid_a_completion_on_all_ranks(pair: Pai
     pair.check_one(ours, theirs)
 
 
+@pytest.mark.nightly
 def test_adapters_are_replaced_over_the_bridge_more_often_than_there_are_places(pair: Pair, tmp_path: Path) -> None:
     folders = pair.folder.parent / "adapters"
     for version in range(1, 16):
@@ -158,6 +159,7 @@ def test_preempted_rows_get_their_kv_and_states_back_from_the_host(pair: Pair) -
     assert status["preemptions"] > 0 and status["offload"]["restored"] > 0, "the pool is too large for these"
 
 
+@pytest.mark.nightly
 def test_turns_of_a_session_go_on_with_their_kv(pair: Pair) -> None:
     def talk(client: RolloutClient) -> list[Any]:
         prompt, said = pair.prompt(14, 7), []
@@ -207,6 +209,7 @@ def test_completions_go_on_after_a_sleep_of_all_ranks(pair: Pair) -> None:
         assert not a.recomputed
 
 
+@pytest.mark.nightly
 def test_after_a_sleep_of_level_2_all_ranks_wait_for_weights(pair: Pair, tmp_path: Path) -> None:
     old = load_file(pair.folder / "model.safetensors")
     request = {"prompt": pair.prompt(15, 5), "max_tokens": 16, **GREEDY}

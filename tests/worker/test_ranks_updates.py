@@ -13,7 +13,7 @@ from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import RolloutError
 
 
-@pytest.mark.parametrize("apply", ["in_place", pytest.param("staged", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("apply", [pytest.param(way, marks=pytest.mark.nightly) for way in ("in_place", "staged")])
 def test_updates_come_amid_a_completion_and_a_refused_one_changes_nothing(tmp_path: Path, apply: str) -> None:
     flags: dict[str, Any] = {"tensor_parallel": 2, "device": "cpu", "max_rows": 4, "max_context_tokens": 4096}
     steps = {version: 1 + version % 2 for version in range(7)} | {0: 1}

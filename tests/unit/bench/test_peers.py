@@ -325,6 +325,7 @@ def test_the_8b_shape_reads_what_it_should():
     assert need.kv_per_token == 147_456 and need.weights == pytest.approx(15.1e9, rel=0.005)
 
 
+@pytest.mark.nightly
 def test_script_measures_and_goes_on_without_vllm(tmp_path: Path, monkeypatch, capsys):
     out = tmp_path / "peers.json"
     sizes = "--rows 2 --prompt 20 --new 6 --repeats 1 --shapes toy --device cpu".split()
