@@ -12,7 +12,7 @@ from rollout_kernels.sampling import gumbel_noise
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages import Cancel, PutAdapter, StopAt
+from rollout.engine.messages import Cancel, StopAt
 from rollout.engine.schedule import speculation
 from rollout.engine.sequence.features import PLAIN
 from rollout.engine.step import verify
@@ -23,12 +23,12 @@ from tests.engine.step.test_verify import accept_by_kernel, set_up_by_kernel
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import (
     BAD,
-    RULES,
-    STOP,
     FixedCosts,
     FragileCycle,
     adapted,
     assert_same,
+    random_work,
+    run_work,
     submit_all,
     submit_constrained,
     submit_free,
@@ -515,40 +515,9 @@ def test_any_guesses_of_any_rows_give_what_none_give(folders, drafted, hf_models
     """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; guesses right, wrong, random."""
     rng = random.Random(seed)
     adapters = make_adapters(hf_models[0], folders[0], tmp_path_factory)
-    fields = {
-        "max_rows": rng.choice([2, 5, 16]),
-        "kv_pages": rng.choice([40, 60, 256]),
-        "pipeline_depth": rng.choice([1, 2]),
-        "prefill_chunk_tokens": rng.choice([16, 64]),
-        "adapter_slots": 2,
-        "adapter_rank": 16,
-    }
-    asked = []
-    for i in range(14):
-        constraint = rng.choice([None, None, None, [X, Y], [X, Y, SIZE]])
-        more = {
-            "sampling": {**rng.choice(RULES), "seed": i},
-            "stop": {"token_ids": (STOP, 31), "min_tokens": rng.choice([0, 5])} if rng.random() < 0.6 else {},
-            "n": rng.choice([1, 1, 3]),
-            "adapter": rng.choice([None, "a0", "a1"]),
-            "top_logprobs": rng.choice([0, 0, 2]),
-            "stream_every": rng.choice([0, 1, 3]),
-        }
-        asked.append((f"r{i}", prompt_of(rng.randint(3, 20), i % 5), rng.randint(1, 45), constraint, more))
-
-    def run(bench: Bench, gaps: random.Random) -> Bench:
-        for i in range(2):
-            bench.engine.inbox.put(PutAdapter(f"a{i}", adapters[i][0], token=i))
-        for name, prompt, length, lists, more in asked:
-            constraint = None if lists is None else Cycle(lists, STOP if more["stop"] else None)
-            bench.submit(name, prompt, length, constraint=constraint, **more)
-            for _ in range(gaps.choice([0, 0, 2, 9])):
-                bench.engine.tick()
-        run_watched(bench)
-        bench.close()
-        return bench
-
-    plain = run(Bench(load(folders[0]), **{**fields, "kv_pages": 600, "max_rows": 16}), random.Random(1))
+    fields, asked = random_work(rng, [None, None, None, [X, Y], [X, Y, SIZE]])
+    plain = Bench(load(folders[0]), **{**fields, "kv_pages": 600, "max_rows": 16})
+    run_work(plain, asked, adapters, random.Random(1))
     if rng.random() < 0.8:
         replayed_guesses(monkeypatch, completions_by_seed(plain), rng.choice([0.0, 0.1, 0.5]), seed)
     bench = Bench(
@@ -560,7 +529,7 @@ def test_any_guesses_of_any_rows_give_what_none_give(folders, drafted, hf_models
         host_kv_gib=rng.choice([0.0, 0.001]),
         **fields,
     )
-    run(bench, rng)
+    run_work(bench, asked, adapters, rng)
     assert_same(bench, plain)
     assert bench.engine.roster.counters.drafted > 0 or bench.settings.engine.speculation == "auto"
 

@@ -438,11 +438,8 @@ def test_a_newer_adapter_is_stamped_at_its_first_token(model, monkeypatch, adapt
 # --- everything at once ---
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))])
-def test_any_drafts_of_any_rows_give_what_none_give(model, monkeypatch, adapters, seed):
-    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; drafts right, wrong, missing."""
-    rng = random.Random(seed)
-    host = rng.choice([0.0, 0.001])
+def random_work(rng: random.Random, constraints: list) -> tuple[dict, list]:
+    """Settings of an engine, and what it is asked for: adapters, all kinds of sampling, groups, stops."""
     fields = {
         "max_rows": rng.choice([2, 5, 16]),
         "kv_pages": rng.choice([40, 60, 256]),
@@ -453,7 +450,7 @@ def test_any_drafts_of_any_rows_give_what_none_give(model, monkeypatch, adapters
     }
     asked = []
     for i in range(14):
-        constraint = rng.choice([None, None, [X, Y], [X, Y, SIZE]])
+        constraint = rng.choice(constraints)
         stop = {"token_ids": (STOP, 31), "min_tokens": rng.choice([0, 5])} if rng.random() < 0.6 else {}
         more = {
             "sampling": {**rng.choice(RULES), "seed": i},
@@ -464,20 +461,31 @@ def test_any_drafts_of_any_rows_give_what_none_give(model, monkeypatch, adapters
             "stream_every": rng.choice([0, 1, 3]),
         }
         asked.append((f"r{i}", prompt_of(rng.randint(3, 20), i % 5), rng.randint(1, 45), constraint, more))
+    return fields, asked
 
-    def run(bench: Bench, gaps: random.Random) -> Bench:
-        for i in range(2):
-            bench.engine.inbox.put(PutAdapter(f"a{i}", adapters[i][0], token=i))
-        for name, prompt, length, lists, more in asked:
-            constraint = None if lists is None else Cycle(lists, STOP if more["stop"] else None)
-            bench.submit(name, prompt, length, constraint=constraint, **more)
-            for _ in range(gaps.choice([0, 0, 2, 9])):
-                bench.engine.tick()
-        run_watched(bench)
-        bench.close()
-        return bench
 
-    plain = run(Bench(model, **{**fields, "kv_pages": 600, "max_rows": 16}), random.Random(1))
+def run_work(bench: Bench, asked: list, adapters: list, gaps: random.Random) -> Bench:
+    """Run what `random_work` asks for, with random gaps between the requests."""
+    for i in range(2):
+        bench.engine.inbox.put(PutAdapter(f"a{i}", adapters[i][0], token=i))
+    for name, prompt, length, lists, more in asked:
+        constraint = None if lists is None else Cycle(lists, STOP if more["stop"] else None)
+        bench.submit(name, prompt, length, constraint=constraint, **more)
+        for _ in range(gaps.choice([0, 0, 2, 9])):
+            bench.engine.tick()
+    run_watched(bench)
+    bench.close()
+    return bench
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))])
+def test_any_drafts_of_any_rows_give_what_none_give(model, monkeypatch, adapters, seed):
+    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; drafts right, wrong, missing."""
+    rng = random.Random(seed)
+    host = rng.choice([0.0, 0.001])
+    fields, asked = random_work(rng, [None, None, [X, Y], [X, Y, SIZE]])
+    plain = Bench(model, **{**fields, "kv_pages": 600, "max_rows": 16})
+    run_work(plain, asked, adapters, random.Random(1))
     bench, _ = drafting(
         monkeypatch,
         model,
@@ -491,7 +499,7 @@ def test_any_drafts_of_any_rows_give_what_none_give(model, monkeypatch, adapters
         host_kv_gib=host,
         **fields,
     )
-    run(bench, rng)
+    run_work(bench, asked, adapters, rng)
     assert_same(bench, plain)
     assert bench.engine.roster.counters.drafted > 0 or bench.settings.engine.speculation == "auto"
 

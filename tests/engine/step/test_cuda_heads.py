@@ -12,7 +12,7 @@ from rollout.engine.step.head_drafts import HeadGraphs
 from rollout.engine.step.row_state import LENGTH, SEED
 from rollout.models import load_model
 from tests.engine.step.test_cuda_verify import SIZES, all_of, submit
-from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
+from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation
 from tests.support.engine.drafting import replayed_guesses, watch_guesses
 from tests.support.engine.harness import Bench, prompt_of
 from tests.support.models.draft_heads import head_config, random_head, save_head
@@ -67,12 +67,7 @@ def test_its_steps_are_captured_and_wait_for_nothing(folders, monkeypatch):
         bench.engine.tick()
     headers.clear()
     reserved = torch.cuda.memory_reserved()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(100):
-            bench.engine.tick()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    tick_without_waiting(bench)
     assert torch.cuda.memory_reserved() == reserved
     assert all((header.size, header.drafts, header.guesses) == (32, 3, 3) for header in headers[:100])
     bench.submit("other", prompt_of(333, 9), 50, sampling={"temperature": 1.0, "seed": 3, "top_k": 5})

@@ -10,7 +10,7 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.messages import PutAdapter
 from rollout.engine.step import shared_pages
 from rollout.models.lora_slots import random_adapter
-from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
+from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import Bench, prompt_of
 
@@ -131,12 +131,7 @@ def test_verify_steps_are_captured_and_wait_for_nothing(folder, monkeypatch):
         bench.engine.tick()
     headers.clear()
     reserved = torch.cuda.memory_reserved()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(100):
-            bench.engine.tick()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    tick_without_waiting(bench)
     assert torch.cuda.memory_reserved() == reserved
     bench.run()
     bench.close()
