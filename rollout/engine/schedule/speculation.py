@@ -33,7 +33,7 @@ from rollout.engine.speculation.step_costs import StepCosts, worthwhile
 _ASKED_EVERY = 8
 #: Of so many plans one has the draft model guess while its guesses do not pay, for so many rows.
 _PROBED_EVERY, _PROBED_ROWS = 64, 4
-_NO_POSITION = -1  # of a path that there is none of
+_NO_POSITION = -1  # for a row without a path
 
 
 class Choice(NamedTuple):
