@@ -119,7 +119,9 @@ def start(made: Callable[[str], tuple[Any, Path]]) -> Iterator[Callable[..., tup
         descriptors.append(group.memory.descriptor)
         return group, *plan_of(shard_spec(spec, 0, SIZE), folder)
 
+    gc.freeze()  # collections of a test look at its own objects, not at all that other tests have left
     yield start_one
+    gc.unfreeze()
     for descriptor in descriptors:
         os.close(descriptor)
 
