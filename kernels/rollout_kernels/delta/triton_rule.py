@@ -23,6 +23,8 @@ queries, keys and values side by side, I tokens of a chunk.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -30,9 +32,18 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import narrow
 from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, Spans
 
-_STEP_VALUES = 32  # of a program
-_SCAN_VALUES = 32
+_SCAN_VALUES = 32  # of a program
 _BLOCK = 16
+
+
+class StepTile(NamedTuple):
+    """What a program of a decode step works on: a part of a head's values, with all keys."""
+
+    values: int
+    num_warps: int
+
+
+STEP_TILE = StepTile(values=32, num_warps=4)
 
 
 @triton.jit
@@ -331,8 +342,9 @@ def gated_delta(
     state_NHKV: torch.Tensor,
     spans: Spans,
     beta_scale: float = 1.0,
+    tile: StepTile = STEP_TILE,
 ) -> torch.Tensor:
-    """As `rollout_kernels.delta.gated_delta`; a prefill needs `spans.starts_B1`."""
+    """As `rollout_kernels.delta.gated_delta`; a prefill needs `spans.starts_B1`. `tile` is that of a decode step."""
     count, (_, heads, key_dim, value_dim) = len(mixed_TC), state_NHKV.shape
     key_heads = (mixed_TC.shape[1] - heads * value_dim) // (2 * key_dim)
     assert mixed_TC.is_contiguous() and state_NHKV.is_contiguous() and a_log_H.dtype == torch.float32
@@ -344,7 +356,7 @@ def gated_delta(
     sizes = {"H": heads, "G": key_heads, "K": key_dim, "V": value_dim, "BLOCK_K": block_k, "EPS": UNIT_EPS}
     scale = key_dim**-0.5
     if spans.lengths is None or spans.one_by_one:
-        block_v = min(most_v, _STEP_VALUES)
+        block_v = min(most_v, tile.values)
         kernel, starts = (_walk_kernel, (spans.starts_B1,)) if spans.one_by_one else (_step_kernel, ())
         kernel[(len(spans.places_B), heads, triton.cdiv(value_dim, block_v))](
             mixed_TC,
@@ -358,7 +370,7 @@ def gated_delta(
             scale,
             beta_scale,
             BLOCK_V=block_v,
-            num_warps=4,
+            num_warps=tile.num_warps,
             **sizes,
         )
         return out_THV
