@@ -7,7 +7,6 @@ no record: transformers gives it no index, and an index of ours for it would be 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
