@@ -1,4 +1,4 @@
-"""Models through transformers' own code on a GPU: captured where they can be, and as near to float32 as transformers."""
+"""Models through transformers' own code on a GPU: captured where they can be, as near to float32 as transformers."""
 
 from __future__ import annotations
 
