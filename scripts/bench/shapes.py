@@ -107,6 +107,7 @@ _QWEN3_5: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
+    "mamba_ssm_dtype": "float32",  # of the states; without it vLLM keeps them in 16 bits, half the bytes
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},

@@ -9,6 +9,10 @@
                scan      a program for each row, value head and block of values: goes through the row's chunks with its
                          part of the state in registers, and writes the outputs
 
+Programs that start together read memory that lies together: the first axis of a grid is the part of a state, or the head
+of a chunk. A state has 64 KB, of which a program takes pieces of 128 bytes; if its other pieces were read much later,
+each piece would open its page of the memory again.
+
 The system I + A is inverted in blocks of `_BLOCK` tokens by forward substitution, all blocks of a chunk at once: the
 powers of A, of which a product would make the inverse faster, may be too large for float32. Then pairs of blocks are
 joined: for a block diagonal D and what lies below it in pairs, L, the inverse is D - D L D.
@@ -127,9 +131,9 @@ def _step_kernel(
     BLOCK_V: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     k = tl.arange(0, BLOCK_K)
-    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     live_k, live_v = k < K, v < V
     place = tl.load(places_ptr + row)
     known_k = k < tl.where(tl.load(positions_ptr + row) > 0, K, 0)  # a token at position 0 reads no state
@@ -167,9 +171,9 @@ def _walk_kernel(
     BLOCK_V: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(2), tl.program_id(1)
     k = tl.arange(0, BLOCK_K)
-    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     start = tl.load(starts_ptr + row).to(tl.int64)
     length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
     place = tl.load(places_ptr + row)
@@ -235,8 +239,8 @@ def _prepare_kernel(
     BLOCK: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(2)
-    first = tl.program_id(1) * I
+    row, head = tl.program_id(1), tl.program_id(0)
+    first = tl.program_id(2) * I
     start = tl.load(starts_ptr + row).to(tl.int64)
     length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
     if first < length:
@@ -302,9 +306,9 @@ def _scan_kernel(
     I: tl.constexpr,  # noqa: E741
     EPS: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(2), tl.program_id(1)
     i, k = tl.arange(0, I), tl.arange(0, BLOCK_K)
-    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     start = tl.load(starts_ptr + row).to(tl.int64)
     length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
     place = tl.load(places_ptr + row)
@@ -358,7 +362,7 @@ def gated_delta(
     if spans.lengths is None or spans.one_by_one:
         block_v = min(most_v, tile.values)
         kernel, starts = (_walk_kernel, (spans.starts_B1,)) if spans.one_by_one else (_step_kernel, ())
-        kernel[(len(spans.places_B), heads, triton.cdiv(value_dim, block_v))](
+        kernel[(triton.cdiv(value_dim, block_v), heads, len(spans.places_B))](
             mixed_TC,
             *gates,
             state_NHKV,
@@ -378,7 +382,7 @@ def gated_delta(
     u_THV = torch.empty(count, heads, value_dim, dtype=torch.float32, device=mixed_TC.device)
     scores_THI = torch.empty(count, heads, CHUNK, dtype=torch.float32, device=mixed_TC.device)
     rows = len(spans.lengths)
-    _prepare_kernel[(rows, triton.cdiv(max(spans.lengths), CHUNK), heads)](
+    _prepare_kernel[(heads, rows, triton.cdiv(max(spans.lengths), CHUNK))](
         mixed_TC,
         *gates,
         spans.starts_B1,
@@ -396,7 +400,7 @@ def gated_delta(
         **sizes,
     )
     block_v = min(most_v, _SCAN_VALUES)
-    _scan_kernel[(rows, heads, triton.cdiv(value_dim, block_v))](
+    _scan_kernel[(triton.cdiv(value_dim, block_v), heads, rows)](
         mixed_TC,
         *gates,
         w_THK,
