@@ -9,9 +9,9 @@
                scan      a program for each row, value head and block of values: goes through the row's chunks with its
                          part of the state in registers, and writes the outputs
 
-Programs that start together read memory that lies together: the first axis of a grid is the part of a state, or the head
-of a chunk. A state has 64 KB, of which a program takes pieces of 128 bytes; if its other pieces were read much later,
-each piece would open its page of the memory again.
+Programs that start together read memory that lies together: the first axis of a grid is the part of a state, or the
+head of a chunk. A program takes pieces of 128 bytes of a state's 64 KB. If the other pieces were read much later, the
+memory would open each of its own pages again.
 
 The system I + A is inverted in blocks of `_BLOCK` tokens by forward substitution, all blocks of a chunk at once: the
 powers of A, of which a product would make the inverse faster, may be too large for float32. Then pairs of blocks are
