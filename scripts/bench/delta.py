@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from rollout_kernels.delta import Spans, rule, triton_conv, triton_norm, triton_rule
-from rollout_kernels.delta.triton_rule import STEP_TILE, StepTile
+from rollout_kernels.delta.triton_rule import StepTile
 
 from rollout.models.spec import DeltaNetSpec
 from scripts.bench.cuda_timing import graph_us, read_bandwidth
@@ -87,7 +87,7 @@ def measure(shape: str, rows: int, read: float, copy: float, tiles: bool) -> lis
     def conv(layer: Layer) -> None:
         triton_conv.short_conv(layer.inputs_TC, weight_CW, layer.conv_NCW, spans)
 
-    def step(layer: Layer, tile: StepTile = STEP_TILE) -> torch.Tensor:
+    def step(layer: Layer, tile: StepTile | None = None) -> torch.Tensor:
         gates = layer.b_TH, layer.a_TH, a_log_H, dt_bias_H
         return triton_rule.gated_delta(layer.mixed_TC, *gates, layer.recurrent_NHKV, spans, spec.beta_scale, tile)
 

@@ -47,7 +47,16 @@ class StepTile(NamedTuple):
     num_warps: int
 
 
-STEP_TILE = StepTile(values=32, num_warps=4)
+#: Measured on an H100 in the sizes of Qwen3.5-27B (`scripts.bench.delta --tiles`). Few states make more, smaller
+#: programs. Tokens one by one have one tile in all steps, since it decides in which order products are added.
+_LARGE_TILE, _SMALL_TILE = StepTile(values=64, num_warps=4), StepTile(values=32, num_warps=4)
+_FEW_PROGRAMS = 264
+
+
+def step_tile(states: int, value_dim: int) -> StepTile:
+    """The tile of a decode step over this number of states: rows times heads."""
+    few = states * triton.cdiv(value_dim, _LARGE_TILE.values) < _FEW_PROGRAMS
+    return _SMALL_TILE if few else _LARGE_TILE
 
 
 @triton.jit
@@ -346,7 +355,7 @@ def gated_delta(
     state_NHKV: torch.Tensor,
     spans: Spans,
     beta_scale: float = 1.0,
-    tile: StepTile = STEP_TILE,
+    tile: StepTile | None = None,
 ) -> torch.Tensor:
     """As `rollout_kernels.delta.gated_delta`; a prefill needs `spans.starts_B1`. `tile` is that of a decode step."""
     count, (_, heads, key_dim, value_dim) = len(mixed_TC), state_NHKV.shape
@@ -358,11 +367,13 @@ def gated_delta(
     strides = (b_TH.stride(0), a_TH.stride(0))
     block_k, most_v = max(16, triton.next_power_of_2(key_dim)), max(16, triton.next_power_of_2(value_dim))
     sizes = {"H": heads, "G": key_heads, "K": key_dim, "V": value_dim, "BLOCK_K": block_k, "EPS": UNIT_EPS}
-    scale = key_dim**-0.5
+    scale, rows = key_dim**-0.5, len(spans.places_B)
     if spans.lengths is None or spans.one_by_one:
+        if tile is None:
+            tile = _SMALL_TILE if spans.one_by_one else step_tile(rows * heads, value_dim)
         block_v = min(most_v, tile.values)
         kernel, starts = (_walk_kernel, (spans.starts_B1,)) if spans.one_by_one else (_step_kernel, ())
-        kernel[(triton.cdiv(value_dim, block_v), heads, len(spans.places_B))](
+        kernel[(triton.cdiv(value_dim, block_v), heads, rows)](
             mixed_TC,
             *gates,
             state_NHKV,
@@ -381,7 +392,6 @@ def gated_delta(
     w_THK = torch.empty(count, heads, key_dim, dtype=torch.float32, device=mixed_TC.device)
     u_THV = torch.empty(count, heads, value_dim, dtype=torch.float32, device=mixed_TC.device)
     scores_THI = torch.empty(count, heads, CHUNK, dtype=torch.float32, device=mixed_TC.device)
-    rows = len(spans.lengths)
     _prepare_kernel[(heads, rows, triton.cdiv(max(spans.lengths), CHUNK))](
         mixed_TC,
         *gates,
