@@ -193,7 +193,9 @@ class Decoder(Block):
     def vocab_shard(self) -> VocabShard | None:
         """The part of the vocabulary that `compute_logits` gives the logits of; None if all."""
         spec = self.spec
-        return None if spec.shard is None else VocabShard(self.group, spec.kept_vocab.start, len(spec.vocab_of(0)))
+        if spec.shard is None:
+            return None
+        return VocabShard(self.group, spec.kept_vocab.start, len(spec.vocab_of(0)), spec.vocab)
 
     def join_logits(self, logits_SK: torch.Tensor) -> torch.Tensor:
         """Logits of the whole vocabulary, float32 [S, V], on every rank; `logits_SK` are those of `compute_logits`."""

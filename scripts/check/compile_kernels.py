@@ -224,7 +224,7 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     for drawn in (None, floats(rows, shape.vocab)):
         logits, out = floats(rows, shape.vocab), ints(4, rows)
         yield "sampling, draw", lambda a=(logits, drawn, row_ids, *state, out, columns): draw_and_advance(*a)
-    part = VocabShard(_TwoRanks(), shape.vocab // 2, shape.vocab // 2)
+    part = VocabShard(_TwoRanks(), shape.vocab // 2, shape.vocab // 2, shape.vocab)
     half = floats(rows, shape.vocab // 2), None, row_ids, *state, ints(4, rows), columns
     yield "sampling, draw over a part", lambda: draw_and_advance(*half, part)
     cut = SamplingRows(*state[1].T[:2], row_ids, row_ids, top_k_S=row_ids, top_p_S=floats(rows), min_p_S=floats(rows))

@@ -82,7 +82,7 @@ class DeviceStep:
         self.rows = rows
         self.adapters = adapters
         shard = model.vocab_shard if isinstance(model, Decoder) else None
-        self.sample = Sampler(rows, self.whole_logits, shard)
+        self.sample = Sampler(rows, shard)
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
         self.encoder = encoder
