@@ -49,8 +49,8 @@ class SamplingRows:
     min_p_S: torch.Tensor | None = None  # float32, 0 if off
     masked_C: torch.Tensor | None = None  # int64, the rows that have a mask
     masks_CW: torch.Tensor | None = None  # int32, a bit for each allowed token; see `allow_only`
-    #: The token of the first logit, if the logits are of a part of the vocabulary. `counts_SV` is then of this part, too;
-    #: ids and masks are of the whole.
+    #: The token of the first logit, if the logits are of a part of the vocabulary. `counts_SV` is then of this part,
+    #: too; ids and masks are of the whole.
     first_token: int | None = None
 
 

@@ -60,7 +60,7 @@ def sample_shard(logits_SK: torch.Tensor, rows: SamplingRows, shard: VocabShard)
 
 
 def _log_sum(logits_SK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of the log-sum of each row: the largest logit, and the sum of all relative to it."""
+    """The rank's part of the log-sum of each row: the largest logit, and the sum of all relative to it."""
     most_S = logits_SK.amax(dim=1)
     total_S = (logits_SK - most_S[:, None]).exp().sum(dim=1)
     return most_S, total_S.masked_fill(most_S == -torch.inf, 0.0)  # truncation may leave nothing of a part

@@ -29,7 +29,7 @@ DIGITS = ((21, 11), (10, 11), (0, 10))
 
 
 def truncate_part(logits_SK: torch.Tensor, rows: SamplingRows, group: TensorGroup) -> torch.Tensor:
-    """This rank's part of what `truncate` leaves of the logits of all ranks; all ranks call this."""
+    """The rank's part of what `truncate` leaves of the logits of all ranks; all ranks call this."""
     assert rows.top_k_S is not None and rows.top_p_S is not None and rows.min_p_S is not None
     best_S = group.all_gather(logits_SK.amax(dim=1)).amax(dim=0)
     top_k_S, top_p_S, finite_S = rows.top_k_S, rows.top_p_S.double(), best_S.isfinite()
@@ -61,7 +61,7 @@ def truncate_part(logits_SK: torch.Tensor, rows: SamplingRows, group: TensorGrou
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Of each row, the key at which an amount is reached, int64 [S]; and of the amount of tokens with this key:"""
+    """The key at which an amount is reached, and amounts of the tokens with this key; int64 [S]."""
 
     key_S: torch.Tensor
     left_S: torch.Tensor  # what stays

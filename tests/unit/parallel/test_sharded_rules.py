@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from rollout_kernels import PROMPT_BIT, Sampled, SamplingRows, sample
 from rollout_kernels.parallel import TensorGroup
-from rollout_kernels.sampling import VocabShard, sample_shard, truncate
+from rollout_kernels.parallel.group import HISTOGRAM_WORDS
+from rollout_kernels.sampling import VocabShard, change_logits, sample_shard, truncate
 from rollout_kernels.sampling.sharded_truncation import truncate_part
+from rollout_kernels.sampling.triton_draw import draw_and_advance
+from rollout_kernels.sampling.triton_truncate import truncate as truncate_by_kernel
 
 from tests.support.kernels.truncation_cases import INF, OFF, limits, random_limits, random_logits
 from tests.support.parallel.ranks import Ranks
+from tests.support.parallel.shared_peers import share_buffers
 
 VOCAB = 4501
 SIZES = [2, pytest.param(4, marks=pytest.mark.nightly)]
@@ -77,6 +83,71 @@ def test_ranks_keep_the_tokens_that_one_rank_keeps(size: int, start_ranks: Calla
         joined = torch.cat(parts, dim=1)
         assert torch.equal(joined.nan_to_num(nan=99.0), whole.nan_to_num(nan=99.0)), name
         assert whole.isinf().any(dim=1).sum() >= 3, "nothing is cut"
+
+
+def _few(make: Callable[[], Case]) -> Case:
+    """The first rows of a case: the interpreter takes its time."""
+    logits, rows = make()
+    names = ("temperature_S", "seed_S", "index_S", "top_k_S", "top_p_S", "min_p_S")
+    return logits[:6].contiguous(), replace(rows, **{name: getattr(rows, name)[:6] for name in names})
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+
+
+def _over_peers(group: TensorGroup, folder: Path | None, rows: int) -> TensorGroup:
+    """The group, with memory that the ranks write to each other if a folder is given."""
+    group = copy.copy(group)
+    if folder is not None:
+        group.histogram_peers = share_buffers(group, folder, rows, HISTOGRAM_WORDS)
+    return group
+
+
+def _truncate_by_kernel(group: TensorGroup, folder: Path | None) -> list[torch.Tensor]:
+    group, found = _over_peers(group, folder, 24), []
+    for make in TRUNCATED.values():
+        logits, rows = _few(make)
+        shard, part = _part(group)
+        found.append(logits[:, part].contiguous())
+        truncate_by_kernel(found[-1], rows, shard)
+    assert group.histogram_peers is None or not group.histogram_peers.fault
+    return found
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("peers", [False, True], ids=["gathered", "over peers"])
+def test_kernels_of_ranks_keep_the_tokens_that_one_rank_keeps(
+    peers: bool, size: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    results = start_ranks(size).run(_truncate_by_kernel, tmp_path if peers else None)
+    for (name, make), *parts in zip(TRUNCATED.items(), *results, strict=True):
+        logits, rows = _few(make)
+        truncate_by_kernel(logits, rows)
+        assert torch.equal(torch.cat(parts, dim=1).nan_to_num(nan=99.0), logits.nan_to_num(nan=99.0)), name
+
+
+def _without_a_peer(group: TensorGroup, folder: Path) -> tuple[int, torch.Tensor]:
+    group = _over_peers(group, folder, 3)
+    logits = random_logits(3, VOCAB, 0).cpu()
+    shard, part = _part(group)
+    logits = logits[:, part].contiguous()
+    for rank in range(group.size):  # one after the other, so the first waits in vain
+        if rank == group.rank:
+            truncate_by_kernel(logits, limits([5, OFF, OFF], [INF, 0.9, INF], [0.0] * 3), shard, most_spins=20)
+        group.all_gather(torch.zeros(1))
+    assert group.histogram_peers is not None
+    return int(group.histogram_peers.fault), logits
+
+
+@interpreted
+def test_a_row_without_a_peers_histogram_becomes_nan_on_all_ranks(
+    tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    for rank, (fault, logits) in enumerate(start_ranks(2).run(_without_a_peer, tmp_path)):
+        assert fault == 1 + (1 - rank)
+        assert logits.isnan().all(dim=1).tolist() == [True, True, False], "the last row is not truncated"
 
 
 # --- the draw, with all rules ----------------------------------------------------------------------------------------
@@ -159,3 +230,40 @@ def test_ranks_draw_by_every_rule_what_one_rank_draws(size: int, start_ranks: Ca
                 ours, theirs = getattr(each, field), getattr(whole, field)
                 assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6), (name, field)
                 assert torch.equal(ours, getattr(found[0], field)), "ranks have other bits"
+
+
+COLUMNS = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 3, "TEMPERATURE": 0, "NOISE": 1}
+
+
+def _by_kernel(logits: torch.Tensor, rows: SamplingRows, shard: VocabShard | None) -> torch.Tensor:
+    """Change, truncate and draw as a sampler does on a GPU; returns its output."""
+    count = len(logits)
+    drawn = change_logits(logits, rows) / rows.temperature_S[:, None]
+    truncate_by_kernel(drawn, rows, shard)
+    ints, floats = torch.zeros(count + 1, 4, dtype=torch.int64), torch.ones(count + 1, 2)
+    ints[1:, 1], ints[1:, 3] = rows.index_S - 1, rows.seed_S
+    assert rows.noise_S is not None
+    floats[1:, 0], floats[1:, 1] = rows.temperature_S, rows.noise_S
+    output = torch.zeros(4, count, dtype=torch.int32)
+    draw_and_advance(logits, drawn, torch.arange(1, count + 1), ints, floats, output, COLUMNS, shard)
+    return output
+
+
+def _draw_by_kernel(group: TensorGroup, folder: Path) -> torch.Tensor:
+    shard, part = _part(_over_peers(group, folder, 24))
+    logits, rows = _draws()
+    assert rows.counts_SV is not None
+    rows = replace(rows, counts_SV=rows.counts_SV[:, part], first_token=part.start)
+    return _by_kernel(logits[:, part].contiguous(), rows, shard)
+
+
+@interpreted
+@pytest.mark.parametrize("size", SIZES)
+def test_kernels_of_ranks_draw_by_all_rules_what_the_kernel_of_one_rank_draws(
+    size: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    whole, results = _by_kernel(*_draws(), None), start_ranks(size).run(_draw_by_kernel, tmp_path)
+    for output in results:
+        assert torch.equal(output[0], whole[0])
+        assert torch.allclose(output[1:].view(torch.float32), whole[1:].view(torch.float32), rtol=1e-6, atol=2e-6)
+        assert torch.equal(output, results[0]), "ranks have other bits"
