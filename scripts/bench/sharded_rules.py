@@ -6,7 +6,7 @@ One process a GPU. A call is everything from the logits of a rank's part to the 
 
     joined        the logits of all ranks are gathered, and every rank truncates and draws over all of them
     peers         each rank truncates and draws over its part; histograms cross over peers' memory
-    gathered      the same, and NCCL gathers the histograms, as for more rows than peers' buffers have
+    gathered      the same, and NCCL gathers the histograms, as where GPUs cannot reach each other's memory
 
 "us" is the median of replays of a graph of many calls, divided by the calls; "eager us" the same without a graph, which
 is how steps with rules draw. Before that, each way's tokens are compared with those of "joined", and what truncation
@@ -112,8 +112,7 @@ class Bench:
             "joined": lambda: self.draw(self.join(), rule, None),
             "gathered": lambda: self.draw(self.part, rule, gathered),
         }
-        peers = self.shard.group.histogram_peers
-        if peers is not None and self.rows <= peers.rows:
+        if self.shard.group.histogram_peers is not None:
             ways["peers"] = lambda: self.draw(self.part, rule, self.shard)
             whole, part = self.cut(self.whole, rule, None), self.cut(self.part, rule, self.shard)
             assert torch.equal(whole[:, self.shard.first_token :][:, : part.shape[1]], part), "other tokens stay"

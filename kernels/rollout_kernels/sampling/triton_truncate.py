@@ -19,7 +19,8 @@ vocabulary are the sums of those of the ranks: after each of the 6 launches anot
 exchanges them and finds the digit, on every rank the same. Logits never cross.
 
     over peers' memory   the program writes the row's histogram to every peer, as words with the number of the exchange
-                         (`peer_buffers`), and waits for theirs; rows without a search exchange nothing
+                         (`peer_buffers`), and waits for theirs; rows without a search exchange nothing. A launch for
+                         each 256 rows, for which there is memory
     otherwise            the group gathers the histograms of all rows before the launch
 
 The last histograms also say how many tokens with the key that was found are on the ranks before this one.
@@ -36,7 +37,6 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_math import last_to_arrive
-from rollout_kernels.parallel import TensorGroup
 from rollout_kernels.parallel.triton_all_reduce import MOST_SPINS, receive_words, send_words
 from rollout_kernels.sampling.reference import SamplingRows
 from rollout_kernels.sampling.sharded import VocabShard
@@ -380,43 +380,54 @@ def truncate(
     state_SW = torch.zeros(count, _WORDS.value, dtype=torch.int64, device=logits_SV.device)
     ties_SB = torch.empty(count, blocks, dtype=torch.int32, device=logits_SV.device)
     vocab = width if shard is None else shard.vocab
-    limits = (rows.top_k_S, rows.top_p_S, rows.min_p_S, rows.top_k_S.stride(0), rows.top_p_S.stride(0), vocab)
+    limits = _limit_arguments(rows, slice(None), vocab)
     for mass in (0, 1):
         for shift, bits in DIGITS:
             digit = {"MASS": mass, "SHIFT": shift, "BITS": bits}
             sizes = {"BLOCK": _BLOCK, "SHARD": shard is not None}
             _search_kernel[grid](logits_SV, state_SW, *limits, width, **digit, **sizes, num_warps=8)
             if shard is not None:
-                _merge(state_SW, limits, digit, shard.group, most_spins)
+                _merge(state_SW, rows, digit, shard, most_spins)
     for counts in (True, False):
         sizes = {"COUNT": counts, "BLOCK": _BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "SHARD": shard is not None}
         _cut_kernel[grid](logits_SV, state_SW, ties_SB, *limits, width, **sizes, num_warps=8)
 
 
+def _limit_arguments(rows: SamplingRows, part: slice, vocab: int) -> tuple[Any, ...]:
+    """The arguments of a kernel from which `_limits` reads."""
+    assert rows.top_k_S is not None and rows.top_p_S is not None and rows.min_p_S is not None
+    strides = rows.top_k_S.stride(0), rows.top_p_S.stride(0)
+    return rows.top_k_S[part], rows.top_p_S[part], rows.min_p_S[part], *strides, vocab
+
+
 def _merge(
-    state_SW: torch.Tensor, limits: tuple[Any, ...], digit: dict[str, int], group: TensorGroup, most_spins: int
+    state_SW: torch.Tensor, rows: SamplingRows, digit: dict[str, int], shard: VocabShard, most_spins: int
 ) -> None:
     """Exchange the histograms of the rows, and find the next digit of each."""
-    peers, gathered_RSD = group.histogram_peers, None
-    if peers is not None and len(state_SW) > peers.rows:
-        peers = None
+    group, peers = shard.group, shard.group.histogram_peers
+    gathered_RSD, addresses_R, exchanges_M, fault, words, at_once = None, None, None, None, 0, len(state_SW)
     if peers is None:
         histogram_SD = state_SW[:, _HISTOGRAM.value :].unflatten(1, (_COPIES.value, _BINS.value)).sum(dim=1)
         best_S1 = state_SW[:, _BEST.value, None]
         gathered_RSD = group.all_gather(torch.cat([histogram_SD, best_S1], dim=1))
-    _merge_kernel[(len(state_SW),)](
-        state_SW,
-        gathered_RSD,
-        None if peers is None else peers.addresses_R,
-        None if peers is None else peers.exchanges_M,
-        None if peers is None else peers.fault,
-        0 if peers is None else peers.words,
-        0 if peers is None else peers.rows,
-        most_spins,
-        *limits,
-        RANK=group.rank,
-        RANKS=group.size,
-        PEERS=peers is not None,
-        num_warps=8,
-        **digit,
-    )
+    else:
+        addresses_R, exchanges_M, fault = peers.addresses_R, peers.exchanges_M, peers.fault
+        words, at_once = peers.words, peers.rows
+    for begin in range(0, len(state_SW), at_once):
+        part = slice(begin, begin + at_once)
+        _merge_kernel[(len(state_SW[part]),)](
+            state_SW[part],
+            gathered_RSD,
+            addresses_R,
+            exchanges_M,
+            fault,
+            words,
+            at_once,
+            most_spins,
+            *_limit_arguments(rows, part, shard.vocab),
+            RANK=group.rank,
+            RANKS=group.size,
+            PEERS=peers is not None,
+            num_warps=8,
+            **digit,
+        )

@@ -23,6 +23,7 @@ from tests.support.parallel.shared_peers import share_buffers
 
 VOCAB = 4501
 SIZES = [2, pytest.param(4, marks=pytest.mark.nightly)]
+COLUMNS = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 3, "TEMPERATURE": 0, "NOISE": 1}
 Case = tuple[torch.Tensor, SamplingRows]
 
 
@@ -104,7 +105,7 @@ def _over_peers(group: TensorGroup, folder: Path | None, rows: int) -> TensorGro
 
 
 def _truncate_by_kernel(group: TensorGroup, folder: Path | None) -> list[torch.Tensor]:
-    group, found = _over_peers(group, folder, 24), []
+    group, found = _over_peers(group, folder, 4), []  # for four rows at a time
     for make in TRUNCATED.values():
         logits, rows = _few(make)
         shard, part = _part(group)
@@ -130,24 +131,29 @@ def test_kernels_of_ranks_keep_the_tokens_that_one_rank_keeps(
 
 def _without_a_peer(group: TensorGroup, folder: Path) -> tuple[int, torch.Tensor]:
     group = _over_peers(group, folder, 3)
-    logits = random_logits(3, VOCAB, 0).cpu()
     shard, part = _part(group)
-    logits = logits[:, part].contiguous()
+    logits = random_logits(3, VOCAB, 0).cpu()[:, part].contiguous()
+    drawn, output = logits.clone(), torch.zeros(4, 3, dtype=torch.int32)
     for rank in range(group.size):  # one after the other, so the first waits in vain
         if rank == group.rank:
-            truncate_by_kernel(logits, limits([5, OFF, OFF], [INF, 0.9, INF], [0.0] * 3), shard, most_spins=20)
+            truncate_by_kernel(drawn, limits([5, OFF, OFF], [INF, 0.9, INF], [0.0] * 3), shard, most_spins=20)
         group.all_gather(torch.zeros(1))
+    state = torch.arange(1, 4), torch.full((4, 4), 20), torch.ones(4, 2)
+    draw_and_advance(logits, drawn, *state, output, COLUMNS, shard)
     assert group.histogram_peers is not None
-    return int(group.histogram_peers.fault), logits
+    return int(group.histogram_peers.fault), output[1:].view(torch.float32)
 
 
 @interpreted
-def test_a_row_without_a_peers_histogram_becomes_nan_on_all_ranks(
+def test_a_row_without_a_peers_histogram_has_log_probs_that_are_nan_on_all_ranks(
     tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
-    for rank, (fault, logits) in enumerate(start_ranks(2).run(_without_a_peer, tmp_path)):
+    """By which rank 0 knows that it must not commit the step."""
+    for rank, (fault, logprobs) in enumerate(start_ranks(2).run(_without_a_peer, tmp_path)):
         assert fault == 1 + (1 - rank)
-        assert logits.isnan().all(dim=1).tolist() == [True, True, False], "the last row is not truncated"
+        tempered, plain, drawn = logprobs.isnan().tolist()
+        assert tempered == drawn == [True, True, False], "the last row is not truncated"
+        assert not any(plain)
 
 
 # --- the draw, with all rules ----------------------------------------------------------------------------------------
@@ -230,9 +236,6 @@ def test_ranks_draw_by_every_rule_what_one_rank_draws(size: int, start_ranks: Ca
                 ours, theirs = getattr(each, field), getattr(whole, field)
                 assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6), (name, field)
                 assert torch.equal(ours, getattr(found[0], field)), "ranks have other bits"
-
-
-COLUMNS = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 3, "TEMPERATURE": 0, "NOISE": 1}
 
 
 def _by_kernel(logits: torch.Tensor, rows: SamplingRows, shard: VocabShard | None) -> torch.Tensor:
