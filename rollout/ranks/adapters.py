@@ -33,7 +33,7 @@ from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.orders import Orders
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.staging import Pins
+from rollout.weights.staging import Pins, touch
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,10 @@ class AdapterCopies:
         try:
             mapped = self._memory.map()
             parts = _read_parts(mapped, begin, self._dtype, [PartTensor(*row) for row in layout])
-            pinned = _pin(mapped, begin, part_bytes, self._device) if self._device.type == "cuda" else None
+            pinned = None
+            if self._device.type == "cuda":
+                touch(torch.frombuffer(mapped, dtype=torch.uint8, offset=begin, count=part_bytes), self._work.advance)
+                pinned = _pin(mapped, begin, part_bytes, self._device)
         # Whatever it is, rank 0 waits for an answer, and does without this adapter.
         except Exception as error:
             log.exception("an adapter cannot be mapped")

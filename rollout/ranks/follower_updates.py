@@ -6,6 +6,7 @@ the SWAP, and until that swap is reported rank 0 begins no update, so nothing is
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -72,7 +73,8 @@ class FollowerUpdates:
         if weights.apply == "in_place":
             staging = ShardInPlace(parameters.views)
         else:
-            staging = ShardStaging(parameters.views, weights.staging, allocate)
+            advance = functools.partial(reports.add, number, "updates_parts")
+            staging = ShardStaging(parameters.views, weights.staging, allocate, advance=advance)
         of_device = device_memory(loaded.model.embed.device)
         return cls(parameters, staging, relayed, manifest, reports, number, of_device)
 
@@ -113,7 +115,10 @@ class FollowerUpdates:
         self._open = (0, 0)
         try:
             manifest = from_wire(msgpack.unpackb(self._manifest.map()[:manifest_bytes]))
-            self._staging.open(manifest, self._map.check(manifest))
+            self.work.advance()
+            fit = self._map.check(manifest)
+            self.work.advance()
+            self._staging.open(manifest, fit)
         except WeightsRejected as error:
             self._refuse(number, str(error))
         # Whatever it is, rank 0 waits for an answer, and the old weights stay in use.
@@ -181,10 +186,3 @@ class FollowerUpdates:
     def _refuse(self, number: int, message: str) -> None:
         self._reports.say(self._number, "update", message)
         self._reports.set(self._number, "refused", number)
-
-
-@torch.no_grad()
-def copy_all(copies: list[Copy]) -> None:
-    """Enqueue the copies of a swap on the current stream."""
-    for view, staged in copies:
-        view.copy_(staged, non_blocking=True)

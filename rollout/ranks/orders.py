@@ -22,7 +22,6 @@ than the loop give in any order beside swaps have none.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
@@ -42,8 +41,6 @@ from rollout.ranks.ring import RingWriter
 
 STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE, RELAY, ADAPTER, WRITE, FORGET, MOVE, MEMORY, PIXELS = range(1, 15)
 
-#: Orders that take a follower no time: it enqueues them, or has another thread carry them out.
-_QUICK = (STEP, DRAW, PIXELS, ADAPTER, WRITE, FORGET, MOVE)
 _PIECE_BYTES = 1 << 20
 #: Instead of a version.
 ANY_VERSION = -1
@@ -61,8 +58,6 @@ class Orders:
         self._reports = reports
         self._settle = settle
         self._ordered: dict[Number, int] = {}  # how many of the orders whose ends are reported
-        self._noting = threading.Lock()
-        self.slow = 0  # sequence number of the last order that may take long
         self.pieces = 0  # of updates that were given
         self.prepared = 0  # number of the last update that followers were told to prepare
         self.swapped = 0  # number of the last one that they were told to copy
@@ -189,10 +184,7 @@ class Orders:
 
     def _write(self, kind: int, layout: Any, *parts: memoryview, version: int | None = None) -> None:
         now = self._version if version is None else version
-        sequence = self._ring.write(kind, now, msgpack.packb(layout), *parts)
-        if kind not in _QUICK:
-            with self._noting:
-                self.slow = max(self.slow, sequence)
+        self._ring.write(kind, now, msgpack.packb(layout), *parts)
 
 
 def ring_bytes(upload_words: int, max_rows: int, mask_words: int, tokens: int) -> int:

@@ -12,7 +12,7 @@ import msgpack
 import torch
 
 from rollout.models.cut import Cut, CutView
-from rollout.ranks.follower_updates import FollowerUpdates, copy_all
+from rollout.ranks.follower_updates import FollowerUpdates
 from rollout.ranks.orders import END, OPEN, PREPARE, RELAY, SWAP, TAKE, Orders
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
@@ -20,6 +20,7 @@ from rollout.ranks.updates import RankUpdates
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.shard_staging import BLOCK_BYTES, ShardInPlace, ShardStaging
 from rollout.weights.staging import StagedWeights
+from rollout.weights.swap_copies import copy_tensors
 from tests.support.bridge.harness import EXPERTS, HIDDEN, INTER, TinyModel, Worker, wait_for
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 
@@ -179,7 +180,7 @@ class GroupWorker(Worker):
             elif head.kind == PREPARE:
                 updates.prepare(*fields)
             elif head.kind == SWAP:
-                copy_all(updates.take(*fields))
+                copy_tensors(updates.take(*fields))
                 self.reports.set(number, "swapped", fields[0])
             reader.done(head)
             self.reports.set(number, "sequence", head.sequence)
