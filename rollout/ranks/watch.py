@@ -157,7 +157,9 @@ class GroupWatch:
     def _still(self, seen: GroupLook, compiles: bool, passed_s: float) -> str:
         ranks = [seen.lanes, *(follower.lanes for follower in seen.followers)]
         held = [lanes.get(name, _EMPTY).done for lanes in ranks for name in _HOLD_STEPS]
-        completed = (seen.done, *(number for f in seen.followers for number in (f.sequence, f.done)), *held)
+        orders = [_orders(seen.ordered, f) for f in seen.followers]
+        done = [lane.done if lane.busy else f.sequence for lane, f in zip(orders, seen.followers, strict=True)]
+        completed = (seen.done, *(f.done for f in seen.followers), *done, *held)
         behind = [i for i, f in enumerate(seen.followers, 1) if f.sequence < seen.ordered or f.done < f.launched]
         waits = seen.ordered > 0 and (bool(behind) or seen.busy)
         used = [cpu_s for cpu_s in (seen.cpu_s, *(f.cpu_s for f in seen.followers)) if cpu_s is not None]
