@@ -133,7 +133,13 @@ class Ranks:
         if self.size == 1:
             return None
         self.updates = RankUpdates(
-            self._relayed, self._manifest, self.reports, lambda: self.orders, device, device_memory(device)
+            self._relayed,
+            self._manifest,
+            self.reports,
+            lambda: self.orders,
+            device,
+            device_memory(device),
+            lost=lambda: self.failure,
         )
         return self.updates
 
@@ -143,8 +149,9 @@ class Ranks:
         if self.size == 1 or not engine.adapter_slots:
             return None
         spec, dtype = native(model).spec, model.embed.dtype
-        limits = (engine.adapter_rank, dtype, engine.max_adapters)
-        return RankAdapters(self._adapters, spec, *limits, self.reports, lambda: self.orders, model.embed.device)
+        limits = (engine.adapter_rank, dtype, engine.max_adapters, self.reports)
+        device = model.embed.device
+        return RankAdapters(self._adapters, spec, *limits, lambda: self.orders, device, lambda: self.failure)
 
     def watch(self, on_lost: Callable[[str], None], progress: Callable[[], OwnProgress]) -> None:
         """Have `on_lost` called, on the watching thread, once the group is lost. Before, the process ends at once.

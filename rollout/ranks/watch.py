@@ -131,8 +131,9 @@ class GroupWatch:
         return self._hung_lane(seen, compiles, lived_s) or self._still(seen, compiles, passed_s)
 
     def _lost(self, i: int, seen: FollowerLook, passed_s: float) -> str:
-        self.silent_s[i] = 0.0 if seen.beat != self._beats[i] else self.silent_s[i] + passed_s
-        self._stopped_s[i] = self._stopped_s[i] + passed_s if seen.stopped else 0.0
+        beats = seen.beat != self._beats[i]
+        self.silent_s[i] = 0.0 if beats else self.silent_s[i] + passed_s
+        self._stopped_s[i] = self._stopped_s[i] + passed_s if seen.stopped and not beats else 0.0
         self._beats[i] = seen.beat
         if seen.status is not None:
             return f"was ended by signal {-seen.status}" if seen.status < 0 else f"ended with status {seen.status}"

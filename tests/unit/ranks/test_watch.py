@@ -78,6 +78,16 @@ def test_a_process_that_is_stopped_now_and_then_is_not_lost() -> None:
         assert group.go(1) == ""
 
 
+def test_a_process_that_is_stopped_at_every_look_and_beats_between_is_not_lost() -> None:
+    group = Group(GroupLook([FIRST, SECOND]))
+    group.change(0, stopped=True)
+    for _ in range(10):
+        group.beats[0] = False
+        assert group.go(SILENT_S - 1) == ""
+        group.beats[0] = True
+        assert group.go(LOOK_S) == ""
+
+
 def test_a_beat_that_stands_still_counts_once_a_follower_is_ready() -> None:
     group = Group(GroupLook([FIRST, replace(SECOND, ready=False)]))
     group.beats[1] = False

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 _BUSY_S = 9.0
-_SLOW_S = 0.5
+_SLOW_S = 0.15
 
 
 def _install(folder: Path) -> None:
