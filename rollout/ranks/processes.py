@@ -125,7 +125,7 @@ class Ranks:
             time.sleep(_READY_POLL_S)
         self._ring.grow(ring_bytes)
         ring = RingWriter(self._ring, self._eventfds, lambda: self.reports.get("position"), lambda: bool(self.failure))
-        self.orders = Orders(ring, version, self.reports, self._settle)
+        self.orders = Orders(ring, version, self.reports, self._settle, self.updates)
         return self.orders
 
     def take_updates(self, device: torch.device) -> RankUpdates | None:

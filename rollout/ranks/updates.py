@@ -68,6 +68,15 @@ class RankUpdates:
             memory.open(manifest.bucket_bytes, manifest.total_bytes)
         return UpdateRelay(self, [memory for memory in memories if memory is not None], manifest)
 
+    def unmap(self) -> None:
+        """A sleep begins: have the followers unmap the memory on rank 0's GPU, after all pieces that were given."""
+        if self._device is not None:
+            self._device.unmap()
+
+    def free(self) -> int:
+        """Give that memory back, after `unmap` is carried out; returns its bytes. The next update takes some again."""
+        return 0 if self._device is None else self._device.free()
+
     @property
     def copying(self) -> bool:
         """Whether a follower may still read its staging memory."""

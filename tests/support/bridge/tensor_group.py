@@ -111,7 +111,10 @@ class GroupWorker(Worker):
         eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
         self._descriptors = [*eventfds, *(memory.descriptor for memory in (ring, table, self.relayed, manifest))]
         writer = RingWriter(ring, eventfds, lambda: self.reports.get("position"))
-        self.orders = Orders(writer, 0, self.reports, lambda: None)
+        mine = peers[0] if peers else None
+        where = self.shards[0].parameters["norm"].device
+        ranks = RankUpdates(self.relayed, manifest, self.reports, lambda: self.orders, where, mine, relay_bytes)
+        self.orders = Orders(writer, 0, self.reports, lambda: None, ranks)
         self.reading = threading.Event()
         self.reading.set()
         self.followers = []
@@ -127,9 +130,6 @@ class GroupWorker(Worker):
             follow = threading.Thread(target=self._follow, args=(reader, updates, number), daemon=True)
             follow.start()
             self.followers.append(follow)
-        mine = peers[0] if peers else None
-        where = self.shards[0].parameters["norm"].device
-        ranks = RankUpdates(self.relayed, manifest, self.reports, lambda: self.orders, where, mine, relay_bytes)
         super().__init__(model=_Views(self.shards[0]), shared=shared, ranks=ranks, staging=staging, **settings)
 
     def serve(self, tensors: dict[str, torch.Tensor]) -> bool:
