@@ -88,6 +88,7 @@ class Follower:
         while True:
             self._report_swap(reports)
             copying = self._copies.report()
+            reports.add(me, "looks")
             if not reader.wait(_WAIT_S if self._swap is None and not copying else _SWAP_POLL_S):
                 self._executor.check()
                 continue

@@ -250,6 +250,7 @@ class Ranks:
                     launched=at["launched"],
                     done=at["done"],
                     lanes=_lanes(at),
+                    looks=at["looks"],
                     compiling=at["compiling"] > 0,
                     cpu_s=used_s if on_cpu else None,
                 )

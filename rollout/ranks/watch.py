@@ -18,7 +18,8 @@ A healthy group must not be ended, however slow it is:
 - No time counts while a rank compiles a kernel.
 - What moves gigabytes (updates, swaps, sleeps) is done in parts, and each part that is done begins the time anew. So no
   order needs a longer limit than another.
-- What waits for its turn on the device is not begun, and does not count.
+- What waits for its turn on the device is not begun, and does not count. For copies no time counts in which the main
+  thread of a follower does not look for their ends: it is at an order, which is judged.
 - Ranks on a CPU compute steps with the processes' own time. While they use some, they are slow, not hung.
 - If all ranks have completed what they were given, the loop of rank 0 hangs. The watchdog of the worker finds that.
 """
@@ -39,6 +40,8 @@ _CPU_EVERY_S = 1.0
 LaneName = Literal[
     "orders", "updates", "adapters", "adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap", "sleep"
 ]
+#: Lanes of copies, of which a follower's main thread reports.
+_COPIES: tuple[LaneName, ...] = ("adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")
 #: Lanes that hold back the steps of their rank.
 _HOLD_STEPS: tuple[LaneName, ...] = ("swap", "sleep")
 
@@ -67,6 +70,7 @@ class FollowerLook:
     launched: int = 0
     done: int = 0  # steps that are complete on its device
     lanes: Mapping[LaneName, Lane] = field(default_factory=dict)  # without orders; a sleep is one of these
+    looks: int = 0  # of its main thread, for copies
     compiling: bool = False
     cpu_s: float | None = None  # that it has used; None for a rank on a GPU
 
@@ -118,6 +122,7 @@ class GroupWatch:
         self._stopped_s = [0.0] * followers
         self._steps = _Clock()
         self._lanes: dict[tuple[int, LaneName], _Clock] = {}
+        self._looks = [-1] * followers
 
     def look(self, seen: GroupLook, passed_s: float) -> str:
         """Why the group is lost; empty if it is not. `passed_s` are the seconds since the last look."""
@@ -144,13 +149,17 @@ class GroupWatch:
         return ""
 
     def _hung_lane(self, seen: GroupLook, compiles: bool, lived_s: list[float]) -> str:
+        looks = [follower.looks for follower in seen.followers]
+        looked = [True, *(now != before for now, before in zip(looks, self._looks, strict=True))]
+        self._looks = looks
         ranks: list[tuple[Mapping[LaneName, Lane], float | None]] = [(seen.lanes, None)]
         ranks += [({**f.lanes, "orders": _orders(seen.ordered, f)}, f.cpu_s) for f in seen.followers]
         for rank, (lanes, cpu_s) in enumerate(ranks):
             for name, lane in lanes.items():
                 clock = self._lanes.setdefault((rank, name), _Clock())
                 computes = cpu_s if name == "orders" else None
-                still_s = clock.look(lane.done, lane.busy and not compiles, lived_s[rank], computes)
+                passed_s = 0.0 if name in _COPIES and not looked[rank] else lived_s[rank]
+                still_s = clock.look(lane.done, lane.busy and not compiles, passed_s, computes)
                 if self._stall_s is not None and still_s > self._stall_s:
                     return f"rank {rank} has hung: it has completed nothing in its lane {name} for {still_s:.0f} s"
         return ""

@@ -17,12 +17,16 @@ WAITING = GroupLook([replace(FIRST, launched=1), replace(SECOND, launched=1)], o
 
 
 class Group:
-    """A group that is looked at every quarter of a second; `beats` says which followers beat."""
+    """A group that is looked at every quarter of a second.
+
+    `beats` says which followers beat, `looks` whose main threads look for copies.
+    """
 
     def __init__(self, look: GroupLook, stall_s: float | None = STALL_S) -> None:
         self.look = look
         self.watch = GroupWatch(len(look.followers), stall_s)
         self.beats = [True] * len(look.followers)
+        self.looks = [True] * len(look.followers)
         self.now_s, self.failure = 0.0, ""
 
     def change(self, follower: int | None = None, **fields: Any) -> None:
@@ -37,9 +41,9 @@ class Group:
         """Look for so long, or until the group is lost. `cpu` is how many cores its ranks use."""
         for _ in range(round(seconds / LOOK_S)):
             self.now_s += LOOK_S
-            for follower, beats in enumerate(self.beats):
-                if beats:
-                    self.change(follower, beat=self.look.followers[follower].beat + 1)
+            for follower, look in enumerate(self.look.followers):
+                beat, looks = look.beat + self.beats[follower], look.looks + self.looks[follower]
+                self.change(follower, beat=beat, looks=looks)
             if cpu is not None:
                 self.change(cpu_s=(self.look.cpu_s or 0.0) + cpu * LOOK_S)
                 for follower, look in enumerate(self.look.followers):
@@ -206,6 +210,16 @@ def test_a_lane_may_take_as_long_as_it_needs_while_it_completes_parts() -> None:
         group.change(1, lanes={"updates": Lane(True, done), "swap": Lane(True, done)})
         assert group.go(STALL_S - 1) == ""
     assert "lane" in group.go(2)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_copy_whose_end_the_main_thread_does_not_look_for_is_not_what_hangs(lane: str) -> None:
+    group = Group(idle(**{lane: Lane(True, 7)}))
+    group.looks[1] = False
+    found = group.go(60)
+    assert found == "" if lane not in ("updates", "adapters") else lane in found
+    group.looks[1] = True
+    assert f"in its lane {lane}" in group.go(60)
 
 
 def test_a_lane_without_work_is_not_lost() -> None:
