@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.engine.cuda_harness import FUSED_SIZES
 from tests.support.models.families import make_checkpoint
@@ -134,6 +135,36 @@ def test_a_hundred_swaps_between_the_steps_of_running_completions(counting: Work
         (last,) = client.generate("17:", max_tokens=60).completions
         assert last.versions == [(100, 60)]
         check("17:", last, {100: 1})
+
+
+def test_a_sleep_gives_back_what_an_update_took_on_the_first_gpu(tmp_path: Path) -> None:
+    """The relay has 256 MiB there, and without a sleep it stays for the next update."""
+    wide = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 8}
+    make_checkpoint("qwen3", tmp_path / "model", seed=3, **FUSED_SIZES | wide | {"head_dim": 128, "vocab_size": VOCAB})
+    folder = make_tokenizer_folder(tmp_path / "model")
+    flags: dict[str, Any] = {"tensor_parallel": 2, "device": "cuda", "max_rows": 4, "max_context_tokens": 1024}
+    weights = {name: tensor.cuda() for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert sum(tensor.nbytes for tensor in weights.values()) > 400 << 20
+
+    def asleep() -> int:
+        client.sleep()
+        free_bytes = torch.cuda.mem_get_info(0)[0]
+        client.wake()
+        return free_bytes
+
+    more = {"sleep": True, "kv_memory_max_gib": 0.5, "ready_timeout_s": START_S}
+    with (
+        launch(folder, log=tmp_path / "log", **flags, **more) as worker,
+        RolloutClient(worker.endpoint, timeout_s=120) as client,
+    ):
+        (before,) = client.generate([5, 6, 7], max_tokens=16, temperature=0.0).completions
+        least = asleep()
+        for version in range(1, 4):
+            with WeightPublisher(worker.endpoint, transport="cuda_ipc") as publisher:
+                publisher.publish(weights, version).applied(60)
+            assert asleep() > least - (64 << 20), version
+        (after,) = client.generate([5, 6, 7], max_tokens=16, temperature=0.0).completions
+        assert after.token_ids.tolist() == before.token_ids.tolist()
 
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "hung")])
