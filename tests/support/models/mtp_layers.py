@@ -51,14 +51,18 @@ LAYOUTS = {
 class Predicting:
     """A model with such a layer: transformers' model and layer, the layer's tensors by the names in the checkpoint."""
 
+    name: str  # one of `LAYOUTS`
     model: Any
     block: Any
-    layout: Layout
     tensors: dict[str, torch.Tensor]
 
     def part(self, name: str) -> torch.Tensor:
         """The weight of a module around the layer."""
         return self.tensors[f"{self.prefix}{name}.weight"]
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.name]
 
     @property
     def prefix(self) -> str:
@@ -119,7 +123,7 @@ def make_predicting(name: str, folder: Path, seed: int = 0) -> Predicting:
     hidden = model.config.hidden_size
     parts = {f"{part}.weight": 0.5 + torch.rand(hidden, generator=generator) for part in layout[2:5]}
     parts[f"{layout.fc}.weight"] = 2 * product(hidden, 2 * hidden)
-    found = Predicting(model, block, layout, {})
+    found = Predicting(name, model, block, {})
     found.tensors = {found.prefix + key: tensor for key, tensor in (parts | _published(block)).items()}
     add_tensors(folder, found.tensors | {found.prefix + key: torch.zeros(3) for key in layout.copies})
     return found

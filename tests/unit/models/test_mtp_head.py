@@ -91,11 +91,11 @@ def test_a_forward_by_kernels_is_that_of_torch(tmp_path, name) -> None:
     sparse = name == "Glm4Moe"
     dtype = torch.bfloat16 if sparse else torch.float32
     model = load(tmp_path, dtype="bfloat16" if sparse else "float32").model
-    head, count = model.draft, 5
+    head, count = model.draft, 16
     hidden_TH, following_T = random_input(found, count)
     outputs = []
     for fused in (False, True):
-        kv = KVCache.allocate(model.spec, 8, 4, dtype, CPU)
+        kv = KVCache.allocate(model.spec, count + 1, 4, dtype, CPU)
         batch = AttentionBatch(
             positions_T=torch.zeros(count, dtype=torch.int64),
             kv_slots_T=torch.arange(1, count + 1) * 4,
@@ -119,7 +119,7 @@ def test_a_forward_by_kernels_is_that_of_torch(tmp_path, name) -> None:
         assert by_torch.abs().max() > 1
         difference = (by_torch - by_kernels).abs().float()
         # A router's choice may differ by rounding: few tokens do.
-        assert (difference.amax(-1).flatten() < tolerance).float().mean() >= (0.8 if sparse else 1.0)
+        assert (difference.amax(-1).flatten() < tolerance).float().mean() >= (0.75 if sparse else 1.0)
 
 
 def test_its_kv_is_one_more_layer_and_the_model_is_the_same(tmp_path) -> None:
