@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from rollout_kernels.sampling import gumbel_noise
@@ -16,18 +18,36 @@ from rollout.models.draft_head import DraftHead
 from tests.engine.step.test_cuda_verify import SIZES, VOCAB, all_of, submit
 from tests.engine.test_heads import changed_logits, completions_by_seed
 from tests.support.engine.constraints import SIZE, Cycle, X, Y
-from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation
+from tests.support.engine.cuda_harness import (
+    FUSED_SIZES,
+    load_bf16,
+    make_fused_checkpoint,
+    tick_without_waiting,
+    watch_compilation,
+)
 from tests.support.engine.drafting import replayed_guesses, watch_guesses
 from tests.support.engine.harness import Bench, prompt_of
 from tests.support.models.draft_heads import head_config, random_head, save_head
+from tests.support.models.every_family import make_mimo
+from tests.support.models.mtp_layers import make_predicting
+from tests.support.models.variants import make_variant
 
 pytestmark = pytest.mark.gpu
-HEADS = {**SIZES, "speculation": "heads", "speculation_model": "a folder"}
+HEADS = {**SIZES, "speculation": "heads"}
+#: Sizes that the fused kernels take, of models with a layer for multi-token prediction.
+PREDICTING = {
+    "MiMo": partial(make_mimo, vocab_size=VOCAB, **FUSED_SIZES),
+    "Glm4Moe": partial(make_variant, "Glm4Moe", vocab_size=VOCAB, moe_intermediate_size=128, **FUSED_SIZES),
+}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+@pytest.fixture(scope="module", params=["EAGLE-3", *PREDICTING])
+def folders(request, tmp_path_factory):
+    """A target and its head; None in its place if the target's own layer guesses."""
     base = tmp_path_factory.mktemp("heads")
+    if request.param in PREDICTING:
+        make_predicting(request.param, base, make=PREDICTING[request.param])
+        return base, None
     target = make_fused_checkpoint(base / "target")
     sizes = {"intermediate_size": 512, "head_dim": 64, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     config = head_config(AutoConfig.from_pretrained(target), 2000, **sizes)
@@ -36,7 +56,7 @@ def folders(tmp_path_factory):
 
 def load_drafted(folders):
     settings = ModelSettings(path=str(folders[0]), dtype="bfloat16")
-    return load_model(settings, torch.device("cuda"), draft=folders[1]).model
+    return load_model(settings, torch.device("cuda"), draft=folders[1], mtp="needed").model
 
 
 def run(bench: Bench) -> Bench:
@@ -44,6 +64,35 @@ def run(bench: Bench) -> Bench:
     bench.run()
     bench.close()
     return bench
+
+
+def test_its_guesses_by_kernels_are_those_of_torch(folders, monkeypatch):
+    """Up to rounding: the first guess of greedy rows, over prompts of many tokens and over steps."""
+    found = []
+    for fused in (True, False):
+        model = load_drafted(folders)
+        assert model.draft.fused
+        model.draft.fused = fused
+        fields = {"deterministic": True, "fused_experts": True, "cuda_graphs": False}
+        bench = Bench(model, make_device("cuda"), **HEADS, **fields)
+        with monkeypatch.context() as patch:
+            if not fused:
+                patch.setattr(HeadDrafts, "_forward", _by_torch)
+            seen = watch_guesses(patch)
+            for i in range(5):
+                bench.submit(f"r{i}", prompt_of(60 + 70 * i, i), 40, sampling={"temperature": 0.0, "seed": i})
+            bench.run()
+        bench.close()
+        tokens = {done.seed: done.token_ids for done in bench.completions.values()}
+        found.append({(ints[SEED], ints[LENGTH], tuple(tokens[ints[SEED]])): guesses for ints, _, guesses in seen})
+    both = found[0].keys() & found[1].keys()
+    equal = sum(found[0][key][0] == found[1][key][0] for key in both)
+    assert len(both) > 50 and equal > 0.85 * len(both), (len(both), equal)
+
+
+def _by_torch(self, following_T, hidden_TH, batch, kv):
+    """The forward of a draft model without its experts' kernels, which read nothing on the host."""
+    return self._head(following_T, self._model.embed, hidden_TH, batch, kv)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers.masking_utils import create_causal_mask
 
-from tests.support.models.every_family import EVERY_FAMILY
+from tests.support.models.every_family import EVERY_FAMILY, Make
 
 
 class Layout(NamedTuple):
@@ -100,9 +100,9 @@ class Predicting:
         return guesses
 
 
-def make_predicting(name: str, folder: Path, seed: int = 0) -> Predicting:
-    """A random checkpoint of one of `LAYOUTS` with its layer, in a file of its own beside those of the model."""
-    model, layout = EVERY_FAMILY[name](folder, seed).requires_grad_(False), LAYOUTS[name]
+def make_predicting(name: str, folder: Path, seed: int = 0, make: Make | None = None) -> Predicting:
+    """A random checkpoint of one of `LAYOUTS` with its layer; `make` makes the model, in sizes of its own."""
+    model, layout = (make or EVERY_FAMILY[name])(folder, seed).requires_grad_(False), LAYOUTS[name]
     file = folder / "config.json"
     config = {key: value for key, value in json.loads(file.read_text()).items() if key != "num_mtp_layers"}
     file.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
