@@ -142,7 +142,7 @@ class Decoder(Block):
         self.tower = None if spec.tower is None else VisionTower(spec.tower, dtype, device)
         self.draft: DraftHead | None = None
         if spec.draft is not None:
-            self.draft = DraftHead(spec.draft, len(spec.attention_layers), spec.vocab, dtype, device)
+            self.draft = DraftHead(spec.draft, len(spec.attention_layers), spec.vocab, dtype, device, experts)
 
     @torch.inference_mode()
     def forward(
