@@ -285,9 +285,8 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     )
     allocator = _build_allocator(site, executor, steps.routing, lasting)
     counters = Counters() if lasting is None else lasting.counters
-    draft = model.draft if isinstance(model, Decoder) else None
-    prefixes = () if draft is None else draft.spec.names.prefixes
-    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters, prefixes)
+    draft_names = model.draft_names() if isinstance(model, Decoder) else frozenset()
+    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters, draft_names)
     mover, books = executor.mover, allocator.offload_books
     offload = None if mover is None or books is None else Offload(roster, books, mover, executor.state_mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)

@@ -219,3 +219,7 @@ class Decoder(Block):
         views of a shard take whole tensors and copy the shard's part (`CutView`).
         """
         return all_views(self.hf_regions())
+
+    def draft_names(self) -> frozenset[str]:
+        """Names of the tensors of the draft model in updates."""
+        return frozenset() if self.draft is None else frozenset(all_views(self.draft.update_regions()))

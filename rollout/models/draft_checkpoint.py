@@ -82,9 +82,13 @@ def _spec(
         whole = spec_from_config(config, _ARCHITECTURE)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{file} lacks a value that {_KIND} needs: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not that of {_KIND} that is supported: {error}{_or_own_layer(target)}") from error
     hidden = content.get("target_hidden_size") or whole.hidden
     if len(whole.layers) != 1:
-        raise CheckpointError(f"{file}: num_hidden_layers is {len(whole.layers)}; {_KIND} has one layer")
+        raise CheckpointError(
+            f"{file}: num_hidden_layers is {len(whole.layers)}; {_KIND} has one layer{_or_own_layer(target)}"
+        )
     if (whole.hidden, hidden) != (target.hidden, target.hidden):
         raise CheckpointError(
             f"{file} is made for hidden states of {hidden} and has {whole.hidden} of its own; both must be "
@@ -112,6 +116,14 @@ def _spec(
         mapped=mapped,
         norm_before_residual=bool(content.get("norm_before_residual")),
     )
+
+
+def _or_own_layer(target: ModelSpec) -> str:
+    """Advice for a target whose checkpoints may have a draft model of their own."""
+    if target.mtp is None:
+        return ""
+    layer = f"the layer for multi-token prediction ({target.mtp.names.prefix}*)"
+    return f". To draft with {layer} of the served checkpoint, leave speculation_model out"
 
 
 def _window(content: dict[str, Any], file: Path) -> int | None:

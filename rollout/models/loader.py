@@ -41,7 +41,7 @@ from rollout.models.checkpoint_tensors import (
 from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
 from rollout.models.draft_checkpoint import fill_draft, read_draft
-from rollout.models.draft_head import FLAGS, OFFSETS, PREFIX
+from rollout.models.draft_head import FLAGS, OFFSETS, PREFIX, DraftHead
 from rollout.models.language_model import LanguageModel, LanguageModelSpec
 from rollout.models.longrope import choose_factors
 from rollout.models.names import Region, all_views, is_needed
@@ -83,8 +83,7 @@ class LoadedModel:
 
     def draft_names(self) -> frozenset[str]:
         """Names of the tensors of the draft model in updates."""
-        draft = self.model.draft if isinstance(self.model, Decoder) else None
-        return frozenset() if draft is None else frozenset(all_views(draft.update_regions()))
+        return self.model.draft_names() if isinstance(self.model, Decoder) else frozenset()
 
 
 def fetch(settings: ModelSettings, progress: Progress | None = None) -> Path:
@@ -177,9 +176,9 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     check_format(spec, experts)
     group = source.group
     whole, spec = spec, shard_spec(spec, group.rank, group.size)
-    spec = replace(spec, draft=_own_draft(source, spec))
+    spec = replace(spec, draft=_own_draft(source, spec, experts))
     outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)  # shapes without memory
-    used = frozenset() if outline.draft is None else all_views(outline.draft.update_regions()).keys()
+    used = outline.draft_names()
     unused = spec.unused
     tensors = _needed(
         join_mxfp4(source.tensors), spec.tied_names, lambda name: name not in used and name.startswith(unused)
@@ -207,21 +206,27 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     return model.eval()
 
 
-def _own_draft(source: _Source, spec: ModelSpec) -> DraftSpec | None:
+def _own_draft(source: _Source, spec: ModelSpec, experts: Format) -> DraftSpec | None:
     """The draft model that the checkpoint has beside the model's layers; None if it is not wanted, or there is none.
 
-    Raises ValueError if it is needed.
+    Raises:
+        CheckpointError: it lacks tensors, or has some of a wrong shape.
+        ValueError: it is needed, and there is none.
     """
     mtp, wanted, needed = spec.mtp, source.mtp != "unused" and source.draft is None, source.mtp == "needed"
     if not wanted:
         return None
-    there = mtp is not None and (source.random or any(name.startswith(mtp.names.prefixes) for name in source.tensors))
+    regions, stored = [], {}
+    if mtp is not None:
+        regions = DraftHead(mtp, 0, spec.vocab, source.dtype, torch.device("meta"), experts).update_regions()
+        names = all_views(regions)
+        stored = {name: tensor for name, tensor in source.tensors.items() if name in names}  # no copies of the model's
     reason = None
     if spec.state_layers:
         reason = "has linear attention, whose states cannot go back to a token: set speculation = off"
     elif mtp is None:
         reason = "has no layers for multi-token prediction that can draft: name a draft model as speculation_model"
-    elif not there:
+    elif not source.random and not stored:
         reason = (
             f"is a checkpoint without its layers for multi-token prediction ({mtp.names.prefixes[0]}*): add their "
             "tensors, or name a draft model as speculation_model"
@@ -229,11 +234,23 @@ def _own_draft(source: _Source, spec: ModelSpec) -> DraftSpec | None:
     elif source.group.size > 1:
         reason = "cannot draft on several GPUs: set speculation = suffix, or tensor_parallel = 1"
     if reason is None:
+        if not source.random:
+            _check_own_draft(source, stored, regions)
         log.info("the checkpoint's layer for multi-token prediction drafts")
         return mtp
     if needed:
         raise ValueError(f"speculation is heads, and this {spec.architecture} {reason}")
     return None
+
+
+def _check_own_draft(source: _Source, stored: dict[str, StoredTensor], regions: list[Region]) -> None:
+    try:
+        check_tensors(source.folder, stored, regions, source.architecture)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. They are those of its layer for multi-token prediction: complete it, or set speculation = "
+            "suffix or off"
+        ) from error
 
 
 def _needed(

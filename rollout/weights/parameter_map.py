@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from rollout.models.cut import whole_shape
+from rollout.models.draft_head import PREFIX
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
@@ -255,6 +256,8 @@ def _advice(name: str, known: Collection[str]) -> str:
         return f"strip {' and '.join(f'{prefix!r} ({_PREFIXES[prefix]})' for prefix in added)} from the names"
     if "lora_" in name or ".base_layer." in name:
         return "these are names of a PEFT model: publish its merged weights, or its adapter with adapter="
+    if name.startswith(PREFIX):
+        return f"these are not of a draft model that the worker has: leave {PREFIX}* out, or set speculation_model"
     return "send the names of the served checkpoint's architecture"
 
 

@@ -85,7 +85,7 @@ def change_weights(roster: Roster, version: int, recompute: bool, names: Collect
     `names` are those of the tensors that have changed.
     """
     roster.version = version
-    if any(name.startswith(roster.draft_prefixes) for name in names):
+    if not roster.draft_names.isdisjoint(names):
         roster.draft_version = version
     if roster.allocator.encodings is not None:
         roster.allocator.encodings.weights_changed(names)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import modeling_layers
 
 from rollout.config import EngineSettings, ModelSettings
@@ -234,12 +234,69 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, part) -> None:
         load(tmp_path)
 
 
-def test_a_layer_that_lacks_tensors_is_refused(tmp_path) -> None:
+@pytest.mark.parametrize("mtp", ["if_there", "needed"])
+def test_a_layer_that_lacks_tensors_is_refused(tmp_path, mtp) -> None:
     EVERY_FAMILY["MiMo"](tmp_path, 0)
     add_tensors(tmp_path, {"model.mtp_layers.0.final_layernorm.weight": torch.zeros(48)})
-    with pytest.raises(CheckpointError, match=r"missing: model\.mtp_layers\.0\.input_proj\.weight"):
-        load(tmp_path)
+    said = r"missing: model\.mtp_layers\.0\.input_proj\.weight.*speculation"
+    with pytest.raises(CheckpointError, match=said):
+        load(tmp_path, mtp)
     assert load(tmp_path, "unused").model.draft is None
+
+
+def test_copies_of_the_models_tensors_alone_are_no_layer(tmp_path) -> None:
+    found = make_predicting("Glm4Moe", tmp_path / "whole")
+    EVERY_FAMILY["Glm4Moe"](tmp_path / "copies", 0)
+    add_tensors(tmp_path / "copies", {found.prefix + key: torch.zeros(3) for key in found.layout.copies})
+    assert load(tmp_path / "copies", "if_there").model.draft is None
+    with pytest.raises(ValueError, match="speculation_model"):
+        load(tmp_path / "copies")
+
+
+@pytest.mark.parametrize("name", ["MiMo", "Glm4Moe"])
+def test_a_checkpoint_with_two_layers_drafts_with_the_first(tmp_path, name) -> None:
+    found = make_predicting(name, tmp_path)
+    file, layers = tmp_path / "config.json", found.model.config.num_hidden_layers
+    second = "model.mtp_layers.1." if name == "MiMo" else f"model.layers.{layers + 1}."
+    add_tensors(tmp_path, {second + key.removeprefix(found.prefix): t + 1 for key, t in found.tensors.items()})
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 2}))
+    loaded = load(tmp_path)
+    assert torch.equal(loaded.model.draft.fc.weight, found.part(found.layout.fc))
+    parameters = ParameterMap(loaded.trainer_views(), update_names(ModelSettings(), loaded))
+    fit = parameters.check(manifest_of(load_file(tmp_path / "model.safetensors")))
+    assert {key for key in fit.unused if key.startswith(second)} == {
+        second + key.removeprefix(found.prefix) for key in found.tensors
+    }
+    assert found.tensors.keys() <= set(fit.copied)
+
+
+def test_it_drafts_for_a_model_whose_output_layer_is_its_embedding(tmp_path) -> None:
+    found = make_predicting("MiMo", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    model = load(tmp_path, dtype="float32").model
+    hidden_TH, _ = random_input(found, 4)
+    logits_TV = model.draft.compute_logits(hidden_TH, model.lm_head)
+    torch.testing.assert_close(logits_TV, hidden_TH @ tensors["model.embed_tokens.weight"].T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["MiMo", "Glm4Moe"])
+def test_the_checkpoint_itself_as_speculation_model_is_refused_with_advice(tmp_path, name) -> None:
+    make_predicting(name, tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json.*leave speculation_model out"):
+        load_model(ModelSettings(path=str(tmp_path)), CPU, draft=tmp_path)
+
+
+def test_an_update_for_another_kind_of_draft_model_is_refused_with_advice(tmp_path) -> None:
+    make_predicting("MiMo", tmp_path)
+    loaded = load(tmp_path)
+    parameters = ParameterMap(loaded.trainer_views(), update_names(ModelSettings(), loaded))
+    tensors = load_file(tmp_path / "model.safetensors") | {"draft.fc.weight": torch.zeros(3)}
+    with pytest.raises(WeightsRejected, match=r"draft\.fc\.weight.*speculation_model"):
+        parameters.check(manifest_of(tensors))
 
 
 @pytest.mark.parametrize(
