@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,14 +53,19 @@ def _banned() -> Case:
     logits[:, torch.arange(VOCAB) % 300 != 7] = -INF
     logits[2:4] = -INF
     logits[3, 4444] = -50.0  # all other ranks have nothing
+    logits[4] *= 3000  # some have less than a unit of probability, and stay
     logits[5, : VOCAB // 2 + 4] = -INF
     return logits, limits([3, OFF, 5, 5, OFF, 1, 2000, 15], [0.9, 0.9, 0.5, 0.5, INF, 0.2, 0.99, 1.0], [0.0] * 8)
 
 
 def _no_numbers() -> Case:
-    logits = random_logits(5, VOCAB, 4).cpu()
+    logits = random_logits(6, VOCAB, 4).cpu()
+    logits[5] = -INF
+    logits[5, 9], logits[5, 4400] = 0.0, math.log(65537.5 * 2.0**-40)  # top-p falls between two units of 2^-40
     logits[0, 100], logits[1, 4321], logits[2, [5, 4400]], logits[3, 9] = float("nan"), INF, float("nan"), -INF
-    return logits, limits([3, 50, 1, OFF, VOCAB], [0.5, 0.5, INF, INF, INF], [0.1, 0.1, 0.0, 0.5, 0.0])
+    return logits, limits(
+        [3, 50, 1, OFF, VOCAB, OFF], [0.5, 0.5, INF, INF, INF, 1 - 2.0**-24], [0.1, 0.1, 0.0, 0.5, 0.0, 0.0]
+    )
 
 
 TRUNCATED: dict[str, Callable[[], Case]] = {
