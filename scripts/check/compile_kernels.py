@@ -42,7 +42,7 @@ from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
 from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
-from rollout_kernels.norm_rope import triton_elementwise
+from rollout_kernels.norm_rope import triton_elementwise, triton_turn
 from rollout_kernels.parallel import TensorGroup
 from rollout_kernels.parallel.peer_buffers import PeerBuffers
 from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
@@ -194,6 +194,8 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
         normed = residual, floats(2, rows, shape.hidden), norm, 1e-6, peers
         yield f"norm over {ranks} ranks", lambda a=normed: all_reduce_norm(*a)
         yield f"sum over {ranks} ranks", lambda a=(residual[None], peers): all_reduce_rows(*a)
+    tower = empty(rows, 3, 16, 72)[:, :2].flatten(1, 2), floats(rows, 72), floats(rows, 72)
+    yield "turn heads", lambda: triton_turn.turn_heads(*tower)
     yield "silu", lambda: triton_elementwise.silu_mul(empty(rows, 2 * shape.inner))
     for coded in (False, True):
         cache = empty(64, PAGE, shape.kv_heads, shape.dim, dtype=torch.uint8 if coded else torch.bfloat16)
