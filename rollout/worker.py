@@ -416,7 +416,9 @@ def serve(settings: Settings, restarts: int = 0) -> int:
             group = ranks.connect(device.torch_device)
             with stage("loading weights") as advance:
                 experts = settings.engine.expert_format
-                loaded = load_model(settings.model, device.torch_device, advance, folder, experts, group, draft)
+                loaded = load_model(
+                    settings.model, device.torch_device, advance, folder, experts, group, draft, settings.engine.mtp
+                )
             worker = Worker(settings, loaded, sinks, health, restarts, ranks)
         except RuntimeError:  # perhaps a rank was lost: then the watching thread says which one, and ends the process
             ranks.wait_for_cause(_CAUSE_S)

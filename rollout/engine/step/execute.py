@@ -195,7 +195,7 @@ class Executor:
                 return
             forwarded = self.graphs.forward(step, slot.experts)
         if forwarded is not None and header.tops:
-            slot.scores.take_tops(self.step.whole_logits(forwarded[0]), step["top_at"], self.step.exact_sums)
+            slot.scores.take_tops(forwarded[0], step["top_at"], self.step.exact_sums, self.step.shard)
         slot.forwarded = forwarded
         if forwarded is None:
             self.run_guess(header, slot)
