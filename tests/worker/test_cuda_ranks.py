@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support.engine.cuda_harness import FUSED_SIZES
 from tests.support.models.families import make_checkpoint
 from tests.support.tokenizer_folder import make_tokenizer_folder
 from tests.support.worker.harness import check, launch, tensors, until
+from tests.support.worker.lost_ranks import Points
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import Completion
@@ -152,7 +154,7 @@ def test_a_sleep_gives_back_what_an_update_took_on_the_first_gpu(tmp_path: Path)
         client.wake()
         return free_bytes
 
-    more = {"sleep": True, "kv_memory_max_gib": 0.5, "ready_timeout_s": START_S}
+    more = {"sleep": True, "kv_memory_max_gib": 0.5, "rank_stall_s": 4, "ready_timeout_s": START_S}
     with (
         launch(folder, log=tmp_path / "log", **flags, **more) as worker,
         RolloutClient(worker.endpoint, timeout_s=120) as client,
@@ -183,6 +185,29 @@ def test_a_lost_rank_gives_all_tokens_back_in_time(counting: WorkerProcess, numb
             check(prompt, completion, {0: 1})
         assert time.monotonic() - lost_s < KNOWN_S
     assert until(lambda: counting.returncode is not None, "the end") and counting.returncode == 3
+
+
+def test_a_rank_that_hangs_in_an_update_is_found_while_steps_go_on(
+    start_ranks: Callable[..., WorkerProcess], points: Points
+) -> None:
+    worker = start_ranks(device="cuda", ready_timeout_s=START_S, env=points.environment)
+    with (
+        RolloutClient(worker.endpoint, timeout_s=60) as client,
+        WeightPublisher(worker.endpoint, transport="shm") as publisher,
+    ):
+        stream = client.generate("17:", **LONG)
+        next(stream)
+        points.order("piece")
+        update = publisher.publish(tensors(2), 1)
+        points.reached("piece")
+        hung_s = time.monotonic()
+        (completion,) = stream.wait().completions
+        assert time.monotonic() - hung_s < KNOWN_S
+        assert completion.finish_reason == "error" and "in its lane updates" in (completion.error or "")
+        check("17:", completion, {0: 1})
+        with pytest.raises(RolloutError):
+            update.applied(60)
+    assert until(lambda: worker.returncode is not None, "the end") and worker.returncode == 3
 
 
 def test_no_wrong_token_is_committed_after_rank_0_was_stopped(counting: WorkerProcess) -> None:
