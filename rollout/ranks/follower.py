@@ -84,6 +84,7 @@ class Follower:
     def serve(self, reader: RingReader, reports: Reports) -> None:
         """Carry out orders until the end is ordered. Raises what goes wrong."""
         me = self._number
+        reports.set(me, "thread", self._executor.compute.thread_id)
         reports.set(me, "ready", 1)
         while True:
             self._report_swap(reports)

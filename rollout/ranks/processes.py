@@ -70,6 +70,7 @@ class OwnProgress:
     committed: int = 0  # steps
     busy: bool = False  # a step is not complete on the device
     lanes: Mapping[LaneName, Lane] = field(default_factory=dict)
+    thread: int = 0  # which computes steps
 
 
 class Ranks:
@@ -242,7 +243,8 @@ class Ranks:
         followers, on_cpu = [], self.group.device.type == "cpu"
         for number, process in enumerate(self._processes):
             at = {name: column[number] for name, column in columns.items()}
-            stopped, used_s = _process_stat(process.pid)
+            stopped, main_s = _thread_stat(process.pid, process.pid)
+            compute_s = _thread_stat(process.pid, at["thread"])[1]
             followers.append(
                 FollowerLook(
                     pid=process.pid,
@@ -257,7 +259,8 @@ class Ranks:
                     lanes=_lanes(at),
                     looks=at["looks"],
                     compiling=at["compiling"] > 0,
-                    cpu_s=used_s if on_cpu else None,
+                    main_s=main_s if on_cpu else None,
+                    compute_s=compute_s if on_cpu else None,
                 )
             )
         return GroupLook(
@@ -267,7 +270,7 @@ class Ranks:
             busy=own.busy,
             lanes=own.lanes,
             compiling=compiling() > 0,
-            cpu_s=sum(os.times()[:2]) if on_cpu else None,
+            compute_s=_thread_stat(os.getpid(), own.thread)[1] if on_cpu else None,
         )
 
     def _settle(self) -> None:
@@ -308,10 +311,10 @@ def _lanes(at: Mapping[Number, int]) -> dict[LaneName, Lane]:
     return lanes
 
 
-def _process_stat(pid: int) -> tuple[bool, float]:
-    """Whether a process is stopped, and the seconds of CPU time that it has used."""
+def _thread_stat(pid: int, thread: int) -> tuple[bool, float]:
+    """Whether a thread is stopped, and the seconds of CPU time that it has used."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended
         return False, 0.0
     return fields[0] == "T", (int(fields[11]) + int(fields[12])) / _TICKS_PER_S

@@ -45,9 +45,9 @@ class Group:
                 beat, looks = look.beat + self.beats[follower], look.looks + self.looks[follower]
                 self.change(follower, beat=beat, looks=looks)
             if cpu is not None:
-                self.change(cpu_s=(self.look.cpu_s or 0.0) + cpu * LOOK_S)
+                self.change(compute_s=(self.look.compute_s or 0.0) + cpu * LOOK_S)
                 for follower, look in enumerate(self.look.followers):
-                    self.change(follower, cpu_s=(look.cpu_s or 0.0) + cpu * LOOK_S)
+                    self.change(follower, main_s=(look.main_s or 0.0) + cpu * LOOK_S)
             self.failure = self.watch.look(self.look, passed_s)
             if self.failure:
                 break
@@ -137,7 +137,7 @@ def test_an_idle_group_is_not_lost() -> None:
     assert Group(GroupLook(done, ordered=4, done=3)).go(3600) == ""
 
 
-def test_each_completed_step_or_order_begins_the_time_anew() -> None:
+def test_each_step_that_is_completed_or_enqueued_begins_the_time_anew() -> None:
     group = Group(replace(WAITING, followers=[replace(f, sequence=1) for f in WAITING.followers]))
     for number in range(1, 10):
         assert group.go(STALL_S - 1) == ""
