@@ -226,14 +226,16 @@ class EngineSettings(_Section):
         "off",
         description="draft tokens and verify several in one decode step; completions stay the same. suffix: what "
         "followed the last tokens before, in the row, in other completions of its prompt, and in earlier ones. "
-        "heads: guesses of speculation_model. auto: suffix, and heads if there is a speculation_model, for each row "
+        "heads: guesses of speculation_model, or of the checkpoint's own layers for multi-token prediction. auto: "
+        "suffix, and heads if there is a speculation_model or the checkpoint has such layers, for each row "
         "what was right more often; and only as many drafts as pay, by acceptance and by the costs of steps on this "
         "device",
     )
     speculation_model: str | None = Field(
         None,
         description="checkpoint of the model that drafts with heads: a local folder or a Hugging Face hub id of an "
-        "EAGLE-3 head for the served model. Excludes tensor_parallel",
+        "EAGLE-3 head for the served model. none: the served checkpoint's own layers for multi-token prediction. "
+        "Excludes tensor_parallel",
     )
     speculation_tokens: int = Field(3, ge=1, le=16, description="most drafts of a row in a step")
     speculation_rows: int = Field(
@@ -264,8 +266,8 @@ class EngineSettings(_Section):
     rank_stall_s: float | None = Field(
         8.0,
         gt=0,
-        description="seconds in which no rank of tensor_parallel completes anything although steps are ordered, after "
-        "which the worker returns all tokens and exits; ten times that during updates; none: never",
+        description="seconds in which a rank of tensor_parallel completes no part of what it was ordered, or no rank "
+        "any step, after which the worker returns all tokens and exits; none: never",
     )
     stop_check_every: int = Field(4, ge=1, description="tokens between two searches for stop strings")
     max_faults: int = Field(
@@ -286,6 +288,13 @@ class EngineSettings(_Section):
     def expert_format(self) -> Literal["plain", "mxfp8", "fp8_row", "fp8_block"]:
         """`expert_dtype` as the kernels name it."""
         return "plain" if self.expert_dtype == "auto" else self.expert_dtype
+
+    @property
+    def mtp(self) -> Literal["unused", "if_there", "needed"]:
+        """Whether the checkpoint's own layers for multi-token prediction draft."""
+        if self.speculation_model is not None or self.speculation not in ("heads", "auto"):
+            return "unused"
+        return "needed" if self.speculation == "heads" else "if_there"
 
     @property
     def draft_rows(self) -> int:
@@ -324,8 +333,6 @@ class EngineSettings(_Section):
 
     @model_validator(mode="after")
     def _drafts_have_a_model(self) -> EngineSettings:
-        if self.speculation == "heads" and self.speculation_model is None:
-            raise ValueError("speculation = heads needs speculation_model: name the checkpoint of a draft model")
         if self.speculation_model is not None and self.speculation not in ("heads", "auto"):
             raise ValueError(
                 f"speculation_model is for speculation = heads or auto, not {self.speculation}: change one of them"
@@ -336,10 +343,10 @@ class EngineSettings(_Section):
     def _ranks_can_do_it(self) -> EngineSettings:
         if self.tensor_parallel == 1:
             return self
-        if self.speculation_model is not None:
+        if self.speculation_model is not None or self.speculation == "heads":
             raise ValueError(
                 f"tensor_parallel = {self.tensor_parallel} is not implemented with a draft model: set "
-                "speculation_model = none, or tensor_parallel = 1"
+                "speculation_model = none and speculation = suffix, or tensor_parallel = 1"
             )
         if not sys.platform.startswith("linux"):
             raise ValueError("tensor_parallel needs Linux: set it to 1")

@@ -252,7 +252,7 @@ def _build_steps(site: _Site, lasting: _Lasting | None, progress: Progress | Non
     check_row_state(engine, most_pages, model, device.free_bytes())
     adapters = _adapter_slots(site) if lasting is None else lasting.adapters
     states = _states(site) if lasting is None else lasting.kv.states
-    guesses = engine.speculation_tokens if guessing(engine) else 0
+    guesses = engine.speculation_tokens if guessing(engine, site.model) else 0
     rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, adapters is not None, guesses)
     chunk = chunk_tokens(engine, model)
     encoder = _image_encoder(site) if lasting is None else lasting.encoder
@@ -285,7 +285,9 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     )
     allocator = _build_allocator(site, executor, steps.routing, lasting)
     counters = Counters() if lasting is None else lasting.counters
-    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters)
+    draft = model.draft if isinstance(model, Decoder) else None
+    prefixes = () if draft is None else draft.spec.names.prefixes
+    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters, prefixes)
     mover, books = executor.mover, allocator.offload_books
     offload = None if mover is None or books is None else Offload(roster, books, mover, executor.state_mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
@@ -296,23 +298,23 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
         multiple, step.adapters is not None, sizes, shared, range(engine.max_rows + 1, engine.step_rows + 1)
     )
     words_of = functools.partial(upload_words, images=step.encoder is not None)
-    scheduler = Scheduler(limits, roster, words_of, _speculation(engine, steps.costs))
+    scheduler = Scheduler(limits, roster, words_of, _speculation(engine, model, steps.costs))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 
-def _speculation(engine: EngineSettings, costs: StepCosts | None) -> Speculation | None:
+def _speculation(engine: EngineSettings, model: LanguageModel, costs: StepCosts | None) -> Speculation | None:
     if costs is None:
         return None
     adapts = engine.speculation == "auto"
     make = DRAFTERS.get("suffix" if adapts else engine.speculation)
     drafter = None if make is None else make(engine.speculation_kept_tokens)
     most = engine.speculation_tokens, engine.speculation_rows
-    return Speculation(drafter, *most, costs, adapts, guessing(engine))
+    return Speculation(drafter, *most, costs, adapts, guessing(engine, model))
 
 
-def guessing(engine: EngineSettings) -> bool:
+def guessing(engine: EngineSettings, model: LanguageModel) -> bool:
     """Whether a draft model guesses."""
-    return engine.speculation_model is not None
+    return engine.speculation in ("heads", "auto") and isinstance(model, Decoder) and model.draft is not None
 
 
 def _build_allocator(
@@ -373,7 +375,9 @@ def _build_executor(
     context = context_limit(settings, model)
     kv = _allocate_kv(model, _LEAST_PAGES, engine, states) if lasting is None else lasting.kv
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
-    heads = HeadDrafts(native(model), rows, engine.step_rows) if guessing(engine) else None
+    heads = None
+    if guessing(engine, model):
+        heads = HeadDrafts(native(model), rows, engine.step_rows, engine.fused_experts)
     step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site), encoder, heads)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else None
@@ -494,7 +498,8 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
                 f"speculation is {engine.speculation}, and {model.spec.architecture} has linear attention, whose "
                 "states cannot go back to a token: set speculation = off"
             )
-        assert not guessing(engine) or model.draft is not None, "the model was loaded for other settings"
+        needed = engine.speculation == "heads" or engine.speculation_model is not None
+        assert model.draft is not None or not needed, "the model was loaded for other settings"
     else:
         _check_fallback(engine, model.spec.architecture)
 

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 from rollout.models.checkpoint_folder import CheckpointError, check_config, check_links, read_json
 from rollout.models.checkpoint_tensors import StoredTensor, check_tensors, copy_tensors, list_tensors
 from rollout.models.config_rules import FLAG, MOST_LAYERS, Rule, integer, layer_list
-from rollout.models.draft_head import FLAGS, OFFSETS, DraftHead
+from rollout.models.draft_head import EAGLE_NAMES, FLAGS, OFFSETS, DraftHead
 from rollout.models.registry import config_rules, family_of, spec_from_config
 from rollout.models.spec import AttentionSpec, DenseSpec, DraftSpec, ModelSpec
 
@@ -107,6 +107,7 @@ def _spec(
         taps=_taps(content, file, len(target.layers)),
         mixer=replace(layer.mixer, inputs=2 * whole.hidden, window=_window(content, file)),
         feed_forward=layer.feed_forward,
+        names=EAGLE_NAMES,
         own_head=own_head,
         mapped=mapped,
         norm_before_residual=bool(content.get("norm_before_residual")),

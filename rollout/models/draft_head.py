@@ -1,14 +1,20 @@
 """A draft model of one layer: it guesses the next tokens of another model, the target, from its hidden states.
 
-EAGLE-3 (arXiv 2503.01840). At position p it gets the target's hidden states of p, fused by a product, and the embedding
-of the token at p + 1; from these it guesses the token at p + 2:
+At position p it gets the target's hidden state of p and the embedding of the token at p + 1; from these it guesses the
+token at p + 2:
 
     hidden_p, embedding of the token at p + 1  -->  one layer, with KV of its own  -->  hidden, logits for p + 2
     this hidden, embedding of that guess       -->  the same layer                 -->  hidden, logits for p + 3
 
-So after the first guess it goes on from its own hidden states. Embedding, and output layer if it has none, are those of
-the target. Its vocabulary may be a part of the target's. Its KV is one more layer of the target's pool, on the same
-pages. On a GPU, in 16 bits, the fused kernels run all that is between its products.
+So after the first guess it goes on from its own hidden states. There are two layouts (see `DraftSpec`):
+
+    EAGLE-3   hidden = fc(states of several layers);   x = hidden;   x += mixer([norm(embedding), norm(hidden)])
+    MTP       hidden = the target's last norm;         x = fc([norm(embedding), norm(hidden)]);   x += mixer(norm(x))
+    both      x += feed_forward(norm(x));   logits = output layer(norm(x));   MTP passes norm(x) on, EAGLE-3 x
+
+Embedding, and output layer if it has none, are those of the target. Its vocabulary may be a part of the target's. Its
+KV is one more layer of the target's pool, on the same pages. On a GPU, in 16 bits, the fused kernels run all that is
+between its products, and its experts.
 
 Legend: T tokens, S selected tokens, H hidden, F width of the hidden states that are read, V vocabulary.
 """
@@ -19,49 +25,80 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from rollout_kernels.moe.formats import Format
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
 
 from rollout.models.batch import AttentionBatch, KVCache
+from rollout.models.latent import LatentAttention
 from rollout.models.layers import (
     Attention,
     Block,
     DenseFeedForward,
     Linear,
     RMSNorm,
+    RunExperts,
+    SparseFeedForward,
     StepContext,
     empty_parameter,
     float32_product,
 )
 from rollout.models.names import Region, all_views, one_name, with_spellings
 from rollout.models.rope import Rope
-from rollout.models.spec import DraftSpec
+from rollout.models.spec import DraftNames, DraftSpec, LatentSpec, MoESpec
 
-#: What the names of its tensors begin with in updates.
+#: What the names of tensors of an EAGLE-3 head begin with in updates.
 PREFIX = "draft."
 #: Tensors of a checkpoint that say which tokens of the target its vocabulary has: the offset of each, and a flag for
 #: each token of the target, which follows from the offsets.
 OFFSETS, FLAGS = "d2t", "t2d"
-_LAYER, _ALSO_LAYER = "midlayer.", "layers.0."
+EAGLE_NAMES = DraftNames(
+    prefix=PREFIX,
+    layer="midlayer.",
+    fc="fc",
+    embed_norm="midlayer.input_layernorm",
+    hidden_norm="midlayer.hidden_norm",
+    feed_forward_norm="midlayer.post_attention_layernorm",
+    norm="norm",
+    beginnings=(("midlayer.", ("midlayer.", "layers.0.")),),
+)
 
 
 class DraftHead(Block):
     """The draft model. Its parameters are uninitialised until a loader has filled them.
 
-    `kv_index` is its place among the layers with KV, `vocab` the size of the target's vocabulary.
+    `kv_index` is its place among the layers with KV, `vocab` the size of the target's vocabulary, `experts` the format
+    of its experts' weights, if it has any.
     """
 
-    def __init__(self, spec: DraftSpec, kv_index: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: DraftSpec,
+        kv_index: int,
+        vocab: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        experts: Format = "plain",
+    ) -> None:
         super().__init__()
         self.spec, self.vocab = spec, vocab
         in_16_bits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-        self.fused = in_16_bits and spec.feed_forward.activation == "silu"
+        self.fused = in_16_bits and _kernels_take(spec)
         self.fc = Linear(spec.fc, dtype, device)
         self.embed_norm, self.hidden_norm, self.feed_forward_norm, self.norm = (
             RMSNorm(spec.hidden, spec.eps, dtype, device) for _ in range(4)
         )
-        self.rope = Rope(spec.mixer.rope, spec.mixer.head_dim, device)
-        self.mixer = Attention(spec.mixer, 0, kv_index, 0, dtype, device)
-        self.feed_forward = DenseFeedForward(spec.feed_forward, 0, dtype, device)
+        self.mixer_norm = RMSNorm(spec.hidden, spec.eps, dtype, device) if spec.joined else None
+        self.rope = Rope(*spec.mixer.turned, device)
+        self.mixer: Attention | LatentAttention
+        if isinstance(spec.mixer, LatentSpec):
+            self.mixer = LatentAttention(spec.mixer, 0, kv_index, 0, dtype, device)
+        else:
+            self.mixer = Attention(spec.mixer, 0, kv_index, 0, dtype, device)
+        self.feed_forward: DenseFeedForward | SparseFeedForward
+        if isinstance(spec.feed_forward, MoESpec):
+            self.feed_forward = SparseFeedForward(spec.feed_forward, 0, dtype, device, experts)
+        else:
+            self.feed_forward = DenseFeedForward(spec.feed_forward, 0, dtype, device)
         self.lm_head = empty_parameter(spec.vocab, spec.hidden, dtype=dtype, device=device) if spec.own_head else None
         #: int64: the token of the target that each token of its vocabulary is; filled by the loader.
         self.target_ids: torch.Tensor | None
@@ -69,9 +106,14 @@ class DraftHead(Block):
         self.register_buffer("target_ids", ids, persistent=False)
 
     @torch.inference_mode()
-    def fuse(self, hidden_TF: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states, fused, [T, H]."""
-        return self.fc(hidden_TF)
+    def fuse(self, hidden_TF: torch.Tensor, target_norm: RMSNorm) -> torch.Tensor:
+        """The target's hidden states as it reads them, [T, H]: fused, or after the target's last norm."""
+        if not self.spec.joined:
+            return self.fc(hidden_TF)
+        if not self.fused:
+            return target_norm(hidden_TF)
+        how = target_norm.weight, target_norm.eps, None, target_norm.unit_offset
+        return add_rms_norm(hidden_TF.contiguous(), None, *how)
 
     @torch.inference_mode()
     def forward(
@@ -81,20 +123,30 @@ class DraftHead(Block):
         hidden_TH: torch.Tensor,
         batch: AttentionBatch,
         kv: KVCache,
+        run_experts: RunExperts | None = None,
     ) -> torch.Tensor:
-        """Run its layer, which writes its KV; hidden states before the last norm, [T, H].
+        """Run its layer, which writes its KV; the hidden states that it goes on from, [T, H].
 
         `following_T` are the tokens after the positions of `hidden_TH`, `embed_VH` the target's embedding.
+        `run_experts` runs its sparse block if it is given.
         """
-        if self.fused:
-            return self._by_kernels(following_T, embed_VH, hidden_TH, batch, kv)
+        if self.fused and (run_experts is not None or isinstance(self.feed_forward, DenseFeedForward)):
+            return self._by_kernels(following_T, embed_VH, hidden_TH, batch, kv, run_experts)
         embeds_TH = F.embedding(following_T, embed_VH)
-        context = StepContext((self.rope(batch.positions_T),), batch.kv_slots_T.long(), batch, kv)
+        context = StepContext((self.rope(batch.positions_T),), batch.kv_slots_T.long(), batch, kv, run_experts)
         normed_TH = self.hidden_norm(hidden_TH)
-        x_TH = normed_TH if self.spec.norm_before_residual else hidden_TH
-        inputs_TX = torch.cat((self.embed_norm(embeds_TH), normed_TH), dim=-1)
+        inputs_TX = self._side_by_side(self.embed_norm(embeds_TH), normed_TH)
+        if self.mixer_norm is None:
+            x_TH = normed_TH if self.spec.norm_before_residual else hidden_TH
+        else:
+            x_TH = self.fc(inputs_TX)
+            inputs_TX = self.mixer_norm(x_TH)
         x_TH = self.mixer(inputs_TX, context).add_to(x_TH)
-        return self.feed_forward(self.feed_forward_norm(x_TH), context).add_to(x_TH)
+        x_TH = self.feed_forward(self.feed_forward_norm(x_TH), context).add_to(x_TH)
+        return self.norm(x_TH) if self.spec.joined else x_TH
+
+    def _side_by_side(self, embeds_TH: torch.Tensor, hidden_TH: torch.Tensor) -> torch.Tensor:
+        return torch.cat((hidden_TH, embeds_TH) if self.spec.hidden_first else (embeds_TH, hidden_TH), dim=-1)
 
     def _by_kernels(
         self,
@@ -103,19 +155,26 @@ class DraftHead(Block):
         hidden_TH: torch.Tensor,
         batch: AttentionBatch,
         kv: KVCache,
+        run_experts: RunExperts | None,
     ) -> torch.Tensor:
-        spec, eps, cache = self.spec.mixer, self.spec.eps, kv.layer(self.mixer.kv_index)
+        assert isinstance(self.mixer, Attention), "_kernels_take"
+        spec, eps, cache = self.mixer.spec, self.spec.eps, kv.layer(self.mixer.kv_index)
         tables = embed_VH, self.rope.inv_freq_D, self.rope.sign_D
         embeds_TH, cos_sin = embed_rope(following_T.contiguous(), batch.positions_T.contiguous(), *tables)
         hidden_TH = hidden_TH.contiguous()
         normed_TH = add_rms_norm(hidden_TH, None, self.hidden_norm.weight, eps)
-        inputs_TX = torch.cat((add_rms_norm(embeds_TH, None, self.embed_norm.weight, eps), normed_TH), dim=-1)
+        inputs_TX = self._side_by_side(add_rms_norm(embeds_TH, None, self.embed_norm.weight, eps), normed_TH)
+        if self.mixer_norm is None:
+            residual_TH = (normed_TH if self.spec.norm_before_residual else hidden_TH).clone()  # changed in place
+        else:
+            residual_TH = self.fc.product(inputs_TX)
+            inputs_TX = add_rms_norm(residual_TH, None, self.mixer_norm.weight, eps)
         qkv, o = self.mixer.qkv_proj, self.mixer.o_proj
         q_TQD = finish_qkv(
             F.linear(inputs_TX, qkv.weight)[None],
             qkv.bias,
-            None,
-            eps,
+            self.mixer.qk_norm_weight if spec.qk_norm == "head" else None,
+            spec.eps,
             *cos_sin,
             batch.kv_slots_T.long(),
             cache.k_PSGD,
@@ -125,20 +184,26 @@ class DraftHead(Block):
             inputs_TX.dtype,
         )
         mixed_TK = self.mixer.attend(q_TQD, batch, cache).flatten(1)
-        residual_TH = (normed_TH if self.spec.norm_before_residual else hidden_TH).clone()  # changed in place from here
         y_TH = add_rms_norm(residual_TH, o.product(mixed_TK)[None], self.feed_forward_norm.weight, eps)
-        gated_TI = silu_mul(self.feed_forward.gate_up_proj.product(y_TH))
-        return self.feed_forward.down_proj.add_to(residual_TH, gated_TI)
+        block = self.feed_forward
+        if isinstance(block, DenseFeedForward):
+            residual_TH = block.down_proj.add_to(residual_TH, silu_mul(block.gate_up_proj.product(y_TH)))
+        else:
+            assert run_experts is not None
+            residual_TH = residual_TH + run_experts(block, y_TH, None)
+        return add_rms_norm(residual_TH, None, self.norm.weight, eps) if self.spec.joined else residual_TH
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor, target_head_VH: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary, float32 [S, V]; -inf for tokens that it cannot draft."""
         weight = target_head_VH if self.lm_head is None else self.lm_head
-        normed_SH = (
-            add_rms_norm(hidden_SH.contiguous(), None, self.norm.weight, self.spec.eps)
-            if self.fused
-            else self.norm(hidden_SH)
-        )
+        normed_SH = hidden_SH
+        if not self.spec.joined:
+            normed_SH = (
+                add_rms_norm(hidden_SH.contiguous(), None, self.norm.weight, self.spec.eps)
+                if self.fused
+                else self.norm(hidden_SH)
+            )
         logits_SK = float32_product(normed_SH, weight)
         if self.target_ids is None:
             return logits_SK
@@ -146,34 +211,48 @@ class DraftHead(Block):
         return logits_SV.index_copy_(1, self.target_ids, logits_SK)
 
     def regions(self) -> list[Region]:
-        """Its parameters, each once, under the names of checkpoints."""
+        """Its parameters, each once, under the names of a checkpoint of its own."""
+        return [with_spellings(region, self.spec.names.spellings) for region in self._regions()]
+
+    def _regions(self) -> list[Region]:
+        names = self.spec.names
         norms = {
-            f"{_LAYER}input_layernorm": self.embed_norm,
-            f"{_LAYER}hidden_norm": self.hidden_norm,
-            f"{_LAYER}post_attention_layernorm": self.feed_forward_norm,
-            "norm": self.norm,
+            names.embed_norm: self.embed_norm,
+            names.hidden_norm: self.hidden_norm,
+            names.mixer_norm: self.mixer_norm,
+            names.feed_forward_norm: self.feed_forward_norm,
+            names.norm: self.norm,
         }
         regions = [
             *self.fc.regions(""),
-            *(one_name(f"{name}.weight", norm.weight) for name, norm in norms.items()),
-            *self.mixer.regions(_LAYER),
-            *self.feed_forward.regions(_LAYER),
+            *(one_name(f"{name}.weight", norm.weight) for name, norm in norms.items() if norm is not None),
+            *self.mixer.regions(names.layer),
+            *self.feed_forward.regions(names.layer),
         ]
         if self.lm_head is not None:
-            regions.append(one_name("lm_head.weight", self.lm_head))
-        return [with_spellings(region, _spellings) for region in regions]
+            regions.append(one_name(f"{names.lm_head}.weight", self.lm_head))
+        return regions
 
     def update_regions(self) -> list[Region]:
         """The same under the names of updates, which may leave each of them out."""
+        prefixes = self.spec.names.prefixes
         return [
-            replace(with_spellings(region, lambda name: (PREFIX + name,)), kept_if_absent=True)
+            replace(
+                with_spellings(region, lambda name: tuple(prefix + name for prefix in prefixes)), kept_if_absent=True
+            )
             for region in self.regions()
         ]
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Names of checkpoints, and for each a view of its part of a parameter."""
+        """Names of a checkpoint of its own, and for each a view of its part of a parameter."""
         return all_views(self.regions())
 
 
-def _spellings(name: str) -> tuple[str, ...]:
-    return (name, _ALSO_LAYER + name.removeprefix(_LAYER)) if name.startswith(_LAYER) else (name,)
+def _kernels_take(spec: DraftSpec) -> bool:
+    """True if the fused kernels run everything between its products and its experts."""
+    mixer, block = spec.mixer, spec.feed_forward
+    if isinstance(mixer, LatentSpec) or mixer.gate or mixer.query_gate or mixer.rope.interleaved:
+        return False
+    if mixer.qk_norm == "full" or mixer.clip_qkv is not None or mixer.growth is not None:
+        return False
+    return isinstance(block, MoESpec) or block.activation == "silu"

@@ -160,7 +160,7 @@ class FusedDecoder:
             architecture = model.spec.architecture
             raise ValueError(f"deterministic is not possible for this {architecture}: not all its blocks have kernels")
         sparse = any(isinstance(block, SparseFeedForward) for block in feed_forwards)
-        self._experts = FusedExperts(model, deterministic) if sparse else None
+        self._experts = FusedExperts.of_model(model, deterministic) if sparse else None
         self._products: dict[Linear, KernelProduct] = {}
         for mixer in mixers:
             if isinstance(mixer, Attention):

@@ -17,6 +17,7 @@ Legend: T tokens, S parts, H hidden, K experts a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -62,15 +63,20 @@ def kernels_take(spec: MoESpec, dtype: torch.dtype) -> bool:
 
 
 class FusedExperts:
-    """Runs the sparse layers of one model. They run one after the other and share the memory between their kernels."""
+    """Runs sparse blocks that are alike. They run one after the other and share the memory between their kernels.
 
-    def __init__(self, model: Decoder, deterministic: bool = False) -> None:
-        spec = model.spec.moe
-        assert spec is not None
-        self._router, self._eps, self._dtype = spec.router, model.spec.eps, model.embed.dtype
-        self._unit_offset = model.spec.unit_offset
+    `eps` and `unit_offset` are those of the norms before them.
+    """
+
+    def __init__(
+        self, blocks: Sequence[SparseFeedForward], eps: float, unit_offset: bool = False, deterministic: bool = False
+    ) -> None:
+        first = blocks[0]
+        spec = first.spec
+        self._router, self._eps, self._dtype = spec.router, eps, first.router.dtype
+        self._unit_offset = unit_offset
         # None: plans for any GPU. Those for this one may have kernels that know SiLU only.
-        self._device = model.embed.device if spec.clamped is None else None
+        self._device = first.router.device if spec.clamped is None else None
         self._rule: ScoreRule | None = None  # of routers that are not plain
         if not spec.router.plain:
             router = spec.router
@@ -78,16 +84,21 @@ class FusedExperts:
             self._rule = ScoreRule(router.scoring, router.top_k, router.renormalize, *best, router.scale)
         self._kept = spec.kept_experts
         self._all_kept = len(self._kept) == spec.experts
-        blocks = (cast(DecoderLayer, layer).feed_forward for layer in model.layers)
-        self._experts = {block: experts_of(block) for block in blocks if isinstance(block, SparseFeedForward)}
-        first = next(iter(self._experts))
+        self._experts = {block: experts_of(block) for block in blocks}
         self._shared, more = first.shared_choice, int(first.stacks_shared)
         self._shape = MoEShape(len(self._kept) + more, spec.router.top_k + more, spec.hidden, spec.intermediate)
         self._format = first.format
-        self._scratch = router_scratch(len(first.router), model.embed.device)
+        self._scratch = router_scratch(len(first.router), first.router.device)
         self._deterministic = deterministic  # one plan, and one way to the router's logits, for any number of tokens
         self._plan: Plan | None = None  # of the step that is being launched
         self._chosen: list[torch.Tensor] | None = None  # its experts, if it is being captured
+
+    @classmethod
+    def of_model(cls, model: Decoder, deterministic: bool = False) -> FusedExperts:
+        """Of all sparse layers of a model."""
+        blocks = [cast(DecoderLayer, layer).feed_forward for layer in model.layers]
+        sparse = [block for block in blocks if isinstance(block, SparseFeedForward)]
+        return cls(sparse, model.spec.eps, model.spec.unit_offset, deterministic)
 
     def begin_step(self, tokens: int) -> None:
         """Choose the plan for a step of `tokens` tokens, which all its layers run by. Call this before its launch."""
@@ -219,7 +230,7 @@ class DecoderWithFusedExperts:
     """
 
     def __init__(self, model: Decoder) -> None:
-        self._model, self._experts = model, FusedExperts(model)
+        self._model, self._experts = model, FusedExperts.of_model(model)
 
     def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""

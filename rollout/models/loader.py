@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rollout_kernels.moe.formats import Format
@@ -48,9 +48,13 @@ from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
 from rollout.models.registry import is_native, spec_from_config
 from rollout.models.shard import shard_spec
+from rollout.models.spec import DraftSpec, ModelSpec
 
 log = logging.getLogger(__name__)
 
+#: What becomes of layers for multi-token prediction, which a checkpoint may have: it may need none of them, draft with
+#: the first one if there is one, or be refused without one.
+MTP = Literal["unused", "if_there", "needed"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -108,17 +112,19 @@ def load_model(
     experts: Format = "plain",
     group: TensorGroup | None = None,
     draft: Path | None = None,
+    mtp: MTP = "unused",
 ) -> LoadedModel:
     """Load a checkpoint, or its shapes with random weights, onto `device`.
 
     `progress` is called with (values copied, values in all). `folder` is the result of `fetch`, if it was called
     before. `experts` is the format of the experts' weights. With a `group` of several ranks the model is this rank's
     shard; the views of `trainer_views` still take whole tensors of the checkpoint, and copy the shard's part of them.
-    `draft` is the folder of a model that drafts for it.
+    `draft` is the folder of a model that drafts for it; without it, `mtp` says whether the checkpoint's own layers do.
 
     Raises:
         CheckpointError: the checkpoint cannot be found or read, or its tensors do not fit its architecture.
-        ValueError: the architecture, or an option in its config, is not supported, or cannot be cut into shards.
+        ValueError: the architecture, or an option in its config, is not supported, or cannot be cut into shards; or
+            nothing can draft for it.
     """
     group = TensorGroup.single(device) if group is None else group
     folder = fetch(settings) if folder is None else folder
@@ -128,7 +134,7 @@ def load_model(
     tensors = {} if settings.load_format == "random" else list_tensors(folder)
     dtype = _pick_dtype(settings, getattr(config, "dtype", None) or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)
-    source = _Source(settings, folder, config, architecture, tensors, dtype, device, progress, group, draft)
+    source = _Source(settings, folder, config, architecture, tensors, dtype, device, progress, group, draft, mtp)
     native = is_native(architecture, settings.model_impl)
     model: LanguageModel = _load_native(source, experts) if native else _load_fallback(source, experts)
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
@@ -151,6 +157,7 @@ class _Source:
     progress: Progress | None
     group: TensorGroup
     draft: Path | None
+    mtp: MTP
 
     @property
     def random(self) -> bool:
@@ -170,8 +177,13 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     check_format(spec, experts)
     group = source.group
     whole, spec = spec, shard_spec(spec, group.rank, group.size)
-    tensors = _needed(join_mxfp4(source.tensors), spec.tied_names, lambda name: name.startswith(spec.unused))
+    spec = replace(spec, draft=_own_draft(source, spec))
     outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)  # shapes without memory
+    used = frozenset() if outline.draft is None else all_views(outline.draft.update_regions()).keys()
+    unused = spec.unused
+    tensors = _needed(
+        join_mxfp4(source.tensors), spec.tied_names, lambda name: name not in used and name.startswith(unused)
+    )
     if spec.turned_files:
         tensors = turn(tensors, outline.hf_views(), spec.turned_files)
     if not source.random:
@@ -193,6 +205,35 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
         if model.draft is not None and source.draft is not None:
             fill_draft(model.draft, source.draft, drafted)
     return model.eval()
+
+
+def _own_draft(source: _Source, spec: ModelSpec) -> DraftSpec | None:
+    """The draft model that the checkpoint has beside the model's layers; None if it is not wanted, or there is none.
+
+    Raises ValueError if it is needed.
+    """
+    mtp, wanted, needed = spec.mtp, source.mtp != "unused" and source.draft is None, source.mtp == "needed"
+    if not wanted:
+        return None
+    there = mtp is not None and (source.random or any(name.startswith(mtp.names.prefixes) for name in source.tensors))
+    reason = None
+    if spec.state_layers:
+        reason = "has linear attention, whose states cannot go back to a token: set speculation = off"
+    elif mtp is None:
+        reason = "has no layers for multi-token prediction that can draft: name a draft model as speculation_model"
+    elif not there:
+        reason = (
+            f"is a checkpoint without its layers for multi-token prediction ({mtp.names.prefixes[0]}*): add their "
+            "tensors, or name a draft model as speculation_model"
+        )
+    elif source.group.size > 1:
+        reason = "cannot draft on several GPUs: set speculation = suffix, or tensor_parallel = 1"
+    if reason is None:
+        log.info("the checkpoint's layer for multi-token prediction drafts")
+        return mtp
+    if needed:
+        raise ValueError(f"speculation is heads, and this {spec.architecture} {reason}")
+    return None
 
 
 def _needed(

@@ -47,18 +47,25 @@ def _fill(model: Decoder, dtype: torch.dtype, generator: torch.Generator) -> Non
     for name, parameter in model.named_parameters():
         if name.endswith("_scales") or name.startswith(("tower.", "draft.")):
             continue
-        coded = parameter.dtype == torch.uint8
-        weight = torch.empty(parameter.shape, dtype=dtype, device=parameter.device) if coded else parameter
-        _fill_parameter(name, weight, model.spec, generator)
-        if coded:  # the same weights as without codes
-            block = model.get_submodule(name.rpartition(".")[0])
-            quantize_to(weight, block.weights(name.rpartition(".")[2]))  # type: ignore[operator]
+        _fill_or_encode(model, name, parameter, dtype, generator)
     if model.tower is not None:
         model.tower.fill_random(generator)
     _fill_ends(model.embed, model.lm_head, model.norm.weight, model.spec, generator)
     if model.draft is not None:  # last: the model has the same weights without it
-        for name, parameter in model.draft.named_parameters():
-            _fill_parameter(f"draft.{name}", parameter, model.spec, generator)
+        for name, parameter in model.draft.named_parameters(prefix="draft"):
+            if not name.endswith("_scales"):
+                _fill_or_encode(model, name, parameter, dtype, generator)
+
+
+def _fill_or_encode(
+    model: Decoder, name: str, parameter: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    coded = parameter.dtype == torch.uint8
+    weight = torch.empty(parameter.shape, dtype=dtype, device=parameter.device) if coded else parameter
+    _fill_parameter(name, weight, model.spec, generator)
+    if coded:  # the same weights as without codes
+        block = model.get_submodule(name.rpartition(".")[0])
+        quantize_to(weight, block.weights(name.rpartition(".")[2]))  # type: ignore[operator]
 
 
 def _whole_values(

@@ -28,6 +28,8 @@ from rollout.models.spec import (
     DeltaNetSpec,
     DenseNames,
     DenseSpec,
+    DraftNames,
+    DraftSpec,
     FeedForwardSpec,
     KVMixerSpec,
     LatentNames,
@@ -301,6 +303,22 @@ class LatentFamily:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MTPFamily:
+    """The layers of a family's checkpoints that predict further tokens. The first one may draft; see `DraftSpec`."""
+
+    #: How many there are.
+    layers: Key = declared(integer(0, MOST_LAYERS), Key("num_nextn_predict_layers", 0))
+    #: What the names of one's tensors begin with; `{}`: its number, counted on from the layers of the model.
+    prefix: str = "model.layers.{}."
+    from_zero: bool = False  # they have numbers of their own
+    fc: str = "eh_proj"
+    embed_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    norm: str = "shared_head.norm"
+    hidden_first: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What differs from Llama without biases. For the fields see the specs that are built from them."""
 
@@ -350,13 +368,13 @@ class Family:
     moe: MoEFamily | None = None
     turned_experts: bool = False  # files have tensors of all experts with inputs before outputs; updates have not
     mxfp4: bool = False  # checkpoints may have experts in this format; they are decoded when they are loaded
-    #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images.
+    #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images. A
+    #: tensor of a draft model is used whatever its name begins with.
     unused: tuple[str, ...] = (
         *("mtp.", "visual.", "vision_tower.", "multi_modal_projector."),
         *("model.visual.", "model.vision_tower.", "model.multi_modal_projector."),
     )
-    #: How many layers follow the last one in checkpoints, for the prediction of several tokens at once.
-    unused_layers: Key | None = declared(integer(0, MOST_LAYERS), None)
+    mtp: MTPFamily | None = None  # layers for the prediction of several tokens at once, where they can draft
     names: ModelNames = ModelNames()
     layer_names: LayerNames = LayerNames()
     attention_names: AttentionNames = AttentionNames()
@@ -516,6 +534,16 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True,
         windows=windows_by_type,
         unused=("model.mtp_layers.",),
+        mtp=MTPFamily(
+            layers=Key("num_nextn_predict_layers", 1),
+            prefix="model.mtp_layers.{}.",
+            from_zero=True,
+            fc="input_proj",
+            embed_norm="token_layernorm",
+            hidden_norm="hidden_layernorm",
+            norm="final_layernorm",
+            hidden_first=True,
+        ),
     ),
     "GlmForCausalLM": Family(
         model_type="glm",
@@ -702,7 +730,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=_ATTENTION_BIAS,
         qk_norm=If("use_qk_norm", "head", "none"),
         partial_rope=True,
-        unused_layers=Key("num_nextn_predict_layers", 1),
+        mtp=MTPFamily(layers=Key("num_nextn_predict_layers", 1)),
         moe=_deepseek_moe(sparse_from("first_k_dense_replace")),
     ),
     "Glm4MoeLiteForCausalLM": Family(
@@ -710,7 +738,7 @@ FAMILIES: dict[str, Family] = {
         models="GLM-4.7-Flash",
         interleaved_rope=Key("rope_interleave"),
         latent=LatentFamily(),
-        unused_layers=Key("num_nextn_predict_layers", 0),
+        mtp=MTPFamily(),
         moe=_deepseek_moe(sparse_by_type),
     ),
     "DeepseekV3ForCausalLM": Family(
@@ -719,7 +747,7 @@ FAMILIES: dict[str, Family] = {
         models="DeepSeek-V3, DeepSeek-R1, Moonlight, Kimi-K2",
         interleaved_rope=Key("rope_interleave"),
         latent=LatentFamily(),
-        unused_layers=Key("num_nextn_predict_layers", 0),
+        mtp=MTPFamily(),
         moe=_deepseek_moe(sparse_from("first_k_dense_replace")),
     ),
     "DeepseekV2ForCausalLM": Family(
@@ -982,7 +1010,7 @@ def size_rules() -> dict[str, Rule]:
     return {name: _COMMON[name] for name in _SIZES} | dict.fromkeys(_EXPERT_COUNTS, integer(0, 1 << 14))
 
 
-def _rules(declaration: Family | MoEFamily | DeltaNetFamily | LatentFamily) -> dict[str, Rule]:
+def _rules(declaration: Family | MoEFamily | DeltaNetFamily | LatentFamily | MTPFamily) -> dict[str, Rule]:
     rules: dict[str, Rule] = dict.fromkeys(getattr(declaration, "unsupported", ()), FLAG)
     for entry in fields(declaration):
         match getattr(declaration, entry.name):
@@ -994,7 +1022,7 @@ def _rules(declaration: Family | MoEFamily | DeltaNetFamily | LatentFamily) -> d
                 rules[name] = FLAG
             case ByLayer() as values:
                 rules |= values.rules
-            case MoEFamily() | DeltaNetFamily() | LatentFamily() as part:
+            case MoEFamily() | DeltaNetFamily() | LatentFamily() | MTPFamily() as part:
                 rules |= _rules(part)
     return rules
 
@@ -1043,6 +1071,7 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
         unused=_unused(config, family, tower),
         turned_files=_turned_files(family),
         tower=tower,
+        mtp=_mtp(config, family, layers),
     )
 
 
@@ -1057,10 +1086,47 @@ def _turned_files(family: Family) -> tuple[str, ...]:
 
 
 def _unused(config: Any, family: Family, tower: TowerSpec | None) -> tuple[str, ...]:
-    count, more = config.num_hidden_layers, _value(config, family.unused_layers) or 0
     used = () if tower is None else tower.family.beginnings
     unused = tuple(beginning for beginning in family.unused if beginning not in used)
-    return unused + tuple(family.names.layer.format(count + i) for i in range(more))
+    return unused + tuple(prefix for prefix in _mtp_prefixes(config, family) if not prefix.startswith(unused))
+
+
+def _mtp_prefixes(config: Any, family: Family) -> tuple[str, ...]:
+    """What the names of the tensors of each layer for the prediction of further tokens begin with."""
+    mtp = family.mtp
+    if mtp is None:
+        return ()
+    first = 0 if mtp.from_zero else config.num_hidden_layers
+    return tuple(mtp.prefix.format(first + index) for index in range(_value(config, mtp.layers) or 0))
+
+
+def _mtp(config: Any, family: Family, layers: tuple[LayerSpec, ...]) -> DraftSpec | None:
+    """The first layer for the prediction of further tokens, which is like the last layer of the model."""
+    mtp, prefixes, last = family.mtp, _mtp_prefixes(config, family), layers[-1]
+    if mtp is None or not prefixes:
+        return None
+    assert isinstance(last.mixer, KVMixerSpec) and last.norms == "before" and not family.unit_offset, "as all of them"
+    return DraftSpec(
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        eps=config.rms_norm_eps,
+        taps=(len(layers),),
+        mixer=last.mixer,
+        feed_forward=last.feed_forward,
+        names=DraftNames(
+            prefix=prefixes[0],
+            layer="",
+            fc=mtp.fc,
+            embed_norm=mtp.embed_norm,
+            hidden_norm=mtp.hidden_norm,
+            feed_forward_norm=last.names.feed_forward_norm,
+            norm=mtp.norm,
+            mixer_norm=last.names.mixer_norm,
+            prefix_beginnings=family.names.beginnings,
+        ),
+        joined=True,
+        hidden_first=mtp.hidden_first,
+    )
 
 
 def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:

@@ -604,25 +604,79 @@ class LayerSpec:
         return isinstance(self.feed_forward, MoESpec)
 
 
+#: What files and updates have for the beginning of a name: (beginning, its spellings). The first spelling is what files
+#: usually have.
+Beginnings = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def _spellings(name: str, beginnings: Beginnings) -> tuple[str, ...]:
+    """All that files and updates may call a tensor or module of this name; files usually have the first."""
+    for beginning, others in beginnings:
+        if name.startswith(beginning):
+            return tuple(other + name.removeprefix(beginning) for other in others)
+    return (name,)
+
+
+class DraftNames(NamedTuple):
+    """Modules of a draft model. In updates all names have the prefix; in a checkpoint of its own they have not."""
+
+    prefix: str
+    layer: str  # what the names of its layer's blocks begin with
+    fc: str
+    embed_norm: str
+    hidden_norm: str
+    feed_forward_norm: str
+    norm: str  # the last one
+    mixer_norm: str = ""  # where the mixer has a norm of its own
+    lm_head: str = "lm_head"
+    beginnings: Beginnings = ()  # of names without the prefix
+    prefix_beginnings: Beginnings = ()
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """All that a checkpoint of its own may call a tensor of this name."""
+        return _spellings(name, self.beginnings)
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """All that the names of its tensors may begin with in updates."""
+        return _spellings(self.prefix, self.prefix_beginnings)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """A draft model of one layer over hidden states of the model that it drafts for (EAGLE-3, arXiv 2503.01840)."""
+    """A draft model of one layer over hidden states of the model that it drafts for, in one of two layouts.
+
+    EAGLE-3 (arXiv 2503.01840): the product `fc` fuses hidden states of several layers. The mixer reads the normalised
+    embedding and hidden state side by side, and the hidden state is the residual stream.
+
+    Multi-token prediction (`joined`; arXiv 2412.19437, section 2.2): `fc` makes the residual stream of the normalised
+    embedding and hidden state. The layer is one of the model's. Hidden states are read, and passed on, after a norm.
+    """
 
     hidden: int  # of the residual stream, as in the other model
     vocab: int  # tokens that it can draft
     eps: float
     #: The layers of the other model before which its residual stream is read; their number is that after the last one.
     taps: tuple[int, ...]
-    mixer: AttentionSpec
-    feed_forward: DenseSpec
-    own_head: bool  # it has an output layer of its own; else it has that of the other model
-    mapped: bool  # its vocabulary is a part of that of the other model
-    norm_before_residual: bool = False  # the hidden state is added after its norm, and not before
+    mixer: KVMixerSpec
+    feed_forward: FeedForwardSpec
+    names: DraftNames
+    joined: bool = False
+    hidden_first: bool = False  # the hidden state stands before the embedding
+    own_head: bool = False  # it has an output layer of its own; else it has that of the other model
+    mapped: bool = False  # its vocabulary is a part of that of the other model
+    norm_before_residual: bool = False  # EAGLE-3: the hidden state is added after its norm, and not before
+
+    @property
+    def read_width(self) -> int:
+        """Width of the hidden states that are read of a token."""
+        return len(self.taps) * self.hidden
 
     @property
     def fc(self) -> LinearSpec:
-        """The product that fuses the hidden states which are read."""
-        return LinearSpec(len(self.taps) * self.hidden, ("fc",), (self.hidden,), False)
+        """The product that joins embedding and hidden state, or fuses the hidden states which are read."""
+        inputs = 2 * self.hidden if self.joined else self.read_width
+        return LinearSpec(inputs, (self.names.fc,), (self.hidden,), False)
 
 
 class ModelNames(NamedTuple):
@@ -632,16 +686,11 @@ class ModelNames(NamedTuple):
     layer: str = "model.layers.{}."
     norm: str = "model.norm"
     lm_head: str = "lm_head"
-    #: What files and updates have for the beginning of a name above: (beginning, its spellings). The first spelling is
-    #: what files usually have.
-    beginnings: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    beginnings: Beginnings = ()  # of the names above
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """All that files and updates may call a tensor or module of this name; files usually have the first."""
-        for beginning, others in self.beginnings:
-            if name.startswith(beginning):
-                return tuple(other + name.removeprefix(beginning) for other in others)
-        return (name,)
+        return _spellings(name, self.beginnings)
 
 
 @dataclass(frozen=True)
@@ -668,6 +717,8 @@ class ModelSpec:
     ] = ()  # endings of tensors whose files have the last two dimensions the other way round
     tower: TowerSpec | None = None  # of a model that is served with images
     draft: DraftSpec | None = None  # of the model that drafts for it
+    #: The draft model that checkpoints may have as layers for the prediction of several tokens; see `draft`.
+    mtp: DraftSpec | None = None
     shard: Shard | None = None  # the blocks are those of one rank, and so is its part of the vocabulary
 
     @property

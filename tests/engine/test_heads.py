@@ -259,8 +259,12 @@ def test_a_random_head_changes_nothing(drafted, plain, depth):
     assert counters.drafts_by_drafter == {"suffix": (0, 0), "heads": (counters.drafted, counters.accepted)}
 
 
-def submit_seeded(bench: Bench) -> None:
+def submit_seeded(bench: Bench, vocab: int = VOCAB) -> None:
     """Rows whose seeds differ: all kinds of sampling, groups, a stop."""
+
+    def prompt(length: int, seed: int) -> list[int]:
+        return [token % vocab for token in prompt_of(length, seed)]
+
     rules = [
         {"temperature": 0.0},
         {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
@@ -268,11 +272,11 @@ def submit_seeded(bench: Bench) -> None:
         {"temperature": 1.0, "logit_bias": ((5, 3.0), (9, -4.0))},
     ]
     for i, sampling in enumerate(rules):
-        bench.submit(f"rules{i}", prompt_of(5 + 3 * i, i), 22 + i, sampling={**sampling, "seed": 50 + i}, n=1 + i % 3)
+        bench.submit(f"rules{i}", prompt(5 + 3 * i, i), 22 + i, sampling={**sampling, "seed": 50 + i}, n=1 + i % 3)
     stop = {"token_ids": (31, 32), "min_tokens": 6}
-    bench.submit("stops", prompt_of(9, 20), 60, sampling={"temperature": 1.0, "seed": 60}, stop=stop, n=3)
-    bench.submit("one", prompt_of(6, 22), 1, sampling={"temperature": 1.0, "seed": 61})
-    bench.submit("two", prompt_of(6, 22), 2, sampling={"temperature": 1.0, "seed": 62})
+    bench.submit("stops", prompt(9, 20), 60, sampling={"temperature": 1.0, "seed": 60}, stop=stop, n=3)
+    bench.submit("one", prompt(6, 22), 1, sampling={"temperature": 1.0, "seed": 61})
+    bench.submit("two", prompt(6, 22), 2, sampling={"temperature": 1.0, "seed": 62})
 
 
 @pytest.mark.parametrize(("wrong", "depth"), [(0.3, 2), *nightly((None, 1), (0.0, 2), (0.3, 1))])

@@ -23,6 +23,7 @@ from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
 from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.every_family import EVERY_FAMILY
+from tests.support.models.mtp_layers import LAYOUTS, make_predicting
 
 MORE_RULES = [
     *RULES,
@@ -41,7 +42,7 @@ class Asked:
     prompt: list[int]
     length: int
     fields: dict[str, Any]
-    constraint: tuple[list[list[int]], int | None] | None = None
+    constraint: tuple[list[list[int]], int | None, int] | None = None  # lists, stop token, vocabulary
     after: Asked | None = None  # of whose session it is the next turn
     known: int = 0  # tokens of it that are given as `prior`, once they are known
     ends: str = ""  # how it ends early
@@ -77,7 +78,7 @@ def requests_of(rng: random.Random, vocab: int, adapted: bool = False, routed: b
         one = Asked(f"r{i}", prompt, rng.randint(1, 45), fields)
         lists = rng.choice([None, None, None, [X, Y], [X, Y, SIZE]])
         if lists is not None and not routed:
-            one.constraint = lists, STOP if stop else None
+            one.constraint = lists, STOP if stop else None, vocab
         elif routed and rng.random() < 0.7:
             fields["routing_from"] = rng.choice([0, 2])
         asked.append(one)
@@ -162,11 +163,17 @@ def assert_as_without(bench: Bench, plain: Bench, asked: list[Asked]) -> None:
 
 
 def disturbed(
-    monkeypatch: pytest.MonkeyPatch, seed: int, load_plain, load_drafted, adapters: list[Any], vocab: int
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    load_plain,
+    load_drafted,
+    adapters: list[Any],
+    vocab: int,
+    routed: bool = False,
 ) -> None:
     rng = random.Random(seed)
-    asked = requests_of(rng, vocab, bool(adapters), not adapters)
-    slots = SLOTS if adapters else {"routing": True}
+    asked = requests_of(rng, vocab, bool(adapters), routed)
+    slots = SLOTS if adapters else {"routing": routed}
     fields = {"pipeline_depth": rng.choice([1, 2]), "prefill_chunk_tokens": rng.choice([16, 64]), **slots}
 
     def adapted(bench: Bench) -> Bench:
@@ -211,7 +218,24 @@ def test_experts_of_tokens_are_recorded_as_without_drafts(tmp_path, monkeypatch,
     config = head_config(hf_model.config)
     head = save_head(tmp_path / "head", config, random_head(config, seed))
     target = tmp_path / "target"
-    disturbed(monkeypatch, seed, lambda: load(target), lambda: load(target, draft=head), [], config["vocab_size"])
+    disturbed(monkeypatch, seed, lambda: load(target), lambda: load(target, draft=head), [], config["vocab_size"], True)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"), [("Glm4Moe", 0), *nightly(*((name, seed) for name in LAYOUTS for seed in range(1, 8)))]
+)
+def test_layers_of_the_checkpoint_draft_whatever_happens(tmp_path, monkeypatch, name, seed):
+    """Layers for multi-token prediction: with experts, with latent attention, dense."""
+    found = make_predicting(name, tmp_path)
+    disturbed(
+        monkeypatch,
+        seed,
+        lambda: load(tmp_path),
+        lambda: load(tmp_path, mtp="needed"),
+        [],
+        found.model.config.vocab_size,
+        routed=name != "MiMo",
+    )
 
 
 @pytest.mark.parametrize("what", ["nan", "inf", "huge"])

@@ -319,7 +319,9 @@ def serve_flags(config: Any, mode: RolloutMode) -> dict[str, Any]:
     if config.quantization is not None:
         raise ValueError("rollout.quantization is not supported; see expert_dtype and kv_dtype of `rollout serve`")
     if config.mtp is not None and config.mtp.enable and config.mtp.enable_rollout:
-        raise ValueError("rollout.mtp.enable_rollout is not supported")
+        raise ValueError(
+            "rollout.mtp.enable_rollout is not supported; set engine_kwargs.rollout.speculation to heads instead"
+        )
     if config.prometheus.enable:
         raise ValueError("rollout.prometheus.enable is not supported; set engine_kwargs.rollout.metrics_port instead")
     if config.logprobs_mode not in ("processed_logprobs", "raw_logprobs"):

@@ -149,7 +149,8 @@ class WeightPublisher:
 
         Correction biases of routers may be left out: they keep their values. Tensors that text needs none of (`mtp.*`,
         `visual.*`) may be sent, and workers drop them. Tensors of a worker's draft model are `draft.NAME`, with the
-        names of its checkpoint and without `d2t` and `t2d`; an update may have all, some or none of them.
+        names of its checkpoint and without `d2t` and `t2d`. If a layer for multi-token prediction drafts, its tensors
+        have the names of the model's checkpoint. An update may have all, some or none of them.
 
         Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device, where they are read after the work that
         is already on the current CUDA stream. They must not change before `held`. Raises ValueError for tensors that

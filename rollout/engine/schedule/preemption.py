@@ -22,7 +22,6 @@ from collections.abc import Collection
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.sequence.sequence import Sequence, State
-from rollout.models.draft_head import PREFIX as DRAFT_PREFIX
 from rollout.models.lora_slots import AdapterWeights
 
 #: Tokens before a page is needed at which a row is preempted for it, where the page has to be copied first.
@@ -86,7 +85,7 @@ def change_weights(roster: Roster, version: int, recompute: bool, names: Collect
     `names` are those of the tensors that have changed.
     """
     roster.version = version
-    if any(name.startswith(DRAFT_PREFIX) for name in names):
+    if any(name.startswith(roster.draft_prefixes) for name in names):
         roster.draft_version = version
     if roster.allocator.encodings is not None:
         roster.allocator.encodings.weights_changed(names)

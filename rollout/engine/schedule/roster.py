@@ -36,10 +36,12 @@ class Roster:
         version: int,
         clock: Callable[[], float],
         counters: Counters | None = None,
+        draft_prefixes: tuple[str, ...] = (),
     ) -> None:
         self.allocator = allocator
         self.version = version  # of the weights
         self.draft_version = version  # of the draft model's weights
+        self.draft_prefixes = draft_prefixes  # what the names of its tensors begin with in updates
         self.clock = clock
         self.counters = counters or Counters()
         self.events: list[Event] = []  # what the service has not been sent yet

@@ -32,6 +32,8 @@ from rollout.engine.step.upload import StepInput
 from rollout.models.batch import AttentionBatch, HiddenTaps, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.draft_head import DraftHead
+from rollout.models.fused_experts import FusedExperts, kernels_take
+from rollout.models.layers import SparseFeedForward
 
 #: What guesses heed of the draw.
 _HEEDED = Feature.GREEDY | Feature.DRAW | Feature.TRUNCATE | Feature.PENALIZE | Feature.BIAS | Feature.MIN_TOKENS
@@ -54,13 +56,15 @@ class HeadGraphs:
 class HeadDrafts:
     """Runs the draft model of `model` for the rows of a row state. Decode steps have up to `step_rows` rows.
 
-    What it reads and makes of a decode step is in memory of its own, at fixed addresses, so it can be captured.
+    With `fused_experts` the kernels run its experts where they can. What it reads and makes of a decode step is in
+    memory of its own, at fixed addresses, so it can be captured.
     """
 
-    def __init__(self, model: Decoder, rows: RowState, step_rows: int) -> None:
+    def __init__(self, model: Decoder, rows: RowState, step_rows: int, fused_experts: bool = True) -> None:
         assert model.draft is not None and rows.guesses is not None
         self._model = model
         self._head: DraftHead = model.draft
+        self._experts = _experts_of(model.draft) if fused_experts and model.embed.is_cuda else None
         self.rows = rows
         self._guesses_RG = rows.guesses
         #: Guesses of a row, where it guesses at all.
@@ -93,7 +97,7 @@ class HeadDrafts:
     def make_taps(self, tokens: int) -> HiddenTaps:
         """Memory for the hidden states of this number of tokens."""
         spec, embed = self._head.spec, self._model.embed
-        hidden_TF = torch.zeros(tokens, spec.fc.inputs, dtype=embed.dtype, device=embed.device)
+        hidden_TF = torch.zeros(tokens, spec.read_width, dtype=embed.dtype, device=embed.device)
         return HiddenTaps(spec.taps, hidden_TF)
 
     def prefilled(self, batch: AttentionBatch, taps: HiddenTaps) -> None:
@@ -118,7 +122,7 @@ class HeadDrafts:
             rows_R, at_R = self._read_decode(step, output_4R, accepted_B, kv, graphs)
         else:
             (batch, hidden_TF), self._prefill = self._prefill, None
-            hidden_TH = self._forward(self._following(step, output_4R), hidden_TF, batch, kv)
+            hidden_TH = self._read(self._following(step, output_4R), hidden_TF, batch, kv)
             if not header.draws:
                 return None
             rows_R, at_R = step["sampled_rows"], self._places_R[: header.draws]
@@ -145,7 +149,7 @@ class HeadDrafts:
         table_BP = self._table(self._rows_B[:places], max_context, kv)
         batch = _batch(self.positions_B[:places], table_BP, kv.page_size, max_context)
         hidden_TF = self.taps.hidden_TF[:places]
-        self._hidden_BH[:places] = self._forward(self._following_B[:places], hidden_TF, batch, kv)
+        self._hidden_BH[:places] = self._read(self._following_B[:places], hidden_TF, batch, kv)
 
     @torch.inference_mode()
     def guess(self, count: int, max_context: int, features: Feature, kv: KVCache) -> None:
@@ -163,7 +167,7 @@ class HeadDrafts:
             self._guesses_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
             if index + 1 < self.most:
                 batch = _batch(ahead.ints[copies, LENGTH] - 1, table_RP, kv.page_size, max_context)
-                hidden_RH = self._head(tokens_R, self._model.embed, hidden_RH, batch, kv)
+                hidden_RH = self._forward(tokens_R, hidden_RH, batch, kv)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -204,11 +208,22 @@ class HeadDrafts:
             return rows_R, at_R + accepted_B[at_R]
         return self._rows_B[:count], self._places_R[:count]
 
-    def _forward(
+    def _read(
         self, following_T: torch.Tensor, hidden_TF: torch.Tensor, batch: AttentionBatch, kv: KVCache
     ) -> torch.Tensor:
         """Its hidden states at the positions of a batch; `following_T` are the tokens after these."""
-        return self._head(following_T, self._model.embed, self._head.fuse(hidden_TF), batch, kv)
+        return self._forward(following_T, self._head.fuse(hidden_TF, self._model.norm), batch, kv)
+
+    def _forward(
+        self, following_T: torch.Tensor, hidden_TH: torch.Tensor, batch: AttentionBatch, kv: KVCache
+    ) -> torch.Tensor:
+        embed_VH, experts = self._model.embed, self._experts
+        if experts is None:
+            return self._head(following_T, embed_VH, hidden_TH, batch, kv)
+        experts.begin_step(len(following_T))
+        hidden_TH = self._head(following_T, embed_VH, hidden_TH, batch, kv, experts.output)
+        experts.take_chosen()  # the record of experts is that of the target
+        return hidden_TH
 
     def _following(self, step: StepInput, output_4R: torch.Tensor) -> torch.Tensor:
         """The token that follows each token of a prefill: the next one of the prompt, or the one that was drawn."""
@@ -220,6 +235,14 @@ class HeadDrafts:
 
     def _table(self, rows_R: torch.Tensor, max_context: int, kv: KVCache) -> torch.Tensor:
         return self.rows.pages[:, : -(-max_context // kv.page_size)].index_select(0, rows_R)
+
+
+def _experts_of(head: DraftHead) -> FusedExperts | None:
+    """What runs the experts of a draft model by the kernels; None if it has none, or none that they take."""
+    block = head.feed_forward
+    if not isinstance(block, SparseFeedForward) or not kernels_take(block.spec, block.router.dtype):
+        return None
+    return FusedExperts([block], head.spec.eps)
 
 
 def _batch(positions_B: torch.Tensor, table_BP: torch.Tensor, page_size: int, max_context: int) -> AttentionBatch:

@@ -13,8 +13,8 @@ X, Y, SIZE = list(range(10, 20)), list(range(20, 30)), list(range(30, 40))
 class Cycle:
     """x, y, size, x, y, size, ...: token i is of list i modulo their number; a stop token after whole cycles."""
 
-    def __init__(self, lists: list[list[int]], stop: int | None = None) -> None:
-        self.lists, self.stop = lists, stop
+    def __init__(self, lists: list[list[int]], stop: int | None = None, vocab: int = VOCAB) -> None:
+        self.lists, self.stop, self.vocab = lists, stop, vocab
 
     def start(self) -> CyclePlace:
         return CyclePlace(self)
@@ -35,7 +35,7 @@ class CyclePlace:
         return fits
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
-        AllowList(tuple(self.allowed()), VOCAB).fill(masks_RW, row)
+        AllowList(tuple(self.allowed()), self.cycle.vocab).fill(masks_RW, row)
 
     def undo(self, tokens: int) -> None:
         self.at -= tokens

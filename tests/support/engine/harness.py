@@ -27,6 +27,7 @@ from rollout.engine.messages import (
 )
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
+from rollout.models.loader import MTP
 from trainer_bridge.wire.prompt_tops import PromptTops
 
 
@@ -129,9 +130,9 @@ class Bench:
         self.engine.executor.close()
 
 
-def load(folder: Path, device: str = "cpu", draft: Path | None = None) -> Decoder:
+def load(folder: Path, device: str = "cpu", draft: Path | None = None, mtp: MTP = "unused") -> Decoder:
     settings = ModelSettings(path=str(folder), dtype="float32", device=device)
-    return load_model(settings, torch.device(device), draft=draft).model
+    return load_model(settings, torch.device(device), draft=draft, mtp=mtp).model
 
 
 def watch_prefills(bench: Bench) -> list[int]:

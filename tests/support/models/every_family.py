@@ -14,9 +14,9 @@ from tests.support.models import families, hybrids, latent, multimodal, variants
 Make = Callable[[Path, int], Any]
 
 
-def _make_mimo(folder: Path, seed: int) -> Any:
+def make_mimo(folder: Path, seed: int, **sizes: Any) -> Any:
     """Qwen2 under another name: transformers has no MiMo."""
-    model = families.make_checkpoint("Qwen2", folder, seed, **variants.SIZES, use_sliding_window=False)
+    model = families.make_checkpoint("Qwen2", folder, seed, **{**variants.SIZES, **sizes}, use_sliding_window=False)
     _rename(folder, architectures=["MiMoForCausalLM"], model_type="mimo")
     return model
 
@@ -41,6 +41,6 @@ EVERY_FAMILY: dict[str, Make] = {
     **{stem: partial(hybrids.make_hybrid, stem) for stem in hybrids.HYBRIDS},
     **{name: partial(latent.make_latent, name) for name in latent.LATENT},
     **{f"images: {name}": partial(multimodal.make_multimodal, name) for name in multimodal.MODELS},
-    "MiMo": _make_mimo,
+    "MiMo": make_mimo,
     "Kimi-K2": _make_kimi,
 }

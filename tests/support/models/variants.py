@@ -119,6 +119,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
 }  # fmt: skip
 
 
-def make_variant(stem: str, folder: Path, seed: int = 0) -> Any:
+def make_variant(stem: str, folder: Path, seed: int = 0, **sizes: Any) -> Any:
     """Save a random model of one of `CONFIGS` to `folder` and return it."""
-    return make_checkpoint(stem.split()[0], folder, seed, **(SIZES | CONFIGS[stem][0]))
+    return make_checkpoint(stem.split()[0], folder, seed, **(SIZES | CONFIGS[stem][0] | sizes))

@@ -215,7 +215,7 @@ def test_steps_of_any_size_have_one_plan_for_experts_and_one_split_of_each_produ
     monkeypatch.setattr(fused_experts, "moe_plan", noted)
     products = [*layer_products(model.spec.layers[0]).values(), head_product(model.spec)]
     for in_one_order in (True, False):
-        experts = FusedExperts(model, in_one_order)
+        experts = FusedExperts.of_model(model, in_one_order)
         plans.clear()
         for count in sizes:
             experts.begin_step(count)

@@ -1,0 +1,122 @@
+"""A layer for multi-token prediction of the served checkpoint: it guesses what its reference says, and changes nothing.
+
+What else may happen to rows with guesses is in `test_heads` and `test_heads_fuzz`: the engine knows one draft model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rollout_kernels.sampling import gumbel_noise
+
+from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
+from tests.engine.test_heads import as_captured, completions_by_seed, submit_seeded
+from tests.engine.test_invariants import run_watched
+from tests.engine.test_speculation import assert_same
+from tests.support.engine.drafting import replayed_guesses, row_by_row, watch_guesses
+from tests.support.engine.harness import Bench, load, prompt_of
+from tests.support.engine.updates import Mailbox, Update
+from tests.support.kernels.grids import nightly
+from tests.support.models.mtp_layers import Predicting, make_predicting
+
+HEADS = {"speculation": "heads"}
+
+
+@pytest.fixture(scope="module", params=["MiMo", "Glm4Moe", *nightly("DeepseekV3", "Glm4MoeLite")])
+def found(request, tmp_path_factory):
+    """The reference, and the folder of its checkpoint."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_predicting(request.param, folder), folder
+
+
+def submit_three(bench: Bench, name: str, vocab: int) -> dict[int, list[int]]:
+    """A greedy row and two sampled ones; returns their prompts by their seeds."""
+    lengths, settings = {11: 21, 12: 6, 13: 13}, {11: 0.0, 12: 1.3, 13: 0.8}
+    prompts = {seed: [token % vocab for token in prompt_of(lengths[seed], seed)] for seed in lengths}
+    for seed, prompt in prompts.items():
+        bench.submit(f"{name}{seed}", prompt, 24, sampling={"temperature": settings[seed], "seed": seed})
+    bench.run()
+    return {
+        bench.completions[f"{name}{seed}", 0].seed: prompt + bench.tokens(f"{name}{seed}")
+        for seed, prompt in prompts.items()
+    }
+
+
+def assert_guessed(reference: Predicting, known_by_seed: dict[int, list[int]], seen: list) -> None:
+    """What rows guessed at every step is what the reference guesses after their tokens."""
+    checked, vocab = 0, reference.model.config.vocab_size
+    for ints, floats, guesses in seen:
+        known = known_by_seed[ints[SEED]]
+        if ints[LENGTH] + 1 + len(guesses) > len(known):
+            continue  # it has ended
+        assert ints[LAST] == known[ints[LENGTH]]
+
+        def draw(logits_1V, index, ints=ints, floats=floats):
+            at = torch.tensor([ints[LENGTH] + 1 - ints[PROMPT] + index])
+            noise_1V = gumbel_noise(torch.tensor([ints[SEED]]), at, vocab)
+            return int((logits_1V / floats[TEMPERATURE] + floats[NOISE] * noise_1V).argmax())
+
+        assert guesses == reference.guesses(known[: ints[LENGTH] + 1], len(guesses), draw)
+        checked += 1
+    assert checked > 40
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guesses_are_those_of_the_reference(found, monkeypatch, depth):
+    """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
+    reference, folder = found
+    fields = {**HEADS, "prefill_chunk_tokens": 8, "pipeline_depth": depth, "speculation_tokens": 4}
+    bench = Bench(load(folder, mtp="needed"), **fields)
+    seen = watch_guesses(monkeypatch)
+    if depth == 2:
+        as_captured(monkeypatch)
+    known = submit_three(bench, "r", reference.model.config.vocab_size)
+    bench.close()
+    assert_guessed(reference, known, seen)
+
+
+@pytest.mark.parametrize("found", ["Glm4Moe", *nightly("MiMo", "DeepseekV3", "Glm4MoeLite")], indirect=True)
+@pytest.mark.parametrize(("wrong", "depth"), [(0.3, 2), *nightly((None, 1), (0.0, 2), (0.3, 1))])
+def test_all_bits_are_equal_with_rows_computed_one_by_one(found, monkeypatch, wrong, depth):
+    row_by_row(monkeypatch)
+    plain = Bench(load(found[1]), max_rows=32, pipeline_depth=depth)
+    submit_seeded(plain, vocab := found[0].model.config.vocab_size)
+    plain.run()
+    plain.close()
+    if wrong is not None:
+        replayed_guesses(monkeypatch, completions_by_seed(plain), wrong)
+    bench = Bench(load(found[1], mtp="needed"), **HEADS, max_rows=32, pipeline_depth=depth)
+    submit_seeded(bench, vocab)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, plain, exact=True)
+    counters = bench.engine.roster.counters
+    assert counters.drafted > 200 and counters.accepted > (100 if wrong is not None else 0)
+
+
+def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, tmp_path, monkeypatch):
+    reference, folder = found
+    other = make_predicting(reference.name, tmp_path, seed=5)
+    mixed = replace(reference, block=other.block, tensors=other.tensors)
+    mailbox, model = Mailbox(), load(folder, mtp="if_there")
+    bench = Bench(model, receiver=mailbox, speculation="heads", speculation_tokens=4)
+    roster, vocab = bench.engine.roster, reference.model.config.vocab_size
+    for version, (source, draft_version, expected) in enumerate(
+        [
+            (load(tmp_path, mtp="needed"), 1, other),
+            (load(folder), 1, mixed),
+            (load(folder, mtp="needed"), 3, reference),
+        ],
+        start=1,
+    ):
+        mailbox.ready = Update(version, source, model)
+        for _ in range(4):
+            bench.engine.tick()
+        assert (roster.version, roster.draft_version) == (version, draft_version)
+        with monkeypatch.context() as patch:
+            seen = watch_guesses(patch)
+            known = submit_three(bench, f"v{version}-", vocab)
+        assert_guessed(expected, known, seen)
+    bench.close()
