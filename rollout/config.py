@@ -266,8 +266,8 @@ class EngineSettings(_Section):
     rank_stall_s: float | None = Field(
         8.0,
         gt=0,
-        description="seconds in which no rank of tensor_parallel completes anything although steps are ordered, after "
-        "which the worker returns all tokens and exits; ten times that during updates; none: never",
+        description="seconds in which a rank of tensor_parallel completes no part of what it was ordered, or no rank "
+        "any step, after which the worker returns all tokens and exits; none: never",
     )
     stop_check_every: int = Field(4, ge=1, description="tokens between two searches for stop strings")
     max_faults: int = Field(

@@ -66,6 +66,7 @@ from rollout.process.watchdog import Watchdog
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.ranks.orders import ring_bytes
 from rollout.ranks.processes import OwnProgress, Ranks
+from rollout.ranks.watch import Lane, LaneName
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
@@ -78,6 +79,7 @@ from rollout.settings_sources import SettingsError
 from rollout.weights.adapter_target import AdapterTarget
 from rollout.weights.parameter_map import update_names
 from rollout.weights.receiver import WeightReceiver
+from rollout.weights.swap_copies import parts_done
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,7 @@ class Worker:
         outbox, registry = Outbox(), adapter_registry(settings.engine)
         device = make_device(str(model.embed.device))
         memory = sleeping_memory(settings, device, model)  # moves the weights, so before anything takes views of them
+        self._memory = memory
         adapter_ranks = self.ranks.take_adapters(model)
         self.receiver = WeightReceiver(
             loaded.trainer_views(),
@@ -289,7 +292,12 @@ class Worker:
         """On the watching thread: how far this rank is."""
         steps = self.engine.pipeline.steps()
         busy = any(not step.slot.end.query() for step in steps)
-        return OwnProgress(self.engine.meter.steps, busy, self.engine.gate.swapping)
+        lanes: dict[LaneName, Lane] = {"swap": Lane(self.engine.swapper.copying, parts_done())}
+        if (memory := self._memory) is not None:
+            lanes["sleep"] = Lane(memory.working, memory.parts)
+        for queue in self.engine.executor.copy_queues:
+            lanes[queue.name] = Lane(queue.copying, queue.ended)  # type: ignore[index]
+        return OwnProgress(self.engine.meter.steps, busy, lanes)
 
     def _rank_status(self) -> list[RankStatus]:
         committed = self.engine.meter.steps

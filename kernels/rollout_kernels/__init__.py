@@ -25,7 +25,15 @@ from rollout_kernels.attention import (
     write_kv,
 )
 from rollout_kernels.moe import moe_experts, route
-from rollout_kernels.norm_rope import apply_rope, gated, head_rms_norm, rms_norm, rope_cos_sin, silu_mul
+from rollout_kernels.norm_rope import (
+    apply_rope,
+    gated,
+    head_rms_norm,
+    rms_norm,
+    rope_cos_sin,
+    silu_mul,
+    turn_heads,
+)
 from rollout_kernels.sampling import (
     PROMPT_BIT,
     Sampled,
@@ -58,6 +66,7 @@ __all__ = [
     "route",
     "sample",
     "silu_mul",
+    "turn_heads",
     "truncate",
     "write_kv",
 ]

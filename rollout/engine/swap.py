@@ -44,6 +44,12 @@ class Swapper:
         self._recomputation = recomputation
         self._swap: _Swap | None = None
 
+    @property
+    def copying(self) -> bool:
+        """Whether the device copies an update. Any thread may ask."""
+        swap = self._swap
+        return swap is not None and swap.start.query() and not swap.end.query()
+
     def advance(self, parts: EngineParts) -> None:
         """Finish the swap under way if its copy is done; apply an update if one is ready."""
         if self._receiver is None or self._gate.asleep:

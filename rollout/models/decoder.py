@@ -194,19 +194,9 @@ class Decoder(Block):
     def vocab_shard(self) -> VocabShard | None:
         """The part of the vocabulary that `compute_logits` gives the logits of; None if all."""
         spec = self.spec
-        return None if spec.shard is None else VocabShard(self.group, spec.kept_vocab.start, len(spec.vocab_of(0)))
-
-    def join_logits(self, logits_SK: torch.Tensor) -> torch.Tensor:
-        """Logits of the whole vocabulary, float32 [S, V], on every rank; `logits_SK` are those of `compute_logits`."""
-        if self.spec.shard is None:
-            return logits_SK
-        count, kept = logits_SK.shape
-        shards = [self.spec.vocab_of(rank) for rank in range(self.group.size)]
-        gathered_RSK = self.group.all_gather(F.pad(logits_SK, (0, len(shards[0]) - kept)))
-        logits_SV = logits_SK.new_empty(count, self.spec.vocab)
-        for shard, part_SK in zip(shards, gathered_RSK, strict=True):
-            logits_SV[:, shard.start : shard.stop] = part_SK[:, : len(shard)]
-        return logits_SV
+        if spec.shard is None:
+            return None
+        return VocabShard(self.group, spec.kept_vocab.start, len(spec.vocab_of(0)), spec.vocab)
 
     def hf_regions(self) -> list[Region]:
         """The model's parameters, each once, under their Hugging Face names."""

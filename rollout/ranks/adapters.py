@@ -33,7 +33,7 @@ from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.orders import Orders
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.staging import Pins
+from rollout.weights.staging import Pins, touch
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class _Share:
 class RankAdapters:
     """Rank 0's end. Any thread may call it; `orders` is None until the followers are ready.
 
-    `most` is the number of adapters that may be loaded, `most_rank` their largest rank.
+    `most` is the number of adapters that may be loaded, `most_rank` their largest rank. `lost` says why the group is
+    lost, if it is.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class RankAdapters:
         reports: Reports,
         orders: Callable[[], Orders | None],
         device: torch.device,
+        lost: Callable[[], str],
     ) -> None:
         assert spec.shard is not None
         self.size = spec.shard.size
@@ -88,7 +90,7 @@ class RankAdapters:
         self.place_bytes = -(-self.part_bytes * len(self._specs) // _PLACE_ALIGN) * _PLACE_ALIGN
         memory.grow(self.place_bytes * (most + _SPARE))  # pages of a place take no memory until they are written
         self._map, self._device, self._pins = memory.map(), device, device.type == "cuda"
-        self._reports, self._orders = reports, orders
+        self._reports, self._orders, self._lost = reports, orders, lost
         self._lock = threading.Lock()
         self._free = list(range(most + _SPARE - 1, -1, -1))
         self._dead: deque[_Dead] = deque()  # places that nobody refers to; filled wherever the last reference ends
@@ -120,10 +122,12 @@ class RankAdapters:
     def ready(self, weights: AdapterWeights) -> bool:
         """Whether all ranks can copy their parts; asks them at the first call. One adapter is asked about at a time.
 
-        Raises CheckpointError with the reason if one of them cannot.
+        Raises CheckpointError with the reason if one of them cannot, or if the group is lost.
         """
         share = weights.shared
         assert isinstance(share, _Share)
+        if why := self._lost():
+            raise CheckpointError(f"the tensor group is lost: {why}")
         with self._lock:
             orders = self._orders()
             if share.prepared or orders is None:
@@ -234,7 +238,10 @@ class AdapterCopies:
         try:
             mapped = self._memory.map()
             parts = _read_parts(mapped, begin, self._dtype, [PartTensor(*row) for row in layout])
-            pinned = _pin(mapped, begin, part_bytes, self._device) if self._device.type == "cuda" else None
+            pinned = None
+            if self._device.type == "cuda":
+                touch(torch.frombuffer(mapped, dtype=torch.uint8, offset=begin, count=part_bytes), self._work.advance)
+                pinned = _pin(mapped, begin, part_bytes, self._device)
         # Whatever it is, rank 0 waits for an answer, and does without this adapter.
         except Exception as error:
             log.exception("an adapter cannot be mapped")

@@ -1,6 +1,6 @@
 """The beat of a follower: a thread that reports that the process lives, and how far its device is.
 
-    every quarter of a second    done, fault, beat        in this order: a beat tells that the numbers before it are new
+    every quarter of a second    done, parts, fault, beat    in this order: a beat tells that numbers before it are new
 
 Its own thread, so that a long launch, a compilation or a large update does not silence it: a beat that stands still
 means that the whole process does. Whether the loop and the device go on is told by the other numbers (`watch.py`).
@@ -19,15 +19,16 @@ from collections.abc import Sequence
 import torch
 from rollout_kernels.parallel.peer_buffers import PeerBuffers
 
+from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import Device
 from rollout.engine.step.slot import Slot
 from rollout.ranks.compiling import compiling
 from rollout.ranks.reports import Reports
+from rollout.ranks.watch import BEAT_S
+from rollout.weights.swap_copies import parts_done
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two beats.
-BEAT_S = 0.25
 _FAILED = 1
 
 
@@ -57,6 +58,8 @@ class Beat:
 
     def _look(self, progress: DeviceProgress) -> None:
         self._reports.set(self._number, "done", progress.done())
+        self._reports.set(self._number, "swap_parts", parts_done())
+        self._reports.set(self._number, "memory_parts", progress.memory_parts())
         if (lost := progress.lost_rank()) is not None:
             self._reports.set(self._number, "fault", 1 + lost)
             self._end(f"rank {lost} did not send its part of a sum in time, or sent a wrong one")
@@ -70,8 +73,10 @@ class Beat:
 class DeviceProgress:
     """How far the device of this process is. `done` and `lost_rank` belong to one thread; they wait for nothing."""
 
-    def __init__(self, device: Device, slots: Sequence[Slot], peers: PeerBuffers | None) -> None:
-        self._device, self._slots, self._peers = device, tuple(slots), peers
+    def __init__(
+        self, device: Device, slots: Sequence[Slot], peers: PeerBuffers | None, memory: ReleasableMemory | None = None
+    ) -> None:
+        self._device, self._slots, self._peers, self._memory = device, tuple(slots), peers, memory
         self.enqueued = 0  # steps whose end is enqueued; counted by the loop
         self._done = 0
         self._copy: _FlagCopy | None = None
@@ -82,6 +87,10 @@ class DeviceProgress:
         running = sum(not slot.end.query() for slot in self._slots)
         self._done = max(self._done, enqueued - running)
         return self._done
+
+    def memory_parts(self) -> int:
+        """Parts of sleeps and wakes that are done."""
+        return 0 if self._memory is None else self._memory.parts
 
     def lost_rank(self) -> int | None:
         """The rank for which a kernel of this device waited in vain, or None; as of the last call."""

@@ -1,7 +1,7 @@
 """What a follower copies besides steps and updates: adapters to their slots, KV to the host and back; and its sleeps.
 
 Rank 0 waits for no copy: it asks whether all followers have reported its end. Copies of one kind are reported in their
-order.
+order. What the device has begun is reported, too, so a copy that hangs is told from one that waits for its turn.
 
     WRITE beside     adapters stream   after the steps that were launched before it; steps that read the slot come later
     WRITE in use     compute stream    between two steps, as on rank 0
@@ -43,12 +43,9 @@ class FollowerCopies:
         self._executor, self._adapters, self._memory = executor, adapters, memory
         self._updates = updates
         self._reports, self._number = reports, number
-        self._queues: dict[str, CopyQueue] = {}
-        for mover in (executor.mover, executor.state_mover):
-            if mover is not None:
-                self._queues |= {queue.name: queue for queue in (mover.out, mover.back)}
+        self._queues: dict[str, CopyQueue] = {queue.name: queue for queue in executor.copy_queues}
         self._moved = dict.fromkeys(self._queues, 0)
-        self._writes: deque[tuple[int, Event]] = deque()
+        self._writes: deque[tuple[int, Event, Event]] = deque()  # number, start, end
         self._forgets: deque[tuple[int, int, int]] = deque()  # (after this write, ticket, adapter)
         self._written = self._ordered = 0
 
@@ -76,8 +73,14 @@ class FollowerCopies:
                     raise RuntimeError(f"KV cannot be moved: {piece.failure}")
                 self._moved[name] += 1
                 self._reports.set(self._number, name, self._moved[name])  # type: ignore[arg-type]
-            moving |= bool(queue.under_way)
-        while self._writes and self._writes[0][1].query():
+            if queue.under_way:
+                moving = True
+                begun = self._moved[name] + sum(piece.start.query() for piece in queue.under_way)
+                self._reports.set(self._number, f"{name}_begun", begun)  # type: ignore[arg-type]
+        for number, start, _ in self._writes:
+            if start.query():
+                self._reports.set(self._number, "writes_begun", number)
+        while self._writes and self._writes[0][2].query():
             self._written = self._writes.popleft()[0]
             self._executor.check()
             self._reports.set(self._number, "wrote", self._written)
@@ -89,15 +92,16 @@ class FollowerCopies:
         executor, slots = self._executor, self._executor.step.adapters
         loads = executor.streams.adapters
         assert slots is not None and loads is not None, "rank 0 has slots for adapters, and so has this rank"
-        stream, done = executor.compute, executor.device.event()
+        stream, start, done = executor.compute, executor.device.event(), executor.device.event()
         if beside:
             launched = executor.device.event()
             stream.record(launched)
             loads.wait(launched)
             stream = loads
+        stream.record(start)
         stream.run(functools.partial(slots.write, slot, self._adapters.weights(adapter)))
         stream.record(done)
-        self._writes.append((number, done))
+        self._writes.append((number, start, done))
         self._ordered = number
 
     def _move(self, queue: str, pages: list[int], host_pages: list[int]) -> None:

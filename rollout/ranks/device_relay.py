@@ -1,4 +1,11 @@
-"""A relay's memory on rank 0's GPU, which the other ranks read through the driver's handle of it."""
+"""A relay's memory on rank 0's GPU, which the other ranks read through the driver's handle of it.
+
+    grow      allocate --> RELAY: map it, unmap the memory of before --> mapped by all: free the memory of before
+    sleep     RELAY: unmap --> unmapped by all, with the rest of the sleep: free it
+
+CUDA does not define what happens to memory that is freed while another process has it mapped. So no memory is freed
+before all followers have unmapped it.
+"""
 
 from __future__ import annotations
 
@@ -33,27 +40,53 @@ class DevicePlace:
     def __init__(self, memory: IpcMemory, reports: Reports, tell: Callable[[int, bytes, int], None]) -> None:
         self._memory, self._reports, self._tell = memory, reports, tell
         self._tensor: torch.Tensor | None = None
+        self._old: list[torch.Tensor] = []  # that followers may have mapped, but read no piece of any more
         self._number = 0
         self._failed = False
 
     def grow(self, nbytes: int) -> torch.Tensor:
-        """Larger memory, without the old one: a follower may have that mapped, but reads no piece of it any more."""
+        """Larger memory, without the old one."""
         if self._failed:
             return torch.empty(nbytes, dtype=torch.uint8)  # not used
+        self._put_off()
         try:
             self._tensor = self._memory.allocate(nbytes)
             handle = self._memory.handle(self._tensor)
         except OSError as error:
             log.warning("pieces of updates go through the host: the GPU shares no memory (%s)", error)
             self._failed = True
+            self.unmap()
             return torch.empty(nbytes, dtype=torch.uint8)
         self._number += 1
         self._tell(self._number, handle, nbytes)
         return self._tensor
 
+    def unmap(self) -> None:
+        """Have the followers unmap it; no piece is read any more. `free` gives it back."""
+        self._put_off()
+        if self._old:
+            self._number += 1
+            self._tell(self._number, b"", 0)
+
+    def free(self) -> int:
+        """Give back the memory that all followers have unmapped; returns its bytes."""
+        answers = zip(self._reports.get("mapped"), self._reports.get("unmapped"), strict=True)
+        if not self._old or any(max(answer) < self._number for answer in answers):
+            return 0
+        old, self._old = self._old, []
+        for memory in old:
+            self._memory.free(memory)
+        return sum(memory.numel() for memory in old)
+
+    def _put_off(self) -> None:
+        if self._tensor is not None:
+            self._old.append(self._tensor)
+            self._tensor = None
+
     @property
     def usable(self) -> bool | None:
         """Whether all followers have mapped it."""
+        self.free()
         if self._failed:
             return False
         if max(self._reports.get("unmapped")) >= self._number:

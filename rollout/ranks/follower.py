@@ -36,7 +36,7 @@ from rollout.ranks.beat import Beat, DeviceProgress
 from rollout.ranks.compiling import watch_compilations
 from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.devices import rank_device
-from rollout.ranks.follower_updates import FollowerUpdates, copy_all
+from rollout.ranks.follower_updates import FollowerUpdates
 from rollout.ranks.orders import (
     ANY_VERSION,
     DRAW,
@@ -54,6 +54,7 @@ from rollout.ranks.orders import (
 from rollout.ranks.processes import connect
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import Head, RingReader, SharedMemory
+from rollout.weights.swap_copies import copy_tensors
 
 log = logging.getLogger(__name__)
 
@@ -79,18 +80,16 @@ class Follower:
         self._version = settings.weights.initial_version
         self._pixels = bytearray()  # of the next step
         self._last: tuple[Header, Slot] | None = None
-        self._swap: tuple[int, Event] | None = None
+        self._swap: tuple[int, Event, Event] | None = None  # number, start, end
 
     def serve(self, reader: RingReader, reports: Reports) -> None:
         """Carry out orders until the end is ordered. Raises what goes wrong."""
         me = self._number
         reports.set(me, "ready", 1)
         while True:
-            if self._swap is not None and self._swap[1].query():
-                self._executor.check()
-                reports.set(me, "swapped", self._swap[0])
-                self._swap = None
+            self._report_swap(reports)
             copying = self._copies.report()
+            reports.add(me, "looks")
             if not reader.wait(_WAIT_S if self._swap is None and not copying else _SWAP_POLL_S):
                 self._executor.check()
                 continue
@@ -138,7 +137,7 @@ class Follower:
             self._updates.prepare(*msgpack.unpackb(layout))
         elif head.kind == SWAP:
             number, version = msgpack.unpackb(layout)
-            self._swap = (number, self._begin_swap(number, version))
+            self._swap = (number, *self._begin_swap(number, version))
         else:
             self._copies.carry_out(head.kind, msgpack.unpackb(layout))
 
@@ -156,13 +155,24 @@ class Follower:
         self._executor.execute(Upload(upload.header, words, upload.encodes), slot)
         self._last = (upload.header, slot)
 
-    def _begin_swap(self, number: int, version: int) -> Event:
+    def _report_swap(self, reports: Reports) -> None:
+        if self._swap is None:
+            return
+        number, start, end = self._swap
+        if start.query():
+            reports.set(self._number, "swap_begun", number)
+        if end.query():
+            self._executor.check()
+            reports.set(self._number, "swapped", number)
+            self._swap = None
+
+    def _begin_swap(self, number: int, version: int) -> tuple[Event, Event]:
         copies = self._updates.take(number, version)
         device = self._executor.device
         start, end = device.event(), device.event()
-        self._executor.swap(version, lambda: copy_all(copies), start, end)
+        self._executor.swap(version, lambda: copy_tensors(copies), start, end)
         self._version = version
-        return end
+        return start, end
 
 
 def follow(told: dict[str, Any]) -> None:
@@ -194,7 +204,7 @@ def follow(told: dict[str, Any]) -> None:
         adapters = AdapterCopies(shared["adapters"], rank, loaded.dtype, device.torch_device, reports)
         executor, slots = build_follower(settings, device, loaded.model, memory)
         copies = FollowerCopies(executor, adapters, updates.work, memory, reports, number)
-        progress = DeviceProgress(device, slots, group.peers)
+        progress = DeviceProgress(device, slots, group.peers, memory)
         follower = Follower(settings, number, executor, slots, updates, copies, progress)
         reader = RingReader(
             shared["ring"], told["shared"]["eventfd"], lambda position: reports.set(number, "position", position)

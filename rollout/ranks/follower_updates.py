@@ -6,9 +6,9 @@ the SWAP, and until that swap is reported rank 0 begins no update, so nothing is
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Callable
 
 import msgpack
 import torch
@@ -23,7 +23,7 @@ from rollout.ranks.ring import SharedMemory
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.shard_staging import ShardInPlace, ShardStaging
 from rollout.weights.staging import Allocate, Copy
-from trainer_bridge.transports.cuda_ipc import IpcMemory
+from trainer_bridge.transports.cuda_ipc import IpcMemory, IpcReader
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import from_wire
 
@@ -44,7 +44,7 @@ class FollowerUpdates:
         of_device: IpcMemory | None = None,
     ) -> None:
         self._of_device = of_device
-        self._read: Callable[[int, torch.Tensor], None] | None = None  # from rank 0's GPU
+        self._reader: IpcReader | None = None  # of rank 0's GPU
         self._map, self._staging = parameters, staging
         self._relayed, self._manifest, self._reports, self._number = relayed, manifest, reports, number
         self._device = next(iter(parameters.views.values())).device
@@ -72,7 +72,8 @@ class FollowerUpdates:
         if weights.apply == "in_place":
             staging = ShardInPlace(parameters.views)
         else:
-            staging = ShardStaging(parameters.views, weights.staging, allocate)
+            advance = functools.partial(reports.add, number, "updates_parts")
+            staging = ShardStaging(parameters.views, weights.staging, allocate, advance=advance)
         of_device = device_memory(loaded.model.embed.device)
         return cls(parameters, staging, relayed, manifest, reports, number, of_device)
 
@@ -92,7 +93,7 @@ class FollowerUpdates:
         self.work.put(lambda: self._keep(start, nbytes, at, on_device))
 
     def relay(self, number: int, handle: bytes, nbytes: int) -> None:
-        """Map memory of rank 0's GPU; the outcome is reported."""
+        """Map memory of rank 0's GPU in the place of that of before, or none at all; the outcome is reported."""
         self.work.put(lambda: self._map_relay(number, handle, nbytes))
 
     def prepare(self, number: int) -> None:
@@ -113,7 +114,10 @@ class FollowerUpdates:
         self._open = (0, 0)
         try:
             manifest = from_wire(msgpack.unpackb(self._manifest.map()[:manifest_bytes]))
-            self._staging.open(manifest, self._map.check(manifest))
+            self.work.advance()
+            fit = self._map.check(manifest)
+            self.work.advance()
+            self._staging.open(manifest, fit)
         except WeightsRejected as error:
             self._refuse(number, str(error))
         # Whatever it is, rank 0 waits for an answer, and the old weights stay in use.
@@ -126,9 +130,13 @@ class FollowerUpdates:
 
     def _map_relay(self, number: int, handle: bytes, nbytes: int) -> None:
         try:
-            if self._of_device is None:
-                raise OSError(0, "this rank is on no GPU")
-            self._read = self._of_device.reader(handle, nbytes)
+            if self._reader is not None:
+                reader, self._reader = self._reader, None
+                reader.close()  # all pieces in it are copied
+            if nbytes:
+                if self._of_device is None:
+                    raise OSError(0, "this rank is on no GPU")
+                self._reader = self._of_device.reader(handle, nbytes)
         except OSError as error:
             log.warning("rank 0's GPU cannot be read: %s", error)
             self._reports.set(self._number, "unmapped", number)
@@ -151,12 +159,12 @@ class FollowerUpdates:
         if not on_device:
             event = self._staging.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
         else:
-            assert self._read is not None, "rank 0 waits until its memory is mapped"
+            assert self._reader is not None, "rank 0 waits until its memory is mapped"
             with self._staging.on_stream():
                 event, read = None, torch.empty(min(nbytes, READ_BYTES), dtype=torch.uint8, device=self._device)
                 for lo in range(0, nbytes, READ_BYTES):
                     part = read[: min(READ_BYTES, nbytes - lo)]
-                    self._read(at + lo, part)
+                    self._reader.read(at + lo, part)
                     event = self._staging.take(start + lo, part)
         if event is not None:
             event.synchronize()
@@ -181,10 +189,3 @@ class FollowerUpdates:
     def _refuse(self, number: int, message: str) -> None:
         self._reports.say(self._number, "update", message)
         self._reports.set(self._number, "refused", number)
-
-
-@torch.no_grad()
-def copy_all(copies: list[Copy]) -> None:
-    """Enqueue the copies of a swap on the current stream."""
-    for view, staged in copies:
-        view.copy_(staged, non_blocking=True)

@@ -5,7 +5,7 @@
     DRAW      places and masks of constrained rows       draw of the last step
     OPEN      number of an update, size of its manifest  check that it fits, lay out the staging memory
     TAKE      a piece: start and bytes, place in relay   keep the shard's part of it in the staging memory
-    RELAY     a handle of memory of rank 0's GPU         map it: pieces come through it
+    RELAY     a handle of memory of rank 0's GPU         map it: pieces come through it; or unmap it
     PREPARE   number of the update                       all bytes are verified: plan its copies
     SWAP      number of the update                       copy it into the parameters, after the steps before
     ADAPTER   number, place and layout of an adapter     map this rank's part of it
@@ -22,10 +22,9 @@ than the loop give in any order beside swaps have none.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgpack
 import numpy as np
@@ -42,8 +41,6 @@ from rollout.ranks.ring import RingWriter
 
 STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE, RELAY, ADAPTER, WRITE, FORGET, MOVE, MEMORY, PIXELS = range(1, 15)
 
-#: Orders that take a follower no time: it enqueues them, or has another thread carry them out.
-_QUICK = (STEP, DRAW, PIXELS, ADAPTER, WRITE, FORGET, MOVE)
 _PIECE_BYTES = 1 << 20
 #: Instead of a version.
 ANY_VERSION = -1
@@ -51,18 +48,37 @@ ANY_VERSION = -1
 Queue = Literal["kv_out", "kv_in", "state_out", "state_in"]
 
 
+class SharedRelay(Protocol):
+    """Memory of rank 0's GPU that followers have mapped."""
+
+    def unmap(self) -> None:
+        """Have the followers unmap it."""
+
+    def free(self) -> int:
+        """Give it back, once they have; returns its bytes."""
+
+
 class Orders:
     """The loop's end of the ring, as the executor sees it (`rollout.engine.step.execute.Orders`)."""
 
-    def __init__(self, ring: RingWriter, version: int, reports: Reports, settle: Callable[[], None]) -> None:
-        """`settle` returns when all that followers knew at its call is known here, and raises if a rank is lost."""
+    def __init__(
+        self,
+        ring: RingWriter,
+        version: int,
+        reports: Reports,
+        settle: Callable[[], None],
+        relay: SharedRelay | None = None,
+    ) -> None:
+        """`settle` returns when all that followers knew at its call is known here, and raises if a rank is lost.
+
+        `relay` goes with the memory in a sleep.
+        """
         self._ring = ring
         self._version = version
         self._reports = reports
         self._settle = settle
+        self._relay = relay
         self._ordered: dict[Number, int] = {}  # how many of the orders whose ends are reported
-        self._noting = threading.Lock()
-        self.slow = 0  # sequence number of the last order that may take long
         self.pieces = 0  # of updates that were given
         self.prepared = 0  # number of the last update that followers were told to prepare
         self.swapped = 0  # number of the last one that they were told to copy
@@ -95,7 +111,7 @@ class Orders:
         return self.pieces
 
     def relay(self, number: int, handle: bytes, nbytes: int) -> None:
-        """Give the relay memory on rank 0's GPU, which has a number."""
+        """Give the relay memory on rank 0's GPU, which has a number; without bytes it is to be unmapped."""
         self._write(RELAY, [number, handle, nbytes])
 
     def prepare(self, number: int) -> None:
@@ -147,6 +163,8 @@ class Orders:
 
     def memory(self, what: str) -> int:
         """Give an order of a sleep; returns its number."""
+        if what == "release" and self._relay is not None:
+            self._relay.unmap()
         number = self._next("memory_done")
         self._write(MEMORY, [number, what])
         return number
@@ -159,6 +177,10 @@ class Orders:
         """Why followers could not carry it out."""
         failed = enumerate(self._reports.get("memory_failed"))
         return [f"rank {i + 1}: {self._reports.text(i, 'memory')}" for i, last in failed if last == number]
+
+    def free_relay(self) -> int:
+        """Give back the relay's memory on rank 0's GPU, after a `release` that all have carried out; its bytes."""
+        return 0 if self._relay is None else self._relay.free()
 
     @property
     def freed_bytes(self) -> int:
@@ -189,10 +211,7 @@ class Orders:
 
     def _write(self, kind: int, layout: Any, *parts: memoryview, version: int | None = None) -> None:
         now = self._version if version is None else version
-        sequence = self._ring.write(kind, now, msgpack.packb(layout), *parts)
-        if kind not in _QUICK:
-            with self._noting:
-                self.slow = max(self.slow, sequence)
+        self._ring.write(kind, now, msgpack.packb(layout), *parts)
 
 
 def ring_bytes(upload_words: int, max_rows: int, mask_words: int, tokens: int) -> int:

@@ -19,9 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from rollout.ranks.orders import Orders
 from rollout.ranks.reports import NUMBERS, Number, Reports
 from rollout.ranks.ring import RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates
-from rollout.ranks.watch import FollowerLook, GroupLook, GroupWatch
+from rollout.ranks.watch import FollowerLook, GroupLook, GroupWatch, Lane, LaneName
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class OwnProgress:
 
     committed: int = 0  # steps
     busy: bool = False  # a step is not complete on the device
-    slow: bool = False  # it works on something that may take long, such as a swap
+    lanes: Mapping[LaneName, Lane] = field(default_factory=dict)
 
 
 class Ranks:
@@ -125,7 +125,7 @@ class Ranks:
             time.sleep(_READY_POLL_S)
         self._ring.grow(ring_bytes)
         ring = RingWriter(self._ring, self._eventfds, lambda: self.reports.get("position"), lambda: bool(self.failure))
-        self.orders = Orders(ring, version, self.reports, self._settle)
+        self.orders = Orders(ring, version, self.reports, self._settle, self.updates)
         return self.orders
 
     def take_updates(self, device: torch.device) -> RankUpdates | None:
@@ -133,7 +133,13 @@ class Ranks:
         if self.size == 1:
             return None
         self.updates = RankUpdates(
-            self._relayed, self._manifest, self.reports, lambda: self.orders, device, device_memory(device)
+            self._relayed,
+            self._manifest,
+            self.reports,
+            lambda: self.orders,
+            device,
+            device_memory(device),
+            lost=lambda: self.failure,
         )
         return self.updates
 
@@ -143,8 +149,9 @@ class Ranks:
         if self.size == 1 or not engine.adapter_slots:
             return None
         spec, dtype = native(model).spec, model.embed.dtype
-        limits = (engine.adapter_rank, dtype, engine.max_adapters)
-        return RankAdapters(self._adapters, spec, *limits, self.reports, lambda: self.orders, model.embed.device)
+        limits = (engine.adapter_rank, dtype, engine.max_adapters, self.reports)
+        device = model.embed.device
+        return RankAdapters(self._adapters, spec, *limits, lambda: self.orders, device, lambda: self.failure)
 
     def watch(self, on_lost: Callable[[str], None], progress: Callable[[], OwnProgress]) -> None:
         """Have `on_lost` called, on the watching thread, once the group is lost. Before, the process ends at once.
@@ -226,17 +233,11 @@ class Ranks:
 
     def _look(self) -> GroupLook:
         own, orders = self._progress(), self.orders
-        slow, pieces, prepared, swapped = (
-            (0, 0, 0, 0) if orders is None else (orders.slow, orders.pieces, orders.prepared, orders.swapped)
-        )
         columns = {name: self.reports.get(name) for name in NUMBERS}
-        followers, cpu_s = [], sum(os.times()[:2])
+        followers, on_cpu = [], self.group.device.type == "cpu"
         for number, process in enumerate(self._processes):
             at = {name: column[number] for name, column in columns.items()}
             stopped, used_s = _process_stat(process.pid)
-            cpu_s += used_s
-            late = at["sequence"] < slow or at["taken"] < pieces
-            late |= max(at["prepared"], at["refused"]) < prepared or at["swapped"] < swapped
             followers.append(
                 FollowerLook(
                     pid=process.pid,
@@ -248,8 +249,10 @@ class Ranks:
                     sequence=at["sequence"],
                     launched=at["launched"],
                     done=at["done"],
-                    slow=late,
+                    lanes=_lanes(at),
+                    looks=at["looks"],
                     compiling=at["compiling"] > 0,
+                    cpu_s=used_s if on_cpu else None,
                 )
             )
         return GroupLook(
@@ -257,9 +260,9 @@ class Ranks:
             ordered=0 if orders is None else orders.ordered,
             done=own.committed,
             busy=own.busy,
-            slow=own.slow,
+            lanes=own.lanes,
             compiling=compiling() > 0,
-            cpu_s=None if self.group.device.type == "cuda" else cpu_s,
+            cpu_s=sum(os.times()[:2]) if on_cpu else None,
         )
 
     def _settle(self) -> None:
@@ -275,6 +278,29 @@ class Ranks:
             self.wait_for_cause(_FLAG_CAUSE_S)
             raise RankLostError(self.failure or "a rank waited in vain for a part of a sum")
         self.check()
+
+
+#: By lane: what was given or begun, what of it has ended, and parts of what is under way.
+_LANES: dict[LaneName, tuple[Number, Number, Number | None]] = {
+    "updates": ("updates_given", "updates_ended", "updates_parts"),
+    "adapters": ("adapters_given", "adapters_ended", "adapters_parts"),
+    "adapter_copies": ("writes_begun", "wrote", None),
+    "kv_out": ("kv_out_begun", "kv_out", None),
+    "kv_in": ("kv_in_begun", "kv_in", None),
+    "state_out": ("state_out_begun", "state_out", None),
+    "state_in": ("state_in_begun", "state_in", None),
+    "swap": ("swap_begun", "swapped", "swap_parts"),
+}
+
+
+def _lanes(at: Mapping[Number, int]) -> dict[LaneName, Lane]:
+    """The lanes of a follower, by what it reports."""
+    lanes = {
+        name: Lane(at[begun] > at[ended], at[ended] + (0 if parts is None else at[parts]))
+        for name, (begun, ended, parts) in _LANES.items()
+    }
+    lanes["sleep"] = Lane(False, at["memory_parts"])  # its orders are carried out on the main thread
+    return lanes
 
 
 def _process_stat(pid: int) -> tuple[bool, float]:

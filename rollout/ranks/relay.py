@@ -53,6 +53,12 @@ class Place(Protocol):
     def usable(self) -> bool | None:
         """Whether the followers can read it; None: that is not known yet."""
 
+    def unmap(self) -> None:
+        """Have the followers give it up; `grow` makes another one."""
+
+    def free(self) -> int:
+        """Give back what all followers have given up; returns its bytes."""
+
 
 class HostPlace:
     """Shared memory."""
@@ -66,6 +72,13 @@ class HostPlace:
         """More of it."""
         self._memory.grow(nbytes)
         return self._view.of(self._memory.map())
+
+    def unmap(self) -> None:
+        """No-op: it is small, and of the host."""
+
+    def free(self) -> int:
+        """As `unmap`."""
+        return 0
 
 
 class RelayMemory:
@@ -142,6 +155,19 @@ class RelayMemory:
                 if not piece.number and piece.written is not None:
                     piece.written.synchronize()
             self._pieces = deque(piece for piece in self._pieces if piece.number)
+
+    def unmap(self) -> None:
+        """Begin to give the memory back: no update is under way, and followers take the pieces that were given."""
+        with self._lock:
+            self._where.unmap()
+
+    def free(self) -> int:
+        """Give back what `unmap` has begun to, once all followers have carried it out; returns the bytes."""
+        with self._lock:
+            self._advance()
+            assert not self._pieces, "nothing reads pieces in a sleep"
+            self._tensor, self._position = torch.empty(0, dtype=torch.uint8), 0
+            return self._where.free()
 
     def _fit(self) -> bool:
         """Have memory for pieces of this update; false while it can't grow because earlier ones are in use."""

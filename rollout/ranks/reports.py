@@ -14,18 +14,24 @@ from rollout.ranks.ring import SharedMemory
 Number = Literal[
     "beat", "position", "sequence", "launched", "drawn", "done", "opened", "taken", "mapped", "unmapped", "prepared",
     "refused", "swapped", "ready", "fault", "compiling", "adapter_seen", "adapter_refused", "forgotten", "wrote",
-    "kv_out", "kv_in", "state_out", "state_in", "memory_done", "memory_failed", "memory_freed",
+    "kv_out", "kv_in", "state_out", "state_in", "memory_done", "memory_failed", "memory_freed", "memory_parts",
+    "updates_given", "updates_ended", "updates_parts", "adapters_given", "adapters_ended", "adapters_parts",
+    "looks", "writes_begun", "kv_out_begun", "kv_in_begun", "state_out_begun", "state_in_begun", "swap_begun",
+    "swap_parts",
 ]  # fmt: skip
-#: beat: of `beat.py`. position: in the ring. sequence: of the last order carried out. launched: steps whose end
-#: is enqueued. drawn: those that waited for masks. done: those that are complete on the device. opened, prepared,
-#: refused: the last update that fits, is ready to swap, or is neither. taken: pieces of updates. mapped, unmapped: the
-#: last memory of rank 0's GPU that this rank can read, or cannot. swapped: the last update whose copy is done. fault:
-#: 1 + a rank that sent nothing. compiling: 1 while a kernel is compiled; it alone may fall. adapter_seen,
-#: adapter_refused: the last adapter that was mapped or refused, or refused. forgotten: the last order to forget one
-#: that is carried out. wrote: copies to adapter slots that are done. kv_out to state_in: pieces that were moved to the
-#: host or back. memory_done, memory_failed: the last order of a sleep that is done, or that failed. memory_freed: bytes
-#: that sleeps gave back.
+#: beat: of `beat.py`. position: in the ring. sequence: of the last order carried out. launched: steps whose end is
+#: enqueued. drawn: those that waited for masks. done: those that are complete on the device. opened, prepared, refused:
+#: the last update that fits, is ready to swap, or is neither. taken: pieces of updates. mapped, unmapped: the last
+#: memory of rank 0's GPU that this rank can read, or cannot. swapped: the last update whose copy is done. fault: 1 + a
+#: rank that sent nothing. compiling: 1 while a kernel is compiled; it alone may fall. adapter_seen, adapter_refused:
+#: the last adapter that was mapped or refused, or refused. forgotten: the last order to forget one that is carried out.
+#: wrote: copies to adapter slots that are done. kv_out to state_in: pieces that were moved to the host or back. looks:
+#: how often the main thread has looked for copies that have begun or ended. memory_done, memory_failed: the last order
+#: of a sleep that is done, or that failed. memory_freed: bytes that sleeps gave back. .._given, .._ended: what a thread
+#: was given and has done. .._begun: copies that the device has begun; those of `kv_out` and so on, of `wrote` and of
+#: `swapped` have ended. .._parts: parts of what is under way that are done.
 NUMBERS: tuple[Number, ...] = get_args(Number)
+_PLACES = {name: place for place, name in enumerate(NUMBERS)}
 _TEXT_BYTES = 448
 Topic = Literal["end", "update", "adapter", "memory"]
 #: Why the rank ends; why it refused the last update, the last adapter, the last order of a sleep. Each topic has a
@@ -51,15 +57,15 @@ class Reports:
 
     def get(self, name: Number) -> list[int]:
         """A number of every follower."""
-        return self._numbers[:, NUMBERS.index(name)].tolist()
+        return self._numbers[:, _PLACES[name]].tolist()
 
     def set(self, follower: int, name: Number, value: int) -> None:
         """Report a number."""
-        self._numbers[follower, NUMBERS.index(name)] = value
+        self._numbers[follower, _PLACES[name]] = value
 
     def add(self, follower: int, name: Number) -> None:
         """Add 1 to a number."""
-        self._numbers[follower, NUMBERS.index(name)] += 1
+        self._numbers[follower, _PLACES[name]] += 1
 
     def text(self, follower: int, topic: Topic) -> str:
         """What the follower said last of a topic, for people; may be empty."""

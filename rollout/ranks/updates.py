@@ -27,7 +27,7 @@ from rollout.ranks.relay import RELAY_BYTES, HostPlace, RelayMemory
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
 from trainer_bridge.transports.cuda_ipc import IpcMemory
-from trainer_bridge.wire.errors import Unavailable, WeightsRejected
+from trainer_bridge.wire.errors import InternalError, Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
 
@@ -43,7 +43,9 @@ class RankUpdates:
         device: torch.device,
         on_device: IpcMemory | None = None,
         relay_bytes: int = RELAY_BYTES,
+        lost: Callable[[], str] = lambda: "",
     ) -> None:
+        self._lost = lost  # says why the group is lost
         self._manifest, self._reports, self._find_orders = manifest, reports, orders
 
         def taken() -> int:
@@ -65,6 +67,15 @@ class RankUpdates:
             assert memory is not None
             memory.open(manifest.bucket_bytes, manifest.total_bytes)
         return UpdateRelay(self, [memory for memory in memories if memory is not None], manifest)
+
+    def unmap(self) -> None:
+        """A sleep begins: have the followers unmap the memory on rank 0's GPU, after all pieces that were given."""
+        if self._device is not None:
+            self._device.unmap()
+
+    def free(self) -> int:
+        """Give that memory back, after `unmap` is carried out; returns its bytes. The next update takes some again."""
+        return 0 if self._device is None else self._device.free()
 
     @property
     def copying(self) -> bool:
@@ -103,7 +114,13 @@ class RankUpdates:
         with self._giving:  # so that the numbers are in the order of the pieces
             return self._orders().take(start, nbytes, at, on_device)
 
+    def check_alive(self) -> None:
+        """Raise `InternalError` if the group is lost: its followers take nothing any more."""
+        if why := self._lost():
+            raise InternalError(f"the tensor group is lost: {why}")
+
     def _orders(self) -> Orders:
+        self.check_alive()
         orders = self._find_orders()
         if orders is None:
             raise Unavailable("this worker is starting; publish again in a moment")
@@ -124,6 +141,7 @@ class UpdateRelay:
     @property
     def has_room(self) -> bool:
         """Whether a piece can be passed on. Raises `WeightsRejected` if the update does not fit a follower."""
+        self._updates.check_alive()
         if not self._number:
             self._number = self._updates.tell(self._manifest)
         else:
@@ -145,6 +163,7 @@ class UpdateRelay:
 
     def prepared(self) -> bool:
         """Whether all followers are ready to swap; asks them once they have every piece. Raises `WeightsRejected`."""
+        self._updates.check_alive()
         if not self._number:
             self._number = self._updates.tell(self._manifest)
         if not self._number or not self._memories[0].all_given():

@@ -2,33 +2,58 @@
 
     its process has ended                                                     at once
     its process is stopped (also at the start), or its beat stands still      after `SILENT_S`
-    something is ordered or enqueued, and no rank completes anything          after `stall_s`, or after ten times that
+    a lane of a rank has something to do, and completes no part of it         after `stall_s`
+    steps are ordered or enqueued, and no rank completes anything             after `stall_s`
 
-What counts as completed: an order that a follower has carried out, a step that is done on the device of a rank.
+A **lane** is what one thread or stream of a rank works off, in order: orders, updates, adapters, copies one way. Each
+is judged by itself, whether steps are ordered or not. Steps are not a lane: in them the ranks wait for each other, so
+only all of them together can stand still.
 
 A healthy group must not be ended, however slow it is:
 
-- Time counts as far as the watching thread has seen it pass: a machine that was stopped or is overloaded delays both
-  sides.
+- Time counts as far as both sides have seen it pass: the watching thread, and the beat of the rank. A machine that was
+  stopped or is overloaded delays them, too.
 - The beat is a thread of its own, so only a process that does not run at all is silent. It counts once a follower is
   ready: the imports and the loading before are seconds under Python's lock.
-- Without progress no time counts while a rank compiles a kernel.
-- Orders other than steps and draws (updates, swaps) move gigabytes: while one is not complete, the time is ten times as
-  long. A stopped process is found in `SILENT_S` also then.
-- Ranks on a CPU compute with the processes' own time. While they use some, they are slow, not hung.
+- No time counts while a rank compiles a kernel.
+- What moves gigabytes (updates, swaps, sleeps) is done in parts, and each part that is done begins the time anew. So no
+  order needs a longer limit than another.
+- What waits for its turn on the device is not begun, and does not count. For copies no time counts in which the main
+  thread of a follower does not look for their ends: it is at an order, which is judged.
+- Ranks on a CPU compute steps with the processes' own time. While they use some, they are slow, not hung.
 - If all ranks have completed what they were given, the loop of rank 0 hangs. The watchdog of the worker finds that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
+#: Seconds between two beats of a follower.
+BEAT_S = 0.25
 #: Seconds after which a stopped or silent process is lost.
 SILENT_S = 6.0
-_SLOW_TIMES = 10
-_LEAST_CPU = 0.05  # of one core, by all ranks together: they compute
+_LEAST_CPU = 0.05  # of one core: the ranks compute
 _CPU_EVERY_S = 1.0
+
+LaneName = Literal[
+    "orders", "updates", "adapters", "adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap", "sleep"
+]
+#: Lanes of copies, of which a follower's main thread reports.
+_COPIES: tuple[LaneName, ...] = ("adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")
+#: Lanes that hold back the steps of their rank.
+_HOLD_STEPS: tuple[LaneName, ...] = ("swap", "sleep")
+
+
+class Lane(NamedTuple):
+    """How far a lane is."""
+
+    busy: bool  # something is begun, and has not ended
+    done: int  # grows with all that has ended, and with each part of what takes long
+
+
+_EMPTY = Lane(False, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +69,10 @@ class FollowerLook:
     sequence: int = 0  # of the last order that it has carried out
     launched: int = 0
     done: int = 0  # steps that are complete on its device
-    slow: bool = False  # it works on an order that may take long
+    lanes: Mapping[LaneName, Lane] = field(default_factory=dict)  # without orders; a sleep is one of these
+    looks: int = 0  # of its main thread, for copies
     compiling: bool = False
+    cpu_s: float | None = None  # that it has used; None for a rank on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +83,33 @@ class GroupLook:
     ordered: int = 0  # sequence number of the last order; 0 before there are any
     done: int = 0  # steps that rank 0 has committed
     busy: bool = False  # a step of rank 0 is not complete on its device
-    slow: bool = False  # rank 0 works on something that may take long
+    lanes: Mapping[LaneName, Lane] = field(default_factory=dict)  # of rank 0
     compiling: bool = False  # rank 0
-    cpu_s: float | None = None  # that the ranks have used; None for ranks on GPUs
+    cpu_s: float | None = None  # that rank 0 has used; None for a rank on a GPU
+
+
+class _Clock:
+    """Seconds for which something stands still."""
+
+    def __init__(self) -> None:
+        self.still_s = 0.0
+        self._done: object = None
+        self._cpu = (0.0, 0.0)  # `still_s` and the CPU time at the last question whether a rank computes
+
+    def look(self, done: object, counts: bool, passed_s: float, cpu_s: float | None = None) -> float:
+        """`done` changes with progress; time counts while `counts` is true. Returns the seconds without progress."""
+        self.still_s += passed_s
+        if done != self._done or not counts or self._computes(cpu_s):
+            self._done, self.still_s, self._cpu = done, 0.0, (0.0, cpu_s or 0.0)
+        return self.still_s
+
+    def _computes(self, cpu_s: float | None) -> bool:
+        """Whether CPU time was used since the last question, a second ago or more."""
+        still_s, before_s = self._cpu
+        if cpu_s is None or self.still_s - still_s < _CPU_EVERY_S:
+            return False
+        self._cpu = self.still_s, cpu_s
+        return cpu_s - before_s > _LEAST_CPU * (self.still_s - still_s)
 
 
 class GroupWatch:
@@ -69,21 +120,25 @@ class GroupWatch:
         self._beats = [-1] * followers
         self.silent_s = [0.0] * followers  # seconds since each beat
         self._stopped_s = [0.0] * followers
-        self._completed: tuple[int, ...] = ()
-        self._still_s = 0.0
-        self._cpu = (0.0, 0.0)  # `_still_s` and the seconds of CPU time at the last question whether ranks compute
+        self._steps = _Clock()
+        self._lanes: dict[tuple[int, LaneName], _Clock] = {}
+        self._looks = [-1] * followers
 
     def look(self, seen: GroupLook, passed_s: float) -> str:
         """Why the group is lost; empty if it is not. `passed_s` are the seconds since the last look."""
-        for rank, follower in enumerate(seen.followers, 1):
-            if why := self._lost(rank, follower, passed_s):
-                return f"rank {rank} {why}{f': {follower.said}' if follower.said else ''}"
-        return self._still(seen, passed_s)
+        lived_s = [passed_s]  # by rank: the seconds that it has seen pass
+        for i, follower in enumerate(seen.followers):
+            beats = follower.beat - self._beats[i]
+            lived_s.append(min(beats * BEAT_S, 2 * passed_s) if self._beats[i] >= 0 else 0.0)
+            if why := self._lost(i, follower, passed_s):
+                return f"rank {i + 1} {why}{f': {follower.said}' if follower.said else ''}"
+        compiles = seen.compiling or any(follower.compiling for follower in seen.followers)
+        return self._hung_lane(seen, compiles, lived_s) or self._still(seen, compiles, passed_s)
 
-    def _lost(self, rank: int, seen: FollowerLook, passed_s: float) -> str:
-        i = rank - 1
-        self.silent_s[i] = 0.0 if seen.beat != self._beats[i] else self.silent_s[i] + passed_s
-        self._stopped_s[i] = self._stopped_s[i] + passed_s if seen.stopped else 0.0
+    def _lost(self, i: int, seen: FollowerLook, passed_s: float) -> str:
+        beats = seen.beat != self._beats[i]
+        self.silent_s[i] = 0.0 if beats else self.silent_s[i] + passed_s
+        self._stopped_s[i] = self._stopped_s[i] + passed_s if seen.stopped and not beats else 0.0
         self._beats[i] = seen.beat
         if seen.status is not None:
             return f"was ended by signal {-seen.status}" if seen.status < 0 else f"ended with status {seen.status}"
@@ -93,27 +148,41 @@ class GroupWatch:
             return f"(process {seen.pid}) has hung for {self.silent_s[i]:.0f} s"
         return ""
 
-    def _still(self, seen: GroupLook, passed_s: float) -> str:
-        completed = (seen.done, *(number for f in seen.followers for number in (f.sequence, f.done)))
+    def _hung_lane(self, seen: GroupLook, compiles: bool, lived_s: list[float]) -> str:
+        looks = [follower.looks for follower in seen.followers]
+        looked = [True, *(now != before for now, before in zip(looks, self._looks, strict=True))]
+        self._looks = looks
+        ranks: list[tuple[Mapping[LaneName, Lane], float | None]] = [(seen.lanes, None)]
+        ranks += [({**f.lanes, "orders": _orders(seen.ordered, f)}, f.cpu_s) for f in seen.followers]
+        for rank, (lanes, cpu_s) in enumerate(ranks):
+            for name, lane in lanes.items():
+                clock = self._lanes.setdefault((rank, name), _Clock())
+                computes = cpu_s if name == "orders" else None
+                passed_s = 0.0 if name in _COPIES and not looked[rank] else lived_s[rank]
+                still_s = clock.look(lane.done, lane.busy and not compiles, passed_s, computes)
+                if self._stall_s is not None and still_s > self._stall_s:
+                    return f"rank {rank} has hung: it has completed nothing in its lane {name} for {still_s:.0f} s"
+        return ""
+
+    def _still(self, seen: GroupLook, compiles: bool, passed_s: float) -> str:
+        ranks = [seen.lanes, *(follower.lanes for follower in seen.followers)]
+        held = [lanes.get(name, _EMPTY).done for lanes in ranks for name in _HOLD_STEPS]
+        orders = [_orders(seen.ordered, f) for f in seen.followers]
+        done = [lane.done if lane.busy else f.sequence for lane, f in zip(orders, seen.followers, strict=True)]
+        completed = (seen.done, *(f.done for f in seen.followers), *done, *held)
         behind = [i for i, f in enumerate(seen.followers, 1) if f.sequence < seen.ordered or f.done < f.launched]
-        compiles = seen.compiling or any(follower.compiling for follower in seen.followers)
         waits = seen.ordered > 0 and (bool(behind) or seen.busy)
-        self._still_s += passed_s
-        if completed != self._completed or not waits or compiles or self._computes(seen.cpu_s):
-            self._completed, self._still_s, self._cpu = completed, 0.0, (0.0, seen.cpu_s or 0.0)
-            return ""
-        slow = seen.slow or any(follower.slow for follower in seen.followers)
-        if self._stall_s is None or self._still_s <= self._stall_s * (_SLOW_TIMES if slow else 1):
+        used = [cpu_s for cpu_s in (seen.cpu_s, *(f.cpu_s for f in seen.followers)) if cpu_s is not None]
+        still_s = self._steps.look(completed, waits and not compiles, passed_s, sum(used) if used else None)
+        if self._stall_s is None or still_s <= self._stall_s:
             return ""
         late = [i for i in behind if seen.followers[i - 1].sequence < seen.ordered]
         late = late or ([0] if seen.busy else []) + behind
         named = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
-        return f"no rank has completed anything for {self._still_s:.0f} s; {named} {'have' if late[1:] else 'has'} hung"
+        return f"no rank has completed anything for {still_s:.0f} s; {named} {'have' if late[1:] else 'has'} hung"
 
-    def _computes(self, cpu_s: float | None) -> bool:
-        """Whether the ranks have computed since the last question, a second ago or more."""
-        still_s, before_s = self._cpu
-        if cpu_s is None or self._still_s - still_s < _CPU_EVERY_S:
-            return False
-        self._cpu = self._still_s, cpu_s
-        return cpu_s - before_s > _LEAST_CPU * (self._still_s - still_s)
+
+def _orders(ordered: int, seen: FollowerLook) -> Lane:
+    """The lane of a follower's main thread, which may wait for steps on its device, and these for other ranks."""
+    sleeps, updates = (seen.lanes.get(name, _EMPTY).done for name in ("sleep", "updates"))  # a sleep waits for updates
+    return Lane(seen.sequence < ordered and seen.done >= seen.launched, seen.sequence + sleeps + updates)

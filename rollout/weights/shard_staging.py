@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ import torch
 from rollout.models.cut import Cut, CutView
 from rollout.weights.destination import check_equal, entries_within
 from rollout.weights.parameter_map import Fit
-from rollout.weights.staging import Allocate, Copy, Pins, parameter_bytes, takes_device
+from rollout.weights.staging import Allocate, Copy, Pins, parameter_bytes, takes_device, touch
 from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, rows_within
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry
@@ -97,7 +97,7 @@ class ShardStaging:
 
     `staging` is the setting `weights.staging`: on the device, if there is memory for it, updates do not wait for the
     host's memory in their swap. One that is larger than the parameters is staged on the host all the same. Raises
-    ValueError if the device has no memory for what was asked.
+    ValueError if the device has no memory for what was asked. `advance` is called at each part of what takes long.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class ShardStaging:
         staging: Literal["auto", "device", "host"] = "auto",
         allocate: Allocate | None = None,
         block_bytes: int = BLOCK_BYTES,
+        advance: Callable[[], object] = lambda: None,
     ) -> None:
         device, nbytes = next(iter(views.values())).device, parameter_bytes(views)
         self._views, self._block_bytes = views, block_bytes
@@ -114,7 +115,7 @@ class ShardStaging:
             make = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
             self._memory = make(nbytes)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host = HostBlocks(pinned=self._stream is not None)
+        self._host = HostBlocks(self._stream is not None, advance)
         self._blocks: list[torch.Tensor] = []
         self._update = _Staged((), Fit((), ()), "", [], [])
         self._kept: dict[str, _Kept] = {}
@@ -361,8 +362,9 @@ class ShardInPlace(ShardStaging):
 class HostBlocks:
     """Blocks of host memory, uint8. Each is pinned, if wanted, when its first bytes come."""
 
-    def __init__(self, pinned: bool) -> None:
+    def __init__(self, pinned: bool, advance: Callable[[], object] = lambda: None) -> None:
         self._pins = Pins() if pinned else None
+        self._advance = advance
         self.blocks: list[torch.Tensor] = []
 
     def reserve(self, sizes: list[int]) -> list[torch.Tensor]:
@@ -378,6 +380,8 @@ class HostBlocks:
     def pin(self, block: torch.Tensor) -> None:
         """Pin one of the blocks, if it is not yet."""
         if self._pins is not None and not block.is_cuda:
+            if block.numel() > BLOCK_BYTES and block not in self._pins:
+                touch(block, self._advance)
             self._pins.add(block)
 
 

@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 
 from rollout.weights.parameter_map import Fit
+from rollout.weights.swap_copies import copy_tensors
 from trainer_bridge.transports.cuda_ipc import runtime_path
 from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.manifest import Manifest
@@ -34,6 +35,7 @@ Allocate = Callable[[int], torch.Tensor]
 Copy = tuple[torch.Tensor, torch.Tensor]
 #: Share of the memory left by the weights that a shadow may take: the rest is for KV.
 SHADOW_SHARE = 1 / 3
+_TOUCH_BYTES, _PAGE_BYTES = 256 << 20, 4096
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ class Pins:
     def add(self, memory: torch.Tensor) -> None:
         """Pin memory, if it is not yet. If CUDA refuses, it stays pageable, from which copies are slower."""
         address = memory.data_ptr()
-        if address in self._pinned or address in self._refused:
+        if memory in self:
             return
         status = int(torch.cuda.cudart().cudaHostRegister(address, memory.numel(), 0))
         if not status:
@@ -83,10 +85,23 @@ class Pins:
             _forget_last_error()
             _log.warning("%d bytes of host memory cannot be pinned: CUDA error %d", memory.numel(), status)
 
+    def __contains__(self, memory: torch.Tensor) -> bool:
+        return memory.data_ptr() in self._pinned or memory.data_ptr() in self._refused
+
     def free(self) -> None:
         """Unpin all of it."""
         _unpin(self._pinned)
         self._refused.clear()
+
+
+def touch(memory: torch.Tensor, advance: Callable[[], object]) -> None:
+    """Have the system back host memory (uint8) with pages, which stay as they are; `advance` is called now and then.
+
+    Memory that has its pages is pinned much faster, by a call that cannot tell how far it is.
+    """
+    for part in memory.split(_TOUCH_BYTES):
+        part[::_PAGE_BYTES].add_(0)
+        advance()
 
 
 def _unpin(pinned: dict[int, torch.Tensor]) -> None:
@@ -219,7 +234,6 @@ class StagedWeights:
         self._closed = False
         self._done: torch.cuda.Event | None = None
 
-    @torch.no_grad()
     def copy_into(self) -> None:
         """Copy every staged tensor into the model, converting dtypes; call it on the engine's compute stream.
 
@@ -229,8 +243,7 @@ class StagedWeights:
         with self._lock:
             self._copying = True
         try:
-            for view, staged in self._copies:
-                view.copy_(staged, non_blocking=True)
+            copy_tensors(self._copies)
             if self._cuda:
                 done = torch.cuda.Event()
                 done.record(torch.cuda.current_stream(self._cuda[0]))

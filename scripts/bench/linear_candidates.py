@@ -20,6 +20,20 @@ SHAPES: dict[str, dict[str, tuple[int, int, Kind]]] = {
         "head": (151936, 4096, "whole"),
     },
     "30b-a3b": {"qkv": (5120, 2048, "parts"), "o": (2048, 4096, "parts"), "head": (151936, 2048, "whole")},
+    "qwen3.5-27b": {
+        "in": (16480, 5120, "whole"),
+        "qkv": (14336, 5120, "parts"),
+        "o": (5120, 6144, "parts"),
+        "gate_up": (34816, 5120, "silu"),
+        "down": (5120, 17408, "parts"),
+        "head": (248320, 5120, "whole"),
+    },
+    "qwen3.5-35b-a3b": {
+        "in": (12352, 2048, "whole"),
+        "qkv": (9216, 2048, "parts"),
+        "o": (2048, 4096, "parts"),
+        "head": (248320, 2048, "whole"),
+    },
     # On each of two GPUs.
     "8b-tp2": {
         "qkv": (3072, 4096, "parts"),

@@ -25,7 +25,7 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Cancel, Prompt, Request, SamplingParams, Submit
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.layers import DenseFeedForward, SparseFeedForward
+from rollout.models.layers import Attention, DenseFeedForward, SparseFeedForward
 from rollout.process.progress import stage
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.layer_timeline import KernelTime, layer_timeline
@@ -46,6 +46,7 @@ def weight_bytes(model: Decoder, distinct: float) -> list[tuple[tuple[str, ...],
     """
     layer = cast(DecoderLayer, model.layers[0])
     attention, block = layer.mixer, layer.feed_forward
+    assert isinstance(attention, Attention)
     o = (_PRODUCTS, attention.o_proj.weight.nbytes)
     qkv = (_PRODUCTS, attention.qkv_proj.weight.nbytes)
     if isinstance(block, DenseFeedForward):
@@ -101,30 +102,36 @@ def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> di
     assert graphs is not None
     chosen = graphs.experts.get(graphs.sizes.size_for(rows) or 0, [])
     distinct = statistics.mean(experts_TK[:rows].unique().numel() for experts_TK in chosen) if chosen else 0.0
-    timeline = layer_timeline(events, _STEPS, _ATTENTION)
-    layer = with_floors(timeline, weight_bytes(engine.executor.step.model, distinct), bandwidth)
-    layer_us = sum(kernel.adds_us for kernel in timeline)
-    print(f"one layer, {layer_us:.1f} us: gap, runs, adds, floor of its weights")
-    for kernel in layer:
-        print("{gap_us:7.2f} {duration_us:7.2f} {adds_us:7.2f} {floor_us:7.2f}  {name:.60}".format_map(kernel))
+    kernels = {name: sum(times) / _STEPS for name, times in spent.items()}
+    measured = {"rows": rows, "step_us": span / _STEPS, "distinct_experts": distinct, "kernels_us": kernels}
+    model = engine.executor.step.model
+    if len({(type(layer.mixer), type(layer.feed_forward)) for layer in model.spec.layers}) == 1:
+        timeline = layer_timeline(events, _STEPS, _ATTENTION)
+        layer = with_floors(timeline, weight_bytes(model, distinct), bandwidth)
+        layer_us = sum(kernel.adds_us for kernel in timeline)
+        print(f"one layer, {layer_us:.1f} us: gap, runs, adds, floor of its weights")
+        for kernel in layer:
+            print("{gap_us:7.2f} {duration_us:7.2f} {adds_us:7.2f} {floor_us:7.2f}  {name:.60}".format_map(kernel))
+        measured |= {"layer_us": layer_us, "layer": layer}
     for i in range(rows):
         engine.inbox.put(Cancel(("p", f"{rows}/{i}")))
     while engine.busy or not engine.inbox.empty():
         engine.tick()
-    return {"rows": rows, "step_us": span / _STEPS, "layer_us": layer_us, "distinct_experts": distinct, "layer": layer}
+    return measured
 
 
 def main() -> None:
     """Profile each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="only the first layers of the shape")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--out", type=Path, help="file for the timelines as JSON")
     args = parser.parse_args()
     device = make_device("cuda")
     bandwidth = read_bandwidth()
-    model = load_random(args.shape, device.torch_device).model
+    model = load_random(args.shape, device.torch_device, layers=args.layers).model
     settings = Settings(
         engine=EngineSettings(
             max_rows=max(args.rows), max_context_tokens=args.prompt + 512, kv_memory_fraction=0.5, fused_experts=True
@@ -134,7 +141,9 @@ def main() -> None:
         engine = build_engine(settings, device, model, local_links(settings, lambda events: None), progress=advance)
     measured: list[dict[str, Any]] = []
     for rows in args.rows:
-        measured.append({"shape": args.shape, **profile_rows(engine, rows, args.prompt, bandwidth)})
+        measured.append(
+            {"shape": args.shape, "layers": args.layers, **profile_rows(engine, rows, args.prompt, bandwidth)}
+        )
         if args.out is not None:
             write_results(args.out, measured, read_tbps=bandwidth / 1e12)
 

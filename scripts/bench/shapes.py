@@ -9,7 +9,10 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout.models.spec import ModelSpec
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -104,6 +107,7 @@ _QWEN3_5: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
+    "mamba_ssm_dtype": "float32",  # of the states; without it vLLM keeps them in 16 bits, half the bytes
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
@@ -444,20 +448,28 @@ def kv_pages(rows: int, context_tokens: int, page_size: int) -> int:
     return rows * (context_tokens // page_size + 2) + 8
 
 
+def model_spec(shape: str, layers: int = 0) -> ModelSpec:
+    """A shape, or its first `layers` layers, as the models read it from its config.json."""
+    # Imported here: the process of vLLM needs its environment first.
+    from transformers import AutoConfig
+
+    from rollout.models.registry import spec_from_config
+
+    config = model_config(shape, layers)
+    return spec_from_config(AutoConfig.for_model(**config).get_text_config(), config["architectures"][0])
+
+
 @functools.lru_cache(maxsize=16)
 def step_bytes(shape: str, width: int = 2, layers: int = 0) -> StepBytes:
     """The least bytes that a decode step reads, with `width` bytes per number; states are in float32."""
-    # Imported here: the process of vLLM needs its environment first.
+    # Imported here, as for `model_spec`.
     import torch
-    from transformers import AutoConfig
 
     from rollout.models.decoder import Decoder
     from rollout.models.layers import SparseFeedForward
-    from rollout.models.registry import spec_from_config
     from rollout.models.spec import AttentionSpec
 
-    config = model_config(shape, layers)
-    spec = spec_from_config(AutoConfig.for_model(**config).get_text_config(), config["architectures"][0])
+    spec = model_spec(shape, layers)
     dtype = {2: torch.bfloat16, 4: torch.float32}[width]
     model = Decoder(spec, dtype, torch.device("meta"))  # shapes without memory
     blocks = [module for module in model.modules() if isinstance(module, SparseFeedForward)]

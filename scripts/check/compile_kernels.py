@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +43,9 @@ from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
 from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
-from rollout_kernels.norm_rope import triton_elementwise
+from rollout_kernels.norm_rope import triton_elementwise, triton_turn
 from rollout_kernels.parallel import TensorGroup
+from rollout_kernels.parallel.group import HISTOGRAM_WORDS
 from rollout_kernels.parallel.peer_buffers import PeerBuffers
 from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 from rollout_kernels.sampling import VocabShard, triton_truncate
@@ -107,8 +109,9 @@ class _Driver:
 class _TwoRanks(TensorGroup):
     """Ranks without memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, histogram_peers: PeerBuffers | None = None) -> None:
         super().__init__(1, 2)
+        self.histogram_peers = histogram_peers
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Memory for both."""
@@ -194,6 +197,8 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
         normed = residual, floats(2, rows, shape.hidden), norm, 1e-6, peers
         yield f"norm over {ranks} ranks", lambda a=normed: all_reduce_norm(*a)
         yield f"sum over {ranks} ranks", lambda a=(residual[None], peers): all_reduce_rows(*a)
+    tower = empty(rows, 3, 16, 72)[:, :2].flatten(1, 2), floats(rows, 72), floats(rows, 72)
+    yield "turn heads", lambda: triton_turn.turn_heads(*tower)
     yield "silu", lambda: triton_elementwise.silu_mul(empty(rows, 2 * shape.inner))
     for coded in (False, True):
         cache = empty(64, PAGE, shape.kv_heads, shape.dim, dtype=torch.uint8 if coded else torch.bfloat16)
@@ -224,11 +229,17 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     for drawn in (None, floats(rows, shape.vocab)):
         logits, out = floats(rows, shape.vocab), ints(4, rows)
         yield "sampling, draw", lambda a=(logits, drawn, row_ids, *state, out, columns): draw_and_advance(*a)
-    part = VocabShard(_TwoRanks(), shape.vocab // 2, shape.vocab // 2)
-    half = floats(rows, shape.vocab // 2), None, row_ids, *state, ints(4, rows), columns
-    yield "sampling, draw over a part", lambda: draw_and_advance(*half, part)
+    part = VocabShard(_TwoRanks(), shape.vocab // 2, shape.vocab // 2, shape.vocab)
+    half = floats(rows, shape.vocab // 2)
+    for drawn in (None, half):
+        given = half, drawn, row_ids, *state, ints(4, rows), columns, part
+        yield "sampling, draw over a part", lambda a=given: draw_and_advance(*a)
     cut = SamplingRows(*state[1].T[:2], row_ids, row_ids, top_k_S=row_ids, top_p_S=floats(rows), min_p_S=floats(rows))
     yield "sampling, truncation", lambda: triton_truncate.truncate(floats(rows, shape.vocab), cut)
+    yield "sampling, truncation of a part", lambda: triton_truncate.truncate(half, cut, part)
+    buffers = ints(2, 2, rows, HISTOGRAM_WORDS, dtype=long), ints(2, dtype=long), ints(rows), ints(1)
+    connected = replace(part, group=_TwoRanks(PeerBuffers(1, *buffers)))
+    yield "sampling, truncation over peers", lambda: triton_truncate.truncate(half, cut, connected)
     masks = ints(rows, -(-shape.vocab // 32))
     yield "sampling, allow", lambda: allow_only(floats(rows, shape.vocab), row_ids, masks)
     yield "fingerprint", lambda: add_words(ints(1 << 20), ints(1, dtype=torch.int64), 0x1E3779B97F4A7C15)

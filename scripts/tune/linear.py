@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from rollout_kernels.linear.table import Config, Kind, linear_config
-from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear_parts
+from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 
 from scripts.bench.cuda_timing import graph_us, read_bandwidth
 from scripts.bench.linear_candidates import SHAPES, WAYS, candidates
@@ -36,7 +36,7 @@ def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwid
     copies = max(2, int(_CACHE_BYTES // (outputs * inputs * 2)) + 1)
     weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-    run = gate_up_silu if kind == "silu" else linear_parts
+    run: Callable[..., torch.Tensor] = {"silu": gate_up_silu, "whole": linear, "parts": linear_parts}[kind]
     exact = _exact(x, weights[0], kind)
     table = linear_config(outputs, inputs, kind, rows)
     tried = candidates(outputs, inputs, rows, kind, ways)
@@ -47,7 +47,7 @@ def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwid
     timed: dict[Config, float] = {}
     for config in itertools.compress(configs, usable):
         got = run(x, weights[0], config).double()
-        error = (((got if kind == "silu" else got.sum(0)) - exact).norm() / exact.norm()).item()
+        error = (((got.sum(0) if kind == "parts" else got) - exact).norm() / exact.norm()).item()
         assert error < 1e-2, (name, config, error)
         timed[config] = graph_us(functools.partial(_all, run, x, weights, config), runs=5) / copies
     splits = {}

@@ -265,6 +265,25 @@ def test_a_swap_in_the_middle_gives_the_tokens_of_both_versions(made, stem, mode
     bench.close()
 
 
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_an_update_frees_the_places_of_old_snapshots(made, mode):
+    """No prompt can go on from them any more; the key of a snapshot has the version."""
+    folders = [made(seed=seed)[0] for seed in (0, 1)]
+    model, mailbox = load(folders[0]), Mailbox()
+    bench = Bench(model, receiver=mailbox, kv_on_swap=mode, state_snapshots=6)
+    Conversation(bench, "s", prompt_of).say(12)
+    for i in range(3):
+        bench.submit(f"r{i}", prompt_of(20, i), 5)
+    bench.run()
+    snapshots = bench.engine.roster.allocator.snapshots
+    assert snapshots.used == 5
+    mailbox.ready = Update(1, load(folders[1]), model)
+    while not mailbox.done:
+        bench.engine.tick()
+    assert snapshots.used == 0
+    bench.close()
+
+
 # --- completions that go on, and that end early ---
 
 

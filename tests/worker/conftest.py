@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.worker.harness import assert_idle, launch
+from tests.support.worker.lost_ranks import Points
 from tests.support.worker.raw_client import RawClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
@@ -61,3 +64,26 @@ def raw(worker: WorkerProcess) -> Iterator[RawClient]:
     """A DEALER socket to the first worker."""
     with RawClient(worker.endpoint) as client:
         yield client
+
+
+@pytest.fixture
+def points(tmp_path: Path) -> Points:
+    """Where followers of a worker with this environment can be made to stand."""
+    folder = tmp_path / "points"
+    folder.mkdir()
+    return Points(folder)
+
+
+@pytest.fixture
+def start_ranks(tmp_path: Path) -> Iterator[Callable[..., WorkerProcess]]:
+    """Starts a worker of several ranks, for one test: each test ends it."""
+    started: list[WorkerProcess] = []
+
+    def start_one(**flags: Any) -> WorkerProcess:
+        kept = {"tensor_parallel": 2, "device": "cpu", "max_rows": 8, "max_context_tokens": 32_768}
+        started.append(launch(log=tmp_path / "worker.log", **kept | flags))
+        return started[-1]
+
+    yield start_one
+    for worker in started:
+        worker.kill()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.engine.cuda_harness import FUSED_SIZES
 from tests.support.models.every_family import make_mimo
@@ -48,6 +49,24 @@ def requests_of(count: int, **sampling: Any) -> list[dict[str, Any]]:
     ]
 
 
+#: Every rule that changes what is drawn, and what is told of likeliest tokens.
+RULES: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"top_k": 20, "logprobs": 5},
+    {"min_p": 0.05, "temperature": 0.7},
+    {"top_k": 50, "top_p": 0.8, "min_p": 0.01, "prompt_logprobs": True},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    {"logit_bias": {7: 4.0, VOCAB - 2: 4.0}, "top_p": 0.95, "logprobs": 2},
+    {"stop": {"ignore_eos": True, "token_ids": list(range(3, VOCAB, 20)), "min_tokens": 20}},
+    {"constraint": {"token_ids": list(range(3, VOCAB, 5))}, "top_p": 0.9, "stop": {"token_ids": [9]}},
+]
+
+
+def ruled_requests() -> list[dict[str, Any]]:
+    plain = requests_of(len(RULES), temperature=1.0)
+    return [request | rules for request, rules in zip(plain, RULES, strict=True)]
+
+
 def completions_of(worker: WorkerProcess, requests: list[dict[str, Any]], at_once: bool = True) -> list[Completion]:
     with RolloutClient(worker.endpoint, timeout_s=120) as client:
         if at_once:
@@ -64,14 +83,19 @@ def test_two_gpus_draw_the_tokens_of_one_in_float32(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     flags: dict[str, Any] = {"dtype": "float32", "device": "cuda", "max_rows": 8, "max_context_tokens": 1024}
     found = []
-    greedy, drawn = requests_of(6, temperature=0.0), requests_of(6, temperature=1.0)
+    greedy, drawn, ruled = requests_of(6, temperature=0.0), requests_of(6, temperature=1.0), ruled_requests()
     for ranks in (1, 2):
         more = {"tensor_parallel": ranks, "check_ranks": ranks > 1, "ready_timeout_s": START_S}
         with launch(folder, log=tmp_path / f"log-{ranks}", **flags, **more) as worker:
-            found.append(completions_of(worker, greedy) + completions_of(worker, drawn))
+            found.append([each for requests in (greedy, drawn, ruled) for each in completions_of(worker, requests)])
     for one, two in zip(*found, strict=True):
         assert one.token_ids.tolist() == two.token_ids.tolist()
         assert np.allclose(one.logprobs, two.logprobs, rtol=0, atol=1e-3)
+        assert (one.top_logprobs is None) == (two.top_logprobs is None)
+        if one.top_logprobs is not None:
+            assert np.allclose(one.top_logprobs, two.top_logprobs, rtol=0, atol=1e-3)
+    ones, twos = (completions[-len(ruled) :] for completions in found)
+    assert any(one.top_logprobs is not None for one in ones) and all(len(two) > 10 for two in twos)
 
 
 @pytest.mark.parametrize("name", ["MiMo", "Glm4Moe"])
@@ -98,7 +122,7 @@ def test_guesses_of_a_layer_of_the_checkpoint_change_no_bit(tmp_path: Path, name
 def test_the_bits_of_a_row_are_the_same_twice_and_whatever_else_runs(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     flags: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True, "check_ranks": True, "max_rows": 8}
-    requests = requests_of(6, temperature=1.0)
+    requests = [*requests_of(6, temperature=1.0), *ruled_requests()]
     found = []
     for run in range(2):
         more = {"tensor_parallel": 2, "device": "cuda", "max_context_tokens": 1024, "ready_timeout_s": START_S}
@@ -108,6 +132,7 @@ def test_the_bits_of_a_row_are_the_same_twice_and_whatever_else_runs(tmp_path: P
         for other in others:
             assert first.token_ids.tolist() == other.token_ids.tolist()
             assert first.logprobs.tobytes() == other.logprobs.tobytes()
+            assert first.top_logprobs is None or first.top_logprobs.tobytes() == other.top_logprobs.tobytes()
 
 
 @pytest.fixture
@@ -136,6 +161,36 @@ def test_a_hundred_swaps_between_the_steps_of_running_completions(counting: Work
         (last,) = client.generate("17:", max_tokens=60).completions
         assert last.versions == [(100, 60)]
         check("17:", last, {100: 1})
+
+
+def test_a_sleep_gives_back_what_an_update_took_on_the_first_gpu(tmp_path: Path) -> None:
+    """The relay has 256 MiB there, and without a sleep it stays for the next update."""
+    wide = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 8}
+    make_checkpoint("qwen3", tmp_path / "model", seed=3, **FUSED_SIZES | wide | {"head_dim": 128, "vocab_size": VOCAB})
+    folder = make_tokenizer_folder(tmp_path / "model")
+    flags: dict[str, Any] = {"tensor_parallel": 2, "device": "cuda", "max_rows": 4, "max_context_tokens": 1024}
+    weights = {name: tensor.cuda() for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert sum(tensor.nbytes for tensor in weights.values()) > 400 << 20
+
+    def asleep() -> int:
+        client.sleep()
+        free_bytes = torch.cuda.mem_get_info(0)[0]
+        client.wake()
+        return free_bytes
+
+    more = {"sleep": True, "kv_memory_max_gib": 0.5, "ready_timeout_s": START_S}
+    with (
+        launch(folder, log=tmp_path / "log", **flags, **more) as worker,
+        RolloutClient(worker.endpoint, timeout_s=120) as client,
+    ):
+        (before,) = client.generate([5, 6, 7], max_tokens=16, temperature=0.0).completions
+        least = asleep()
+        for version in range(1, 4):
+            with WeightPublisher(worker.endpoint, transport="cuda_ipc") as publisher:
+                publisher.publish(weights, version).applied(60)
+            assert asleep() > least - (64 << 20), version
+        (after,) = client.generate([5, 6, 7], max_tokens=16, temperature=0.0).completions
+        assert after.token_ids.tolist() == before.token_ids.tolist()
 
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "hung")])

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,138 +21,35 @@ from transformers import AutoModelForCausalLM
 from tests.support.peft_adapters import make_adapter
 from tests.support.worker.harness import (
     ONES,
-    ROOT,
     check,
     facts,
     is_gone,
-    launch,
     rollout,
     subprocess_environment,
     tensors,
     until,
 )
-from trainer_bridge.client.blocking import RolloutClient, Stream
+from tests.support.worker.lost_ranks import (
+    COUNT,
+    FAULT,
+    KILL_AND_STOP,
+    KNOWN_S,
+    LONG,
+    PROMPTS,
+    Points,
+    assert_answered,
+    assert_handed_back,
+    ended,
+    followers_of,
+    read,
+    streams_of,
+)
+from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.wire.errors import RolloutError, RolloutTimeout, Unavailable
+from trainer_bridge.wire.errors import RolloutError, RolloutTimeout
 
-LONG: dict[str, Any] = {"max_tokens": 30_000, "stream_every": 8, "stream": "tokens"}
-PROMPTS = ("17:", "2024:")
-#: The step that each version counts in.
-COUNT = {0: 1, 1: 2}
-FAULT = 3
-#: Within which a client knows; 10 s on a machine with free cores.
-KNOWN_S = 30.0
-LOST = "tensor group is lost"
-KILL_AND_STOP = [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "hung")]
 NIGHTLY = [pytest.param(*case, marks=pytest.mark.nightly) for case in KILL_AND_STOP]
-HOOKS = ROOT / "tests" / "support" / "worker" / "faulty_follower"
-
-
-@dataclass(frozen=True)
-class Points:
-    """The points at which followers can be made to stand."""
-
-    folder: Path
-
-    def order(self, point: str) -> None:
-        """The next follower that comes to the point waits there."""
-        (self.folder / point).touch()
-
-    def leave(self, point: str) -> None:
-        """It goes on."""
-        (self.folder / point).unlink()
-
-    def reached(self, point: str) -> None:
-        """Wait until it stands there."""
-        until((self.folder / f"{point}.reached").exists, f"a follower at {point}")
-
-    @property
-    def environment(self) -> dict[str, str | None]:
-        """What a worker's followers need to know of it."""
-        path = os.pathsep.join([str(HOOKS), subprocess_environment()["PYTHONPATH"]])
-        return {"FAULTY_FOLLOWER": str(self.folder), "PYTHONPATH": path}
-
-
-@pytest.fixture
-def points(tmp_path: Path) -> Points:
-    folder = tmp_path / "points"
-    folder.mkdir()
-    return Points(folder)
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., WorkerProcess]]:
-    """Starts a worker of several ranks, for one test: each test ends it."""
-    started: list[WorkerProcess] = []
-
-    def start_one(**flags: Any) -> WorkerProcess:
-        kept = {"tensor_parallel": 2, "device": "cpu", "max_rows": 8, "max_context_tokens": 32_768}
-        started.append(launch(log=tmp_path / "worker.log", **kept | flags))
-        return started[-1]
-
-    yield start_one
-    for worker in started:
-        worker.kill()
-
-
-def followers_of(pid: int) -> list[int]:
-    """The processes of the other ranks of a worker, which may be starting."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                command = (folder / "cmdline").read_bytes().split(b"\0")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if parent == pid and b"rollout.ranks.entry" in command:
-                found.append(int(folder.name))
-    return sorted(found)
-
-
-def ended(worker: WorkerProcess) -> int:
-    until(lambda: worker.returncode is not None, "the end of the worker")
-    assert worker.returncode is not None
-    return worker.returncode
-
-
-def streams_of(client: RolloutClient, least: int = 16) -> list[Stream]:
-    """Two streams, each of which has received `least` tokens or more."""
-    streams = [client.generate(prompt, **LONG) for prompt in PROMPTS]
-    for stream in streams:
-        read(stream, least)
-    return streams
-
-
-def read(stream: Stream, tokens: int) -> None:
-    """Receive at least `tokens` more tokens of the only completion of a stream."""
-    next(stream)
-    until_tokens = len(stream.partials()[0].token_ids) + tokens
-    while len(stream.partials()[0].token_ids) < until_tokens:
-        next(stream)
-
-
-def assert_handed_back(streams: list[Stream], said: str, least: int = 16) -> None:
-    """Every request ends as `error` with the reason and all of its tokens, in time."""
-    began_s = time.monotonic()
-    for stream, prompt in zip(streams, PROMPTS, strict=True):
-        (completion,) = stream.wait().completions
-        (partial,) = stream.partials()
-        assert completion.finish_reason == "error" and len(completion) >= least
-        assert LOST in (completion.error or "") and said in (completion.error or ""), completion.error
-        assert completion.token_ids.tolist() == partial.token_ids.tolist()
-        check(prompt, completion, COUNT)
-    assert time.monotonic() - began_s < KNOWN_S
-
-
-def assert_answered(late: Stream) -> None:
-    """A request that was sent when the group was lost ends, too; it may not have reached the engine."""
-    try:
-        (completion,) = late.wait().completions
-    except Unavailable:
-        return
-    assert completion.finish_reason == "error" and LOST in (completion.error or "")
 
 
 # --- the work of a worker that serves ---------------------------------------------------------------------------------
@@ -161,9 +57,9 @@ def assert_answered(late: Stream) -> None:
 
 @pytest.mark.parametrize(("number", "said"), [KILL_AND_STOP[0], NIGHTLY[1]])
 def test_a_follower_that_is_lost_in_decodes_ends_the_group_with_all_tokens_handed_back(
-    start: Callable[..., WorkerProcess], number: signal.Signals, said: str
+    start_ranks: Callable[..., WorkerProcess], number: signal.Signals, said: str
 ) -> None:
-    worker = start()
+    worker = start_ranks()
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         streams = streams_of(client)
         ranks = client.status()["ranks"]
@@ -184,9 +80,9 @@ def test_a_follower_that_is_lost_in_decodes_ends_the_group_with_all_tokens_hande
 @pytest.mark.parametrize("point", ["prefill", "decode", "order"])
 @pytest.mark.parametrize(("number", "said"), KILL_AND_STOP)
 def test_a_follower_that_is_lost_at_a_point_of_a_step(
-    start: Callable[..., WorkerProcess], points: Points, point: str, number: signal.Signals, said: str
+    start_ranks: Callable[..., WorkerProcess], points: Points, point: str, number: signal.Signals, said: str
 ) -> None:
-    worker = start(env=points.environment, prefill_chunk_tokens=32)
+    worker = start_ranks(env=points.environment, prefill_chunk_tokens=32)
     (follower,) = followers_of(worker.pid)
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         streams = streams_of(client)
@@ -204,24 +100,24 @@ def test_a_follower_that_is_lost_at_a_point_of_a_step(
     "point", ["decode", *(pytest.param(p, marks=pytest.mark.nightly) for p in ("prefill", "order"))]
 )
 def test_a_follower_that_hangs_while_it_beats_ends_the_group(
-    start: Callable[..., WorkerProcess], points: Points, point: str
+    start_ranks: Callable[..., WorkerProcess], points: Points, point: str
 ) -> None:
-    worker = start(env=points.environment, rank_stall_s=3)
+    worker = start_ranks(env=points.environment, rank_stall_s=3)
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         streams = streams_of(client)
         points.order(point)
         late = client.generate("980:", **LONG)  # not the prompt of a stream: its KV is there
-        assert_handed_back(streams, "no rank has completed anything for 3 s")
+        assert_handed_back(streams, "hung")
         assert_answered(late)
     assert ended(worker) == FAULT
 
 
 @pytest.mark.nightly
 def test_a_first_rank_that_hangs_on_its_device_ends_the_group(
-    start: Callable[..., WorkerProcess], tmp_path: Path
+    start_ranks: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
     command = (sys.executable, "-m", "tests.support.worker.faulty_worker", str(tmp_path), "serve")
-    worker = start(command=command, rank_stall_s=3)
+    worker = start_ranks(command=command, rank_stall_s=3)
     (follower,) = followers_of(worker.pid)
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         streams = streams_of(client)
@@ -231,8 +127,10 @@ def test_a_first_rank_that_hangs_on_its_device_ends_the_group(
 
 
 @pytest.mark.nightly
-def test_a_follower_whose_step_takes_long_is_not_lost(start: Callable[..., WorkerProcess], points: Points) -> None:
-    worker = start(env=points.environment, rank_stall_s=2)
+def test_a_follower_whose_step_takes_long_is_not_lost(
+    start_ranks: Callable[..., WorkerProcess], points: Points
+) -> None:
+    worker = start_ranks(env=points.environment, rank_stall_s=2)
     with RolloutClient(worker.endpoint, timeout_s=120.0) as client:
         streams = streams_of(client)
         points.order("busy")
@@ -248,9 +146,9 @@ def test_a_follower_whose_step_takes_long_is_not_lost(start: Callable[..., Worke
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_idle_worker_notices_that_a_follower_is_lost(
-    start: Callable[..., WorkerProcess], number: signal.Signals
+    start_ranks: Callable[..., WorkerProcess], number: signal.Signals
 ) -> None:
-    worker = start()
+    worker = start_ranks()
     (follower,) = followers_of(worker.pid)
     os.kill(follower, number)
     lost_s = time.monotonic()
@@ -260,8 +158,8 @@ def test_an_idle_worker_notices_that_a_follower_is_lost(
 
 
 @pytest.mark.nightly
-def test_a_group_whose_rank_0_was_stopped_goes_on(start: Callable[..., WorkerProcess]) -> None:
-    worker = start()
+def test_a_group_whose_rank_0_was_stopped_goes_on(start_ranks: Callable[..., WorkerProcess]) -> None:
+    worker = start_ranks()
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         stream = client.generate("17:", **LONG | {"max_tokens": 3000})
         next(stream)
@@ -274,13 +172,13 @@ def test_a_group_whose_rank_0_was_stopped_goes_on(start: Callable[..., WorkerPro
 
 
 @pytest.mark.nightly
-def test_a_follower_that_is_stopped_for_a_moment_goes_on(start: Callable[..., WorkerProcess]) -> None:
-    worker = start()
+def test_a_follower_that_is_stopped_for_a_moment_goes_on(start_ranks: Callable[..., WorkerProcess]) -> None:
+    worker = start_ranks()
     (follower,) = followers_of(worker.pid)
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         stream = client.generate("17:", **LONG | {"max_tokens": 3000})
         for _ in range(3):
-            next(stream)
+            read(stream, 100)  # more than may have come before the last stop
             os.kill(follower, signal.SIGSTOP)
             time.sleep(2.0)
             os.kill(follower, signal.SIGCONT)
@@ -296,9 +194,9 @@ def test_a_follower_that_is_stopped_for_a_moment_goes_on(start: Callable[..., Wo
 @pytest.mark.parametrize("point", ["piece", "prepare", "swap"])
 @pytest.mark.parametrize(("number", "said"), KILL_AND_STOP)
 def test_a_follower_that_is_lost_in_an_update_gives_clients_and_publisher_an_answer(
-    start: Callable[..., WorkerProcess], points: Points, point: str, number: signal.Signals, said: str
+    start_ranks: Callable[..., WorkerProcess], points: Points, point: str, number: signal.Signals, said: str
 ) -> None:
-    worker = start(env=points.environment)
+    worker = start_ranks(env=points.environment)
     (follower,) = followers_of(worker.pid)
     with WeightPublisher(worker.endpoint) as publisher, RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         streams = streams_of(client)
@@ -318,31 +216,10 @@ def test_a_follower_that_is_lost_in_an_update_gives_clients_and_publisher_an_ans
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", ["prepare", "swap"])
-def test_an_update_that_takes_long_in_a_follower_is_applied(
-    start: Callable[..., WorkerProcess], points: Points, point: str
-) -> None:
-    worker = start(env=points.environment, rank_stall_s=1)
-    with WeightPublisher(worker.endpoint) as publisher, RolloutClient(worker.endpoint, timeout_s=60.0) as client:
-        streams = streams_of(client)
-        points.order(point)
-        update = publisher.publish(tensors(2), 1)
-        points.reached(point)
-        time.sleep(4)  # less than ten times the time for steps
-        points.leave(point)
-        update.applied(60)
-        for stream, prompt in zip(streams, PROMPTS, strict=True):
-            read(stream, 100)
-            stream.cancel()
-            (completion,) = stream.wait().completions
-            check(prompt, completion, COUNT)
-
-
-@pytest.mark.nightly
 def test_a_sleep_waits_for_pieces_of_an_update_that_was_dropped(
-    start: Callable[..., WorkerProcess], points: Points
+    start_ranks: Callable[..., WorkerProcess], points: Points
 ) -> None:
-    worker = start(env=points.environment, sleep=True)
+    worker = start_ranks(env=points.environment, sleep=True)
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         points.order("piece")
         with WeightPublisher(worker.endpoint) as publisher:
@@ -369,19 +246,25 @@ def test_a_sleep_waits_for_pieces_of_an_update_that_was_dropped(
 @pytest.mark.parametrize("point", ["adapter", "memory"])
 @pytest.mark.parametrize(("number", "said"), KILL_AND_STOP)
 def test_a_follower_that_is_lost_while_others_wait_for_it_gives_all_of_them_an_answer(
-    start: Callable[..., WorkerProcess], points: Points, tmp_path: Path, point: str, number: signal.Signals, said: str
+    start_ranks: Callable[..., WorkerProcess],
+    points: Points,
+    tmp_path: Path,
+    point: str,
+    number: signal.Signals,
+    said: str,
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(ONES)
     make_adapter(base, tmp_path / "adapters" / "one", 0, ("q_proj", "o_proj"))
     flags = {"sleep": True, "host_kv_gib": 0.05, "adapter_slots": 1, "adapter_root": str(tmp_path / "adapters")}
-    worker = start(env=points.environment, **flags)
+    worker = start_ranks(env=points.environment, **flags)
     (follower,) = followers_of(worker.pid)
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         streams, told = streams_of(client), list[RolloutError]()
 
         def ask() -> None:
             try:
-                client.load_adapter("one", "one") if point == "adapter" else client.sleep()
+                with RolloutClient(worker.endpoint, timeout_s=60.0) as other:
+                    other.load_adapter("one", "one") if point == "adapter" else other.sleep()
             except RolloutError as error:
                 told.append(error)
 
@@ -423,9 +306,9 @@ def test_a_follower_that_is_lost_while_it_loads_ends_the_worker(
     ("ranks", "stopped"), [(2, False), *(pytest.param(4, s, marks=pytest.mark.nightly) for s in (False, True))]
 )
 def test_followers_end_with_rank_0_even_if_they_are_stopped(
-    start: Callable[..., WorkerProcess], ranks: int, stopped: bool
+    start_ranks: Callable[..., WorkerProcess], ranks: int, stopped: bool
 ) -> None:
-    worker = start(tensor_parallel=ranks)
+    worker = start_ranks(tensor_parallel=ranks)
     followers = followers_of(worker.pid)
     assert len(followers) == ranks - 1
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
@@ -444,9 +327,9 @@ def test_followers_end_with_rank_0_even_if_they_are_stopped(
 @pytest.mark.nightly
 @pytest.mark.parametrize(("number", "said"), KILL_AND_STOP)
 def test_a_follower_that_is_lost_while_the_worker_drains(
-    start: Callable[..., WorkerProcess], number: signal.Signals, said: str
+    start_ranks: Callable[..., WorkerProcess], number: signal.Signals, said: str
 ) -> None:
-    worker = start()
+    worker = start_ranks()
     (follower,) = followers_of(worker.pid)
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         streams = streams_of(client)
@@ -459,8 +342,8 @@ def test_a_follower_that_is_lost_while_the_worker_drains(
 
 
 @pytest.mark.nightly
-def test_a_worker_drains_on_a_signal_to_all_of_its_processes(start: Callable[..., WorkerProcess]) -> None:
-    worker = start()
+def test_a_worker_drains_on_a_signal_to_all_of_its_processes(start_ranks: Callable[..., WorkerProcess]) -> None:
+    worker = start_ranks()
     followers = followers_of(worker.pid)
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         stream = client.generate("17:", **LONG | {"max_tokens": 2000})
@@ -476,9 +359,9 @@ def test_a_worker_drains_on_a_signal_to_all_of_its_processes(start: Callable[...
 @pytest.mark.nightly
 @pytest.mark.parametrize(("number", "said"), KILL_AND_STOP)
 def test_a_supervisor_starts_a_lost_group_again_and_the_publisher_gives_it_its_weights(
-    start: Callable[..., WorkerProcess], number: signal.Signals, said: str
+    start_ranks: Callable[..., WorkerProcess], number: signal.Signals, said: str
 ) -> None:
-    worker = start(supervise=True, restart_backoff_s=0.1)
+    worker = start_ranks(supervise=True, restart_backoff_s=0.1)
     endpoints, (pid,) = worker.endpoints, worker.pids
     with (
         RolloutClient(worker.endpoint, timeout_s=60.0) as client,

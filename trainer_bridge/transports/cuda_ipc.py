@@ -67,8 +67,18 @@ class IpcMemory(Protocol):
     def close(self, memory: torch.Tensor) -> None:
         """Release it."""
 
-    def reader(self, handle: bytes, nbytes: int) -> Callable[[int, torch.Tensor], None]:
-        """A function that copies from byte `at` of another process's memory, which may be another GPU's."""
+    def reader(self, handle: bytes, nbytes: int) -> IpcReader:
+        """Map another process's memory, which may be another GPU's, until `close`."""
+
+
+class IpcReader(Protocol):
+    """Another process's memory, to copy from. Errors are `OSError`."""
+
+    def read(self, at: int, out: torch.Tensor) -> None:
+        """Copy from byte `at` into memory of this device; on the current stream."""
+
+    def close(self) -> None:
+        """Unmap it; all copies are done."""
 
 
 class CudaIpcMemory:
@@ -109,26 +119,13 @@ class CudaIpcMemory:
         """Release it."""
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(memory.data_ptr()))
 
-    def reader(self, handle: bytes, nbytes: int) -> Callable[[int, torch.Tensor], None]:
-        """Map memory of any GPU of the host; returns a function that copies from byte `at` into memory of this GPU.
-
-        It enqueues the copy on the current stream. The memory stays mapped until this process ends. Raises OSError if
-        this GPU has no access to it.
-        """
+    def reader(self, handle: bytes, nbytes: int) -> IpcReader:
+        """Map memory of any GPU of the host, until `close`. Raises OSError if this GPU has no access to it."""
         pointer = ctypes.c_void_p()
         given = _Handle.from_buffer_copy(handle)
         self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
-        begin = pointer.value
-        assert begin is not None
-
-        def read(at: int, out: torch.Tensor) -> None:
-            assert 0 <= at <= nbytes - out.numel() and out.is_contiguous()
-            source, target = ctypes.c_void_p(begin + at), ctypes.c_void_p(out.data_ptr())
-            stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
-            size = ctypes.c_size_t(out.numel())
-            self._call("cudaMemcpyAsync", target, source, size, ctypes.c_int(_ANY_DIRECTION), stream)
-
-        return read
+        assert pointer.value is not None
+        return _CudaReader(self._call, self._device, pointer.value, nbytes)
 
     def _tensor(self, pointer: ctypes.c_void_p, nbytes: int) -> torch.Tensor:
         assert pointer.value is not None
@@ -140,6 +137,25 @@ class CudaIpcMemory:
         if status:
             self._library.cudaGetLastError()  # or the next call of torch would report it
             raise OSError(status, f"{name} failed with CUDA error {status}")
+
+
+class _CudaReader:
+    """Memory that another process has allocated."""
+
+    def __init__(self, call: Callable[..., None], device: torch.device, begin: int, nbytes: int) -> None:
+        self._call, self._device, self._begin, self._nbytes = call, device, begin, nbytes
+
+    def read(self, at: int, out: torch.Tensor) -> None:
+        """Enqueue the copy on the current stream."""
+        assert 0 <= at <= self._nbytes - out.numel() and out.is_contiguous()
+        source, target = ctypes.c_void_p(self._begin + at), ctypes.c_void_p(out.data_ptr())
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        size = ctypes.c_size_t(out.numel())
+        self._call("cudaMemcpyAsync", target, source, size, ctypes.c_int(_ANY_DIRECTION), stream)
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(self._begin))
 
 
 class _Handle(ctypes.Structure):

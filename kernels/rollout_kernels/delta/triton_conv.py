@@ -39,8 +39,8 @@ def _conv_step_kernel(
     BLOCK: tl.constexpr,
     PAST: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = c < C
     place = tl.load(places_ptr + row)
     known = c < tl.where(tl.load(positions_ptr + row) > 0, C, 0)  # a token at position 0 reads no state
@@ -81,12 +81,12 @@ def _conv_spans_kernel(
     BLOCK: tl.constexpr,
     PAST: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    first = tl.program_id(1) * TOKENS
+    row = tl.program_id(1)
+    first = tl.program_id(2) * TOKENS
     start = tl.load(starts_ptr + row).to(tl.int64)
     length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
     if first < length:
-        c = (tl.program_id(2) * BLOCK + tl.arange(0, BLOCK))[None, :]
+        c = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
         t = (first + tl.arange(0, TOKENS))[:, None]
         live_channels = c < C
         live = (t < length) & live_channels
@@ -115,7 +115,7 @@ def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Ten
     assert x_TC.stride(1) == 1 and weight_CW.is_contiguous() and state_NCW.is_contiguous() and width >= 2
     out_TC = torch.empty(count, channels, dtype=x_TC.dtype, device=x_TC.device)
     if spans.lengths is None:
-        _conv_step_kernel[(count, triton.cdiv(channels, _CHANNELS))](
+        _conv_step_kernel[(triton.cdiv(channels, _CHANNELS), count)](
             x_TC,
             weight_CW,
             state_NCW,
@@ -131,9 +131,9 @@ def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Ten
         )
         return out_TC
     grid = (
+        triton.cdiv(channels, _PREFILL_CHANNELS),
         len(spans.lengths),
         triton.cdiv(max(spans.lengths), _TOKENS),
-        triton.cdiv(channels, _PREFILL_CHANNELS),
     )
     _conv_spans_kernel[grid](
         x_TC,

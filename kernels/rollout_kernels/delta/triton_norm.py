@@ -13,7 +13,7 @@ from rollout_kernels.common.triton_math import narrow
 def _gated_norm_kernel(
     out_ptr, z_ptr, weight_ptr, result_ptr, stride_z, eps, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
 ):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H  # neighbours start together
     v = tl.arange(0, BLOCK)
     live = v < V
     x = tl.load(out_ptr + (token * H + head) * V + v, mask=live, other=0.0).to(tl.float32)
@@ -28,7 +28,7 @@ def gated_norm(out_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tenso
     tokens, heads, width = out_THV.shape
     assert out_THV.is_contiguous() and z_THV.stride(1) == width and z_THV.stride(2) == 1
     result_TV = torch.empty(tokens, heads * width, dtype=z_THV.dtype, device=z_THV.device)
-    _gated_norm_kernel[(tokens, heads)](
+    _gated_norm_kernel[(tokens * heads,)](
         out_THV,
         z_THV,
         weight_V,

@@ -9,6 +9,10 @@
                scan      a program for each row, value head and block of values: goes through the row's chunks with its
                          part of the state in registers, and writes the outputs
 
+Programs that start together read memory that lies together: the first axis of a grid is the part of a state, or the
+head of a chunk. A program takes pieces of 128 bytes of a state's 64 KB. If the other pieces were read much later, the
+memory would open each of its own pages again.
+
 The system I + A is inverted in blocks of `_BLOCK` tokens by forward substitution, all blocks of a chunk at once: the
 powers of A, of which a product would make the inverse faster, may be too large for float32. Then pairs of blocks are
 joined: for a block diagonal D and what lies below it in pairs, L, the inverse is D - D L D.
@@ -23,6 +27,8 @@ queries, keys and values side by side, I tokens of a chunk.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -30,9 +36,27 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import narrow
 from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, Spans
 
-_STEP_VALUES = 32  # of a program
-_SCAN_VALUES = 32
+_SCAN_VALUES = 32  # of a program
 _BLOCK = 16
+
+
+class StepTile(NamedTuple):
+    """What a program of a decode step works on: a part of a head's values, with all keys."""
+
+    values: int
+    num_warps: int
+
+
+#: Measured on an H100 in the sizes of Qwen3.5-27B (`scripts.bench.delta --tiles`). Few states make more, smaller
+#: programs. Tokens one by one have one tile in all steps, since it decides in which order products are added.
+_LARGE_TILE, _SMALL_TILE = StepTile(values=64, num_warps=4), StepTile(values=32, num_warps=4)
+_FEW_PROGRAMS = 264
+
+
+def step_tile(states: int, value_dim: int) -> StepTile:
+    """The tile of a decode step over this number of states: rows times heads."""
+    few = states * triton.cdiv(value_dim, _LARGE_TILE.values) < _FEW_PROGRAMS
+    return _SMALL_TILE if few else _LARGE_TILE
 
 
 @triton.jit
@@ -116,9 +140,9 @@ def _step_kernel(
     BLOCK_V: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     k = tl.arange(0, BLOCK_K)
-    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     live_k, live_v = k < K, v < V
     place = tl.load(places_ptr + row)
     known_k = k < tl.where(tl.load(positions_ptr + row) > 0, K, 0)  # a token at position 0 reads no state
@@ -156,9 +180,9 @@ def _walk_kernel(
     BLOCK_V: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(2), tl.program_id(1)
     k = tl.arange(0, BLOCK_K)
-    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     start = tl.load(starts_ptr + row).to(tl.int64)
     length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
     place = tl.load(places_ptr + row)
@@ -224,8 +248,8 @@ def _prepare_kernel(
     BLOCK: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(2)
-    first = tl.program_id(1) * I
+    row, head = tl.program_id(1), tl.program_id(0)
+    first = tl.program_id(2) * I
     start = tl.load(starts_ptr + row).to(tl.int64)
     length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
     if first < length:
@@ -291,9 +315,9 @@ def _scan_kernel(
     I: tl.constexpr,  # noqa: E741
     EPS: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(2), tl.program_id(1)
     i, k = tl.arange(0, I), tl.arange(0, BLOCK_K)
-    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     start = tl.load(starts_ptr + row).to(tl.int64)
     length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
     place = tl.load(places_ptr + row)
@@ -331,8 +355,9 @@ def gated_delta(
     state_NHKV: torch.Tensor,
     spans: Spans,
     beta_scale: float = 1.0,
+    tile: StepTile | None = None,
 ) -> torch.Tensor:
-    """As `rollout_kernels.delta.gated_delta`; a prefill needs `spans.starts_B1`."""
+    """As `rollout_kernels.delta.gated_delta`; a prefill needs `spans.starts_B1`. `tile` is that of a decode step."""
     count, (_, heads, key_dim, value_dim) = len(mixed_TC), state_NHKV.shape
     key_heads = (mixed_TC.shape[1] - heads * value_dim) // (2 * key_dim)
     assert mixed_TC.is_contiguous() and state_NHKV.is_contiguous() and a_log_H.dtype == torch.float32
@@ -342,11 +367,13 @@ def gated_delta(
     strides = (b_TH.stride(0), a_TH.stride(0))
     block_k, most_v = max(16, triton.next_power_of_2(key_dim)), max(16, triton.next_power_of_2(value_dim))
     sizes = {"H": heads, "G": key_heads, "K": key_dim, "V": value_dim, "BLOCK_K": block_k, "EPS": UNIT_EPS}
-    scale = key_dim**-0.5
+    scale, rows = key_dim**-0.5, len(spans.places_B)
     if spans.lengths is None or spans.one_by_one:
-        block_v = min(most_v, _STEP_VALUES)
+        if tile is None:
+            tile = _SMALL_TILE if spans.one_by_one else step_tile(rows * heads, value_dim)
+        block_v = min(most_v, tile.values)
         kernel, starts = (_walk_kernel, (spans.starts_B1,)) if spans.one_by_one else (_step_kernel, ())
-        kernel[(len(spans.places_B), heads, triton.cdiv(value_dim, block_v))](
+        kernel[(triton.cdiv(value_dim, block_v), heads, rows)](
             mixed_TC,
             *gates,
             state_NHKV,
@@ -358,15 +385,14 @@ def gated_delta(
             scale,
             beta_scale,
             BLOCK_V=block_v,
-            num_warps=4,
+            num_warps=tile.num_warps,
             **sizes,
         )
         return out_THV
     w_THK = torch.empty(count, heads, key_dim, dtype=torch.float32, device=mixed_TC.device)
     u_THV = torch.empty(count, heads, value_dim, dtype=torch.float32, device=mixed_TC.device)
     scores_THI = torch.empty(count, heads, CHUNK, dtype=torch.float32, device=mixed_TC.device)
-    rows = len(spans.lengths)
-    _prepare_kernel[(rows, triton.cdiv(max(spans.lengths), CHUNK), heads)](
+    _prepare_kernel[(heads, rows, triton.cdiv(max(spans.lengths), CHUNK))](
         mixed_TC,
         *gates,
         spans.starts_B1,
@@ -384,7 +410,7 @@ def gated_delta(
         **sizes,
     )
     block_v = min(most_v, _SCAN_VALUES)
-    _scan_kernel[(rows, heads, triton.cdiv(value_dim, block_v))](
+    _scan_kernel[(triton.cdiv(value_dim, block_v), heads, rows)](
         mixed_TC,
         *gates,
         w_THK,

@@ -1,4 +1,6 @@
-"""Which kernel and configuration a product with few rows uses: a table measured on an H200 by `scripts/tune/linear.py`.
+"""Which kernel and configuration a product with few rows uses: a table measured by `scripts/tune/linear.py`.
+
+Qwen3 was measured on an H200, Qwen3.5 on an H100.
 
 An entry is a list of bands: a number of rows, and the configuration for products with up to that many rows. Above the
 last band cuBLAS computes the product. There are two columns:
@@ -86,6 +88,24 @@ FAST: dict[tuple[int, int, Kind], Bands] = {
     (151936, 2048, "whole"): (
         (2, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
         *_streamed(1, (8, 192, 128, 4, 132), (32, 64, 128, 4, 264), (64, 128, 128, 5, 132)),
+    ),
+    # Qwen3.5-27B: measured above 64 rows, where cuBLAS is faster for outputs of attention. Below as in no entry.
+    (16480, 5120, "whole"): (
+        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=4)),
+        *_streamed(1, (32, 64, 128, 8, 132), (64, 64, 64, 8, 132), (MOST_ROWS, 128, 64, 6, 132)),
+    ),
+    (5120, 6144, "parts"): (
+        (1, GemvConfig(1, neurons=1, at_once=8, num_warps=4)),
+        *_streamed(1, (32, 64, 128, 8, 132), (64, 64, 64, 8, 132)),
+    ),
+    (34816, 5120, "silu"): (
+        (1, GemvConfig(1, neurons=1, at_once=4, num_warps=4)),
+        *_streamed(1, (32, 64, 128, 8, 132), (64, 64, 64, 8, 132), stagger=True),
+        *_streamed(1, (MOST_ROWS, 128, 64, 6, 96)),
+    ),
+    (5120, 17408, "parts"): (
+        *_streamed(1, (32, 64, 128, 8, 132), (64, 64, 64, 8, 132)),
+        *_streamed(2, (MOST_ROWS, 128, 64, 6, 132)),
     ),
 }
 DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {

@@ -92,6 +92,23 @@ def apply_rope(
     return torch.addcmul(float_THD * cos_T1R, other_THD, sin_T1R).to(x_THD.dtype)
 
 
+def turn_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:
+    """Turn all heads in place: halves of a head turn together, by the angles of the token. Computed in float32.
+
+    Args:
+        heads_TAD: heads of each token lie one after the other; tokens may be further apart.
+        cos_TD: cosines, float32, a value for each dimension.
+        sin_TD: sines, likewise.
+    """
+    if heads_TAD.is_cuda:
+        from rollout_kernels.norm_rope import triton_turn
+
+        triton_turn.turn_heads(heads_TAD, cos_TD, sin_TD)
+        return
+    first, second = sin_TD.chunk(2, dim=-1)
+    heads_TAD.copy_(apply_rope(heads_TAD, cos_TD[:, None], torch.cat((-first, second), dim=-1)[:, None]))
+
+
 def gated(gate_up: torch.Tensor, activation: Literal["silu", "gelu", "gelu_tanh"] = "silu") -> torch.Tensor:
     """`activation(gate) * up` for `gate_up` [..., 2 I], where gate comes first; returns [..., I] in the same dtype."""
     if activation == "silu":

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 #: Rows that are added over peers' memory; more rows, as in prefills, by NCCL.
 MOST_PEER_ROWS = 256
+#: Words of a histogram that is exchanged over peers' memory: two for each of 2048 bins, and one more.
+HISTOGRAM_WORDS = 2 * 2048 + 1
 
 
 class TensorGroup:
@@ -32,7 +34,9 @@ class TensorGroup:
         self.rank = rank
         self.size = size
         self.device = torch.device("cpu") if device is None else device
-        self.peers: PeerBuffers | None = None  # for sums of few rows, where the ranks have been prepared for them
+        # Where the ranks have been prepared for them:
+        self.peers: PeerBuffers | None = None  # for sums of few rows
+        self.histogram_peers: PeerBuffers | None = None  # for histograms of few rows that are truncated
 
     @staticmethod
     def single(device: torch.device | None = None) -> TensorGroup:
@@ -58,7 +62,7 @@ class TensorGroup:
         return True
 
     def prepare(self, width: int, dtype: torch.dtype) -> None:
-        """Get ready for sums of rows of `width` values. All ranks call this before the first one."""
+        """Get ready for sums of rows of `width` values, and for draws. All ranks call this before the first one."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of `x` over the ranks, in its dtype; added in float32. The sum may take the memory of `x`."""
@@ -117,14 +121,17 @@ class NcclGroup(TensorGroup):
         values = 2 if dtype.itemsize == 2 else 1
         if self.peers is not None or width % values:
             return
-        peers, problem = None, None
+        peers, histogram_peers, problem = None, None, None
         try:
             peers = connect_peers(self._processes, self.device, MOST_PEER_ROWS, width // values)
+            histogram_peers = connect_peers(
+                self._processes, self.device, MOST_PEER_ROWS, HISTOGRAM_WORDS, fault=peers.fault
+            )
         except RuntimeError as error:
             problem = error
-        connected = torch.tensor([int(peers is not None)], device=self.device)
+        connected = torch.tensor([int(histogram_peers is not None)], device=self.device)
         if bool(self.all_gather(connected).all()):  # all ranks take the same way
-            self.peers = peers
+            self.peers, self.histogram_peers = peers, histogram_peers
         else:
             log.warning("sums over ranks are slow: the GPUs cannot reach each other's memory: %s", problem or "a peer")
 

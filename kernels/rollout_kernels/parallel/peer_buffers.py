@@ -61,23 +61,36 @@ class PeerBuffers:
         return 0 < rows <= self.rows and values > 0 and width % values == 0 and width // values <= self.words
 
     @classmethod
-    def of(cls, rank: int, words_2RMW: torch.Tensor, addresses: list[int], owner: Any = None) -> PeerBuffers:
-        """Buffers whose memory is connected already: `addresses` has one of each rank's `words_2RMW`."""
+    def of(
+        cls,
+        rank: int,
+        words_2RMW: torch.Tensor,
+        addresses: list[int],
+        owner: Any = None,
+        fault: torch.Tensor | None = None,
+    ) -> PeerBuffers:
+        """Buffers whose memory is connected already: `addresses` has one of each rank's `words_2RMW`.
+
+        `fault` is the flag of other buffers of this rank, which these share.
+        """
         device = words_2RMW.device
         return cls(
             rank,
             words_2RMW,
             torch.tensor(addresses, dtype=torch.int64, device=device),
             torch.zeros(words_2RMW.shape[2], dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device) if fault is None else fault,
             owner,
         )
 
 
-def connect_peers(processes: dist.ProcessGroup, device: torch.device, rows: int, words: int) -> PeerBuffers:
+def connect_peers(
+    processes: dist.ProcessGroup, device: torch.device, rows: int, words: int, fault: torch.Tensor | None = None
+) -> PeerBuffers:
     """Buffers on the GPUs of a host, which read and write each other's memory over NVLink. All ranks call this.
 
-    No multicast is used. Raises RuntimeError if the GPUs cannot reach each other's memory.
+    No multicast is used. `fault` is the flag of other buffers, which these share. Raises RuntimeError if the GPUs
+    cannot reach each other's memory.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -88,4 +101,4 @@ def connect_peers(processes: dist.ProcessGroup, device: torch.device, rows: int,
     addresses = [handle.get_buffer(rank, shape, torch.int64).data_ptr() for rank in range(processes.size())]
     torch.cuda.synchronize(device)
     dist.barrier(processes, device_ids=[device.index])  # no rank writes before all have zeroed their memory
-    return PeerBuffers.of(processes.rank(), words_2RMW, addresses, handle)
+    return PeerBuffers.of(processes.rank(), words_2RMW, addresses, handle, fault)

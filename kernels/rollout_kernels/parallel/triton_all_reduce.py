@@ -39,7 +39,7 @@ MOST_SPINS = 20_000_000
 
 
 @triton.jit
-def _send(at, word, live):
+def send_words(at, word, live):
     """Store words, each at once and visible to the other GPUs of the host."""
     if INTERPRETED:
         tl.store(at, word, mask=live)
@@ -55,7 +55,7 @@ def _send(at, word, live):
 
 
 @triton.jit
-def _receive(at, live, number, fault_ptr, most_spins, RANK: tl.constexpr):
+def receive_words(at, live, number, fault_ptr, most_spins, RANK: tl.constexpr):
     """Words of rank RANK, once they have this number: data as int32, where it came or is not live, 1 if some did not.
 
     A word is in one of three states: 0, it came; 1, it never will; 2, it may still come.
@@ -140,7 +140,7 @@ def _all_reduce_kernel(
     turn = (number & 1).to(tl.int64)
     for step in tl.static_range(1, RANKS):
         peer = tl.load(addresses_ptr + (RANK + step) % RANKS).to(tl.pointer_type(tl.int64))
-        _send(peer + ((turn * RANKS + RANK) * most_rows + row) * row_words + w, word, live_W)
+        send_words(peer + ((turn * RANKS + RANK) * most_rows + row) * row_words + w, word, live_W)
     if NORM:
         x = tl.load(_row_at(residual_ptr + row * H, w, halves, PAIRS), mask=live, other=0.0).to(tl.float32)
     mine = tl.load(addresses_ptr + RANK).to(tl.pointer_type(tl.int64))
@@ -151,7 +151,7 @@ def _all_reduce_kernel(
             total += own.to(tl.float32)
         else:
             at = mine + ((turn * RANKS + rank) * most_rows + row) * row_words + w
-            data, came, missed = _receive(at, live_W, number, fault_ptr, most_spins, rank)
+            data, came, missed = receive_words(at, live_W, number, fault_ptr, most_spins, rank)
             lost = lost | missed
             if PAIRS:
                 low = (data & 65535).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)

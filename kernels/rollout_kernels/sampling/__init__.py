@@ -1,11 +1,12 @@
 """Drawing tokens from logits.
 
-reference        the torch path: penalties, bans, constraints, truncation, the draw and its log-probabilities
-philox           the random numbers of a draw: a function of seed and position
-sharded          the draw where each rank of a tensor group has a part of the vocabulary
-triton_draw      the draw on a GPU, without materialised noise
-triton_truncate  top-k, top-p and min-p on a GPU, without a sort
-triton_allow     the mask of a constraint on a GPU
+reference           the torch path: penalties, bans, constraints, truncation, the draw and its log-probabilities
+philox              the random numbers of a draw: a function of seed and position
+sharded             the draw where each rank of a tensor group has a part of the vocabulary
+sharded_truncation  top-k, top-p and min-p of such a draw
+triton_draw         the draw on a GPU, without materialised noise
+triton_truncate     top-k, top-p and min-p on a GPU, without a sort
+triton_allow        the mask of a constraint on a GPU
 """
 
 from rollout_kernels.sampling.philox import gumbel_noise, philox_4x32

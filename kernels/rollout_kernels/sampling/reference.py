@@ -49,6 +49,9 @@ class SamplingRows:
     min_p_S: torch.Tensor | None = None  # float32, 0 if off
     masked_C: torch.Tensor | None = None  # int64, the rows that have a mask
     masks_CW: torch.Tensor | None = None  # int32, a bit for each allowed token; see `allow_only`
+    #: The token of the first logit, if the logits are of a part of the vocabulary. `counts_SV` is then of this part,
+    #: too; ids and masks are of the whole.
+    first_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,11 @@ def change_logits(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     plain_SV = logits_SV
     if rows.bias_SK is not None:
         assert rows.bias_ids_SK is not None
-        logits_SV = logits_SV.scatter_add(1, rows.bias_ids_SK, rows.bias_SK)
+        ids_SK, bias_SK = rows.bias_ids_SK, rows.bias_SK
+        if rows.first_token is not None:
+            ids_SK, own_SK = _own_ids(ids_SK, rows.first_token, logits_SV.shape[1])
+            bias_SK = bias_SK.masked_fill(~own_SK, 0.0)
+        logits_SV = logits_SV.scatter_add(1, ids_SK, bias_SK)
     if rows.counts_SV is not None:
         assert (
             rows.repetition_penalty_S is not None
@@ -116,30 +123,46 @@ def change_logits(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         )
     if rows.banned_S is not None:
         assert rows.banned_ids_SK is not None
+        ids_SK, banned_S = rows.banned_ids_SK, rows.banned_S
+        if rows.first_token is not None:
+            ids_SK, own_SK = _own_ids(ids_SK, rows.first_token, logits_SV.shape[1])
+            banned_S = banned_S & own_SK.any(dim=1)
         banned_SV = torch.zeros_like(logits_SV, dtype=torch.bool)
-        banned_SV.scatter_(1, rows.banned_ids_SK, rows.banned_S[:, None].expand_as(rows.banned_ids_SK))
+        banned_SV.scatter_(1, ids_SK, banned_S[:, None].expand_as(ids_SK))
         logits_SV = logits_SV.masked_fill(banned_SV, -torch.inf)
     if rows.masks_CW is not None:
         assert rows.masked_C is not None
         logits_SV = logits_SV.clone() if logits_SV is plain_SV else logits_SV
-        allow_only(logits_SV, rows.masked_C, rows.masks_CW)
+        allow_only(logits_SV, rows.masked_C, rows.masks_CW, rows.first_token or 0)
     return logits_SV
 
 
-def allow_only(logits_SV: torch.Tensor, at_C: torch.Tensor, masks_CW: torch.Tensor) -> None:
+def _own_ids(ids_SK: torch.Tensor, first_token: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of token ids in a part of the vocabulary, and which ids are in it.
+
+    The others repeat a place of the same row that is; if a row has none, its places are 0.
+    """
+    places_SK = ids_SK - first_token
+    own_SK = (places_SK >= 0) & (places_SK < width)
+    some_S1 = places_SK.masked_fill(~own_SK, 0).amax(dim=1, keepdim=True)
+    return torch.where(own_SK, places_SK, some_S1), own_SK
+
+
+def allow_only(logits_SV: torch.Tensor, at_C: torch.Tensor, masks_CW: torch.Tensor, first_token: int = 0) -> None:
     """Set the logits of tokens that a constraint does not allow to -inf, in place.
 
     Args:
         logits_SV: float32; contiguous on a GPU.
         at_C: int64, the rows of `logits_SV` with a constraint, each once.
         masks_CW: int32; bit v % 32 of word v // 32 is set if token v is allowed.
+        first_token: the token of the first logit.
     """
     if logits_SV.is_cuda:
         from rollout_kernels.sampling.triton_allow import allow_only as on_gpu
 
-        on_gpu(logits_SV, at_C, masks_CW)
+        on_gpu(logits_SV, at_C, masks_CW, first_token)
         return
-    token_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
+    token_V = torch.arange(first_token, first_token + logits_SV.shape[1], device=logits_SV.device)
     words_CV = masks_CW.index_select(1, token_V // _WORD_BITS)
     allowed_CV = (words_CV >> (token_V % _WORD_BITS).int()) & 1
     banned_CV = logits_SV.index_select(0, at_C).masked_fill_(allowed_CV == 0, -torch.inf)

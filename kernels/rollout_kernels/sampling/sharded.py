@@ -1,8 +1,10 @@
 """Drawing tokens where each rank of a tensor group has the logits of a part of the vocabulary.
 
-The random number of a draw belongs to the token's id. So each rank finds the best of its part as one rank would, the
-winners cross with the sums for log-probabilities, and every rank merges them in the order of the ranks: all ranks draw
-the token that one rank draws, and none sends it to the others. This is the torch path; `triton_draw` is that of a GPU.
+The random number of a draw belongs to the token's id, and so does each rule that changes a logit. So each rank finds
+the best of its part as one rank would, the winners cross with the sums for log-probabilities, and every rank merges
+them in the order of the ranks: all ranks draw the token that one rank draws, and none sends it to the others. What
+truncation keeps is found by histograms of all ranks (`sharded_truncation`). This is the torch path; `triton_draw` is
+that of a GPU.
 
 Legend: S rows that sample, K tokens of a rank's part, R ranks.
 """
@@ -14,8 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from rollout_kernels.parallel import TensorGroup
+from rollout_kernels.sampling import reference
 from rollout_kernels.sampling.philox import gumbel_noise
 from rollout_kernels.sampling.reference import Sampled, SamplingRows
+from rollout_kernels.sampling.sharded_truncation import truncate_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,39 +29,47 @@ class VocabShard:
     group: TensorGroup
     first_token: int  # a multiple of 4, for the random numbers
     most_tokens: int  # of any rank
+    vocab: int  # tokens of all ranks
 
 
 def sample_shard(logits_SK: torch.Tensor, rows: SamplingRows, shard: VocabShard) -> Sampled:
     """Draw one token for each row from the float32 logits of all ranks, which are not changed. All ranks call this.
 
-    `rows` may have temperatures and noise only: rules that change the logits need all of them.
+    `rows.first_token` is that of the shard.
     """
-    plain = SamplingRows(rows.temperature_S, rows.noise_S, rows.seed_S, rows.index_S)
-    assert rows == plain, "rules that change the logits need all of them"
+    assert rows.first_token == shard.first_token, "the settings are those of another part"
     tempered_SK = logits_SK / rows.temperature_S[:, None]
-    noisy_SK = tempered_SK
+    changed_SK = reference.change_logits(logits_SK, rows)
+    drawn_SK = tempered_SK if changed_SK is logits_SK else changed_SK / rows.temperature_S[:, None]
+    if rows.top_k_S is not None:
+        drawn_SK = truncate_part(drawn_SK, rows, shard.group)
+    noisy_SK = drawn_SK
     if rows.noise_S is not None:
         noise_SK = gumbel_noise(rows.seed_S, rows.index_S, logits_SK.shape[1], shard.first_token)
-        noisy_SK = torch.addcmul(tempered_SK, noise_SK, rows.noise_S[:, None])
+        noisy_SK = torch.addcmul(drawn_SK, noise_SK, rows.noise_S[:, None])
     best_S, at_S = noisy_SK.max(dim=1)
-    found = [best_S, (at_S + shard.first_token).int().view(torch.float32), _at(logits_SK, at_S), _at(tempered_SK, at_S)]
-    for of_SK in (logits_SK, tempered_SK):  # parts of their log-sums
-        most_S = of_SK.amax(dim=1)
-        found += [most_S, (of_SK - most_S[:, None]).exp().sum(dim=1)]
-    best_RS, token_RS, raw_RS, tempered_RS, *sums = shard.group.all_gather(torch.stack(found)).unbind(1)
+    kinds = [logits_SK, tempered_SK] if drawn_SK is tempered_SK else [logits_SK, tempered_SK, drawn_SK]
+    found = [best_S, (at_S + shard.first_token).int().view(torch.float32)]
+    for of_SK in kinds:
+        found += [of_SK.gather(1, at_S[:, None]).squeeze(1), *_log_sum(of_SK)]
+    best_RS, token_RS, *of_kinds = shard.group.all_gather(torch.stack(found)).unbind(1)
     winner_1S = best_RS.argmax(dim=0, keepdim=True)
-    raw_S, tempered_S = (logit_RS.gather(0, winner_1S).squeeze(0) for logit_RS in (raw_RS, tempered_RS))
-    logprobs_S = _logprob(tempered_S, *sums[2:])
     tokens_S = token_RS.gather(0, winner_1S).squeeze(0).view(torch.int32).long()
-    return Sampled(tokens_S, logprobs_S, _logprob(raw_S, *sums[:2]), logprobs_S)
+    logprobs = [_logprob(winner_1S, *of_kinds[i : i + 3]) for i in range(0, len(of_kinds), 3)]
+    return Sampled(tokens_S, logprobs[1], logprobs[0], logprobs[-1])
 
 
-def _at(logits_SK: torch.Tensor, at_S: torch.Tensor) -> torch.Tensor:
-    return logits_SK.gather(1, at_S[:, None]).squeeze(1)
+def _log_sum(logits_SK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rank's part of the log-sum of each row: the largest logit, and the sum of all relative to it."""
+    most_S = logits_SK.amax(dim=1)
+    total_S = (logits_SK - most_S[:, None]).exp().sum(dim=1)
+    return most_S, total_S.masked_fill(most_S == -torch.inf, 0.0)  # truncation may leave nothing of a part
 
 
-def _logprob(logit_S: torch.Tensor, most_RS: torch.Tensor, sum_RS: torch.Tensor) -> torch.Tensor:
-    """The log-softmax of a logit, from the largest logit of each rank and the sum of the others relative to it."""
+def _logprob(
+    winner_1S: torch.Tensor, logit_RS: torch.Tensor, most_RS: torch.Tensor, sum_RS: torch.Tensor
+) -> torch.Tensor:
+    """The log-softmax of the winner's logit, from what each rank found."""
     most_S = most_RS.amax(dim=0)
     total_S = (sum_RS * (most_RS - most_S).exp()).sum(dim=0)
-    return (logit_S - most_S) - total_S.log()
+    return (logit_RS.gather(0, winner_1S).squeeze(0) - most_S) - total_S.log()

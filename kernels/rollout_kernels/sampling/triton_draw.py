@@ -10,7 +10,8 @@ logarithm is the GPU's approximate instruction, so noise differs by about 3e-6. 
 memory.
 
 Each rank of a tensor group draws over its part of the vocabulary: pass 1 runs over that part with the random numbers of
-its tokens, the ranks exchange the results of all blocks, and pass 2 merges them on every rank.
+its tokens, the ranks exchange the results of all blocks, and pass 2 merges them on every rank. If the distribution is
+not that of the logits, the rank has its part of that one, too.
 
 Legend: S rows that sample, V vocabulary, P planes of partial results, B blocks, R rows of the state, I and F columns of
 its integers and floats.
@@ -27,8 +28,8 @@ from rollout_kernels.sampling.sharded import VocabShard
 
 _BLOCK = 2048
 #: Pass 1 writes five planes: best noisy logit, its token, and the log-sums of raw, tempered and drawn logits. Of a part
-#: of the vocabulary there is a sixth: the raw logit of that token.
-_PLANES = 5
+#: of the vocabulary there are two more: the raw and the drawn logit of that token.
+_PLANES, _PLANES_OF_PART = 5, 7
 
 
 @triton.jit
@@ -111,6 +112,8 @@ def _pass_1(
     if DRAWN:
         drawn = tl.load(drawn_ptr + sampled * V + v, mask=live, other=-float("inf"))
         drawn_sum = _log_sum(drawn)
+        if SHARD:  # NaN if a histogram of a peer did not come: then no log-prob of the row is a number
+            tempered_sum = tl.where(drawn_sum == drawn_sum, tempered_sum, drawn_sum)
     noisy = drawn
     if noise_scale != 0.0:
         noise_from = block * BLOCK
@@ -123,6 +126,8 @@ def _pass_1(
     token = tl.min(tl.where(live & (noisy == best), v, 2147483647))
     if SHARD:
         tl.store(out + 5 * plane, tl.sum(tl.where(v == token, logits, 0.0)))
+        if DRAWN:
+            tl.store(out + 6 * plane, tl.sum(tl.where(v == token, drawn, 0.0)))
         token = tl.where(token == 2147483647, token, token + first_token)
     tl.store(out, best)
     tl.store(out + plane, token.to(tl.float32, bitcast=True))
@@ -151,6 +156,7 @@ def _pass_2(
     BLOCKS: tl.constexpr,
     DRAWN: tl.constexpr,
     SHARDS: tl.constexpr,
+    PLANES: tl.constexpr,
 ):
     sampled = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + sampled)
@@ -161,7 +167,7 @@ def _pass_2(
         at = partial_ptr + sampled * blocks + b
     else:  # all planes of the first rank, then all planes of the next
         live = b < blocks * SHARDS
-        at = partial_ptr + b // blocks * (6 * plane) + sampled * blocks + b % blocks
+        at = partial_ptr + b // blocks * (PLANES * plane) + sampled * blocks + b % blocks
     noisy = tl.load(at, mask=live, other=-float("inf"))
     tokens = tl.load(at + plane, mask=live, other=0.0).to(tl.int32, bitcast=True)
     best = tl.max(noisy)
@@ -175,7 +181,10 @@ def _pass_2(
     tempered = logit / temperature
     drawn = tempered
     if DRAWN:
-        drawn = tl.load(drawn_ptr + sampled * V + token)
+        if SHARDS == 1:
+            drawn = tl.load(drawn_ptr + sampled * V + token)
+        else:
+            drawn = tl.sum(tl.where(of_winner, tl.load(at + 6 * plane, mask=live, other=0.0), 0.0))
     plain = logit - _log_sum(tl.load(at + 2 * plane, mask=live, other=-float("inf")))
     tempered -= _log_sum(tl.load(at + 3 * plane, mask=live, other=-float("inf")))
     drawn -= _log_sum(tl.load(at + 4 * plane, mask=live, other=-float("inf")))
@@ -210,13 +219,14 @@ def draw_and_advance(
         floats_RF: float32 row state.
         output_4S: int32 [4, >= S]: token ids, then log-probs, raw log-probs and drawn log-probs as float32 bits.
         columns: columns of LAST, LENGTH, PROMPT, SEED in `ints_RI`, and of TEMPERATURE, NOISE in `floats_RF`.
-        shard: if the logits are those of one rank's part of the vocabulary; not with `drawn_SV`. All ranks call this.
+        shard: if the logits are those of one rank's part of the vocabulary. All ranks call this.
     """
     count, vocab = logits_SV.shape
     most, planes, shards = vocab, _PLANES, 1
     if shard is not None:
-        assert drawn_SV is None, "rules that change the logits need all of them"
-        most, planes, shards = shard.most_tokens, _PLANES + 1, shard.group.size
+        # Without `drawn_SV` the last plane is not needed, and is left out.
+        planes = _PLANES_OF_PART - (drawn_SV is None)
+        most, shards = shard.most_tokens, shard.group.size
     blocks = triton.cdiv(most, _BLOCK)
     partial_PSB = torch.empty(planes, count, blocks, dtype=torch.float32, device=logits_SV.device)
     sizes = {"INTS": ints_RI.shape[1], "FLOATS": floats_RF.shape[1]}
@@ -260,6 +270,7 @@ def draw_and_advance(
         BLOCKS=triton.next_power_of_2(blocks * shards),
         DRAWN=drawn_SV is not None,
         SHARDS=shards,
+        PLANES=planes,
         num_warps=1 if shards == 1 else 4,
         **sizes,
     )

@@ -14,20 +14,35 @@ Probabilities are added as integer multiples of 2^-40 of the most likely token's
 on the order of additions nor on the other rows. Rows without a limit are not read. The host reads nothing, so a graph
 can capture all launches.
 
-Legend: S rows that sample, V vocabulary, B blocks of the vocabulary, W words of a row's scratch.
+Each rank of a tensor group has the logits of a part of the vocabulary. Histograms are whole numbers, so those of the
+vocabulary are the sums of those of the ranks: after each of the 6 launches another one, with a program for each row,
+exchanges them and finds the digit, on every rank the same. Logits never cross.
+
+    over peers' memory   the program writes the row's histogram to every peer, as words with the number of the exchange
+                         (`peer_buffers`), and waits for theirs; rows without a search exchange nothing. A launch for
+                         each 256 rows, for which there is memory
+    otherwise            the group gathers the histograms of all rows before the launch
+
+The last histograms also say how many tokens with the key that was found are on the ranks before this one.
+
+Legend: S rows that sample, V vocabulary or a part of it, B blocks of V, W words of a row's scratch, R ranks, D bins.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_math import last_to_arrive
+from rollout_kernels.parallel.triton_all_reduce import MOST_SPINS, receive_words, send_words
 from rollout_kernels.sampling.reference import SamplingRows
+from rollout_kernels.sampling.sharded import VocabShard
+from rollout_kernels.sampling.sharded_truncation import DIGITS
 
 _BLOCK = 2048
-_DIGITS = ((21, 11), (10, 11), (0, 10))  # lowest bit and number of bits of each
 _BINS = tl.constexpr(2048)
 _COPIES = tl.constexpr(4)  # histograms of a row; blocks use them in turn, so fewer atomic additions meet in one bin
 
@@ -36,6 +51,7 @@ _KEY = tl.constexpr(0)  # digits found so far; finally the smallest key that sta
 _LEFT = tl.constexpr(1)  # the rest of the bound; finally how many tokens with that key stay
 _GONE = tl.constexpr(2)  # how many tokens with that key go
 _SEARCH = tl.constexpr(3)  # words of one search
+_LOST = tl.constexpr(5)  # 1 if a histogram of a peer did not come; the search for top-p has no use for `_GONE`
 _BEST = tl.constexpr(6)  # the largest key
 _ARRIVED = tl.constexpr(7)
 _HISTOGRAM = tl.constexpr(8)
@@ -64,11 +80,11 @@ def _units_of(x, best):
 
 
 @triton.jit
-def _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, V):
-    """The row's top-k, top-p and min-p. V, infinity and 0 mean off; so does a padding row, whose top-k is 0."""
+def _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, vocab):
+    """The row's top-k, top-p and min-p. `vocab`, infinity and 0 mean off; so does a padding row, whose top-k is 0."""
     top_k = tl.load(top_k_ptr + row * k_stride)
     padding = top_k <= 0
-    top_k = tl.where(padding, V, tl.minimum(top_k, V))
+    top_k = tl.where(padding, vocab, tl.minimum(top_k, vocab))
     top_p = tl.where(padding, float("inf"), tl.load(top_p_ptr + row * p_stride))
     return top_k, top_p, tl.where(padding, 0.0, tl.load(min_p_ptr + row * p_stride))
 
@@ -92,17 +108,37 @@ def _mass_bound(state, mass, top_p, best):
 
 
 @triton.jit
-def _choose_digit(state, top_k, top_p, best, MASS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr):
-    """Add the digit at which the bound is reached to the key, and clear the histograms."""
-    search = state + MASS * _SEARCH
-    digit = (1 << BITS) - 1 - tl.arange(0, 1 << BITS)  # in descending order
+def _searches(state, top_k, top_p, vocab, MASS: tl.constexpr):
+    """Whether the row has this search."""
+    if MASS:
+        return (top_p < float("inf")) & _is_number(_value_of(tl.load(state + _BEST)))
+    else:
+        return top_k < vocab
+
+
+@triton.jit
+def _take_histogram(state, digit):
+    """The row's histogram, in the order of `digit`; clears it."""
     bins = state + _HISTOGRAM + digit
-    found = tl.zeros([1 << BITS], tl.int64)
+    found = tl.zeros_like(digit).to(tl.int64)
     for copy in tl.static_range(_COPIES):
         found += tl.load(bins + copy * _BINS, cache_modifier=".cg")  # other programs' additions are in the L2 cache
     tl.debug_barrier()  # one thread may clear a bin that another thread reads
     for copy in tl.static_range(_COPIES):
-        tl.store(bins + copy * _BINS, tl.zeros([1 << BITS], tl.int64))
+        tl.store(bins + copy * _BINS, tl.zeros_like(found))
+    return found
+
+
+@triton.jit
+def _choose_digit(
+    state, digit, found, before, top_k, top_p, best, MASS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr
+):
+    """Add the digit at which the bound is reached to the key.
+
+    `digit` is in descending order, `found` is what has these digits, and `before` what of it is on the ranks before
+    this one.
+    """
+    search = state + MASS * _SEARCH
     reached = tl.cumsum(found)
     above = reached - found
     if SHIFT + BITS < 32:
@@ -115,11 +151,13 @@ def _choose_digit(state, top_k, top_p, best, MASS: tl.constexpr, SHIFT: tl.const
     left -= tl.sum(tl.where(here, above, 0))
     key = tl.load(search + _KEY) + (tl.sum(tl.where(here, digit, 0)).to(tl.int64) << SHIFT)
     if SHIFT == 0:
+        elsewhere = tl.sum(tl.where(here, before, 0))
         if MASS:
             one = tl.maximum(_units_of(_value_of(key), best), 1)
-            left = (left + one - 1) // one
+            left = (left + one - 1) // one - elsewhere // one
         else:
             tl.store(search + _GONE, tl.sum(tl.where(here, found, 0)) - left)
+            left -= elsewhere
     tl.store(search + _KEY, key)
     tl.store(search + _LEFT, left)
 
@@ -133,21 +171,22 @@ def _search_kernel(
     min_p_ptr,
     k_stride,
     p_stride,
+    vocab,
     V,
     MASS: tl.constexpr,
     SHIFT: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHARD: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
-    top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, V)
+    top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, vocab)
     state = state_ptr + row * _WORDS
     FIRST: tl.constexpr = (not MASS) and SHIFT + BITS == 32
     best = 0.0
-    searches = top_k < V
     if MASS:
         best = _value_of(tl.load(state + _BEST))
-        searches = (top_p < float("inf")) & _is_number(best)
+    searches = _searches(state, top_k, top_p, vocab, MASS)
     reads = searches
     if FIRST:
         reads = searches | (top_p < float("inf")) | (min_p > 0.0)
@@ -168,8 +207,105 @@ def _search_kernel(
             digit = (key >> SHIFT) & ((1 << BITS) - 1)
             bins = state + _HISTOGRAM + (tl.program_id(0) % _COPIES) * _BINS
             tl.atomic_add(bins + digit, amount, mask=counted, sem="relaxed")
-            if last_to_arrive(state + _ARRIVED):
-                _choose_digit(state, top_k, top_p, best, MASS, SHIFT, BITS)
+            if not SHARD:
+                if last_to_arrive(state + _ARRIVED):
+                    descending = (1 << BITS) - 1 - tl.arange(0, 1 << BITS)
+                    found = _take_histogram(state, descending)
+                    none = tl.zeros_like(found)
+                    _choose_digit(state, descending, found, none, top_k, top_p, best, MASS, SHIFT, BITS)
+
+
+@triton.jit
+def _merge_kernel(
+    state_ptr,
+    gathered_ptr,
+    addresses_ptr,
+    exchanges_ptr,
+    fault_ptr,
+    row_words,
+    most_rows,
+    most_spins,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    k_stride,
+    p_stride,
+    vocab,
+    MASS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BITS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PEERS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, vocab)
+    state = state_ptr + row * _WORDS
+    FIRST: tl.constexpr = (not MASS) and SHIFT + BITS == 32
+    searches = _searches(state, top_k, top_p, vocab, MASS)
+    reads = searches
+    if FIRST:
+        reads = searches | (top_p < float("inf")) | (min_p > 0.0)
+    if reads:
+        digit = (1 << BITS) - 1 - tl.arange(0, 1 << BITS)
+        own = _take_histogram(state, digit)
+        best_key = tl.load(state + _BEST)
+        found = tl.zeros_like(own)
+        before = tl.zeros_like(own)
+        if PEERS:
+            live = tl.where(searches, digit, -1) >= 0
+            one = digit == 0
+            number = tl.load(exchanges_ptr + row) + 1
+            turn = (number & 1).to(tl.int64)
+            stamp = number.to(tl.int64) << 32
+            for step in tl.static_range(1, RANKS):
+                peer = tl.load(addresses_ptr + (RANK + step) % RANKS).to(tl.pointer_type(tl.int64))
+                to = peer + ((turn * RANKS + RANK) * most_rows + row) * row_words
+                if FIRST:
+                    send_words(to + 2 * _BINS + digit, tl.zeros_like(own) + (best_key | stamp), one)
+                send_words(to + digit, (own & 0xFFFFFFFF) | stamp, live)
+                if MASS:
+                    send_words(to + _BINS + digit, (own >> 32) | stamp, live)
+            mine = tl.load(addresses_ptr + RANK).to(tl.pointer_type(tl.int64))
+            lost = 0
+            for rank in tl.static_range(RANKS):
+                part = own
+                if rank != RANK:
+                    at = mine + ((turn * RANKS + rank) * most_rows + row) * row_words
+                    low, came, missed = receive_words(at + digit, live, number, fault_ptr, most_spins, rank)
+                    lost = lost | missed
+                    part = tl.where(live, low.to(tl.int64) & 0xFFFFFFFF, 0)
+                    if MASS:
+                        high, came, missed = receive_words(
+                            at + _BINS + digit, live, number, fault_ptr, most_spins, rank
+                        )
+                        lost = lost | missed
+                        part += tl.where(live, high.to(tl.int64) << 32, 0)
+                    if FIRST:
+                        key, came, missed = receive_words(
+                            at + 2 * _BINS + digit, one, number, fault_ptr, most_spins, rank
+                        )
+                        lost = lost | missed
+                        best_key = tl.maximum(best_key, tl.max(tl.where(one, key.to(tl.int64) & 0xFFFFFFFF, 0)))
+                found += part
+                if rank < RANK:
+                    before += part
+            tl.store(exchanges_ptr + row, number | (lost << 31))  # negative for ever, as in `triton_all_reduce`
+            if lost != 0:
+                tl.store(state + _LOST, 1)
+        else:
+            for rank in tl.static_range(RANKS):
+                at = gathered_ptr + (rank * tl.num_programs(0) + row) * (_BINS + 1)
+                part = tl.load(at + digit)
+                found += part
+                if rank < RANK:
+                    before += part
+                if FIRST:
+                    best_key = tl.maximum(best_key, tl.load(at + _BINS))
+        if FIRST:
+            tl.store(state + _BEST, best_key)
+        if searches:
+            _choose_digit(state, digit, found, before, top_k, top_p, _value_of(best_key), MASS, SHIFT, BITS)
 
 
 @triton.jit
@@ -191,15 +327,17 @@ def _cut_kernel(
     min_p_ptr,
     k_stride,
     p_stride,
+    vocab,
     V,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    SHARD: tl.constexpr,
 ):
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, V)
-    if (top_k < V) | (top_p < float("inf")) | (min_p > 0.0):
+    top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, vocab)
+    if (top_k < vocab) | (top_p < float("inf")) | (min_p > 0.0):
         state = state_ptr + row * _WORDS
         best = _value_of(tl.load(state + _BEST))
         smallest, stay = _threshold(state, top_p, best)
@@ -215,28 +353,81 @@ def _cut_kernel(
             rank = tl.sum(tl.load(ties + b, mask=b < block, other=0)) + tl.cumsum(equal) - equal
             goes = (key < smallest) | ((equal != 0) & (rank >= stay))
             goes = goes | (tl.exp(x - best) < tl.where(_is_number(best), min_p, 0.0))
-            tl.store(logits_ptr + row * V + v, float("-inf"), mask=goes & (v < V))
+            cut = tl.zeros_like(x) - float("inf")
+            if SHARD:
+                lost = (tl.zeros_like(key) + tl.load(state + _LOST)) != 0
+                cut = tl.where(lost, float("nan"), cut)  # so the log-probs of this row are NaN on every rank
+                goes = goes | lost
+            tl.store(logits_ptr + row * V + v, cut, mask=goes & (v < V))
 
 
-def truncate(logits_SV: torch.Tensor, rows: SamplingRows) -> None:
+def truncate(
+    logits_SV: torch.Tensor, rows: SamplingRows, shard: VocabShard | None = None, most_spins: int = MOST_SPINS
+) -> None:
     """Set the logits of all tokens that top-k, then top-p, then min-p drop to -inf, in place.
 
     Args:
         logits_SV: float32, contiguous, already tempered.
         rows: `top_k_S`, `top_p_S` and `min_p_S` are required; the last two have the same stride.
+        shard: if the logits are those of one rank's part of the vocabulary. All ranks call this.
+        most_spins: reads of a peer's missing words before the fault flag is set; then the row becomes NaN.
     """
     assert rows.top_k_S is not None and rows.top_p_S is not None and rows.min_p_S is not None
     assert logits_SV.is_contiguous() and rows.top_p_S.stride(0) == rows.min_p_S.stride(0)
-    count, vocab = logits_SV.shape
-    blocks = triton.cdiv(vocab, _BLOCK)
+    count, width = logits_SV.shape
+    blocks = triton.cdiv(width, _BLOCK)
     grid = (blocks, count)
     state_SW = torch.zeros(count, _WORDS.value, dtype=torch.int64, device=logits_SV.device)
     ties_SB = torch.empty(count, blocks, dtype=torch.int32, device=logits_SV.device)
-    limits = (rows.top_k_S, rows.top_p_S, rows.min_p_S, rows.top_k_S.stride(0), rows.top_p_S.stride(0), vocab)
+    vocab = width if shard is None else shard.vocab
+    limits = _limit_arguments(rows, slice(None), vocab)
     for mass in (0, 1):
-        for shift, bits in _DIGITS:
-            sizes = {"MASS": mass, "SHIFT": shift, "BITS": bits, "BLOCK": _BLOCK}
-            _search_kernel[grid](logits_SV, state_SW, *limits, **sizes, num_warps=8)
+        for shift, bits in DIGITS:
+            digit = {"MASS": mass, "SHIFT": shift, "BITS": bits}
+            sizes = {"BLOCK": _BLOCK, "SHARD": shard is not None}
+            _search_kernel[grid](logits_SV, state_SW, *limits, width, **digit, **sizes, num_warps=8)
+            if shard is not None:
+                _merge(state_SW, rows, digit, shard, most_spins)
     for counts in (True, False):
-        sizes = {"COUNT": counts, "BLOCK": _BLOCK, "BLOCKS": triton.next_power_of_2(blocks)}
-        _cut_kernel[grid](logits_SV, state_SW, ties_SB, *limits, **sizes, num_warps=8)
+        sizes = {"COUNT": counts, "BLOCK": _BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "SHARD": shard is not None}
+        _cut_kernel[grid](logits_SV, state_SW, ties_SB, *limits, width, **sizes, num_warps=8)
+
+
+def _limit_arguments(rows: SamplingRows, part: slice, vocab: int) -> tuple[Any, ...]:
+    """The arguments of a kernel from which `_limits` reads."""
+    assert rows.top_k_S is not None and rows.top_p_S is not None and rows.min_p_S is not None
+    strides = rows.top_k_S.stride(0), rows.top_p_S.stride(0)
+    return rows.top_k_S[part], rows.top_p_S[part], rows.min_p_S[part], *strides, vocab
+
+
+def _merge(
+    state_SW: torch.Tensor, rows: SamplingRows, digit: dict[str, int], shard: VocabShard, most_spins: int
+) -> None:
+    """Exchange the histograms of the rows, and find the next digit of each."""
+    group, peers = shard.group, shard.group.histogram_peers
+    gathered_RSD, addresses_R, exchanges_M, fault, words, at_once = None, None, None, None, 0, len(state_SW)
+    if peers is None:
+        histogram_SD = state_SW[:, _HISTOGRAM.value :].unflatten(1, (_COPIES.value, _BINS.value)).sum(dim=1)
+        best_S1 = state_SW[:, _BEST.value, None]
+        gathered_RSD = group.all_gather(torch.cat([histogram_SD, best_S1], dim=1))
+    else:
+        addresses_R, exchanges_M, fault = peers.addresses_R, peers.exchanges_M, peers.fault
+        words, at_once = peers.words, peers.rows
+    for begin in range(0, len(state_SW), at_once):
+        part = slice(begin, begin + at_once)
+        _merge_kernel[(len(state_SW[part]),)](
+            state_SW[part],
+            gathered_RSD,
+            addresses_R,
+            exchanges_M,
+            fault,
+            words,
+            at_once,
+            most_spins,
+            *_limit_arguments(rows, part, shard.vocab),
+            RANK=group.rank,
+            RANKS=group.size,
+            PEERS=peers is not None,
+            num_warps=8,
+            **digit,
+        )

@@ -51,6 +51,9 @@ class MemoryOrders(Protocol):
     def memory_failures(self, number: int) -> list[str]:
         """Why ranks could not carry it out."""
 
+    def free_relay(self) -> int:
+        """Give back memory of this device that the other ranks had mapped until `release`; returns its bytes."""
+
     @property
     def freed_bytes(self) -> int:
         """Bytes that all other ranks have given back so far."""
@@ -90,6 +93,7 @@ class GroupMemory:
         number = self._orders.memory("release")
         freed_bytes = self._own.release()
         self._wait(number)
+        freed_bytes += self._orders.free_relay()
         return freed_bytes + self._orders.freed_bytes - before
 
     def forget(self) -> None:

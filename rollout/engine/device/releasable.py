@@ -10,6 +10,7 @@ Invariants:
 
 - All blocks have memory, or no block has: a wake that fails half-way gives back the memory that it got.
 - Content that is `kept` is in host memory before any block is given back. All other content is zeros after a wake.
+- `working` and `parts` tell other threads that a sleep or wake is under way, and whether it goes on.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class ReleasableMemory:
         self._saved = self._was_saved = False  # the second: before the last wake
         self._headroom = 0  # memory that the allocator kept for steps, bytes
         self.released = False
+        self.working = False  # a call that may take seconds is under way
+        self.parts = 0  # of all these calls that are done: blocks, or pieces that were copied
 
     @property
     def nbytes(self) -> int:
@@ -155,17 +158,21 @@ class ReleasableMemory:
                 f"keeping the weights takes {missing / _GIB:.2f} GiB of host memory and {free / _GIB:.2f} GiB are "
                 "free: sleep with level 2, or free host memory"
             )
-        for block in self._blocks:
-            if block.kept:
-                block.host = block.host or self._host_pieces(block.nbytes)
-                for piece, there in self._parts(block):
-                    piece.copy_(there, non_blocking=True)
-        self._device.synchronize()
+        with self._work():
+            for block in self._blocks:
+                if block.kept:
+                    block.host = block.host or self._host_pieces(block.nbytes)
+                    for piece, there in self._parts(block):
+                        self._copy(there, piece)
         self._saved = True
 
     def _host_pieces(self, nbytes: int) -> list[torch.Tensor]:
+        pieces = []
         try:
-            return [self._device.host_buffer((piece,), torch.uint8) for piece in _pieces(nbytes)]
+            for piece in _pieces(nbytes):
+                pieces.append(self._device.host_buffer((piece,), torch.uint8))
+                self.parts += 1
+            return pieces
         except RuntimeError as error:  # free memory may be unavailable to this process, or cannot be pinned
             raise MemoryShortError(
                 f"the host has no {nbytes / _GIB:.2f} GiB of pinned memory for the weights: sleep with level 2, or "
@@ -178,9 +185,11 @@ class ReleasableMemory:
         self._device.synchronize()
         before = self._backing.free_bytes()
         self.released = True  # first: if this fails half-way, no memory can be relied on
-        for block in self._blocks:
-            self._backing.give_back(block.addresses)
-        self._headroom = self._backing.trim()
+        with self._work():
+            for block in self._blocks:
+                self._backing.give_back(block.addresses)
+                self.parts += 1
+            self._headroom = self._backing.trim()
         return max(self._backing.free_bytes() - before, 0)
 
     def forget(self) -> None:
@@ -205,17 +214,18 @@ class ReleasableMemory:
         self._backing.trim()
         if self._backing.free_bytes() < self._needed:
             raise self._too_little()
-        try:
-            self._back_all()
-        except MemoryShortError as error:
-            raise self._too_little() from error
-        for block in self._blocks:
-            if block.kept and self._saved:
-                for piece, there in self._parts(block):
-                    there.copy_(piece, non_blocking=True)
-            else:
-                self._clear(block)
-        self._device.synchronize()
+        with self._work():
+            try:
+                self._back_all()
+            except MemoryShortError as error:
+                raise self._too_little() from error
+            for block in self._blocks:
+                if block.kept and self._saved:
+                    for piece, there in self._parts(block):
+                        self._copy(piece, there)
+                else:
+                    self._clear(block)
+            self._device.synchronize()
         self._was_saved = self._saved
         self.released = self._saved = False  # last: if the device fails before this, the memory is not valid
 
@@ -224,7 +234,22 @@ class ReleasableMemory:
             for block in self._blocks:
                 self._backing.back(block.addresses)
                 undo.callback(self._backing.give_back, block.addresses)
+                self.parts += 1
             undo.pop_all()
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a piece. Waits for it, so that `parts` counts what is done."""
+        target.copy_(source, non_blocking=True)
+        self._device.synchronize()
+        self.parts += 1
+
+    @contextlib.contextmanager
+    def _work(self) -> Iterator[None]:
+        self.working = True
+        try:
+            yield
+        finally:
+            self.working = False
 
     def _too_little(self) -> MemoryShortError:
         needed, free = self._needed, self._backing.free_bytes()

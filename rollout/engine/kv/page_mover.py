@@ -99,6 +99,7 @@ class CopyQueue:
         self.stream: Stream = device.stream(name)
         self.staging_NW = staging_NW
         self.under_way: deque[Piece] = deque()
+        self.ended = 0  # pieces
         self._copy = copy
         most = len(staging_NW)
         self._spare = [
@@ -150,7 +151,13 @@ class CopyQueue:
                 piece.failure = piece.failure or str(error)
             ended.append(piece)
         self._spare += ended
+        self.ended += len(ended)
         return ended
+
+    @property
+    def copying(self) -> bool:
+        """Whether this device is at a piece. Any thread may ask."""
+        return any(piece.start.query() and not piece.end.query() for piece in tuple(self.under_way))
 
 
 class PageMover:

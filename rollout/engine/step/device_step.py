@@ -81,8 +81,9 @@ class DeviceStep:
         self.kv = kv
         self.rows = rows
         self.adapters = adapters
-        shard = model.vocab_shard if isinstance(model, Decoder) else None
-        self.sample = Sampler(rows, self.whole_logits, shard)
+        #: The part of the vocabulary that the logits of forwards are of; None if all.
+        self.shard = model.vocab_shard if isinstance(model, Decoder) else None
+        self.sample = Sampler(rows, self.shard)
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
         self.encoder = encoder
@@ -90,10 +91,6 @@ class DeviceStep:
         self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
         if heads is not None and heads.reads_last_layer:
             self.skips_unwanted = False
-
-    def whole_logits(self, logits_SK: torch.Tensor) -> torch.Tensor:
-        """Logits of the whole vocabulary; a shard's forward leaves the logits of its own part."""
-        return self.model.join_logits(logits_SK) if isinstance(self.model, Decoder) else logits_SK
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same over another KV cache."""
@@ -220,12 +217,16 @@ class DeviceStep:
         self.rows.ints[rows_C, LENGTH] = step["lengths"]
         if header.scored:
             at_N, targets_N = step["scored_at"], step["scored_targets"]
-
-            def compute_logits(hidden_SD: torch.Tensor) -> torch.Tensor:
-                return self.whole_logits(self.forward.compute_logits(hidden_SD))
-
-            asked = {"ranked": header.ranked, "tops": header.prompt_tops}
-            scores.score_prompt(hidden_TD, at_N, targets_N, compute_logits, self.exact_sums, **asked)
+            scores.score_prompt(
+                hidden_TD,
+                at_N,
+                targets_N,
+                self.forward.compute_logits,
+                self.exact_sums,
+                ranked=header.ranked,
+                tops=header.prompt_tops,
+                shard=self.shard,
+            )
         if header.draws == 0:
             return None
         return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]

@@ -26,7 +26,7 @@ from rollout_kernels.parallel import TensorGroup
 from rollout.engine.adapter_table import AdapterOrders
 from rollout.engine.device.group_memory import MemoryOrders
 from rollout.engine.device.streams import Device, DeviceError, Event, Stream
-from rollout.engine.kv.page_mover import MoveOrders, PageMover
+from rollout.engine.kv.page_mover import CopyQueue, MoveOrders, PageMover
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step import verify
 from rollout.engine.step.device_step import DeviceStep
@@ -195,7 +195,7 @@ class Executor:
                 return
             forwarded = self.graphs.forward(step, slot.experts)
         if forwarded is not None and header.tops:
-            slot.scores.take_tops(self.step.whole_logits(forwarded[0]), step["top_at"], self.step.exact_sums)
+            slot.scores.take_tops(forwarded[0], step["top_at"], self.step.exact_sums, self.step.shard)
         slot.forwarded = forwarded
         if forwarded is None:
             self.run_guess(header, slot)
@@ -242,6 +242,12 @@ class Executor:
         self.compute.record(start)
         self.compute.run(copy)
         self.compute.record(end)
+
+    @property
+    def copy_queues(self) -> list[CopyQueue]:
+        """Those of the movers."""
+        movers = [mover for mover in (self.mover, self.state_mover) if mover is not None]
+        return [queue for mover in movers for queue in (mover.out, mover.back)]
 
     def finish(self) -> None:
         """Return when all that is enqueued is done. Raises DeviceError if any of it failed."""

@@ -8,8 +8,6 @@ Legend: S rows that sample, V vocabulary, I and F columns of the row state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from rollout_kernels import Sampled, SamplingRows, change_logits, sample
 from rollout_kernels.sampling import VocabShard, sample_shard
@@ -49,18 +47,11 @@ _FLOAT_FIELDS = [
 class Sampler:
     """Draws tokens for rows of one row state; everything runs on the compute stream.
 
-    `whole_logits` makes logits of the whole vocabulary of those that a forward leaves. If these are a `shard`, rules
-    that change them take all; without such rules each rank draws over its part. All ranks draw the same tokens.
+    If the logits are those of a `shard`, each rank draws over its part, and all ranks draw the same tokens.
     """
 
-    def __init__(
-        self,
-        rows: RowState,
-        whole_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
-        shard: VocabShard | None = None,
-    ) -> None:
+    def __init__(self, rows: RowState, shard: VocabShard | None = None) -> None:
         self.rows = rows
-        self._whole_logits = whole_logits
         self._shard = shard
 
     def __call__(
@@ -73,15 +64,14 @@ class Sampler:
     ) -> None:
         """Draw a token for each of `rows_S` (int64) from float32 logits; `output_4R` is a slot's output.
 
+        The logits are those of the vocabulary, or of the shard.
+
         `masks` is read only with `Feature.CONSTRAIN`.
         """
-        shard = None if features.reshapes else self._shard
-        if shard is None:
-            logits_SV = self._whole_logits(logits_SV)
         if logits_SV.is_cuda:
-            self._draw_on_gpu(logits_SV, rows_S, features, output_4R, masks, shard)
+            self._draw_on_gpu(logits_SV, rows_S, features, output_4R, masks)
         else:
-            self._draw(logits_SV, rows_S, features, output_4R, masks, shard)
+            self._draw(logits_SV, rows_S, features, output_4R, masks)
         if features & Feature.PENALIZE:
             one = torch.ones((), dtype=torch.int32, device=rows_S.device)
             tokens_S = output_4R[0, : len(rows_S)].long()
@@ -94,10 +84,9 @@ class Sampler:
         features: Feature,
         output_4R: torch.Tensor,
         masks: StepMasks | None,
-        shard: VocabShard | None,
     ) -> None:
-        ints_SI = self.rows.ints.index_select(0, rows_S)
-        settings = self._settings(rows_S, ints_SI, features, masks)
+        ints_SI, shard = self.rows.ints.index_select(0, rows_S), self._shard
+        settings = self._settings(rows_S, ints_SI, features, masks, logits_SV.shape[1])
         sampled = sample(logits_SV, settings) if shard is None else sample_shard(logits_SV, settings, shard)
         ints_SI[:, LAST] = sampled.tokens_S
         ints_SI[:, LENGTH] += 1
@@ -111,22 +100,22 @@ class Sampler:
         features: Feature,
         output_4R: torch.Tensor,
         masks: StepMasks | None,
-        shard: VocabShard | None,
     ) -> None:
         from rollout_kernels.sampling.triton_draw import draw_and_advance
         from rollout_kernels.sampling.triton_truncate import truncate
 
         drawn_SV = None
         if features.reshapes:
-            settings = self._settings(rows_S, self.rows.ints.index_select(0, rows_S), features, masks)
+            ints_SI = self.rows.ints.index_select(0, rows_S)
+            settings = self._settings(rows_S, ints_SI, features, masks, logits_SV.shape[1])
             drawn_SV = change_logits(logits_SV, settings) / settings.temperature_S[:, None]
             if settings.top_k_S is not None:
-                truncate(drawn_SV, settings)
+                truncate(drawn_SV, settings, self._shard)
         state = (rows_S, self.rows.ints, self.rows.floats)
-        draw_and_advance(logits_SV, drawn_SV, *state, output_4R, _COLUMNS, shard)
+        draw_and_advance(logits_SV, drawn_SV, *state, output_4R, _COLUMNS, self._shard)
 
     def _settings(
-        self, rows_S: torch.Tensor, ints_SI: torch.Tensor, features: Feature, masks: StepMasks | None
+        self, rows_S: torch.Tensor, ints_SI: torch.Tensor, features: Feature, masks: StepMasks | None, width: int
     ) -> SamplingRows:
         state, index_S = self.rows, ints_SI[:, LENGTH] + 1 - ints_SI[:, PROMPT]
         floats_SF = state.floats.index_select(0, rows_S)
@@ -135,18 +124,21 @@ class Sampler:
         rules = {name: floats_SF[:, column] for name, needs, column in _FLOAT_FIELDS if bits & needs}
         rules |= {name: ints_SI[:, column] for name, needs, column in _INT_FIELDS if bits & needs}
         masks = masks if features & Feature.CONSTRAIN else None
+        first = None if self._shard is None else self._shard.first_token
+        counts_RV = state.counts if first is None else state.counts[:, first : first + width]
         return SamplingRows(
             temperature_S=floats_SF[:, TEMPERATURE],
             noise_S=floats_SF[:, NOISE] if features & Feature.DRAW else None,
             seed_S=ints_SI[:, SEED],
             index_S=index_S,
-            counts_SV=state.counts.index_select(0, rows_S) if penalize else None,
+            counts_SV=counts_RV.index_select(0, rows_S) if penalize else None,
             bias_ids_SK=state.bias_ids.index_select(0, rows_S) if bias else None,
             bias_SK=state.bias.index_select(0, rows_S) if bias else None,
             banned_ids_SK=state.banned.index_select(0, rows_S) if ban else None,
             banned_S=index_S < ints_SI[:, MIN_TOKENS] if ban else None,
             masked_C=masks.at if masks is not None else None,
             masks_CW=masks.bits if masks is not None else None,
+            first_token=first,
             **rules,
         )
 

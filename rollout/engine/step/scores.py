@@ -10,7 +10,12 @@ All are log-softmax of the model's own logits: before temperature, penalties, bi
 says which rows and positions these are; a step without any enqueues nothing of this. Each copy is one contiguous piece:
 CUDA takes a copy with gaps through memory that is not pinned, and the host would wait for it.
 
-Legend: S rows that sample, C of them with tops, K tops, N scored positions, P of them at a time, V vocabulary.
+Where each rank of a tensor group has the logits of a part of the vocabulary, the ranks exchange the largest logit of
+each row, then sums, the likeliest tokens of their part, and how many tokens are likelier than the prompt's. All ranks
+merge them in the order of the ranks and have the same scores; exact sums are those of one rank, bit for bit.
+
+Legend: S rows that sample, C of them with tops, K tops, N scored positions, P of them at a time, V vocabulary or the
+rank's part of it, R ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from rollout_kernels.sampling import VocabShard
 
 from rollout.engine.device.streams import Device
 from rollout.engine.messages import MAX_TOP_LOGPROBS
@@ -52,15 +59,24 @@ class StepScores:
         self._prompt_tops = torch.zeros(prompt_tops, dtype=torch.int32, device=device.torch_device)
         self._prompt_tops_host = device.host_buffer(prompt_tops, torch.int32)
 
-    def take_tops(self, logits_SV: torch.Tensor, at_C: torch.Tensor, exact_sums: bool = False) -> None:
-        """Find the likeliest tokens of some rows; on the compute stream. The logits are left as they are."""
+    def take_tops(
+        self,
+        logits_SV: torch.Tensor,
+        at_C: torch.Tensor,
+        exact_sums: bool = False,
+        shard: VocabShard | None = None,
+    ) -> None:
+        """Find the likeliest tokens of some rows; on the compute stream. The logits are left as they are.
+
+        They are those of a `shard` if it is given; then all ranks call this.
+        """
         logits_CV = logits_SV.index_select(0, at_C)
-        top_CK = logits_CV.topk(self._k, dim=1)
-        best_C1 = top_CK.values[:, :1]
-        rest_C1 = _log_sum_exp(logits_CV.sub_(best_C1), exact_sums)[:, None]
+        values_CK, top_ids_CK = _likeliest(logits_CV, self._k, shard)
+        best_C1 = values_CK[:, :1]
+        rest_C1 = _log_sum_exp(logits_CV.sub_(best_C1), exact_sums, shard)[:, None]
         ids_CK, bits_CK = self._tops[: len(at_C)].unbind(1)
-        ids_CK.copy_(top_CK.indices)
-        bits_CK.view(torch.float32).copy_(top_CK.values - best_C1 - rest_C1)
+        ids_CK.copy_(top_ids_CK)
+        bits_CK.view(torch.float32).copy_(values_CK - best_C1 - rest_C1)
 
     def score_prompt(
         self,
@@ -72,25 +88,32 @@ class StepScores:
         *,
         ranked: bool = False,
         tops: bool = False,
+        shard: VocabShard | None = None,
     ) -> None:
         """Log-probs of `targets_N` after the tokens `at_N` of a step; on the compute stream.
 
-        With `ranked` their ranks, too, and with `tops` the likeliest tokens at each position.
+        With `ranked` their ranks, too, and with `tops` the likeliest tokens at each position. `compute_logits` gives
+        those of the `shard` if there is one; then all ranks call this.
         """
         for start in range(0, len(at_N), SCORED_AT_ONCE):
             part = slice(start, min(start + SCORED_AT_ONCE, len(at_N)))
             logits_PV = compute_logits(hidden_TH.index_select(0, at_N[part]))
-            logits_PV.sub_(logits_PV.amax(dim=1, keepdim=True))  # small numbers lose no digits in the difference
-            chosen_P1 = logits_PV.gather(1, targets_N[part, None])
+            best_P1 = logits_PV.amax(dim=1, keepdim=True)
+            if shard is not None:
+                best_P1 = shard.group.all_gather(best_P1).amax(dim=0)
+            logits_PV.sub_(best_P1)  # small numbers lose no digits in the difference
+            chosen_P1 = _logit_of(logits_PV, targets_N[part, None], shard)
             if ranked:
-                self._ranks[part] = (logits_PV > chosen_P1).sum(dim=1, dtype=torch.int32) + 1
-            top_PK = logits_PV.topk(self._k, dim=1) if tops else None
-            rest_P = _log_sum_exp(logits_PV, exact_sums)
+                likelier_P = (logits_PV > chosen_P1).sum(dim=1, dtype=torch.int32)
+                self._ranks[part] = _over_ranks(likelier_P, shard) + 1
+            top_PK = _likeliest(logits_PV, self._k, shard) if tops else None
+            rest_P = _log_sum_exp(logits_PV, exact_sums, shard)
             self._prompt[part] = chosen_P1.squeeze(1) - rest_P
             if top_PK is not None:
+                values_PK, top_ids_PK = top_PK
                 ids_PK, bits_PK = self._prompt_tops[part].unbind(1)
-                ids_PK.copy_(top_PK.indices)
-                bits_PK.view(torch.float32).copy_(top_PK.values - rest_P[:, None])
+                ids_PK.copy_(top_ids_PK)
+                bits_PK.view(torch.float32).copy_(values_PK - rest_P[:, None])
 
     def copy(self, tops: int, scored: int, *, ranked: bool = False, prompt_tops: bool = False) -> None:
         """Copy the tops of `tops` rows and the scores of `scored` positions to the host; on the D2H stream."""
@@ -117,7 +140,7 @@ class StepScores:
         return scores
 
 
-def _log_sum_exp(logits_RV: torch.Tensor, exact: bool) -> torch.Tensor:
+def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, shard: VocabShard | None) -> torch.Tensor:
     """[R]; no logit is above 0, and all are overwritten.
 
     A GPU groups the additions by the number of rows. With `exact` the terms are whole multiples of 2^-43, so a row's
@@ -125,5 +148,41 @@ def _log_sum_exp(logits_RV: torch.Tensor, exact: bool) -> torch.Tensor:
     """
     probs_RV = logits_RV.exp_()
     if exact:
-        return (probs_RV.mul_(2.0**43).long().sum(dim=1).double() * 2.0**-43).log_().float()
-    return probs_RV.sum(dim=1).log_()
+        units_R = _over_ranks(probs_RV.mul_(2.0**43).long().sum(dim=1), shard)
+        return (units_R.double() * 2.0**-43).log_().float()
+    return _over_ranks(probs_RV.sum(dim=1), shard).log_()
+
+
+def _over_ranks(own_P: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+    """The sum over the ranks, in their order."""
+    if shard is None:
+        return own_P
+    first_P, *others = shard.group.all_gather(own_P)
+    for other_P in others:
+        first_P = first_P + other_P
+    return first_P
+
+
+def _logit_of(logits_PV: torch.Tensor, tokens_P1: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+    """The logit of a token of each row, [P, 1]; one rank has it."""
+    if shard is None:
+        return logits_PV.gather(1, tokens_P1)
+    place_P1 = tokens_P1 - shard.first_token
+    foreign_P1 = (place_P1 < 0) | (place_P1 >= logits_PV.shape[1])
+    own_P1 = logits_PV.gather(1, place_P1.masked_fill(foreign_P1, 0)).masked_fill(foreign_P1, 0.0)
+    return _over_ranks(own_P1, shard)
+
+
+def _likeliest(logits_PV: torch.Tensor, k: int, shard: VocabShard | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` largest logits of each row and their tokens, [P, K]; of a shard, the largest of all ranks' largest."""
+    if shard is None:
+        found = logits_PV.topk(k, dim=1)
+        return found.values, found.indices
+    own = logits_PV.topk(min(k, logits_PV.shape[1]), dim=1)
+    missing = (0, k - own.values.shape[1])
+    values_PK = F.pad(own.values, missing, value=-torch.inf)
+    ids_PK = F.pad((own.indices + shard.first_token).int(), missing)
+    both_R2PK = shard.group.all_gather(torch.stack([values_PK.view(torch.int32), ids_PK]))
+    bits_PRK, ids_PRK = both_R2PK.permute(1, 2, 0, 3).flatten(2)  # the tokens of the first rank come first
+    top = bits_PRK.view(torch.float32).topk(k, dim=1)
+    return top.values, ids_PRK.gather(1, top.indices)

@@ -245,7 +245,7 @@ def engine_settings(
         "adapter_rank": ADAPTER_RANK,
     }
     if "contexts" in job.experiments:  # a snapshot for each prompt, or linear attention computes it again
-        settings["state_snapshots"] = job.most_rows + 1
+        settings["state_snapshots"] = max(job.context_rows or job.rows) * len(job.contexts) + 1
     flags = {f"engine.{name}": value for name, value in {**settings, **(changes or {})}.items()}
     return load_settings(None, {}, flags).engine
 

@@ -32,10 +32,12 @@ def tensors_of(seed: int, **how: Any) -> dict[str, torch.Tensor]:
     return new_tensors(TinyModel(), seed, **how)
 
 
-def good(worker: GroupWorker, transport: str, folder: Path, version: int, **how: Any) -> dict[str, torch.Tensor]:
+def good(
+    worker: GroupWorker, transport: str, folder: Path, version: int, bucket_bytes: int = SMALL, **how: Any
+) -> dict[str, torch.Tensor]:
     """A publish from start to end."""
-    tensors = tensors_of(version, **how)
-    with WeightPublisher(worker.endpoint, transport=transport, folder=str(folder), bucket_bytes=SMALL) as publisher:
+    tensors, where = tensors_of(version, **how), str(folder)
+    with WeightPublisher(worker.endpoint, transport=transport, folder=where, bucket_bytes=bucket_bytes) as publisher:
         share_from(publisher, folder)
         (report,) = publisher.publish(tensors, version).applied(60)
     assert report.version == version and report.transport == transport
@@ -161,6 +163,30 @@ def test_what_comes_on_a_device_goes_through_no_host_memory(tmp_path: Path, size
         assert worker.serve(good(worker, "zmq", tmp_path, 3))
         assert worker.relayed.size > 0
         assert worker.serve(good(worker, "cuda_ipc", tmp_path, 4))
+
+
+def test_a_sleep_gives_the_memory_on_the_device_back_and_the_next_update_takes_some_again(tmp_path: Path) -> None:
+    peers = [FileMemory(tmp_path) for _ in range(3)]
+    allocated = lambda: len(list(tmp_path.iterdir())) - beside  # noqa: E731 -- files that stand for memory
+    with GroupWorker(3, relay_bytes=256, shared=tmp_path, peers=peers) as worker:
+        beside = len(list(tmp_path.iterdir()))
+        for version in (1, 2, 3):
+            assert worker.serve(good(worker, "cuda_ipc", tmp_path, version))
+            assert allocated() == 1 and [peer.readers for peer in peers[1:]] == [1, 1]
+            worker.orders.memory("release")
+            wait_for(lambda: [peer.readers for peer in peers[1:]] == [0, 0], "the followers")
+            wait_for(lambda: worker.orders.free_relay() > 0, "their reports")
+            assert allocated() == 0 and worker.orders.free_relay() == 0
+        assert worker.relayed.size == 0, "no piece went through the host"
+
+
+def test_memory_that_has_become_too_small_is_given_back(tmp_path: Path) -> None:
+    peers = [FileMemory(tmp_path) for _ in range(2)]
+    with GroupWorker(2, relay_bytes=256, shared=tmp_path, peers=peers) as worker:
+        beside = len(list(tmp_path.iterdir()))
+        for version, bucket_bytes in ((1, 64), (2, 256), (3, 512)):
+            assert worker.serve(good(worker, "cuda_ipc", tmp_path, version, bucket_bytes=bucket_bytes))
+            assert len(list(tmp_path.iterdir())) - beside == 1 and peers[1].readers == 1
 
 
 class Unreadable(FileMemory):

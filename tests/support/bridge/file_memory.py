@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ class FileMemory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._names: dict[int, str] = {}
+        self.readers = 0  # that are open
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         name = secrets.token_hex(HANDLE_BYTES // 2)
@@ -43,12 +43,23 @@ class FileMemory:
     def close(self, memory: torch.Tensor) -> None:
         pass
 
-    def reader(self, handle: bytes, nbytes: int) -> Callable[[int, torch.Tensor], None]:
-        memory = self.open(handle, nbytes)
-        return lambda at, out: out.copy_(memory[at : at + out.numel()])
+    def reader(self, handle: bytes, nbytes: int) -> _Reader:
+        self.readers += 1
+        return _Reader(self, self.open(handle, nbytes))
 
     def _map(self, name: str, nbytes: int) -> torch.Tensor:
         return torch.from_file(str(self._folder / name), shared=True, size=nbytes, dtype=torch.uint8)
+
+
+class _Reader:
+    def __init__(self, owner: FileMemory, memory: torch.Tensor) -> None:
+        self._owner, self._memory = owner, memory
+
+    def read(self, at: int, out: torch.Tensor) -> None:
+        out.copy_(self._memory[at : at + out.numel()])
+
+    def close(self) -> None:
+        self._owner.readers -= 1
 
 
 def share_with(worker: Worker, folder: Path) -> None:

@@ -12,7 +12,7 @@ import msgpack
 import torch
 
 from rollout.models.cut import Cut, CutView
-from rollout.ranks.follower_updates import FollowerUpdates, copy_all
+from rollout.ranks.follower_updates import FollowerUpdates
 from rollout.ranks.orders import END, OPEN, PREPARE, RELAY, SWAP, TAKE, Orders
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
@@ -20,6 +20,7 @@ from rollout.ranks.updates import RankUpdates
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.shard_staging import BLOCK_BYTES, ShardInPlace, ShardStaging
 from rollout.weights.staging import StagedWeights
+from rollout.weights.swap_copies import copy_tensors
 from tests.support.bridge.harness import EXPERTS, HIDDEN, INTER, TinyModel, Worker, wait_for
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 
@@ -110,7 +111,10 @@ class GroupWorker(Worker):
         eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
         self._descriptors = [*eventfds, *(memory.descriptor for memory in (ring, table, self.relayed, manifest))]
         writer = RingWriter(ring, eventfds, lambda: self.reports.get("position"))
-        self.orders = Orders(writer, 0, self.reports, lambda: None)
+        mine = peers[0] if peers else None
+        where = self.shards[0].parameters["norm"].device
+        ranks = RankUpdates(self.relayed, manifest, self.reports, lambda: self.orders, where, mine, relay_bytes)
+        self.orders = Orders(writer, 0, self.reports, lambda: None, ranks)
         self.reading = threading.Event()
         self.reading.set()
         self.followers = []
@@ -126,9 +130,6 @@ class GroupWorker(Worker):
             follow = threading.Thread(target=self._follow, args=(reader, updates, number), daemon=True)
             follow.start()
             self.followers.append(follow)
-        mine = peers[0] if peers else None
-        where = self.shards[0].parameters["norm"].device
-        ranks = RankUpdates(self.relayed, manifest, self.reports, lambda: self.orders, where, mine, relay_bytes)
         super().__init__(model=_Views(self.shards[0]), shared=shared, ranks=ranks, staging=staging, **settings)
 
     def serve(self, tensors: dict[str, torch.Tensor]) -> bool:
@@ -179,7 +180,7 @@ class GroupWorker(Worker):
             elif head.kind == PREPARE:
                 updates.prepare(*fields)
             elif head.kind == SWAP:
-                copy_all(updates.take(*fields))
+                copy_tensors(updates.take(*fields))
                 self.reports.set(number, "swapped", fields[0])
             reader.done(head)
             self.reports.set(number, "sequence", head.sequence)

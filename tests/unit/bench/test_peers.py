@@ -337,7 +337,15 @@ def test_script_measures_and_goes_on_without_vllm(tmp_path: Path, monkeypatch, c
 
 @pytest.mark.parametrize(
     "name",
-    ["bench.compare_peers", "bench.decode", "bench.attention", "tune.linear", "tune.steps", "bench.profile_decode"],
+    [
+        "bench.compare_peers",
+        "bench.decode",
+        "bench.delta",
+        "bench.attention",
+        "tune.linear",
+        "tune.steps",
+        "bench.profile_decode",
+    ],
 )
 def test_script_says_how_it_is_used(name: str, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])

@@ -26,8 +26,8 @@ class Case(NamedTuple):
     kernels: set[str]
 
 
-NORM = ["8 rows: norm"]
-NORM_KERNELS = {"_add_rms_norm_kernel", "_norm_router_kernel"}
+NORM = ["8 rows: norm", "dense, 8 rows: turn heads"]
+NORM_KERNELS = {"_add_rms_norm_kernel", "_norm_router_kernel", "_turn_heads_kernel"}
 CASES = {
     "norms": Case(
         [*NORM, "dense, 8 rows: adapters later, rank 16, qkv"],
@@ -55,7 +55,8 @@ MORE_CASES = {
         ["dense, 32 rows: sampling", "dense, 32 rows: decode attention, fp8 KV"],
         32,
         90,
-        {"_search_kernel", "_cut_kernel", "_pass_1", "_pass_2", "_allow_kernel", "decode_codes_kernel", "_plan_kernel"},
+        {"_search_kernel", "_merge_kernel", "_cut_kernel", "_pass_1", "_pass_2", "_allow_kernel"}
+        | {"decode_codes_kernel", "_plan_kernel"},
     ),
     "drafts": Case(
         ["dense, 32 rows: set drafts up", "dense, 32 rows: accept drafts"], 32, 90, {"_set_up_kernel", "_accept_kernel"}

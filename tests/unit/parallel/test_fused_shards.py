@@ -20,6 +20,7 @@ from tests.support.models.families import make_checkpoint
 from tests.support.models.hybrids import HYBRIDS, make_hybrid
 from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.variants import CONFIGS, SIZES
+from tests.support.parallel.logits import join_logits
 from tests.support.parallel.ranks import Ranks
 from tests.support.parallel.shared_peers import share_buffers
 
@@ -37,7 +38,7 @@ def _steps(model: Decoder, forward: Any) -> torch.Tensor:
     runner = PagedRunner(model, rows=2, max_tokens=len(PROMPT), forward=forward)
     found = [runner.prefill(dict.fromkeys(range(2), part))[1] for part in (PROMPT[:7], PROMPT[7:11])]
     found += [runner.decode(dict.fromkeys((1, 0), token))[1][None] for token in PROMPT[11:]]
-    return model.join_logits(torch.cat(found))
+    return join_logits(model, torch.cat(found))
 
 
 def _load(folder: Path, dtype: str, group: TensorGroup | None = None) -> Decoder:

@@ -20,6 +20,7 @@ from tests.support.models.hybrids import HYBRIDS, make_hybrid
 from tests.support.models.latent import LATENT, make_latent
 from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.variants import CONFIGS, SIZES
+from tests.support.parallel.logits import join_logits
 from tests.support.parallel.ranks import Ranks
 from tests.support.peft_adapters import ALL, make_adapter, merged
 
@@ -42,7 +43,7 @@ def _adapted(group: TensorGroup, folder: Path, adapter: Path, kernels: bool) -> 
     runner.adapters, runner.adapter_of = slots, [1, 1]
     found = [runner.prefill(dict.fromkeys(range(2), PROMPT[:11]))[1]]
     found += [runner.decode(dict.fromkeys((1, 0), token))[1][None] for token in PROMPT[11:]]
-    return loaded.model.join_logits(torch.cat(found))
+    return join_logits(loaded.model, torch.cat(found))
 
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.nightly)])

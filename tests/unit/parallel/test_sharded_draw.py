@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,13 @@ def _settings(ints: torch.Tensor, floats: torch.Tensor) -> SamplingRows:
 
 def _shard(group: TensorGroup) -> tuple[VocabShard, slice]:
     most = -(-VOCAB // (4 * group.size)) * 4
-    return VocabShard(group, group.rank * most, most), slice(group.rank * most, (group.rank + 1) * most)
+    return VocabShard(group, group.rank * most, most, VOCAB), slice(group.rank * most, (group.rank + 1) * most)
 
 
 def _by_torch(group: TensorGroup) -> Sampled:
     logits, ints, floats = _rows()
     shard, part = _shard(group)
-    return sample_shard(logits[:, part], _settings(ints, floats), shard)
+    return sample_shard(logits[:, part], replace(_settings(ints, floats), first_token=shard.first_token), shard)
 
 
 def _by_kernel(group: TensorGroup) -> tuple[torch.Tensor, torch.Tensor]:

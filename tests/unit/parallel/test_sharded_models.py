@@ -22,6 +22,7 @@ from tests.support.models.images import make_model
 from tests.support.models.latent import LATENT, make_latent
 from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.variants import CONFIGS, SIZES
+from tests.support.parallel.logits import join_logits
 from tests.support.parallel.ranks import Ranks
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import pack
@@ -95,9 +96,9 @@ def _logits(model: Decoder, vocab: int) -> tuple[torch.Tensor, list[int]]:
     tokens: list[int] = []
     last = found[-1][0]
     for _ in range(GREEDY):
-        tokens.append(int(model.join_logits(last[None]).argmax()))
+        tokens.append(int(join_logits(model, last[None]).argmax()))
         last = runner.decode({1: tokens[-1]})[1]
-    return model.join_logits(torch.cat(found)), tokens
+    return join_logits(model, torch.cat(found)), tokens
 
 
 def _run_shard(group: TensorGroup, folder: Path) -> tuple[torch.Tensor, list[int], int]:

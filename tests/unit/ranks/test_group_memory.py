@@ -18,7 +18,7 @@ from rollout.engine.step.execute import Executor, Streams
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.ordered_work import OrderedWork
-from rollout.ranks.orders import END, Orders
+from rollout.ranks.orders import END, Orders, SharedRelay
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from tests.support.engine.sleeping import StrictPages
@@ -57,13 +57,13 @@ class Rank:
 class Two:
     """Two ranks; the second one carries out orders in a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, relay: SharedRelay | None = None) -> None:
         self.mine, self.other = Rank(1.0), Rank(2.0)
         self.reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1)
         ring, eventfd, device = SharedMemory.create("ring", 1 << 16), os.eventfd(0), CpuDevice()
         position = lambda at: self.reports.set(0, "position", at)  # noqa: E731
         self.orders = Orders(
-            RingWriter(ring, [eventfd], lambda: self.reports.get("position")), 0, self.reports, lambda: None
+            RingWriter(ring, [eventfd], lambda: self.reports.get("position")), 0, self.reports, lambda: None, relay
         )
         self.reader = RingReader(ring, eventfd, position)
         step: Any = None  # sleeps run no step
@@ -74,6 +74,13 @@ class Two:
         self.group = GroupMemory(self.mine.memory, self.orders)
         self.thread = threading.Thread(target=self._follow, daemon=True)
         self.thread.start()
+
+    def close(self) -> None:
+        """End the second rank."""
+        self.orders.end()
+        self.thread.join(30)
+        self.executor.close()
+        assert not self.thread.is_alive()
 
     def _follow(self) -> None:
         while True:
@@ -92,10 +99,7 @@ class Two:
 def two() -> Iterator[Two]:
     made = Two()
     yield made
-    made.orders.end()
-    made.thread.join(30)
-    made.executor.close()
-    assert not made.thread.is_alive()
+    made.close()
 
 
 def test_both_ranks_keep_their_weights_and_get_zeros_elsewhere(two: Two) -> None:
@@ -108,6 +112,27 @@ def test_both_ranks_keep_their_weights_and_get_zeros_elsewhere(two: Two) -> None
         two.group.restore()
         for rank in (two.mine, two.other):
             rank.check()
+
+
+def test_memory_that_the_other_rank_maps_is_unmapped_first_and_freed_last() -> None:
+    seen: list[str] = []
+
+    class Relay:
+        def unmap(self) -> None:
+            seen.append("unmap")
+
+        def free(self) -> int:
+            assert two.mine.memory.released and two.other.memory.released
+            seen.append("free")
+            return 1000
+
+    two = Two(Relay())
+    two.group.save()
+    assert seen == []
+    assert two.group.release() >= 1000 and seen == ["unmap", "free"]
+    two.group.restore()
+    assert seen == ["unmap", "free"]
+    two.close()
 
 
 def test_a_deep_sleep_drops_the_weights_of_both(two: Two) -> None:

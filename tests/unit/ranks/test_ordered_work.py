@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import torch
 
 from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
+from tests.support.worker.harness import until
 
 FAILS = """
 import sys, time
@@ -27,11 +29,24 @@ work.finish()
 
 def test_work_is_done_in_order() -> None:
     reports, done = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1), list[int]()
-    work = OrderedWork("work", torch.device("cpu"), reports, 0)
+    work = OrderedWork("updates", torch.device("cpu"), reports, 0)
     for i in range(100):
         work.put(lambda i=i: done.append(i))  # type: ignore[misc]
     work.finish()
     assert done == list(range(100)) and reports.text(0, "end") == ""
+
+
+def test_work_that_hangs_and_work_that_goes_on_are_reported() -> None:
+    reports, goes_on = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1), threading.Event()
+    work = OrderedWork("adapters", torch.device("cpu"), reports, 0)
+    for wait in (goes_on.wait, work.advance):
+        work.put(wait)
+    until(lambda: reports.get("adapters_given") == [2], "two pieces of work")
+    assert reports.get("adapters_ended") == [0] and reports.get("adapters_parts") == [0]
+    goes_on.set()
+    work.finish()
+    until(lambda: reports.get("adapters_ended") == reports.get("adapters_given") == [3], "the end of all work")
+    assert reports.get("adapters_parts") == [1] and reports.get("updates_given") == [0]
 
 
 def test_a_rank_ends_with_the_reason_when_one_of_its_threads_fails() -> None:

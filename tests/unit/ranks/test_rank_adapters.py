@@ -44,6 +44,7 @@ class Group:
 
     def __init__(self, spec: Any, blind: bool = False) -> None:
         self.spec = spec
+        self.lost = ""  # why
         self.reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), SIZE - 1)
         self.memory, ring = SharedMemory.create("adapters", 0), SharedMemory.create("ring", 1 << 18)
         eventfd = os.eventfd(0)
@@ -51,7 +52,7 @@ class Group:
         self.orders = Orders(writer, 0, self.reports, lambda: None)
         self.reader = RingReader(ring, eventfd, lambda position: self.reports.set(0, "position", position))
         settings = (self.memory, shard_spec(spec, 0, SIZE), 4, torch.float32, MOST)
-        self.adapters = RankAdapters(*settings, self.reports, lambda: self.orders, CPU)
+        self.adapters = RankAdapters(*settings, self.reports, lambda: self.orders, CPU, lambda: self.lost)
         memory = SharedMemory.create("empty", 4096) if blind else SharedMemory(self.memory.descriptor)
         self.follower = AdapterCopies(memory, 1, torch.float32, CPU, self.reports)
         self.kinds: list[int] = []
@@ -124,6 +125,15 @@ def start(made: Callable[[str], tuple[Any, Path]]) -> Iterator[Callable[..., tup
     gc.unfreeze()
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def test_no_rank_is_waited_for_once_the_group_is_lost(start: Any) -> None:
+    group, plan, tensors = start("qwen3")
+    weights = group.adapters.pack(plan, tensors)
+    assert not group.adapters.ready(weights)
+    group.lost = "rank 1 has hung"
+    with pytest.raises(CheckpointError, match="the tensor group is lost: rank 1 has hung"):
+        group.adapters.ready(weights)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "Qwen3Next", "Glm4MoeLite"])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rollout.ranks.device_relay import DevicePlace
 from rollout.ranks.relay import HostPlace, RelayMemory
+from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
+from tests.support.bridge.file_memory import FileMemory
 
 KIB = 1 << 10
 
@@ -109,6 +113,40 @@ def test_what_was_not_given_of_a_dropped_update_never_is(followers: Followers, m
     relay.open(KIB, 1 << 20)
     followers.taken = 1
     assert relay.has_room() and relay.all_given() and [start for start, *_ in followers.given] == [0]
+
+
+def test_memory_on_a_device_is_freed_once_all_followers_have_unmapped_it(tmp_path: Path) -> None:
+    reports, told = Reports(SharedMemory.create("reports", 2 * Reports.line_bytes()), 2), list[tuple[int, int]]()
+    place = DevicePlace(FileMemory(tmp_path), reports, lambda number, handle, nbytes: told.append((number, nbytes)))
+    files = lambda: len(list(tmp_path.iterdir()))  # noqa: E731
+
+    def answer(follower: int, mapped: bool = True) -> None:
+        reports.set(follower, "mapped" if mapped else "unmapped", told[-1][0])
+
+    place.grow(64)
+    assert place.usable is None
+    for follower in (0, 1):
+        answer(follower)
+    assert place.usable and files() == 1
+    place.grow(128)  # in the place of the first one, which followers have mapped
+    answer(0)
+    assert place.usable is None and files() == 2
+    answer(1)
+    assert place.usable and files() == 1 and place.free() == 0
+    place.unmap()
+    assert told == [(1, 64), (2, 128), (3, 0)]
+    answer(0)
+    assert place.free() == 0 and files() == 1
+    answer(1)
+    assert place.free() == 128 and files() == 0 and place.free() == 0
+    place.grow(64)
+    answer(0)
+    answer(1, mapped=False)
+    assert place.usable is False and files() == 1  # it is given back at the next sleep
+    place.unmap()
+    for follower in (0, 1):
+        answer(follower)
+    assert place.free() == 64 and files() == 0
 
 
 def test_memory_grows_when_no_piece_is_in_use(followers: Followers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,22 +7,26 @@ from typing import Any
 
 import pytest
 
-from rollout.ranks.watch import SILENT_S, FollowerLook, GroupLook, GroupWatch
+from rollout.ranks.watch import BEAT_S, SILENT_S, FollowerLook, GroupLook, GroupWatch, Lane
 
 STALL_S = 8.0
-LOOK_S = 0.25
+LOOK_S = BEAT_S
 FIRST, SECOND = FollowerLook(pid=11), FollowerLook(pid=12)
 #: A step is ordered, and neither follower has completed it.
 WAITING = GroupLook([replace(FIRST, launched=1), replace(SECOND, launched=1)], ordered=1, busy=True)
 
 
 class Group:
-    """A group that is looked at every quarter of a second; `beats` says which followers beat."""
+    """A group that is looked at every quarter of a second.
+
+    `beats` says which followers beat, `looks` whose main threads look for copies.
+    """
 
     def __init__(self, look: GroupLook, stall_s: float | None = STALL_S) -> None:
         self.look = look
         self.watch = GroupWatch(len(look.followers), stall_s)
         self.beats = [True] * len(look.followers)
+        self.looks = [True] * len(look.followers)
         self.now_s, self.failure = 0.0, ""
 
     def change(self, follower: int | None = None, **fields: Any) -> None:
@@ -37,11 +41,13 @@ class Group:
         """Look for so long, or until the group is lost. `cpu` is how many cores its ranks use."""
         for _ in range(round(seconds / LOOK_S)):
             self.now_s += LOOK_S
-            for follower, beats in enumerate(self.beats):
-                if beats:
-                    self.change(follower, beat=self.look.followers[follower].beat + 1)
+            for follower, look in enumerate(self.look.followers):
+                beat, looks = look.beat + self.beats[follower], look.looks + self.looks[follower]
+                self.change(follower, beat=beat, looks=looks)
             if cpu is not None:
                 self.change(cpu_s=(self.look.cpu_s or 0.0) + cpu * LOOK_S)
+                for follower, look in enumerate(self.look.followers):
+                    self.change(follower, cpu_s=(look.cpu_s or 0.0) + cpu * LOOK_S)
             self.failure = self.watch.look(self.look, passed_s)
             if self.failure:
                 break
@@ -76,6 +82,16 @@ def test_a_process_that_is_stopped_now_and_then_is_not_lost() -> None:
         assert group.go(1) == ""
 
 
+def test_a_process_that_is_stopped_at_every_look_and_beats_between_is_not_lost() -> None:
+    group = Group(GroupLook([FIRST, SECOND]))
+    group.change(0, stopped=True)
+    for _ in range(10):
+        group.beats[0] = False
+        assert group.go(SILENT_S - 1) == ""
+        group.beats[0] = True
+        assert group.go(LOOK_S) == ""
+
+
 def test_a_beat_that_stands_still_counts_once_a_follower_is_ready() -> None:
     group = Group(GroupLook([FIRST, replace(SECOND, ready=False)]))
     group.beats[1] = False
@@ -104,7 +120,8 @@ def test_a_group_that_completes_nothing_is_lost_however_it_beats() -> None:
     ("fields", "named"),
     [
         ({}, "ranks 0, 1, 2 have hung"),
-        ({"followers": [replace(FIRST, sequence=1, launched=1), SECOND]}, "rank 2 has hung"),  # it took no order
+        ({"followers": [replace(FIRST, sequence=1, launched=1), replace(SECOND, launched=1)]},
+          "rank 2 has hung"),  # it took no order
         ({"followers": [replace(FIRST, sequence=1, launched=1, done=1), replace(SECOND, sequence=1, launched=1)],
           "busy": False}, "rank 2 has hung"),
         ({"followers": [replace(FIRST, sequence=1), replace(SECOND, sequence=1)]}, "rank 0 has hung"),
@@ -121,8 +138,8 @@ def test_an_idle_group_is_not_lost() -> None:
 
 
 def test_each_completed_step_or_order_begins_the_time_anew() -> None:
-    group = Group(WAITING)
-    for number in range(1, 10):
+    group = Group(replace(WAITING, followers=[replace(f, sequence=1) for f in WAITING.followers]))
+    for number in range(2, 10):
         assert group.go(STALL_S - 1) == ""
         group.change(number % 2, **{("done", "sequence")[number % 2]: number})
         group.change(1, launched=20)
@@ -142,20 +159,140 @@ def test_no_time_counts_while_a_rank_compiles(who: int | None) -> None:
     assert "hung" in group.go(2)
 
 
-@pytest.mark.parametrize("who", [None, 1])
-def test_an_update_may_take_ten_times_as_long(who: int | None) -> None:
-    group = Group(WAITING)
-    group.change(who, slow=True)
-    assert group.go(10 * STALL_S - 1) == ""
-    assert "hung" in group.go(2)
-
-
-def test_ranks_that_compute_on_a_cpu_are_slow_and_not_hung() -> None:
-    group = Group(WAITING)
+@pytest.mark.parametrize("look", [WAITING, GroupLook([FIRST, SECOND], ordered=1)])
+def test_ranks_that_compute_on_a_cpu_are_slow_and_not_hung(look: GroupLook) -> None:
+    group = Group(look)
     assert group.go(120, cpu=0.1) == ""  # a tenth of a core: the machine is busy
     hung_s = group.now_s
     assert "hung" in group.go(60, cpu=0.01)  # threads that look around
     assert group.now_s - hung_s <= STALL_S + 2.0
+
+
+# --- lanes ------------------------------------------------------------------------------------------------------------
+
+
+def idle(ordered: int = 4, **lanes: Lane) -> GroupLook:
+    """A group that has done all that was ordered; rank 2 has these lanes."""
+    done = [replace(follower, sequence=4, launched=3, done=3) for follower in (FIRST, SECOND)]
+    return GroupLook([done[0], replace(done[1], lanes=lanes)], ordered=ordered, done=3)
+
+
+LANES = ("updates", "adapters", "adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_lane_that_completes_nothing_is_found_while_no_step_is_ordered(lane: str) -> None:
+    group = Group(idle(**{lane: Lane(True, 7)}))
+    assert f"rank 2 has hung: it has completed nothing in its lane {lane} for 8 s" in group.go(60)
+    assert group.now_s <= STALL_S + 2 * LOOK_S
+
+
+@pytest.mark.parametrize("lane", LANES[:-1])
+def test_a_lane_that_completes_nothing_is_found_while_steps_and_other_lanes_go_on(lane: str) -> None:
+    group = Group(idle(**{lane: Lane(True, 7)}))
+    other = "kv_in" if lane == "kv_out" else "kv_out"
+    for number in range(4, 100):
+        group.change(
+            1, sequence=number, done=number, launched=number, lanes={lane: Lane(True, 7), other: Lane(True, number)}
+        )
+        group.change(0, sequence=number, done=number, launched=number)
+        group.change(done=number, ordered=number)
+        if group.go(0.5):
+            break
+    assert f"rank 2 has hung: it has completed nothing in its lane {lane}" in group.failure
+    assert group.now_s <= STALL_S + 1
+
+
+def test_a_lane_may_take_as_long_as_it_needs_while_it_completes_parts() -> None:
+    for done in range(100):
+        if done == 0:
+            group = Group(idle(updates=Lane(True, 0), swap=Lane(True, 0)))
+        group.change(1, lanes={"updates": Lane(True, done), "swap": Lane(True, done)})
+        assert group.go(STALL_S - 1) == ""
+    assert "lane" in group.go(2)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_copy_whose_end_the_main_thread_does_not_look_for_is_not_what_hangs(lane: str) -> None:
+    group = Group(idle(**{lane: Lane(True, 7)}))
+    group.looks[1] = False
+    found = group.go(60)
+    assert found == "" if lane not in ("updates", "adapters") else lane in found
+    group.looks[1] = True
+    assert f"in its lane {lane}" in group.go(60)
+
+
+def test_a_lane_without_work_is_not_lost() -> None:
+    group = Group(idle(**{lane: Lane(False, 7) for lane in LANES}))
+    assert group.go(3600) == ""
+    group.change(1, lanes={"adapters": Lane(True, 7)})
+    assert group.go(STALL_S - 1) == ""  # the idle time before does not count
+    assert "adapters" in group.go(2)
+
+
+def test_an_order_that_a_follower_does_not_carry_out_is_found_while_no_step_is_ordered() -> None:
+    group = Group(idle(ordered=5))
+    group.change(0, sequence=5)
+    assert "rank 2 has hung: it has completed nothing in its lane orders for 8 s" in group.go(60)
+    assert group.now_s <= STALL_S + 2 * LOOK_S
+
+
+def test_a_sleep_may_take_as_long_as_its_parts_need() -> None:
+    group = Group(idle(ordered=5))
+    group.change(0, sequence=5)
+    for parts in range(20):
+        group.change(1, lanes={"sleep": Lane(False, parts)})
+        assert group.go(STALL_S - 1) == ""
+    for pieces in range(1, 20):  # of an update that was dropped, which the order waits for
+        group.change(1, lanes={"sleep": Lane(False, parts), "updates": Lane(True, pieces)})
+        assert group.go(STALL_S - 1) == ""
+    assert "rank 2 has hung" in group.go(2)
+
+
+def test_an_order_that_waits_for_a_step_is_judged_with_the_steps() -> None:
+    group = Group(idle(ordered=9))
+    group.change(1, launched=4)  # its device waits for the sum of rank 1, which is slow
+    for number in range(5, 20):
+        group.change(0, sequence=number)
+        assert group.go(STALL_S - 1) == ""
+
+
+@pytest.mark.parametrize("lane", ["swap", "sleep", "kv_out"])
+def test_a_lane_of_rank_0_is_watched_too(lane: str) -> None:
+    group = Group(replace(idle(), lanes={lane: Lane(True, 7)}))
+    assert f"rank 0 has hung: it has completed nothing in its lane {lane}" in group.go(60)
+
+
+def test_steps_wait_for_a_swap_that_goes_on() -> None:
+    group = Group(WAITING)
+    for parts in range(20):
+        group.change(lanes={"swap": Lane(True, parts)})
+        assert group.go(STALL_S - 1) == ""
+    group.change(lanes={"swap": Lane(False, parts)})
+    assert "no rank has completed anything" in group.go(2)
+
+
+def test_pieces_of_an_update_do_not_hide_that_steps_hang() -> None:
+    group = Group(replace(WAITING, followers=[replace(f, sequence=1) for f in WAITING.followers]))
+    for pieces in range(100):
+        group.change(1, lanes={"updates": Lane(True, pieces)})
+        if group.go(0.5):
+            break
+    assert "no rank has completed anything for 8 s" in group.failure
+
+
+def test_no_time_counts_in_a_lane_while_its_rank_sees_none_pass_or_one_compiles() -> None:
+    group = Group(idle(adapters=Lane(True, 7)))
+    for _ in range(30):  # it has little time on an overloaded machine: one beat in two seconds
+        group.beats[1] = False
+        assert group.go(2 - LOOK_S) == ""
+        group.beats[1] = True
+        assert group.go(LOOK_S) == ""
+    group = Group(idle(adapters=Lane(True, 7)))
+    group.change(0, compiling=True)
+    assert group.go(60) == ""
+    group.change(0, compiling=False)
+    assert "adapters" in group.go(60)
 
 
 def test_without_a_limit_only_the_process_counts() -> None:

@@ -1,17 +1,21 @@
 """With this folder on PYTHONPATH, followers stop at points that a test orders. Python imports this file at its start.
 
 A file in the folder of the variable FAULTY_FOLLOWER, named after a point, makes the next follower that comes there
-write `POINT.reached` and wait until the file is gone:
+write `POINT.reached` and wait until the file is gone; others go on:
 
     load       while the model is loaded
     order      on the main thread, before an order is carried out
     prefill, decode      on the compute stream, at the beginning of such a step
-    piece, prepare       in the thread of updates
-    adapter    in the thread of adapters, before one is mapped
+    open, piece, prepare       in the thread of updates
+    adapter, forget            in the thread of adapters, before one is mapped or unmapped
+    write      on the stream of adapters, before one is copied to its slot
+    out, back  on the streams that move KV to the host and back
     memory     on the main thread, before what a sleep does with the memory
     swap       on the main thread, at the order to swap
+    copy       on the compute stream, in a swap
 
-`busy` makes a step compute for some seconds, on the compute stream.
+`busy` makes a step compute for some seconds, on the compute stream. While there is a file `slow`, each part of an
+update, a swap and a sleep takes a while. The parts are small.
 """
 
 from __future__ import annotations
@@ -24,21 +28,33 @@ from pathlib import Path
 from typing import Any
 
 _BUSY_S = 9.0
+_SLOW_S = 0.15
 
 
 def _install(folder: Path) -> None:
+    from rollout.engine.device import releasable
+    from rollout.engine.kv.page_mover import PageMover
     from rollout.engine.step.execute import Executor
+    from rollout.models.lora_slots import AdapterSlots
     from rollout.ranks import follower
     from rollout.ranks.adapters import AdapterCopies
     from rollout.ranks.copies import FollowerCopies
     from rollout.ranks.follower_updates import FollowerUpdates
+    from rollout.weights import swap_copies
 
     def stand_at(point: str) -> None:
         ordered = folder / point
         if ordered.exists():
-            (folder / f"{point}.reached").touch()
+            try:
+                (folder / f"{point}.reached").touch(exist_ok=False)
+            except FileExistsError:
+                return
             while ordered.exists():
                 time.sleep(0.02)
+
+    def be_slow(*args: Any) -> None:
+        if (folder / "slow").exists():
+            time.sleep(_SLOW_S)
 
     def before(owner: Any, name: str, act: Callable[..., None]) -> None:
         original = getattr(owner, name)
@@ -62,10 +78,21 @@ def _install(folder: Path) -> None:
     before(Executor, "run", step)
     before(follower.Follower, "_carry_out", lambda *args: stand_at("order"))
     before(follower.Follower, "_begin_swap", lambda *args: stand_at("swap"))
+    before(follower, "copy_tensors", lambda *args: stand_at("copy"))
+    before(FollowerUpdates, "_begin", lambda *args: stand_at("open"))
     before(FollowerUpdates, "_prepare", lambda *args: stand_at("prepare"))
     before(FollowerUpdates, "_keep", lambda *args: stand_at("piece"))
     before(AdapterCopies, "_prepare", lambda *args: stand_at("adapter"))
+    before(AdapterCopies, "_forget", lambda *args: stand_at("forget"))
+    before(AdapterSlots, "write", lambda *args: stand_at("write"))
+    before(PageMover, "_copy_out", lambda *args: stand_at("out"))
+    before(PageMover, "_copy_in", lambda *args: stand_at("back"))
     before(FollowerCopies, "_change_memory", lambda *args: stand_at("memory"))
+    swap_copies.PART_BYTES, releasable._BLOCK_BYTES, releasable._PIECE_BYTES = 1, 1 << 14, 1 << 14
+    before(FollowerUpdates, "_keep", be_slow)
+    before(swap_copies, "_mark", be_slow)
+    before(releasable.ReleasableMemory, "_copy", be_slow)
+    before(releasable.HostPages, "give_back", be_slow)
 
 
 if "rollout.ranks.entry" in sys.orig_argv:
