@@ -6,7 +6,6 @@ Legend: T tokens of a step, S selected tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 from rollout_kernels.sampling import VocabShard

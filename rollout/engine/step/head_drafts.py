@@ -173,9 +173,7 @@ class HeadDrafts:
 
     def _sampler(self, rows: RowState) -> Sampler:
         """What draws from the logits of the draft model; with the target's output layer these may be a rank's part."""
-        if self._head.lm_head is not None:
-            return Sampler(rows)
-        return Sampler(rows, self._model.join_logits, self._model.vocab_shard)
+        return Sampler(rows, self._model.vocab_shard if self._head.lm_head is None else None)
 
     def _agreed(self, ahead: RowState, copies: slice) -> torch.Tensor:
         """The tokens that are drawn. All ranks verify the same ones, whatever the last bits of their logits are."""
