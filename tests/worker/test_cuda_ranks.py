@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.engine.cuda_harness import FUSED_SIZES
+from tests.support.models.every_family import make_mimo
 from tests.support.models.families import make_checkpoint
+from tests.support.models.mtp_layers import make_predicting
+from tests.support.models.variants import make_variant
 from tests.support.tokenizer_folder import make_tokenizer_folder
 from tests.support.worker.harness import check, launch, tensors, until
 from tests.support.worker.lost_ranks import Points
@@ -94,6 +99,27 @@ def test_two_gpus_draw_the_tokens_of_one_in_float32(tmp_path: Path) -> None:
             assert np.allclose(one.top_logprobs, two.top_logprobs, rtol=0, atol=1e-3)
     ones, twos = (completions[-len(ruled) :] for completions in found)
     assert any(one.top_logprobs is not None for one in ones) and all(len(two) > 10 for two in twos)
+
+
+@pytest.mark.parametrize("name", ["MiMo", "Glm4Moe"])
+def test_guesses_of_a_layer_of_the_checkpoint_change_no_bit(tmp_path: Path, name: str) -> None:
+    """Captured guesses with collective operations in them, and eager ones."""
+    make = make_mimo if name == "MiMo" else partial(make_variant, "Glm4Moe", moe_intermediate_size=128)
+    make_predicting(name, tmp_path, seed=3, make=partial(make, vocab_size=VOCAB, **FUSED_SIZES))
+    folder, found = make_tokenizer_folder(tmp_path), []
+    flags: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True, "check_ranks": True, "max_rows": 8}
+    requests = requests_of(6, temperature=1.0) + requests_of(3, temperature=0.8, top_k=20, presence_penalty=0.3)
+    for speculation in ("off", "heads"):
+        metrics = tmp_path / f"{speculation}.jsonl"
+        more = {"tensor_parallel": 2, "device": "cuda", "max_context_tokens": 1024, "ready_timeout_s": START_S}
+        more |= {"speculation": speculation, "jsonl": metrics, "interval_s": 0.2}
+        with launch(folder, log=tmp_path / f"log-{speculation}", **flags, **more) as worker:
+            found.append(completions_of(worker, requests))
+        drafted = json.loads(metrics.read_text().splitlines()[-1])["speculation/drafted"]
+        assert (drafted > 200) == (speculation == "heads")
+    for off, heads in zip(*found, strict=True):
+        assert off.token_ids.tolist() == heads.token_ids.tolist()
+        assert off.logprobs.tolist() == heads.logprobs.tolist()
 
 
 def test_the_bits_of_a_row_are_the_same_twice_and_whatever_else_runs(tmp_path: Path) -> None:
