@@ -39,7 +39,6 @@ from rollout.config import EngineSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
 from rollout.engine.messages import SamplingParams
-from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder
 from rollout.models.language_model import LanguageModel
 from scripts.bench.driver import Driver, random_prompt
