@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rollout_kernels.sampling import gumbel_noise
+from transformers.masking_utils import create_causal_mask
 
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from tests.engine.test_heads import as_captured, completions_by_seed, submit_seeded
@@ -19,7 +21,7 @@ from tests.support.engine.drafting import replayed_guesses, row_by_row, watch_gu
 from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
-from tests.support.models.mtp_layers import Predicting, make_predicting
+from tests.support.models.mtp_layers import Predicting, add_tensors, make_predicting
 
 HEADS = {"speculation": "heads"}
 
@@ -120,3 +122,48 @@ def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, t
             known = submit_three(bench, f"v{version}-", vocab)
         assert_guessed(expected, known, seen)
     bench.close()
+
+
+def train(reference: Predicting, texts_NT: torch.Tensor, updates: int) -> None:
+    """Teach the layer to say the token after the next one, as it is trained: from the tokens of each position on."""
+    model, config = reference.model, reference.model.config
+    weights = [tensor.requires_grad_() for tensor in reference.block.parameters()]
+    around = {name: reference.part(name).requires_grad_() for name in reference.layout[1:5]}
+    optimizer = torch.optim.Adam([*weights, *around.values()], lr=5e-3)
+    hidden_NTH = model.model(texts_NT).last_hidden_state
+    for _ in range(updates):
+        x_NTH = reference.joined(model.get_input_embeddings()(texts_NT[:, 1:]), hidden_NTH[:, :-1])
+        positions_1T = torch.arange(x_NTH.shape[1])[None]
+        mask = create_causal_mask(config, x_NTH, None, None, position_ids=positions_1T)
+        turned = model.model.rotary_emb(x_NTH, positions_1T)
+        x_NTH = reference.block(x_NTH, attention_mask=mask, position_ids=positions_1T, position_embeddings=turned)
+        logits_NTV = model.lm_head(reference.norm(x_NTH, reference.layout.norm))
+        loss = F.cross_entropy(logits_NTV[:, :-1].flatten(0, 1), texts_NT[:, 2:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_a_layer_that_has_learnt_the_text_is_right(tmp_path):
+    """Of what it guesses first; nobody trained it on its own hidden states."""
+    reference = make_predicting("MiMo", tmp_path)
+    vocab, tokens = reference.model.config.vocab_size, 50
+    prompts = [[token % vocab for token in prompt_of(8, seed)] for seed in range(4)]
+
+    def run(model, **fields) -> Bench:
+        bench = Bench(model, **fields)
+        for i, prompt in enumerate(prompts):
+            bench.submit(f"r{i}", prompt, tokens)
+        bench.run()
+        bench.close()
+        return bench
+
+    plain = run(load(tmp_path))
+    texts_NT = torch.tensor([prompt + plain.tokens(f"r{i}") for i, prompt in enumerate(prompts)])
+    train(reference, texts_NT, 80)
+    trained = {reference.prefix + name: tensor for name, tensor in reference.block.state_dict().items()}
+    add_tensors(tmp_path, reference.tensors | trained)
+    bench = run(load(tmp_path, mtp="needed"), speculation="heads", speculation_tokens=1)
+    assert_same(bench, plain)
+    counters = bench.engine.roster.counters
+    assert counters.accepted > 0.8 * counters.drafted > 50, (counters.accepted, counters.drafted)
