@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 from rollout.config import ModelSettings
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
+from rollout.models.language_model import LanguageModel
 from rollout.models.spec import AttentionSpec
 
 #: Factor on queries and keys; their products grow with its square.
@@ -140,9 +141,20 @@ def config_of(family: str, size: str) -> dict[str, Any]:
 def make_checkpoint(family: str, size: str, dtype: str, device: str, folder: Path, seed: int = 0) -> Decoder:
     """Our model with random weights; `folder` becomes a checkpoint of it for transformers."""
     model = make_model({**config_of(family, size), "torch_dtype": dtype}, dtype, device, folder, seed)
+    save_weights(model, folder)
+    return model
+
+
+def save_weights(model: Decoder, folder: Path) -> None:
+    """Write the weights of `make_model` beside their config."""
     tensors = {name: view.contiguous().clone() for name, view in _once(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return model
+
+
+def load_fallback(folder: Path, dtype: str, device: str) -> LanguageModel:
+    """The model of such a folder through transformers' own code."""
+    settings = ModelSettings(path=str(folder), dtype=dtype, device=device, model_impl="transformers")  # type: ignore[arg-type]
+    return load_model(settings, torch.device(device)).model
 
 
 def make_model(config: dict[str, Any], dtype: str, device: str, folder: Path, seed: int = 0) -> Decoder:

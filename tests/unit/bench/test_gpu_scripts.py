@@ -210,6 +210,15 @@ def test_layers_of_a_real_shape_pass(correctness, monkeypatch, tmp_path, shape):
     assert found["logits"]["ours"]["rms"] < 1e-4 and found["depths"]["equal"]["logprobs_equal"]
 
 
+@pytest.mark.parametrize("damage", ["", *nightly("page")])
+def test_layers_through_transformers_own_code_are_held_to_the_same_bounds(correctness, monkeypatch, tmp_path, damage):
+    arguments = ["--size", "toy", "--dtype", "float32", "--shapes", "gemma-2-9b", "--fallback"]
+    arguments += ["--break", damage] if damage else []
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    assert found["fallback"] and status == (1 if damage else 0)
+    assert (found["logits"]["ours"]["rms"] < 1e-4) == (not damage)
+
+
 @pytest.mark.parametrize("damage", ["rope", "page"])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_a_spoiled_engine_fails(correctness, monkeypatch, tmp_path, damage, dtype):
