@@ -87,7 +87,7 @@ class Ranks:
         self._settings = settings
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = threading.Event()
-        self._on_lost: Callable[[str], None] = _end_at_once
+        self._on_lost: Callable[[str], None] = self._end_at_once
         self._progress: Callable[[], OwnProgress] = OwnProgress
         if self.size == 1:
             return
@@ -212,6 +212,11 @@ class Ranks:
         process.stdin.write(json.dumps({**told, "settings": self._settings.model_dump(mode="json")}).encode())
         process.stdin.close()
         return process
+
+    def _end_at_once(self, failure: str) -> None:
+        """While the worker starts nobody waits for an answer, and this rank may wait for the lost one for ever."""
+        self.close()
+        os._exit(_FAILED)
 
     # --- the watching thread ------------------------------------------------------------------------------------------
 
@@ -343,8 +348,3 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _end_at_once(failure: str) -> None:
-    """While the worker starts nobody waits for an answer, and this rank may wait for the lost one for ever."""
-    os._exit(_FAILED)

@@ -3,7 +3,7 @@
     its process has ended                                                     at once
     its process is stopped (also at the start), or its beat stands still      after `SILENT_S`
     a lane of a rank has something to do, and completes no part of it         after `stall_s`
-    steps are ordered or enqueued, and no rank completes anything             after `stall_s`
+    steps are enqueued, and no rank completes or enqueues one                 after `stall_s`
 
 A **lane** is what one thread or stream of a rank works off, in order: orders, updates, adapters, copies one way. Each
 is judged by itself, whether steps are ordered or not. Steps are not a lane: in them the ranks wait for each other, so
@@ -42,8 +42,6 @@ LaneName = Literal[
 ]
 #: Lanes of copies, of which a follower's main thread reports.
 _COPIES: tuple[LaneName, ...] = ("adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")
-#: Lanes that hold back the steps of their rank.
-_HOLD_STEPS: tuple[LaneName, ...] = ("swap", "sleep")
 
 
 class Lane(NamedTuple):
@@ -166,18 +164,15 @@ class GroupWatch:
 
     def _still(self, seen: GroupLook, compiles: bool, passed_s: float) -> str:
         ranks = [seen.lanes, *(follower.lanes for follower in seen.followers)]
-        held = [lanes.get(name, _EMPTY).done for lanes in ranks for name in _HOLD_STEPS]
-        orders = [_orders(seen.ordered, f) for f in seen.followers]
-        done = [lane.done if lane.busy else f.sequence for lane, f in zip(orders, seen.followers, strict=True)]
-        completed = (seen.done, *(f.done for f in seen.followers), *done, *held)
-        behind = [i for i, f in enumerate(seen.followers, 1) if f.sequence < seen.ordered or f.done < f.launched]
-        waits = seen.ordered > 0 and (bool(behind) or seen.busy)
+        swaps = [lanes.get("swap", _EMPTY).done for lanes in ranks]  # steps wait for them
+        completed = (seen.done, *(number for f in seen.followers for number in (f.launched, f.done)), *swaps)
+        waits = seen.busy or any(f.done < f.launched for f in seen.followers)
         used = [cpu_s for cpu_s in (seen.cpu_s, *(f.cpu_s for f in seen.followers)) if cpu_s is not None]
         still_s = self._steps.look(completed, waits and not compiles, passed_s, sum(used) if used else None)
         if self._stall_s is None or still_s <= self._stall_s:
             return ""
-        late = [i for i in behind if seen.followers[i - 1].sequence < seen.ordered]
-        late = late or ([0] if seen.busy else []) + behind
+        late = [i for i, f in enumerate(seen.followers, 1) if f.sequence < seen.ordered]
+        late = late or [0] * seen.busy + [i for i, f in enumerate(seen.followers, 1) if f.done < f.launched]
         named = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
         return f"no rank has completed anything for {still_s:.0f} s; {named} {'have' if late[1:] else 'has'} hung"
 

@@ -232,10 +232,24 @@ class Trainer:
         ids = torch.tensor([[*prompt, *completion]], device=self._device)
         first = len(prompt) - 1
         hidden_KH = self._exact.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:-1]
-        exact_KV = self._exact.lm_head(hidden_KH)
+        exact_KV = _logits(self._exact, hidden_KH)
         hidden_KH = self._model.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:-1]
-        own_KV = self._model.lm_head(hidden_KH).float()
-        return Recomputed(exact_KV, own_KV, self._exact.lm_head(hidden_KH.float()))
+        own_KV = _logits(self._model, hidden_KH).float()
+        return Recomputed(exact_KV, own_KV, _logits(self._exact, hidden_KH.float()))
+
+
+def _logits(model: Any, hidden_KH: torch.Tensor) -> torch.Tensor:
+    """Logits [K, V]: the output layer, and what the class does to its result, such as bounds and scales.
+
+    The class runs on one token, and its output layer gets these hidden states in the place of that token's.
+    """
+    hook = model.lm_head.register_forward_pre_hook(lambda module, inputs: (hidden_KH[None],))
+    try:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=hidden_KH.device)
+        logits_KV: torch.Tensor = model(input_ids=token, use_cache=False).logits[0]
+    finally:
+        hook.remove()
+    return logits_KV
 
 
 def logprobs_of(logits_KV: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

@@ -57,6 +57,7 @@ from scripts.bench.reference import (
 )
 from scripts.bench.shapes import SHAPES, model_config, shrunk
 from scripts.bench.step_parts import borrowed_slot, stage_next_step
+from scripts.check.family_sizes import FAMILY_SIZES, family_config
 
 _GREEDY = SamplingParams(temperature=0.0)
 _ENTROPY = (0.5, 2.0)
@@ -168,8 +169,10 @@ class Checker:
         toy = args.size == "toy"
         self.args, self.work, layers = args, _WORK[args.size], 0
         if args.shapes:
-            layers = args.layers or _SHAPE_LAYERS.get(family, 4)
-            config = model_config(family, layers)
+            known = family in FAMILY_SIZES
+            layers = args.layers or (0 if known else _SHAPE_LAYERS.get(family, 4))
+            config = family_config(family, layers) if known else model_config(family, layers)
+            layers = config["num_hidden_layers"]
             self.work = self.work if toy else _SHAPE_WORK
             config = shrunk(config) if toy else config
         else:
@@ -408,7 +411,7 @@ def main() -> int:
     """Run the checks and write the results; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="layers of real models, in the place of families")
+    parser.add_argument("--shapes", nargs="+", choices=(*SHAPES, *FAMILY_SIZES), help="layers of real models")
     parser.add_argument("--layers", type=int, default=0, help="layers of each shape; 0: a few")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--device", default="cuda")
