@@ -145,7 +145,7 @@ def train(reference: Predicting, texts_NT: torch.Tensor, updates: int) -> None:
 
 
 def test_a_layer_that_has_learnt_the_text_is_right(tmp_path):
-    """Of what it guesses first; nobody trained it on its own hidden states."""
+    """Its first guess after each token: it has not learnt from its own hidden states."""
     reference = make_predicting("MiMo", tmp_path)
     vocab, tokens = reference.model.config.vocab_size, 50
     prompts = [[token % vocab for token in prompt_of(8, seed)] for seed in range(4)]
