@@ -200,7 +200,7 @@ class DraftHead(Block):
     def compute_logits(self, hidden_SH: torch.Tensor, target_head_VH: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary, float32 [S, V]; -inf for tokens that it cannot draft.
 
-        If the target's output layer is used and is one rank's part, they are those of that part.
+        With one rank's part of the target's output layer they are the logits of this part.
         """
         weight = target_head_VH if self.lm_head is None else self.lm_head
         normed_SH = hidden_SH

@@ -206,7 +206,7 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
 
 
 def _own_draft(source: _Source, spec: ModelSpec) -> DraftSpec | None:
-    """The draft model that the checkpoint has beside the model's layers; None if it is not wanted, or there is none.
+    """The draft model that the checkpoint itself has; None if it has none, or if it must not draft.
 
     Raises ValueError if it is needed.
     """

@@ -33,12 +33,12 @@ def found(request, tmp_path_factory):
     return make_predicting(request.param, folder), folder
 
 
-def submit_three(bench: Bench, name: str, vocab: int) -> dict[int, list[int]]:
+def submit_three(bench: Bench, name: str, vocab: int, tokens: int = 24) -> dict[int, list[int]]:
     """A greedy row and two sampled ones; returns their prompts by their seeds."""
     lengths, settings = {11: 21, 12: 6, 13: 13}, {11: 0.0, 12: 1.3, 13: 0.8}
     prompts = {seed: [token % vocab for token in prompt_of(lengths[seed], seed)] for seed in lengths}
     for seed, prompt in prompts.items():
-        bench.submit(f"{name}{seed}", prompt, 24, sampling={"temperature": settings[seed], "seed": seed})
+        bench.submit(f"{name}{seed}", prompt, tokens, sampling={"temperature": settings[seed], "seed": seed})
     bench.run()
     return {
         bench.completions[f"{name}{seed}", 0].seed: prompt + bench.tokens(f"{name}{seed}")
@@ -62,7 +62,7 @@ def assert_guessed(reference: Predicting, known_by_seed: dict[int, list[int]], s
 
         assert guesses == reference.guesses(known[: ints[LENGTH] + 1], len(guesses), draw)
         checked += 1
-    assert checked > 40
+    assert checked > 20
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -79,8 +79,8 @@ def test_guesses_are_those_of_the_reference(found, monkeypatch, depth):
     assert_guessed(reference, known, seen)
 
 
-@pytest.mark.parametrize("found", ["Glm4Moe", *nightly("MiMo", "DeepseekV3", "Glm4MoeLite")], indirect=True)
-@pytest.mark.parametrize(("wrong", "depth"), [(0.3, 2), *nightly((None, 1), (0.0, 2), (0.3, 1))])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("wrong", "depth"), [(0.3, 2), (None, 1), (0.0, 2), (0.3, 1)])
 def test_all_bits_are_equal_with_rows_computed_one_by_one(found, monkeypatch, wrong, depth):
     row_by_row(monkeypatch)
     plain = Bench(load(found[1]), max_rows=32, pipeline_depth=depth)
@@ -119,7 +119,7 @@ def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, t
         assert (roster.version, roster.draft_version) == (version, draft_version)
         with monkeypatch.context() as patch:
             seen = watch_guesses(patch)
-            known = submit_three(bench, f"v{version}-", vocab)
+            known = submit_three(bench, f"v{version}-", vocab, 14)
         assert_guessed(expected, known, seen)
     bench.close()
 
@@ -145,7 +145,7 @@ def train(reference: Predicting, texts_NT: torch.Tensor, updates: int) -> None:
 
 
 def test_a_layer_that_has_learnt_the_text_is_right(tmp_path):
-    """Of what it guesses first; nobody trained it on its own hidden states."""
+    """Its first guess after each token: it has not learnt from its own hidden states."""
     reference = make_predicting("MiMo", tmp_path)
     vocab, tokens = reference.model.config.vocab_size, 50
     prompts = [[token % vocab for token in prompt_of(8, seed)] for seed in range(4)]

@@ -235,7 +235,7 @@ class HeadDrafts:
             return self._head(following_T, embedding, hidden_TH, batch, kv)
         experts.begin_step(len(following_T))
         hidden_TH = self._head(following_T, embedding, hidden_TH, batch, kv, experts.output)
-        experts.take_chosen()  # the record of experts is that of the target
+        experts.take_chosen()  # drops them: a step's record has the experts of the target alone
         return hidden_TH
 
     def _following(self, step: StepInput, output_4R: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from scripts.bench import shapes
 from scripts.bench.long_rows import growth
 from scripts.bench.replay_drafter import ReplayDrafter, accepted_length, chance_of
 from scripts.bench.shapes import OTHER_SHAPES
@@ -105,10 +106,13 @@ def test_the_benchmark_of_drafts_compares_all_modes_with_plain_steps(tmp_path):
     assert always[0]["steps"] < lines[0]["steps"] / 1.5
 
 
-def test_the_benchmark_of_drafts_replays_guesses_of_a_draft_model(tmp_path):
+@pytest.mark.parametrize("draft", ["head", *nightly("mtp")])
+def test_the_benchmark_of_drafts_replays_guesses_of_a_draft_model(monkeypatch, tmp_path, draft):
     out = tmp_path / "s.json"
+    if draft == "mtp":
+        monkeypatch.setitem(shapes._OTHERS, "toy", shapes.shrunk(shapes.model_config("glm-4.5-air", 2)))
     sizes = ("--rows", "2", "--contexts", "64", "--new", "60", "--lengths", "3.3", "--modes", "heads", "unpaid")
-    options = ("--shape", "toy", "--device", "cpu", *sizes, "--draft-model", "--out", str(out))
+    options = ("--shape", "toy", "--device", "cpu", *sizes, "--draft-model", draft, "--out", str(out))
     assert load_script("bench.speculation").main(options) == 0
     written = json.loads(out.read_text())
     plain, heads, unpaid = written["rows"]

@@ -61,7 +61,7 @@ def complete(folder: Path, group: TensorGroup | None, drafts: bool = True) -> Fo
             generator = torch.Generator().manual_seed(number)
             prompt = torch.randint(0, loaded.spec.vocab, (9 + 10 * number,), generator=generator).tolist()
             sampling = {"temperature": 0.0, **options.get("sampling", {}), "seed": number}
-            bench.submit(name, prompt, 20, **{**options, "sampling": sampling})
+            bench.submit(name, prompt, 14, **{**options, "sampling": sampling})
         bench.run()
     bench.close()
     done = {name: bench.completions[name, 0] for name in REQUESTS}
@@ -90,7 +90,7 @@ def test_ranks_guess_the_same_and_complete_what_one_rank_completes(
         assert np.allclose(first["logprobs"][name], expected, rtol=0, atol=2e-4)
     assert first["drafted"] > 100
     same = len(set(first["guesses"]) & set(one["guesses"]))
-    assert same > 0.95 * len(set(one["guesses"])) > 50, "up to the rounding of another sum"
+    assert same > 0.95 * len(set(one["guesses"])) > 40, "up to the rounding of another sum"
 
 
 def random_weights(folder: Path, group: TensorGroup | None) -> dict[str, torch.Tensor]:
