@@ -235,7 +235,7 @@ class EngineSettings(_Section):
         None,
         description="checkpoint of the model that drafts with heads: a local folder or a Hugging Face hub id of an "
         "EAGLE-3 head for the served model. none: the served checkpoint's own layers for multi-token prediction. "
-        "Excludes tensor_parallel",
+        "Every rank of tensor_parallel has all of it",
     )
     speculation_tokens: int = Field(3, ge=1, le=16, description="most drafts of a row in a step")
     speculation_rows: int = Field(
@@ -343,11 +343,6 @@ class EngineSettings(_Section):
     def _ranks_can_do_it(self) -> EngineSettings:
         if self.tensor_parallel == 1:
             return self
-        if self.speculation_model is not None or self.speculation == "heads":
-            raise ValueError(
-                f"tensor_parallel = {self.tensor_parallel} is not implemented with a draft model: set "
-                "speculation_model = none and speculation = suffix, or tensor_parallel = 1"
-            )
         if not sys.platform.startswith("linux"):
             raise ValueError("tensor_parallel needs Linux: set it to 1")
         return self

@@ -297,7 +297,7 @@ class Worker:
             lanes["sleep"] = Lane(memory.working, memory.parts)
         for queue in self.engine.executor.copy_queues:
             lanes[queue.name] = Lane(queue.copying, queue.ended)  # type: ignore[index]
-        return OwnProgress(self.engine.meter.steps, busy, lanes)
+        return OwnProgress(self.engine.meter.steps, busy, lanes, self.engine.executor.compute.thread_id)
 
     def _rank_status(self) -> list[RankStatus]:
         committed = self.engine.meter.steps

@@ -69,6 +69,9 @@ How it runs on a GPU, for the default config of transformers (biases and other o
 - **torch in graphs**: torch and the attention kernels, in CUDA graphs.
 - **torch**: torch and the attention kernels, without CUDA graphs: slow.
 
+Models with "MTP" have layers for multi-token prediction in their checkpoints, the first of which drafts with
+`speculation = heads`; its forward is held against a decoder layer of transformers. For the others name an EAGLE-3 head.
+
 "Held against" is transformers' own model: tiny random weights in float32, logits of prompts in chunks and of decode
 steps within 1e-4, and through the engine the same greedy tokens, with several rows and with preemptions or an update of
 the weights in the middle."""
@@ -227,18 +230,23 @@ def _values(key: SettingKey) -> str:
 def models_page() -> str:
     """Every family of the registry."""
     rows = [
-        (family.models, f"`{name}`", _on_gpu(name, family), f"`{_oracle(name, family)}`", "")
+        (family.models, f"`{name}`", _on_gpu(name, family), f"`{_oracle(name, family)}`", "", _drafts(family))
         for name, family in FAMILIES.items()
     ]
     for name, whole in MULTIMODAL.items():
-        ways = dict.fromkeys(
-            _on_gpu(entry, FAMILIES[entry]) if isinstance(entry, str) else _on_gpu(name, entry)
-            for entry in whole.language_models
-        )
+        entries = [
+            (entry, FAMILIES[entry]) if isinstance(entry, str) else (name, entry) for entry in whole.language_models
+        ]
+        ways = dict.fromkeys(_on_gpu(*entry) for entry in entries)
+        drafts = max(_drafts(family) for _, family in entries)
         images = "" if whole.tower is None else "yes"
-        rows.append((whole.models, f"`{name}`", " or ".join(ways), f"`{name}`", images))
-    heads = ("models", "architecture", "on a GPU", "held against", "images")
+        rows.append((whole.models, f"`{name}`", " or ".join(ways), f"`{name}`", images, drafts))
+    heads = ("models", "architecture", "on a GPU", "held against", "images", "drafts")
     return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows)), "", _LONGROPE]) + "\n"
+
+
+def _drafts(family: Family) -> str:
+    return "" if family.mtp is None else "MTP"
 
 
 def _oracle(architecture: str, family: Family) -> str:

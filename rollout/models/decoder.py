@@ -6,7 +6,6 @@ Legend: T tokens of a step, S selected tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 from rollout_kernels.sampling import VocabShard
@@ -20,6 +19,7 @@ from rollout.models.layers import (
     Attention,
     Block,
     DenseFeedForward,
+    Embedding,
     RMSNorm,
     RunExperts,
     SparseFeedForward,
@@ -171,14 +171,14 @@ class Decoder(Block):
             taps.take(len(self.layers), x_TH)
         return self.norm(x_TH)
 
+    @property
+    def embedding(self) -> Embedding:
+        """The embedding, which may be this rank's part of it."""
+        return Embedding(self.embed, None if self.spec.shard is None else self.spec.kept_vocab.start, self.group)
+
     def embedded(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding, [T, H]. Each is on one rank; the others add zeros."""
-        if self.spec.shard is None:
-            return F.embedding(token_ids_T, self.embed)
-        kept_T = token_ids_T - self.spec.kept_vocab.start
-        foreign_T = (kept_T < 0) | (kept_T >= len(self.embed))
-        x_TH = F.embedding(kept_T.masked_fill(foreign_T, 0), self.embed)
-        return self.group.all_reduce(x_TH.masked_fill_(foreign_T[:, None], 0.0))
+        """Rows of the embedding, [T, H]."""
+        return self.embedding.rows(token_ids_T)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:

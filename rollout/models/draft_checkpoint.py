@@ -95,9 +95,9 @@ def _spec(
             f"{target.hidden} as in the served model: give the draft model that was trained for it"
         )
     vocab = content.get("draft_vocab_size") or target.vocab
-    mapped = OFFSETS in tensors if tensors else vocab < target.vocab
     own_head = "lm_head.weight" in tensors or not tensors
-    if (not mapped or not own_head) and vocab != target.vocab:
+    mapped = own_head and (OFFSETS in tensors if tensors else vocab < target.vocab)
+    if not mapped and vocab != target.vocab:
         raise CheckpointError(
             f"{file}: draft_vocab_size is {vocab} and the served model has {target.vocab} tokens; such a checkpoint "
             f"needs the tensors {OFFSETS} and lm_head.weight"

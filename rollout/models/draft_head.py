@@ -13,8 +13,8 @@ So after the first guess it goes on from its own hidden states. There are two la
     both      x += feed_forward(norm(x));   logits = output layer(norm(x));   MTP passes norm(x) on, EAGLE-3 x
 
 Embedding, and output layer if it has none, are those of the target. Its vocabulary may be a part of the target's. Its
-KV is one more layer of the target's pool, on the same pages. On a GPU, in 16 bits, the fused kernels run all that is
-between its products, and its experts.
+KV is one more layer of the target's pool, on the same pages. Every rank of a tensor group has the whole draft model. On
+a GPU, in 16 bits, the fused kernels run all that is between its products, and its experts.
 
 Legend: T tokens, S selected tokens, H hidden, F width of the hidden states that are read, V vocabulary.
 """
@@ -34,6 +34,7 @@ from rollout.models.layers import (
     Attention,
     Block,
     DenseFeedForward,
+    Embedding,
     Linear,
     RMSNorm,
     RunExperts,
@@ -119,7 +120,7 @@ class DraftHead(Block):
     def forward(
         self,
         following_T: torch.Tensor,
-        embed_VH: torch.Tensor,
+        embedding: Embedding,
         hidden_TH: torch.Tensor,
         batch: AttentionBatch,
         kv: KVCache,
@@ -127,12 +128,12 @@ class DraftHead(Block):
     ) -> torch.Tensor:
         """Run its layer, which writes its KV; the hidden states that it goes on from, [T, H].
 
-        `following_T` are the tokens after the positions of `hidden_TH`, `embed_VH` the target's embedding.
+        `following_T` are the tokens after the positions of `hidden_TH`, `embedding` is the target's.
         `run_experts` runs its sparse block if it is given.
         """
         if self.fused and (run_experts is not None or isinstance(self.feed_forward, DenseFeedForward)):
-            return self._by_kernels(following_T, embed_VH, hidden_TH, batch, kv, run_experts)
-        embeds_TH = F.embedding(following_T, embed_VH)
+            return self._by_kernels(following_T, embedding, hidden_TH, batch, kv, run_experts)
+        embeds_TH = embedding.rows(following_T)
         context = StepContext((self.rope(batch.positions_T),), batch.kv_slots_T.long(), batch, kv, run_experts)
         normed_TH = self.hidden_norm(hidden_TH)
         inputs_TX = self._side_by_side(self.embed_norm(embeds_TH), normed_TH)
@@ -151,7 +152,7 @@ class DraftHead(Block):
     def _by_kernels(
         self,
         following_T: torch.Tensor,
-        embed_VH: torch.Tensor,
+        embedding: Embedding,
         hidden_TH: torch.Tensor,
         batch: AttentionBatch,
         kv: KVCache,
@@ -159,8 +160,10 @@ class DraftHead(Block):
     ) -> torch.Tensor:
         assert isinstance(self.mixer, Attention), "_kernels_take"
         spec, eps, cache = self.mixer.spec, self.spec.eps, kv.layer(self.mixer.kv_index)
-        tables = embed_VH, self.rope.inv_freq_D, self.rope.sign_D
+        tables = embedding.weight_VH, self.rope.inv_freq_D, self.rope.sign_D, embedding.first
         embeds_TH, cos_sin = embed_rope(following_T.contiguous(), batch.positions_T.contiguous(), *tables)
+        if embedding.first is not None:
+            embeds_TH = embedding.group.all_reduce(embeds_TH)
         hidden_TH = hidden_TH.contiguous()
         normed_TH = add_rms_norm(hidden_TH, None, self.hidden_norm.weight, eps)
         inputs_TX = self._side_by_side(add_rms_norm(embeds_TH, None, self.embed_norm.weight, eps), normed_TH)
@@ -195,7 +198,10 @@ class DraftHead(Block):
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor, target_head_VH: torch.Tensor) -> torch.Tensor:
-        """Logits over the target's vocabulary, float32 [S, V]; -inf for tokens that it cannot draft."""
+        """Logits over the target's vocabulary, float32 [S, V]; -inf for tokens that it cannot draft.
+
+        With one rank's part of the target's output layer they are the logits of this part.
+        """
         weight = target_head_VH if self.lm_head is None else self.lm_head
         normed_SH = hidden_SH
         if not self.spec.joined:

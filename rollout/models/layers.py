@@ -87,6 +87,23 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
+class Embedding(NamedTuple):
+    """The embedding of all tokens, or one rank's part of it: the rows from token `first` on."""
+
+    weight_VH: torch.Tensor
+    first: int | None = None  # None: it is whole
+    group: TensorGroup = ONE_RANK
+
+    def rows(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of the whole embedding, [T, H]. Each is on one rank; the others add zeros."""
+        if self.first is None:
+            return F.embedding(token_ids_T, self.weight_VH)
+        kept_T = token_ids_T - self.first
+        foreign_T = (kept_T < 0) | (kept_T >= len(self.weight_VH))
+        x_TH = F.embedding(kept_T.masked_fill(foreign_T, 0), self.weight_VH)
+        return self.group.all_reduce(x_TH.masked_fill_(foreign_T[:, None], 0.0))
+
+
 def float32_product(x_SH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
     """The product of the output layer, float32 [S, V].
 

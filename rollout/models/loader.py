@@ -189,8 +189,6 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
     drafted: dict[str, StoredTensor] = {}
     if source.draft is not None:
-        if group.size > 1:
-            raise ValueError("a draft model cannot be cut into shards: leave speculation_model out, or use one GPU")
         draft, drafted = read_draft(source.draft, spec, source.random)
         spec = replace(spec, draft=draft, unused=(*spec.unused, PREFIX + OFFSETS, PREFIX + FLAGS))
         outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)
@@ -207,7 +205,7 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
 
 
 def _own_draft(source: _Source, spec: ModelSpec, experts: Format) -> DraftSpec | None:
-    """The draft model that the checkpoint has beside the model's layers; None if it is not wanted, or there is none.
+    """The draft model that the checkpoint itself has; None if it has none, or if it must not draft.
 
     Raises:
         CheckpointError: it lacks tensors, or has some of a wrong shape.
@@ -231,8 +229,6 @@ def _own_draft(source: _Source, spec: ModelSpec, experts: Format) -> DraftSpec |
             f"is a checkpoint without its layers for multi-token prediction ({mtp.names.prefixes[0]}*): add their "
             "tensors, or name a draft model as speculation_model"
         )
-    elif source.group.size > 1:
-        reason = "cannot draft on several GPUs: set speculation = suffix, or tensor_parallel = 1"
     if reason is None:
         if not source.random:
             _check_own_draft(source, stored, regions)

@@ -41,6 +41,7 @@ def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None) -> No
     for parameter, values in _whole_values(outline, model, generator):
         for name, view in names[_storage(parameter)]:
             views[name].copy_(values.as_strided(view.size(), view.stride(), view.storage_offset()))
+    _fill_draft(model, generator)
 
 
 def _fill(model: Decoder, dtype: torch.dtype, generator: torch.Generator) -> None:
@@ -51,10 +52,15 @@ def _fill(model: Decoder, dtype: torch.dtype, generator: torch.Generator) -> Non
     if model.tower is not None:
         model.tower.fill_random(generator)
     _fill_ends(model.embed, model.lm_head, model.norm.weight, model.spec, generator)
-    if model.draft is not None:  # last: the model has the same weights without it
+    _fill_draft(model, generator)
+
+
+def _fill_draft(model: Decoder, generator: torch.Generator) -> None:
+    """Fill the draft model, which is whole on every rank; last, as the model has the same weights without it."""
+    if model.draft is not None:
         for name, parameter in model.draft.named_parameters(prefix="draft"):
             if not name.endswith("_scales"):
-                _fill_or_encode(model, name, parameter, dtype, generator)
+                _fill_or_encode(model, name, parameter, model.embed.dtype, generator)
 
 
 def _fill_or_encode(

@@ -27,6 +27,7 @@ from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, Upload
 from rollout.models import load_model
+from rollout.models.loader import fetch_draft
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
 from rollout.process.python_lock import hand_over_soon
@@ -84,6 +85,7 @@ class Follower:
     def serve(self, reader: RingReader, reports: Reports) -> None:
         """Carry out orders until the end is ordered. Raises what goes wrong."""
         me = self._number
+        reports.set(me, "thread", self._executor.compute.thread_id)
         reports.set(me, "ready", 1)
         while True:
             self._report_swap(reports)
@@ -188,7 +190,15 @@ def follow(told: dict[str, Any]) -> None:
         device = make_device(rank_device(settings.model.device, rank))
         group = connect(Path(told["folder"]), rank, settings.engine.tensor_parallel, device.torch_device)
         model = settings.model.model_copy(update={"device": str(device.torch_device)})
-        loaded = load_model(model, device.torch_device, None, None, settings.engine.expert_format, group)
+        engine = settings.engine
+        loaded = load_model(
+            model,
+            device.torch_device,
+            experts=engine.expert_format,
+            group=group,
+            draft=fetch_draft(settings),
+            mtp=engine.mtp,
+        )
         memory = sleeping_memory(settings, device, loaded.model)  # before anything takes views of the weights
         allocate = None if memory is None else memory.buffer
         updates = FollowerUpdates.of(loaded, settings, shared["relayed"], shared["manifest"], reports, number, allocate)

@@ -70,6 +70,7 @@ class OwnProgress:
     committed: int = 0  # steps
     busy: bool = False  # a step is not complete on the device
     lanes: Mapping[LaneName, Lane] = field(default_factory=dict)
+    thread: int = 0  # which computes steps
 
 
 class Ranks:
@@ -87,7 +88,7 @@ class Ranks:
         self._settings = settings
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = threading.Event()
-        self._on_lost: Callable[[str], None] = _end_at_once
+        self._on_lost: Callable[[str], None] = self._end_at_once
         self._progress: Callable[[], OwnProgress] = OwnProgress
         if self.size == 1:
             return
@@ -213,6 +214,11 @@ class Ranks:
         process.stdin.close()
         return process
 
+    def _end_at_once(self, failure: str) -> None:
+        """While the worker starts nobody waits for an answer, and this rank may wait for the lost one for ever."""
+        self.close()
+        os._exit(_FAILED)
+
     # --- the watching thread ------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -237,7 +243,8 @@ class Ranks:
         followers, on_cpu = [], self.group.device.type == "cpu"
         for number, process in enumerate(self._processes):
             at = {name: column[number] for name, column in columns.items()}
-            stopped, used_s = _process_stat(process.pid)
+            stopped, main_s = _thread_stat(process.pid, process.pid)
+            compute_s = _thread_stat(process.pid, at["thread"])[1]
             followers.append(
                 FollowerLook(
                     pid=process.pid,
@@ -252,7 +259,8 @@ class Ranks:
                     lanes=_lanes(at),
                     looks=at["looks"],
                     compiling=at["compiling"] > 0,
-                    cpu_s=used_s if on_cpu else None,
+                    main_s=main_s if on_cpu else None,
+                    compute_s=compute_s if on_cpu else None,
                 )
             )
         return GroupLook(
@@ -262,7 +270,7 @@ class Ranks:
             busy=own.busy,
             lanes=own.lanes,
             compiling=compiling() > 0,
-            cpu_s=sum(os.times()[:2]) if on_cpu else None,
+            compute_s=_thread_stat(os.getpid(), own.thread)[1] if on_cpu else None,
         )
 
     def _settle(self) -> None:
@@ -303,10 +311,10 @@ def _lanes(at: Mapping[Number, int]) -> dict[LaneName, Lane]:
     return lanes
 
 
-def _process_stat(pid: int) -> tuple[bool, float]:
-    """Whether a process is stopped, and the seconds of CPU time that it has used."""
+def _thread_stat(pid: int, thread: int) -> tuple[bool, float]:
+    """Whether a thread is stopped, and the seconds of CPU time that it has used."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended
         return False, 0.0
     return fields[0] == "T", (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
@@ -343,8 +351,3 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _end_at_once(failure: str) -> None:
-    """While the worker starts nobody waits for an answer, and this rank may wait for the lost one for ever."""
-    os._exit(_FAILED)

@@ -16,9 +16,10 @@ Number = Literal[
     "refused", "swapped", "ready", "fault", "compiling", "adapter_seen", "adapter_refused", "forgotten", "wrote",
     "kv_out", "kv_in", "state_out", "state_in", "memory_done", "memory_failed", "memory_freed", "memory_parts",
     "updates_given", "updates_ended", "updates_parts", "adapters_given", "adapters_ended", "adapters_parts",
-    "looks", "writes_begun", "kv_out_begun", "kv_in_begun", "state_out_begun", "state_in_begun", "swap_begun",
+    "thread", "looks", "writes_begun", "kv_out_begun", "kv_in_begun", "state_out_begun", "state_in_begun", "swap_begun",
     "swap_parts",
 ]  # fmt: skip
+#: thread: of the system, which computes steps; 0 on a GPU.
 #: beat: of `beat.py`. position: in the ring. sequence: of the last order carried out. launched: steps whose end is
 #: enqueued. drawn: those that waited for masks. done: those that are complete on the device. opened, prepared, refused:
 #: the last update that fits, is ready to swap, or is neither. taken: pieces of updates. mapped, unmapped: the last

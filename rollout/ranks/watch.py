@@ -3,7 +3,7 @@
     its process has ended                                                     at once
     its process is stopped (also at the start), or its beat stands still      after `SILENT_S`
     a lane of a rank has something to do, and completes no part of it         after `stall_s`
-    steps are ordered or enqueued, and no rank completes anything             after `stall_s`
+    steps are enqueued, and no rank completes or enqueues one                 after `stall_s`
 
 A **lane** is what one thread or stream of a rank works off, in order: orders, updates, adapters, copies one way. Each
 is judged by itself, whether steps are ordered or not. Steps are not a lane: in them the ranks wait for each other, so
@@ -20,7 +20,8 @@ A healthy group must not be ended, however slow it is:
   order needs a longer limit than another.
 - What waits for its turn on the device is not begun, and does not count. For copies no time counts in which the main
   thread of a follower does not look for their ends: it is at an order, which is judged.
-- Ranks on a CPU compute steps with the processes' own time. While they use some, they are slow, not hung.
+- A rank on a CPU computes steps in a thread. While such a thread uses CPU time, the ranks are slow, not hung. So is a
+  main thread.
 - If all ranks have completed what they were given, the loop of rank 0 hangs. The watchdog of the worker finds that.
 """
 
@@ -42,8 +43,6 @@ LaneName = Literal[
 ]
 #: Lanes of copies, of which a follower's main thread reports.
 _COPIES: tuple[LaneName, ...] = ("adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")
-#: Lanes that hold back the steps of their rank.
-_HOLD_STEPS: tuple[LaneName, ...] = ("swap", "sleep")
 
 
 class Lane(NamedTuple):
@@ -72,7 +71,8 @@ class FollowerLook:
     lanes: Mapping[LaneName, Lane] = field(default_factory=dict)  # without orders; a sleep is one of these
     looks: int = 0  # of its main thread, for copies
     compiling: bool = False
-    cpu_s: float | None = None  # that it has used; None for a rank on a GPU
+    main_s: float | None = None  # CPU time of its main thread; None for a rank on a GPU
+    compute_s: float | None = None  # CPU time of the thread that computes its steps, as above
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class GroupLook:
     busy: bool = False  # a step of rank 0 is not complete on its device
     lanes: Mapping[LaneName, Lane] = field(default_factory=dict)  # of rank 0
     compiling: bool = False  # rank 0
-    cpu_s: float | None = None  # that rank 0 has used; None for a rank on a GPU
+    compute_s: float | None = None  # CPU time of the thread that computes its steps; None for a rank on a GPU
 
 
 class _Clock:
@@ -153,11 +153,11 @@ class GroupWatch:
         looked = [True, *(now != before for now, before in zip(looks, self._looks, strict=True))]
         self._looks = looks
         ranks: list[tuple[Mapping[LaneName, Lane], float | None]] = [(seen.lanes, None)]
-        ranks += [({**f.lanes, "orders": _orders(seen.ordered, f)}, f.cpu_s) for f in seen.followers]
-        for rank, (lanes, cpu_s) in enumerate(ranks):
+        ranks += [({**f.lanes, "orders": _orders(seen.ordered, f)}, f.main_s) for f in seen.followers]
+        for rank, (lanes, main_s) in enumerate(ranks):
             for name, lane in lanes.items():
                 clock = self._lanes.setdefault((rank, name), _Clock())
-                computes = cpu_s if name == "orders" else None
+                computes = main_s if name == "orders" else None
                 passed_s = 0.0 if name in _COPIES and not looked[rank] else lived_s[rank]
                 still_s = clock.look(lane.done, lane.busy and not compiles, passed_s, computes)
                 if self._stall_s is not None and still_s > self._stall_s:
@@ -166,18 +166,15 @@ class GroupWatch:
 
     def _still(self, seen: GroupLook, compiles: bool, passed_s: float) -> str:
         ranks = [seen.lanes, *(follower.lanes for follower in seen.followers)]
-        held = [lanes.get(name, _EMPTY).done for lanes in ranks for name in _HOLD_STEPS]
-        orders = [_orders(seen.ordered, f) for f in seen.followers]
-        done = [lane.done if lane.busy else f.sequence for lane, f in zip(orders, seen.followers, strict=True)]
-        completed = (seen.done, *(f.done for f in seen.followers), *done, *held)
-        behind = [i for i, f in enumerate(seen.followers, 1) if f.sequence < seen.ordered or f.done < f.launched]
-        waits = seen.ordered > 0 and (bool(behind) or seen.busy)
-        used = [cpu_s for cpu_s in (seen.cpu_s, *(f.cpu_s for f in seen.followers)) if cpu_s is not None]
+        swaps = [lanes.get("swap", _EMPTY).done for lanes in ranks]  # steps wait for them
+        completed = (seen.done, *(number for f in seen.followers for number in (f.launched, f.done)), *swaps)
+        waits = seen.busy or any(f.done < f.launched for f in seen.followers)
+        used = [s for s in (seen.compute_s, *(f.compute_s for f in seen.followers)) if s is not None]
         still_s = self._steps.look(completed, waits and not compiles, passed_s, sum(used) if used else None)
         if self._stall_s is None or still_s <= self._stall_s:
             return ""
-        late = [i for i in behind if seen.followers[i - 1].sequence < seen.ordered]
-        late = late or ([0] if seen.busy else []) + behind
+        late = [i for i, f in enumerate(seen.followers, 1) if f.sequence < seen.ordered]
+        late = late or [0] * seen.busy + [i for i, f in enumerate(seen.followers, 1) if f.done < f.launched]
         named = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
         return f"no rank has completed anything for {still_s:.0f} s; {named} {'have' if late[1:] else 'has'} hung"
 

@@ -5,11 +5,13 @@ There is one swap at a time in a process. `copy_tensors` runs on its compute str
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 
+_lock = threading.Lock()
 #: A part is so many bytes, or one larger tensor.
 PART_BYTES = 1 << 30
 _under_way: deque[torch.cuda.Event] = deque()
@@ -29,16 +31,18 @@ def copy_tensors(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def parts_done() -> int:
-    """How many parts of all swaps are copied. One thread asks."""
+    """How many parts of all swaps are copied."""
     global _done
-    while _under_way and _under_way[0].query():
-        _under_way.popleft()
-        _done += 1
-    return _done
+    with _lock:
+        while _under_way and _under_way[0].query():
+            _under_way.popleft()
+            _done += 1
+        return _done
 
 
 def _mark(copied: torch.Tensor) -> None:
     global _done
+    parts_done()  # also where nobody asks, events do not pile up
     if not copied.is_cuda:
         _done += 1
         return

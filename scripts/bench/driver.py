@@ -26,7 +26,7 @@ from rollout.engine.messages import (
     Submit,
 )
 from rollout.engine.parts import Receiver
-from rollout.models.decoder import Decoder
+from rollout.models.language_model import LanguageModel
 from rollout.process.progress import stage
 
 _CLIENT = "bench"
@@ -49,7 +49,9 @@ def random_prompt(vocab: int, length: int, seed: int) -> list[int]:
 class Driver:
     """An engine, ticked by hand."""
 
-    def __init__(self, settings: Settings, device: Device, model: Decoder, receiver: Receiver | None = None) -> None:
+    def __init__(
+        self, settings: Settings, device: Device, model: LanguageModel, receiver: Receiver | None = None
+    ) -> None:
         with stage("preparing decode steps") as advance:
             self.engine: Engine = build_engine(
                 settings, device, model, local_links(settings, self._take, receiver), progress=advance

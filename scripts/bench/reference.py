@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 from rollout.config import ModelSettings
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
+from rollout.models.language_model import LanguageModel
 from rollout.models.spec import AttentionSpec
 
 #: Factor on queries and keys; their products grow with its square.
@@ -140,9 +141,20 @@ def config_of(family: str, size: str) -> dict[str, Any]:
 def make_checkpoint(family: str, size: str, dtype: str, device: str, folder: Path, seed: int = 0) -> Decoder:
     """Our model with random weights; `folder` becomes a checkpoint of it for transformers."""
     model = make_model({**config_of(family, size), "torch_dtype": dtype}, dtype, device, folder, seed)
+    save_weights(model, folder)
+    return model
+
+
+def save_weights(model: Decoder, folder: Path) -> None:
+    """Write the weights of `make_model` beside their config."""
     tensors = {name: view.contiguous().clone() for name, view in _once(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return model
+
+
+def load_fallback(folder: Path, dtype: str, device: str) -> LanguageModel:
+    """The model of such a folder through transformers' own code."""
+    settings = ModelSettings(path=str(folder), dtype=dtype, device=device, model_impl="transformers")  # type: ignore[arg-type]
+    return load_model(settings, torch.device(device)).model
 
 
 def make_model(config: dict[str, Any], dtype: str, device: str, folder: Path, seed: int = 0) -> Decoder:
@@ -232,10 +244,24 @@ class Trainer:
         ids = torch.tensor([[*prompt, *completion]], device=self._device)
         first = len(prompt) - 1
         hidden_KH = self._exact.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:-1]
-        exact_KV = self._exact.lm_head(hidden_KH)
+        exact_KV = _logits(self._exact, hidden_KH)
         hidden_KH = self._model.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:-1]
-        own_KV = self._model.lm_head(hidden_KH).float()
-        return Recomputed(exact_KV, own_KV, self._exact.lm_head(hidden_KH.float()))
+        own_KV = _logits(self._model, hidden_KH).float()
+        return Recomputed(exact_KV, own_KV, _logits(self._exact, hidden_KH.float()))
+
+
+def _logits(model: Any, hidden_KH: torch.Tensor) -> torch.Tensor:
+    """Logits [K, V]: the output layer, and what the class does to its result, such as bounds and scales.
+
+    The class runs on one token, and its output layer gets these hidden states in the place of that token's.
+    """
+    hook = model.lm_head.register_forward_pre_hook(lambda module, inputs: (hidden_KH[None],))
+    try:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=hidden_KH.device)
+        logits_KV: torch.Tensor = model(input_ids=token, use_cache=False).logits[0]
+    finally:
+        hook.remove()
+    return logits_KV
 
 
 def logprobs_of(logits_KV: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

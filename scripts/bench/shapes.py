@@ -410,10 +410,17 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
 DRAFT_VOCAB = 32_000
 
 
-def write_checkpoint(shape: str, folder: Path, layers: int = 0) -> Path:
-    """Make `folder` a checkpoint without weights: the config that `load_format=random` needs."""
+def write_checkpoint(shape: str, folder: Path, layers: int = 0, mtp: bool = False) -> Path:
+    """Make `folder` a checkpoint without weights: the config that `load_format=random` needs.
+
+    With `mtp` it has a layer for multi-token prediction. Raises ValueError for a shape that has none.
+    """
+    config = model_config(shape, layers)
+    if mtp and "num_nextn_predict_layers" not in config:
+        raise ValueError(f"{shape} has no layer for multi-token prediction")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model_config(shape, layers), indent=1))
+    config |= {"num_nextn_predict_layers": 1} if mtp else {}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 
 

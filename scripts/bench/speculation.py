@@ -253,7 +253,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lengths", type=float, nargs="+", default=[1.7, 2.5, 3.3], help="accepted lengths of the drafts")
     add("--most", type=int, default=3, help="drafts of a row in a step")
     add("--modes", nargs="+", choices=MODES, default=["auto", "always", "nothing"])
-    add("--draft-model", action="store_true", help="load a random EAGLE-3 head, for the modes heads and unpaid")
+    add(
+        "--draft-model",
+        nargs="?",
+        const="head",
+        choices=("head", "mtp"),
+        help="load a random draft model, for the modes heads and unpaid: an EAGLE-3 head, or a layer for multi-token "
+        "prediction of shapes that have one",
+    )
     add("--draft-rows", type=int, help="drafts of all rows in a step; by default --most for each row")
     add("--temperature", type=float, default=100.0)
     add("--least-saved", type=int, nargs="+", metavar="MIB", help="reads saved in a layer, from which on drafts share")
@@ -269,7 +276,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "speculation_tokens": str(args.most),
         "speculation_rows": str(args.draft_rows),
         "cuda_graph_rows": str(args.step_rows),
-        **({"speculation_model": "random"} if args.draft_model else {}),
+        **({"speculation_model": "random"} if args.draft_model == "head" else {}),
         **dict(change.partition("=")[::2] for change in args.set),
     }
     if not args.draft_model and any(mode in _GUESSED for mode in args.modes):

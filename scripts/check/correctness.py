@@ -15,6 +15,7 @@ next-token entropy is 0.5 to 2 nats:
     depths    blocking loop and pipeline draw the same tokens bit for bit if all lengths are equal and for one row; for
               other lengths the first divergence and its gap are reported
 
+With `--fallback` the models run through transformers' own code, with the same bounds.
 `--break rope` or `--break page` breaks the engine on purpose; the check must then fail. `--long` runs many long rows of
 one shape instead and checks for leaks. `--device cpu --size toy --dtype float32` tries the script on a CPU.
 """
@@ -38,8 +39,8 @@ from rollout.config import EngineSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
 from rollout.engine.messages import SamplingParams
-from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder
+from rollout.models.language_model import LanguageModel
 from scripts.bench.driver import Driver, random_prompt
 from scripts.bench.long_rows import LongRun, run_long
 from scripts.bench.output import print_table, write_results
@@ -51,12 +52,15 @@ from scripts.bench.reference import (
     agreement,
     config_of,
     entropy_of,
+    load_fallback,
     logprobs_of,
     make_model,
     rms,
+    save_weights,
 )
 from scripts.bench.shapes import SHAPES, model_config, shrunk
 from scripts.bench.step_parts import borrowed_slot, stage_next_step
+from scripts.check.family_sizes import FAMILY_SIZES, family_config
 
 _GREEDY = SamplingParams(temperature=0.0)
 _ENTROPY = (0.5, 2.0)
@@ -85,7 +89,7 @@ _SHAPE_WORK = Work((40, 61, 90, 133, 200, 301, 450, 700), 96, 6, (1500, 3000), 6
 _SHAPE_LAYERS = {"gemma-3-12b": 6, "glm-4.5-air": 3, "moonlight-16b-a3b": 3, "glm-4.7-flash": 3}
 
 
-def run_engine(model: Decoder, device: str, max_rows: int, context: int, chunk: int = 512) -> Driver:
+def run_engine(model: LanguageModel, device: str, max_rows: int, context: int, chunk: int = 512) -> Driver:
     """An engine without a prefix cache: every run computes its prompts again."""
     engine = EngineSettings(
         max_rows=max_rows,
@@ -168,19 +172,26 @@ class Checker:
         toy = args.size == "toy"
         self.args, self.work, layers = args, _WORK[args.size], 0
         if args.shapes:
-            layers = args.layers or _SHAPE_LAYERS.get(family, 4)
-            config = model_config(family, layers)
+            known = family in FAMILY_SIZES
+            layers = args.layers or (0 if known else _SHAPE_LAYERS.get(family, 4))
+            config = family_config(family, layers) if known else model_config(family, layers)
+            layers = config["num_hidden_layers"]
             self.work = self.work if toy else _SHAPE_WORK
             config = shrunk(config) if toy else config
         else:
             config = config_of(family, args.size)
-        self.model = make_model({**config, "torch_dtype": args.dtype}, args.dtype, args.device, folder)
-        self.trainer = Trainer(self.model, folder, args.dtype, args.device)
-        self.vocab = self.model.spec.vocab
+        model = make_model({**config, "torch_dtype": args.dtype}, args.dtype, args.device, folder)
+        self.trainer = Trainer(model, folder, args.dtype, args.device)
+        self.vocab = model.spec.vocab
         self.context = max(self.work.long_prompts) + self.work.long_new + 64
         if args.break_ == "rope":
-            self.model.ropes[0].inv_freq_D.mul_(1.01)
-        self.driver = run_engine(self.model, args.device, len(self.work.prompts), self.context)
+            model.ropes[0].inv_freq_D.mul_(1.01)
+        served: LanguageModel = model
+        if args.fallback:
+            save_weights(model, folder)
+            del model
+            served = load_fallback(folder, args.dtype, args.device)
+        self.driver = run_engine(served, args.device, len(self.work.prompts), self.context)
         self.failures: list[str] = []
         executor = self.driver.engine.executor
         self.found: dict[str, Any] = {
@@ -188,6 +199,7 @@ class Checker:
             **({"layers": layers} if layers else {}),
             "captured": executor.graphs is not None,
             "fused": isinstance(executor.step.forward, FusedDecoder),
+            "fallback": args.fallback,
         }
 
     def check(self) -> dict[str, Any]:
@@ -408,8 +420,9 @@ def main() -> int:
     """Run the checks and write the results; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="layers of real models, in the place of families")
+    parser.add_argument("--shapes", nargs="+", choices=(*SHAPES, *FAMILY_SIZES), help="layers of real models")
     parser.add_argument("--layers", type=int, default=0, help="layers of each shape; 0: a few")
+    parser.add_argument("--fallback", action="store_true", help="run the models through transformers' own code")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

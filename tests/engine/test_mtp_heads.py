@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rollout_kernels.sampling import gumbel_noise
+from transformers.masking_utils import create_causal_mask
 
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from tests.engine.test_heads import as_captured, completions_by_seed, submit_seeded
@@ -19,7 +21,7 @@ from tests.support.engine.drafting import replayed_guesses, row_by_row, watch_gu
 from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
-from tests.support.models.mtp_layers import Predicting, make_predicting
+from tests.support.models.mtp_layers import Predicting, add_tensors, make_predicting
 
 HEADS = {"speculation": "heads"}
 
@@ -31,12 +33,12 @@ def found(request, tmp_path_factory):
     return make_predicting(request.param, folder), folder
 
 
-def submit_three(bench: Bench, name: str, vocab: int) -> dict[int, list[int]]:
+def submit_three(bench: Bench, name: str, vocab: int, tokens: int = 24) -> dict[int, list[int]]:
     """A greedy row and two sampled ones; returns their prompts by their seeds."""
     lengths, settings = {11: 21, 12: 6, 13: 13}, {11: 0.0, 12: 1.3, 13: 0.8}
     prompts = {seed: [token % vocab for token in prompt_of(lengths[seed], seed)] for seed in lengths}
     for seed, prompt in prompts.items():
-        bench.submit(f"{name}{seed}", prompt, 24, sampling={"temperature": settings[seed], "seed": seed})
+        bench.submit(f"{name}{seed}", prompt, tokens, sampling={"temperature": settings[seed], "seed": seed})
     bench.run()
     return {
         bench.completions[f"{name}{seed}", 0].seed: prompt + bench.tokens(f"{name}{seed}")
@@ -60,7 +62,7 @@ def assert_guessed(reference: Predicting, known_by_seed: dict[int, list[int]], s
 
         assert guesses == reference.guesses(known[: ints[LENGTH] + 1], len(guesses), draw)
         checked += 1
-    assert checked > 40
+    assert checked > 20
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -77,8 +79,8 @@ def test_guesses_are_those_of_the_reference(found, monkeypatch, depth):
     assert_guessed(reference, known, seen)
 
 
-@pytest.mark.parametrize("found", ["Glm4Moe", *nightly("MiMo", "DeepseekV3", "Glm4MoeLite")], indirect=True)
-@pytest.mark.parametrize(("wrong", "depth"), [(0.3, 2), *nightly((None, 1), (0.0, 2), (0.3, 1))])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("wrong", "depth"), [(0.3, 2), (None, 1), (0.0, 2), (0.3, 1)])
 def test_all_bits_are_equal_with_rows_computed_one_by_one(found, monkeypatch, wrong, depth):
     row_by_row(monkeypatch)
     plain = Bench(load(found[1]), max_rows=32, pipeline_depth=depth)
@@ -118,6 +120,51 @@ def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, t
         assert (roster.version, roster.draft_version) == (version, draft_version)
         with monkeypatch.context() as patch:
             seen = watch_guesses(patch)
-            known = submit_three(bench, f"v{version}-", vocab)
+            known = submit_three(bench, f"v{version}-", vocab, 14)
         assert_guessed(expected, known, seen)
     bench.close()
+
+
+def train(reference: Predicting, texts_NT: torch.Tensor, updates: int) -> None:
+    """Teach the layer to say the token after the next one, as it is trained: from the tokens of each position on."""
+    model, config = reference.model, reference.model.config
+    weights = [tensor.requires_grad_() for tensor in reference.block.parameters()]
+    around = {name: reference.part(name).requires_grad_() for name in reference.layout[1:5]}
+    optimizer = torch.optim.Adam([*weights, *around.values()], lr=5e-3)
+    hidden_NTH = model.model(texts_NT).last_hidden_state
+    for _ in range(updates):
+        x_NTH = reference.joined(model.get_input_embeddings()(texts_NT[:, 1:]), hidden_NTH[:, :-1])
+        positions_1T = torch.arange(x_NTH.shape[1])[None]
+        mask = create_causal_mask(config, x_NTH, None, None, position_ids=positions_1T)
+        turned = model.model.rotary_emb(x_NTH, positions_1T)
+        x_NTH = reference.block(x_NTH, attention_mask=mask, position_ids=positions_1T, position_embeddings=turned)
+        logits_NTV = model.lm_head(reference.norm(x_NTH, reference.layout.norm))
+        loss = F.cross_entropy(logits_NTV[:, :-1].flatten(0, 1), texts_NT[:, 2:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_a_layer_that_has_learnt_the_text_is_right(tmp_path):
+    """Its first guess after each token: it has not learnt from its own hidden states."""
+    reference = make_predicting("MiMo", tmp_path)
+    vocab, tokens = reference.model.config.vocab_size, 50
+    prompts = [[token % vocab for token in prompt_of(8, seed)] for seed in range(4)]
+
+    def run(model, **fields) -> Bench:
+        bench = Bench(model, **fields)
+        for i, prompt in enumerate(prompts):
+            bench.submit(f"r{i}", prompt, tokens)
+        bench.run()
+        bench.close()
+        return bench
+
+    plain = run(load(tmp_path))
+    texts_NT = torch.tensor([prompt + plain.tokens(f"r{i}") for i, prompt in enumerate(prompts)])
+    train(reference, texts_NT, 80)
+    trained = {reference.prefix + name: tensor for name, tensor in reference.block.state_dict().items()}
+    add_tensors(tmp_path, reference.tensors | trained)
+    bench = run(load(tmp_path, mtp="needed"), speculation="heads", speculation_tokens=1)
+    assert_same(bench, plain)
+    counters = bench.engine.roster.counters
+    assert counters.accepted > 0.8 * counters.drafted > 50, (counters.accepted, counters.drafted)

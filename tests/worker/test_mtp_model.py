@@ -24,17 +24,18 @@ def generate(worker: WorkerProcess) -> list[list[int]]:
 
 @pytest.mark.nightly
 def test_heads_need_no_second_checkpoint(tmp_path) -> None:
-    """The same tokens as without drafts, before and after updates with its tensors and without."""
+    """The same tokens as without drafts, before and after updates with its tensors and without; also by two ranks."""
     first, second = tmp_path / "first", tmp_path / "second"
     found = make_predicting("Glm4Moe", first)
     make_predicting("Glm4Moe", second, seed=1)
     updates = [load_file(second / "model.safetensors")]
     updates.append({name: t for name, t in updates[0].items() if not name.startswith(found.prefix)})
     told = []
-    for speculation in ("off", "heads"):
-        metrics = tmp_path / f"{speculation}.jsonl"
+    for speculation, ranks in (("off", 1), ("heads", 1), ("heads", 2)):
+        metrics = tmp_path / f"{speculation}-{ranks}.jsonl"
         flags = {"jsonl": metrics, "interval_s": 0.1, "speculation": speculation, "max_rows": 4, "dtype": "float32"}
-        with launch(first, log=tmp_path / f"{speculation}.log", **flags) as worker:
+        flags |= {"device": "cpu", "tensor_parallel": ranks, "check_ranks": ranks > 1}
+        with launch(first, log=tmp_path / f"{speculation}-{ranks}.log", **flags) as worker:
             told.append([generate(worker)])
             with WeightPublisher(worker.endpoint) as publisher:
                 for version, tensors in enumerate(updates, 1):
@@ -42,7 +43,7 @@ def test_heads_need_no_second_checkpoint(tmp_path) -> None:
                     told[-1].append(generate(worker))
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
         assert (records[-1]["speculation/drafted"] > 100) == (speculation == "heads")
-    assert told[0] == told[1] and told[0][0] != told[0][1] == told[0][2]
+    assert told[0] == told[1] == told[2] and told[0][0] != told[0][1] == told[0][2]
 
 
 @pytest.mark.nightly

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.families import make_checkpoint
 from tests.support.tokenizer_folder import make_tokenizer_folder
 from tests.support.worker.harness import assert_idle
@@ -28,12 +29,15 @@ SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "nu
 
 
 #: Ranks and speculation of the second worker.
-CASES = [(2, "off"), *(pytest.param(case, marks=pytest.mark.nightly) for case in [(2, "suffix"), (4, "off")])]
+CASES = [
+    (2, "off"),
+    *(pytest.param(case, marks=pytest.mark.nightly) for case in [(2, "suffix"), (2, "heads"), (4, "off")]),
+]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     folder = make_tokenizer_folder(tmp_path_factory.mktemp("model"))
     vocab = len(AutoTokenizer.from_pretrained(folder)) + 5
@@ -41,6 +45,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     make_tokenizer_folder(folder)
     logs = tmp_path_factory.mktemp("logs")
     flags = dict(zip(("tensor_parallel", "speculation"), request.param, strict=True)) | {"check_ranks": True}
+    if flags["speculation"] == "heads":
+        config = head_config(AutoConfig.from_pretrained(folder), vocab // 2)
+        flags["speculation_model"] = save_head(logs / "head", config, random_head(config))
     with start_pair(folder, vocab, logs, FLAGS, flags) as workers:
         yield workers
         assert_idle(workers.several)

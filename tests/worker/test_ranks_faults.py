@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.support.patience import PATIENCE_S
 from tests.support.peft_adapters import make_adapter
 from tests.support.worker.harness import (
     ONES,
@@ -160,14 +161,14 @@ def test_an_idle_worker_notices_that_a_follower_is_lost(
 @pytest.mark.nightly
 def test_a_group_whose_rank_0_was_stopped_goes_on(start_ranks: Callable[..., WorkerProcess]) -> None:
     worker = start_ranks()
-    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
-        stream = client.generate("17:", **LONG | {"max_tokens": 3000})
+    with RolloutClient(worker.endpoint, timeout_s=PATIENCE_S) as client:
+        stream = client.generate("17:", **LONG | {"max_tokens": 1000})
         next(stream)
         os.kill(worker.pid, signal.SIGSTOP)
         time.sleep(12.0)  # longer than a follower may be stopped
         os.kill(worker.pid, signal.SIGCONT)
         (completion,) = stream.wait().completions
-    assert (completion.finish_reason, len(completion)) == ("length", 3000)
+    assert (completion.finish_reason, len(completion)) == ("length", 1000)
     check("17:", completion, COUNT)
 
 
@@ -175,15 +176,15 @@ def test_a_group_whose_rank_0_was_stopped_goes_on(start_ranks: Callable[..., Wor
 def test_a_follower_that_is_stopped_for_a_moment_goes_on(start_ranks: Callable[..., WorkerProcess]) -> None:
     worker = start_ranks()
     (follower,) = followers_of(worker.pid)
-    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
-        stream = client.generate("17:", **LONG | {"max_tokens": 3000})
+    with RolloutClient(worker.endpoint, timeout_s=PATIENCE_S) as client:
+        stream = client.generate("17:", **LONG | {"max_tokens": 1000})
         for _ in range(3):
             read(stream, 100)  # more than may have come before the last stop
             os.kill(follower, signal.SIGSTOP)
             time.sleep(2.0)
             os.kill(follower, signal.SIGCONT)
         (completion,) = stream.wait().completions
-    assert (completion.finish_reason, len(completion)) == ("length", 3000)
+    assert (completion.finish_reason, len(completion)) == ("length", 1000)
     check("17:", completion, COUNT)
 
 

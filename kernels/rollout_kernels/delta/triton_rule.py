@@ -357,7 +357,7 @@ def gated_delta(
     beta_scale: float = 1.0,
     tile: StepTile | None = None,
 ) -> torch.Tensor:
-    """As `rollout_kernels.delta.gated_delta`; a prefill needs `spans.starts_B1`. `tile` is that of a decode step."""
+    """As `rollout_kernels.delta.gated_delta`; a prefill needs `spans.starts_B1`. `step_tile` is the default `tile`."""
     count, (_, heads, key_dim, value_dim) = len(mixed_TC), state_NHKV.shape
     key_heads = (mixed_TC.shape[1] - heads * value_dim) // (2 * key_dim)
     assert mixed_TC.is_contiguous() and state_NHKV.is_contiguous() and a_log_H.dtype == torch.float32

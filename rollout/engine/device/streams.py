@@ -44,6 +44,10 @@ class Event(Protocol):
 class Stream(Protocol):
     """An ordered queue of device work."""
 
+    @property
+    def thread_id(self) -> int:
+        """The system's number of the thread that does the work; 0 if a GPU does it."""
+
     def run(self, work: Callable[[], object]) -> None:
         """Enqueue `work`."""
 
@@ -156,6 +160,11 @@ class CpuStream:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name=f"stream-{name}", daemon=True)
         self._thread.start()
+
+    @property
+    def thread_id(self) -> int:
+        """The system's number of the thread."""
+        return self._thread.native_id or 0
 
     def run(self, work: Callable[[], object]) -> None:
         """Enqueue `work`; skipped if earlier work failed."""
@@ -299,6 +308,8 @@ class CudaEvent:
 
 class CudaStream:
     """A CUDA stream; work is enqueued by running it on the host with this stream current."""
+
+    thread_id = 0
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)

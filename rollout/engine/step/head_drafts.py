@@ -83,7 +83,7 @@ class HeadDrafts:
         self._prefill: tuple[AttentionBatch, torch.Tensor] | None = None
         # Guesses advance copies of rows, as draws advance rows: of all but the first one, which is padding.
         self._ahead = RowState(step_rows, 1, 0, device)
-        self._draw = Sampler(self._ahead)
+        self._draw = self._sampler(self._ahead)
         self._output_4R = torch.zeros(4, step_rows, dtype=torch.int32, device=device)
         self._places_R = torch.arange(step_rows, device=device)
         self._ahead_rows_R = self._places_R + 1
@@ -163,7 +163,7 @@ class HeadDrafts:
         for index in range(self.most):
             logits_RV = self._head.compute_logits(hidden_RH, self._model.lm_head)
             draw(logits_RV, ahead_R, features, output_4R)
-            tokens_R = ahead.ints[copies, LAST]
+            tokens_R = self._agreed(ahead, copies)
             self._guesses_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
             if index + 1 < self.most:
                 batch = _batch(ahead.ints[copies, LENGTH] - 1, table_RP, kv.page_size, max_context)
@@ -171,12 +171,25 @@ class HeadDrafts:
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _sampler(self, rows: RowState) -> Sampler:
+        """What draws from the logits of the draft model; with the target's output layer these may be a rank's part."""
+        return Sampler(rows, self._model.vocab_shard if self._head.lm_head is None else None)
+
+    def _agreed(self, ahead: RowState, copies: slice) -> torch.Tensor:
+        """The tokens that are drawn. All ranks verify the same ones, whatever the last bits of their logits are."""
+        tokens_R = ahead.ints[copies, LAST]
+        if self._model.group.size > 1 and self._head.lm_head is not None:  # each rank has drawn on its own
+            drawn_R = self._output_4R[0, : len(tokens_R)]
+            tokens_R = self._model.group.all_gather(drawn_R)[0].long()
+            ahead.ints[copies, LAST] = tokens_R
+        return tokens_R
+
     def _copy_rows(self, rows_R: torch.Tensor, copies: slice, features: Feature) -> tuple[RowState, Sampler]:
         """Copies of rows with what `features` need of them, and what draws for these."""
         rows, ahead, draw = self.rows, self._ahead, self._draw
         if features & Feature.PENALIZE:  # with counts, which take a vocabulary for each row: only while they are needed
             ahead = RowState(len(rows_R), 1, rows.vocab, rows.ints.device)
-            draw = Sampler(ahead)
+            draw = self._sampler(ahead)
             torch.index_select(rows.counts, 0, rows_R, out=ahead.counts[copies])
         copied = [(ahead.ints, rows.ints), (ahead.floats, rows.floats)]
         if features & Feature.BIAS:
@@ -217,12 +230,12 @@ class HeadDrafts:
     def _forward(
         self, following_T: torch.Tensor, hidden_TH: torch.Tensor, batch: AttentionBatch, kv: KVCache
     ) -> torch.Tensor:
-        embed_VH, experts = self._model.embed, self._experts
+        embedding, experts = self._model.embedding, self._experts
         if experts is None:
-            return self._head(following_T, embed_VH, hidden_TH, batch, kv)
+            return self._head(following_T, embedding, hidden_TH, batch, kv)
         experts.begin_step(len(following_T))
-        hidden_TH = self._head(following_T, embed_VH, hidden_TH, batch, kv, experts.output)
-        experts.take_chosen()  # the record of experts is that of the target
+        hidden_TH = self._head(following_T, embedding, hidden_TH, batch, kv, experts.output)
+        experts.take_chosen()  # drops them: a step's record has the experts of the target alone
         return hidden_TH
 
     def _following(self, step: StepInput, output_4R: torch.Tensor) -> torch.Tensor:

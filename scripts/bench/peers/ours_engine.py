@@ -22,6 +22,7 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.messages import Delta, Event, Prompt, PutAdapter, Rejected, Request, SamplingParams, Submit
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
+from rollout.models.loader import MTP
 from rollout.models.lora_slots import random_adapter
 from rollout.models.spec import MoESpec
 from rollout.process.progress import stage
@@ -37,6 +38,8 @@ KV_SHARE = 0.88
 _KEPT_STEPS = 2000
 ADAPTER_RANK = 16
 _TOLD_EVERY = 256  # tokens between two deltas with experts, as in the service
+#: The layout of a draft model: an EAGLE-3 head, or a layer for multi-token prediction.
+Draft = Literal["head", "mtp"]
 
 
 class OursEngine:
@@ -60,7 +63,7 @@ class OursEngine:
         changes: Mapping[str, Any] | None = None,
         fallback: bool = False,
         group: TensorGroup | None = None,
-        draft: bool = False,
+        draft: Draft | None = None,
     ) -> None:
         device = make_device(job.device)
         settings = Settings(
@@ -198,19 +201,20 @@ def load_random(
     layers: int = 0,
     fallback: bool = False,
     group: TensorGroup | None = None,
-    draft: bool = False,
+    draft: Draft | None = None,
 ) -> LoadedModel:
     """A shape's model, or its first `layers` layers, or this rank's shard of it, with random weights.
 
-    With `draft` it has a draft model, random as well.
+    `draft` is the layout of its draft model, random as well: an EAGLE-3 head, or a layer for multi-token prediction.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = str(write_checkpoint(shape, Path(folder), layers))
+        path = str(write_checkpoint(shape, Path(folder), layers, mtp=draft == "mtp"))
         impl: Literal["auto", "transformers"] = "transformers" if fallback else "auto"
         settings = ModelSettings(path=path, load_format="random", model_impl=impl)
         with stage(f"filling the shapes of {shape}") as advance:
-            drafts = write_draft_checkpoint(shape, Path(folder) / "draft", layers) if draft else None
-            return load_model(settings, device, advance, experts=experts, group=group, draft=drafts)
+            drafts = write_draft_checkpoint(shape, Path(folder) / "draft", layers) if draft == "head" else None
+            how: MTP = "needed" if draft == "mtp" else "unused"
+            return load_model(settings, device, advance, experts=experts, group=group, draft=drafts, mtp=how)
 
 
 def group_experts() -> None:

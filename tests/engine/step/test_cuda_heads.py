@@ -92,7 +92,7 @@ def test_its_guesses_by_kernels_are_those_of_torch(folders, monkeypatch):
 
 def _by_torch(self, following_T, hidden_TH, batch, kv):
     """The forward of a draft model without its experts' kernels, which read nothing on the host."""
-    return self._head(following_T, self._model.embed, hidden_TH, batch, kv)
+    return self._head(following_T, self._model.embedding, hidden_TH, batch, kv)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])

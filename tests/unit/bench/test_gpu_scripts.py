@@ -11,9 +11,11 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from scripts.bench import shapes
 from scripts.bench.long_rows import growth
 from scripts.bench.replay_drafter import ReplayDrafter, accepted_length, chance_of
 from scripts.bench.shapes import OTHER_SHAPES
+from scripts.check.family_sizes import FAMILY_SIZES
 from tests.support.kernels.grids import nightly
 
 
@@ -104,10 +106,13 @@ def test_the_benchmark_of_drafts_compares_all_modes_with_plain_steps(tmp_path):
     assert always[0]["steps"] < lines[0]["steps"] / 1.5
 
 
-def test_the_benchmark_of_drafts_replays_guesses_of_a_draft_model(tmp_path):
+@pytest.mark.parametrize("draft", ["head", *nightly("mtp")])
+def test_the_benchmark_of_drafts_replays_guesses_of_a_draft_model(monkeypatch, tmp_path, draft):
     out = tmp_path / "s.json"
+    if draft == "mtp":
+        monkeypatch.setitem(shapes._OTHERS, "toy", shapes.shrunk(shapes.model_config("glm-4.5-air", 2)))
     sizes = ("--rows", "2", "--contexts", "64", "--new", "60", "--lengths", "3.3", "--modes", "heads", "unpaid")
-    options = ("--shape", "toy", "--device", "cpu", *sizes, "--draft-model", "--out", str(out))
+    options = ("--shape", "toy", "--device", "cpu", *sizes, "--draft-model", draft, "--out", str(out))
     assert load_script("bench.speculation").main(options) == 0
     written = json.loads(out.read_text())
     plain, heads, unpaid = written["rows"]
@@ -200,13 +205,22 @@ def test_a_right_engine_passes(correctness, monkeypatch, tmp_path):
     assert all(one["depths"]["equal"]["logprobs_equal"] for one in found)
 
 
-@pytest.mark.parametrize("shape", ["qwen3.5-35b-a3b", *nightly(*OTHER_SHAPES)])
+@pytest.mark.parametrize("shape", ["qwen3.5-35b-a3b", *nightly(*OTHER_SHAPES, *FAMILY_SIZES)])
 def test_layers_of_a_real_shape_pass(correctness, monkeypatch, tmp_path, shape):
     """Looks at logits leave the states of linear attention as they were, or all later tokens would be wrong."""
     arguments = ("--size", "toy", "--dtype", "float32", "--shapes", shape)
     status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
-    assert status == 0 and found["family"] == shape and found["layers"] >= 3
+    assert status == 0 and found["family"] == shape and found["layers"] >= 2
     assert found["logits"]["ours"]["rms"] < 1e-4 and found["depths"]["equal"]["logprobs_equal"]
+
+
+@pytest.mark.parametrize("damage", ["", *nightly("page")])
+def test_layers_through_transformers_own_code_are_held_to_the_same_bounds(correctness, monkeypatch, tmp_path, damage):
+    arguments = ["--size", "toy", "--dtype", "float32", "--shapes", "gemma-2-9b", "--fallback"]
+    arguments += ["--break", damage] if damage else []
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    assert found["fallback"] and status == (1 if damage else 0)
+    assert (found["logits"]["ours"]["rms"] < 1e-4) == (not damage)
 
 
 @pytest.mark.parametrize("damage", ["rope", "page"])

@@ -17,7 +17,7 @@ from scripts.bench import compare_peers
 from scripts.bench.peers.experiments import Finished, run_job
 from scripts.bench.peers.floors import JobFloor, job_floor, step_floor_s
 from scripts.bench.peers.job import EXPERIMENTS, Job
-from scripts.bench.peers.ours_engine import OursEngine, group_experts, load_random
+from scripts.bench.peers.ours_engine import OursEngine, engine_settings, group_experts, load_random
 from scripts.bench.peers.runs import Report, child_environment, run_child
 from scripts.bench.peers.vllm_engine import capture_sizes
 from scripts.bench.peers.workloads import Work, completion_lengths, long_job, nested_prompts, uniform_work
@@ -357,3 +357,10 @@ def test_script_says_how_it_is_used(name: str, monkeypatch, capsys):
 def test_vllm_captures_the_sizes_that_are_measured():
     assert {1, 8, 32, 128} <= set(capture_sizes(128)) and max(capture_sizes(128)) == 128
     assert capture_sizes(1) == [1]
+
+
+def test_long_contexts_get_a_snapshot_for_each_prompt_of_each_length():
+    """Fewer would push each other out, and steps would be timed together with prefills."""
+    job = Job(experiments=("decode", "contexts"), rows=(1, 128), context_rows=(1, 32), contexts=(1024, 16384))
+    assert engine_settings(job, 2).state_snapshots == 65
+    assert engine_settings(Job(experiments=("decode",)), 2).state_snapshots is None

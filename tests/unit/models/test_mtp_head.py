@@ -54,7 +54,7 @@ def test_a_forward_is_that_of_the_reference(tmp_path, name, parts) -> None:
             chunks=(Chunk(0, length, end),),
         )
         read_TH = head.fuse(hidden_TH[begin:end], model.norm)
-        outputs.append(head(following_T[begin:end], model.embed, read_TH, batch, kv))
+        outputs.append(head(following_T[begin:end], model.embedding, read_TH, batch, kv))
         begin = end
     embeds_TH = found.model.get_input_embeddings()(following_T)
     expected_TH = found.forward(embeds_TH, found.model.model.norm(hidden_TH))
@@ -110,7 +110,7 @@ def test_a_forward_by_kernels_is_that_of_torch(tmp_path, name) -> None:
             run_experts = experts.output
         read_TH = head.fuse(hidden_TH.to(dtype), model.norm)
         before_TH = read_TH.clone()
-        outputs.append(head(following_T, model.embed, read_TH, batch, kv, run_experts))
+        outputs.append(head(following_T, model.embedding, read_TH, batch, kv, run_experts))
         assert torch.equal(read_TH, before_TH), "its input is as before"
         keys = kv.k[-1]
         outputs.append(keys[1 : count + 1, 0])

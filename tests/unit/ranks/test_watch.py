@@ -45,9 +45,9 @@ class Group:
                 beat, looks = look.beat + self.beats[follower], look.looks + self.looks[follower]
                 self.change(follower, beat=beat, looks=looks)
             if cpu is not None:
-                self.change(cpu_s=(self.look.cpu_s or 0.0) + cpu * LOOK_S)
+                self.change(compute_s=(self.look.compute_s or 0.0) + cpu * LOOK_S)
                 for follower, look in enumerate(self.look.followers):
-                    self.change(follower, cpu_s=(look.cpu_s or 0.0) + cpu * LOOK_S)
+                    self.change(follower, main_s=(look.main_s or 0.0) + cpu * LOOK_S)
             self.failure = self.watch.look(self.look, passed_s)
             if self.failure:
                 break
@@ -137,12 +137,12 @@ def test_an_idle_group_is_not_lost() -> None:
     assert Group(GroupLook(done, ordered=4, done=3)).go(3600) == ""
 
 
-def test_each_completed_step_or_order_begins_the_time_anew() -> None:
+def test_each_step_that_is_completed_or_enqueued_begins_the_time_anew() -> None:
     group = Group(replace(WAITING, followers=[replace(f, sequence=1) for f in WAITING.followers]))
-    for number in range(2, 10):
+    for number in range(1, 10):
         assert group.go(STALL_S - 1) == ""
-        group.change(number % 2, **{("done", "sequence")[number % 2]: number})
-        group.change(1, launched=20)
+        group.change(number % 2, **{("done", "launched")[number % 2]: 20 + number})
+        group.change(0, launched=40)
     assert group.go(STALL_S - 1) == ""
     group.change(done=1)  # of rank 0
     assert group.go(STALL_S - 1) == ""
@@ -251,9 +251,9 @@ def test_a_sleep_may_take_as_long_as_its_parts_need() -> None:
 
 def test_an_order_that_waits_for_a_step_is_judged_with_the_steps() -> None:
     group = Group(idle(ordered=9))
-    group.change(1, launched=4)  # its device waits for the sum of rank 1, which is slow
+    group.change(1, launched=40)  # its device waits for sums of rank 1, whose steps are slow
     for number in range(5, 20):
-        group.change(0, sequence=number)
+        group.change(0, sequence=number, launched=number, done=number)
         assert group.go(STALL_S - 1) == ""
 
 
@@ -272,13 +272,26 @@ def test_steps_wait_for_a_swap_that_goes_on() -> None:
     assert "no rank has completed anything" in group.go(2)
 
 
-def test_pieces_of_an_update_do_not_hide_that_steps_hang() -> None:
-    group = Group(replace(WAITING, followers=[replace(f, sequence=1) for f in WAITING.followers]))
+@pytest.mark.parametrize("hung", ["all", "rank 0"])
+def test_pieces_of_an_update_do_not_hide_that_steps_hang(hung: str) -> None:
+    done = 0 if hung == "all" else 1
+    group = Group(replace(WAITING, followers=[replace(f, sequence=1, done=done) for f in WAITING.followers]))
     for pieces in range(100):
-        group.change(1, lanes={"updates": Lane(True, pieces)})
+        group.change(ordered=pieces + 2)
+        for follower in (0, 1):
+            group.change(follower, sequence=pieces + 1 + follower, lanes={"updates": Lane(True, pieces)})
         if group.go(0.5):
             break
     assert "no rank has completed anything for 8 s" in group.failure
+
+
+def test_a_group_that_only_takes_pieces_is_never_up_to_date_and_not_lost() -> None:
+    group = Group(idle())
+    for pieces in range(5, 200):
+        group.change(ordered=pieces)
+        for follower in (0, 1):
+            group.change(follower, sequence=pieces - 1, lanes={"updates": Lane(True, pieces)})
+        assert group.go(0.5) == ""
 
 
 def test_no_time_counts_in_a_lane_while_its_rank_sees_none_pass_or_one_compiles() -> None:

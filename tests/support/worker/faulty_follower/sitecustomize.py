@@ -52,7 +52,7 @@ def _install(folder: Path) -> None:
             while ordered.exists():
                 time.sleep(0.02)
 
-    def be_slow(*args: Any) -> None:
+    def be_slow(*args: Any, **kwargs: Any) -> None:
         if (folder / "slow").exists():
             time.sleep(_SLOW_S)
 
@@ -74,20 +74,20 @@ def _install(folder: Path) -> None:
                 pass
             (folder / "busy.reached").touch()
 
-    before(follower, "load_model", lambda *args: stand_at("load"))
+    before(follower, "load_model", lambda *args, **kwargs: stand_at("load"))
     before(Executor, "run", step)
-    before(follower.Follower, "_carry_out", lambda *args: stand_at("order"))
-    before(follower.Follower, "_begin_swap", lambda *args: stand_at("swap"))
-    before(follower, "copy_tensors", lambda *args: stand_at("copy"))
-    before(FollowerUpdates, "_begin", lambda *args: stand_at("open"))
-    before(FollowerUpdates, "_prepare", lambda *args: stand_at("prepare"))
-    before(FollowerUpdates, "_keep", lambda *args: stand_at("piece"))
-    before(AdapterCopies, "_prepare", lambda *args: stand_at("adapter"))
-    before(AdapterCopies, "_forget", lambda *args: stand_at("forget"))
-    before(AdapterSlots, "write", lambda *args: stand_at("write"))
-    before(PageMover, "_copy_out", lambda *args: stand_at("out"))
-    before(PageMover, "_copy_in", lambda *args: stand_at("back"))
-    before(FollowerCopies, "_change_memory", lambda *args: stand_at("memory"))
+    before(follower.Follower, "_carry_out", lambda *args, **kwargs: stand_at("order"))
+    before(follower.Follower, "_begin_swap", lambda *args, **kwargs: stand_at("swap"))
+    before(follower, "copy_tensors", lambda *args, **kwargs: stand_at("copy"))
+    before(FollowerUpdates, "_begin", lambda *args, **kwargs: stand_at("open"))
+    before(FollowerUpdates, "_prepare", lambda *args, **kwargs: stand_at("prepare"))
+    before(FollowerUpdates, "_keep", lambda *args, **kwargs: stand_at("piece"))
+    before(AdapterCopies, "_prepare", lambda *args, **kwargs: stand_at("adapter"))
+    before(AdapterCopies, "_forget", lambda *args, **kwargs: stand_at("forget"))
+    before(AdapterSlots, "write", lambda *args, **kwargs: stand_at("write"))
+    before(PageMover, "_copy_out", lambda *args, **kwargs: stand_at("out"))
+    before(PageMover, "_copy_in", lambda *args, **kwargs: stand_at("back"))
+    before(FollowerCopies, "_change_memory", lambda *args, **kwargs: stand_at("memory"))
     swap_copies.PART_BYTES, releasable._BLOCK_BYTES, releasable._PIECE_BYTES = 1, 1 << 14, 1 << 14
     before(FollowerUpdates, "_keep", be_slow)
     before(swap_copies, "_mark", be_slow)

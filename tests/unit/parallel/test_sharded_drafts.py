@@ -1,0 +1,111 @@
+"""Every rank has the whole draft model: all ranks guess the same tokens, and complete what one rank completes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rollout_kernels.parallel import TensorGroup
+from transformers import AutoConfig
+
+from rollout.config import ModelSettings
+from rollout.models import load_model
+from tests.support.engine.drafting import watch_guesses
+from tests.support.engine.harness import Bench
+from tests.support.kernels.grids import nightly
+from tests.support.models.draft_heads import head_config, random_head, save_head
+from tests.support.models.families import make_checkpoint
+from tests.support.models.mtp_layers import make_predicting
+from tests.support.parallel.ranks import Ranks
+
+CPU = torch.device("cpu")
+KINDS = ["Glm4Moe", "mapped", *nightly("MiMo", "DeepseekV3", "shared")]
+STOPS = tuple(range(0, 80, 2))
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"prompt_logprobs": True},
+    "drawn": {"sampling": {"temperature": 0.8}, "top_logprobs": 3},
+    "top-k and top-p": {"sampling": {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "min_p": 0.01}},
+    "penalties": {"sampling": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.4}},
+    "bias": {"sampling": {"temperature": 0.8, "logit_bias": ((3, 4.0), (75, 4.0))}},
+    "min_tokens": {"sampling": {"temperature": 0.8}, "stop": {"token_ids": STOPS, "min_tokens": 6}},
+}
+#: By name: tokens, log-probs, guesses with the place at which they were made.
+Found = dict[str, Any]
+
+
+def make(kind: str, folder: Path) -> None:
+    """A target with a layer for multi-token prediction; or with a head: of a part of its tokens, or with its output."""
+    if kind not in ("mapped", "shared"):
+        make_predicting(kind, folder)
+        return
+    make_checkpoint("qwen3", folder)
+    config = head_config(AutoConfig.from_pretrained(folder), 60 if kind == "mapped" else None)
+    tensors = random_head(config)
+    if kind == "shared":
+        del tensors["lm_head.weight"]
+    save_head(folder / "head", config, tensors)
+
+
+def complete(folder: Path, group: TensorGroup | None, drafts: bool = True) -> Found:
+    head = folder / "head"
+    settings, draft = ModelSettings(path=str(folder)), head if drafts and head.exists() else None
+    loaded = load_model(settings, CPU, group=group, draft=draft, mtp="needed" if drafts and draft is None else "unused")
+    bench = Bench(loaded.model, max_rows=4, speculation="heads" if drafts else "off")
+    with pytest.MonkeyPatch.context() as patch:
+        seen = watch_guesses(patch)
+        for number, (name, options) in enumerate(REQUESTS.items()):
+            generator = torch.Generator().manual_seed(number)
+            prompt = torch.randint(0, loaded.spec.vocab, (9 + 10 * number,), generator=generator).tolist()
+            sampling = {"temperature": 0.0, **options.get("sampling", {}), "seed": number}
+            bench.submit(name, prompt, 14, **{**options, "sampling": sampling})
+        bench.run()
+    bench.close()
+    done = {name: bench.completions[name, 0] for name in REQUESTS}
+    return {
+        "tokens": {name: one.token_ids for name, one in done.items()},
+        "logprobs": {name: one.raw_logprobs for name, one in done.items()},
+        "guesses": [(*ints, *guesses) for ints, _, guesses in seen],
+        "drafted": bench.engine.roster.counters.drafted,
+    }
+
+
+def complete_on_a_rank(group: TensorGroup, folder: Path) -> Found:
+    return complete(folder, group)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_guess_the_same_and_complete_what_one_rank_completes(
+    tmp_path: Path, start_ranks: Callable[[int], Ranks], kind: str
+) -> None:
+    make(kind, tmp_path)
+    plain, one = complete(tmp_path, None, drafts=False), complete(tmp_path, None)
+    first, second = start_ranks(2).run(complete_on_a_rank, tmp_path)
+    assert first == second, "ranks have other bits"
+    assert first["tokens"] == plain["tokens"] == one["tokens"]
+    for name, expected in plain["logprobs"].items():
+        assert np.allclose(first["logprobs"][name], expected, rtol=0, atol=2e-4)
+    assert first["drafted"] > 100
+    same = len(set(first["guesses"]) & set(one["guesses"]))
+    assert same > 0.95 * len(set(one["guesses"])) > 40, "up to the rounding of another sum"
+
+
+def random_weights(folder: Path, group: TensorGroup | None) -> dict[str, torch.Tensor]:
+    loaded = load_model(ModelSettings(path=str(folder), load_format="random"), CPU, group=group, mtp="needed")
+    assert loaded.model.draft is not None
+    return {name: parameter.data.clone() for name, parameter in loaded.model.draft.named_parameters()}
+
+
+def random_weights_of_a_rank(group: TensorGroup, folder: Path) -> dict[str, torch.Tensor]:
+    return random_weights(folder, group)
+
+
+def test_random_weights_are_the_same_on_every_rank(tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:
+    make_predicting("Glm4Moe", tmp_path)
+    expected = random_weights(tmp_path, None)
+    for found in start_ranks(2).run(random_weights_of_a_rank, tmp_path):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], values) for name, values in expected.items())
