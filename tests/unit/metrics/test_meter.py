@@ -230,7 +230,7 @@ def test_memory_does_not_grow_with_steps():
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert grown < 2000  # bytes; one kept record alone is some hundred
+    assert grown < 20_000  # bytes; a number kept for each step takes 120,000, and other threads take some
 
 
 def test_a_step_costs_microseconds():
