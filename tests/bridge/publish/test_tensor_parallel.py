@@ -55,7 +55,7 @@ def test_each_rank_sends_its_parts_and_each_rank_of_the_worker_keeps_its_own(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_a_hundred_updates_reach_two_ranks_that_decode(faults: FaultServer, tmp_path: Path) -> None:
     """Every token is that of the version which it has, on prompts of several lengths at once."""
     flags: dict[str, Any] = {"tensor_parallel": 2, "device": "cpu", "max_rows": 8, "max_context_tokens": 2048}
