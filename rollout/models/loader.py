@@ -205,11 +205,11 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
 
 
 def _own_draft(source: _Source, spec: ModelSpec, experts: Format) -> DraftSpec | None:
-    """The draft model that the checkpoint itself has; None if it has none, or if it must not draft.
+    """The draft model in the checkpoint itself; None if there is none, or if it must not draft.
 
     Raises:
         CheckpointError: it lacks tensors, or has some of a wrong shape.
-        ValueError: it is needed, and there is none.
+        ValueError: a draft model is needed, but the checkpoint lacks one.
     """
     mtp, wanted, needed = spec.mtp, source.mtp != "unused" and source.draft is None, source.mtp == "needed"
     if not wanted:
@@ -244,7 +244,7 @@ def _check_own_draft(source: _Source, stored: dict[str, StoredTensor], regions: 
         check_tensors(source.folder, stored, regions, source.architecture)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}. They are those of its layer for multi-token prediction: complete it, or set speculation = "
+            f"{error}. They belong to its layer for multi-token prediction: add them, or set speculation = "
             "suffix or off"
         ) from error
 

@@ -93,7 +93,7 @@ class FollowerUpdates:
         self.work.put(lambda: self._keep(start, nbytes, at, on_device))
 
     def relay(self, number: int, handle: bytes, nbytes: int) -> None:
-        """Map memory of rank 0's GPU in the place of that of before, or none at all; the outcome is reported."""
+        """Map a new relay on rank 0's GPU, or none, and unmap the old one; the outcome is reported."""
         self.work.put(lambda: self._map_relay(number, handle, nbytes))
 
     def prepare(self, number: int) -> None:

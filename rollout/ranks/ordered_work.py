@@ -1,6 +1,6 @@
-"""A thread of a follower that does what it is given, in order: what takes longer than a step may wait.
+"""A thread of a follower for work that takes longer than a step may wait. It does its work in order.
 
-It reports how much it was given, and how much of it has ended, so rank 0 finds it if it hangs.
+It reports how many pieces of work it got, and how many have ended, so rank 0 finds it if it hangs.
 """
 
 from __future__ import annotations

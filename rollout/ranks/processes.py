@@ -215,7 +215,7 @@ class Ranks:
         return process
 
     def _end_at_once(self, failure: str) -> None:
-        """While the worker starts nobody waits for an answer, and this rank may wait for the lost one for ever."""
+        """End the process in its start: no client waits yet, and this rank may wait for the lost one for ever."""
         self.close()
         os._exit(_FAILED)
 

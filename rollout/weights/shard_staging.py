@@ -97,7 +97,7 @@ class ShardStaging:
 
     `staging` is the setting `weights.staging`: on the device, if there is memory for it, updates do not wait for the
     host's memory in their swap. One that is larger than the parameters is staged on the host all the same. Raises
-    ValueError if the device has no memory for what was asked. `advance` is called at each part of what takes long.
+    ValueError if the device lacks the memory that was asked for. `advance` is called for each part of a long job.
     """
 
     def __init__(

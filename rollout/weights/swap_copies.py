@@ -42,7 +42,7 @@ def parts_done() -> int:
 
 def _mark(copied: torch.Tensor) -> None:
     global _done
-    parts_done()  # also where nobody asks, events do not pile up
+    parts_done()  # drops the events that are over, also on a worker whose parts no rank watches
     if not copied.is_cuda:
         _done += 1
         return

@@ -99,7 +99,7 @@ def _find(
 
 
 def _units(weights: torch.Tensor) -> torch.Tensor:
-    """Probabilities relative to that of the most likely token, in units of 2^-40."""
+    """Each probability over the largest one, in units of 2^-40."""
     return (weights * 2.0**40).long()
 
 

@@ -245,7 +245,7 @@ class Executor:
 
     @property
     def copy_queues(self) -> list[CopyQueue]:
-        """Those of the movers."""
+        """The queues of copies to the host and back."""
         movers = [mover for mover in (self.mover, self.state_mover) if mover is not None]
         return [queue for mover in movers for queue in (mover.out, mover.back)]
 

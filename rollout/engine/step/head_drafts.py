@@ -56,8 +56,8 @@ class HeadGraphs:
 class HeadDrafts:
     """Runs the draft model of `model` for the rows of a row state. Decode steps have up to `step_rows` rows.
 
-    With `fused_experts` the kernels run its experts where they can. What it reads and makes of a decode step is in
-    memory of its own, at fixed addresses, so it can be captured.
+    With `fused_experts` the kernels run its experts where they can. Its inputs and outputs of a decode
+    step are in memory of its own, at fixed addresses, so it can be captured.
     """
 
     def __init__(self, model: Decoder, rows: RowState, step_rows: int, fused_experts: bool = True) -> None:

@@ -47,7 +47,7 @@ _FLOAT_FIELDS = [
 class Sampler:
     """Draws tokens for rows of one row state; everything runs on the compute stream.
 
-    If the logits are those of a `shard`, each rank draws over its part, and all ranks draw the same tokens.
+    With a `shard`, logits cover its part of the vocabulary. Each rank draws over it, and all draw the same tokens.
     """
 
     def __init__(self, rows: RowState, shard: VocabShard | None = None) -> None:
@@ -64,7 +64,7 @@ class Sampler:
     ) -> None:
         """Draw a token for each of `rows_S` (int64) from float32 logits; `output_4R` is a slot's output.
 
-        The logits are those of the vocabulary, or of the shard.
+        The logits cover the vocabulary, or the shard.
 
         `masks` is read only with `Feature.CONSTRAIN`.
         """

@@ -68,7 +68,7 @@ class StepScores:
     ) -> None:
         """Find the likeliest tokens of some rows; on the compute stream. The logits are left as they are.
 
-        They are those of a `shard` if it is given; then all ranks call this.
+        With a `shard` they cover its part of the vocabulary, and all ranks call this.
         """
         logits_CV = logits_SV.index_select(0, at_C)
         values_CK, top_ids_CK = _likeliest(logits_CV, self._k, shard)

@@ -1,4 +1,4 @@
-"""Records of experts of families with other routers, shared experts, states or latents: those that transformers runs.
+"""Records of experts equal the experts that transformers runs: other routers, shared experts, states, latents.
 
 The reference is what transformers hands to its experts, so it holds for every rule of a router. A shared expert is in
 no record: transformers gives it no index, and an index of ours for it would be one that no router can choose.

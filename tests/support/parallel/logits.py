@@ -1,4 +1,4 @@
-"""The logits of the whole vocabulary where each rank has those of a part."""
+"""Logits of the whole vocabulary, joined from the parts of the ranks."""
 
 from __future__ import annotations
 
