@@ -205,16 +205,15 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
 
 
 def _own_draft(source: _Source, spec: ModelSpec, experts: Format) -> DraftSpec | None:
-    """The draft model in the checkpoint itself; None if there is none, or if it must not draft.
+    """The draft model in the checkpoint itself, or None if the checkpoint lacks one or it must not draft.
 
     Raises:
         CheckpointError: it lacks tensors, or has some of a wrong shape.
         ValueError: a draft model is needed, but the checkpoint lacks one.
     """
-    mtp, wanted, needed = spec.mtp, source.mtp != "unused" and source.draft is None, source.mtp == "needed"
-    if not wanted:
+    if source.mtp == "unused" or source.draft is not None:
         return None
-    regions, stored = [], {}
+    mtp, regions, stored = spec.mtp, [], {}
     if mtp is not None:
         regions = DraftHead(mtp, 0, spec.vocab, source.dtype, torch.device("meta"), experts).update_regions()
         names = all_views(regions)
@@ -234,7 +233,7 @@ def _own_draft(source: _Source, spec: ModelSpec, experts: Format) -> DraftSpec |
             _check_own_draft(source, stored, regions)
         log.info("the checkpoint's layer for multi-token prediction drafts")
         return mtp
-    if needed:
+    if source.mtp == "needed":
         raise ValueError(f"speculation is heads, and this {spec.architecture} {reason}")
     return None
 

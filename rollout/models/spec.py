@@ -663,8 +663,8 @@ class DraftSpec:
     names: DraftNames
     joined: bool = False
     hidden_first: bool = False  # the hidden state stands before the embedding
-    own_head: bool = False  # it has an output layer of its own; else it has that of the other model
-    mapped: bool = False  # its vocabulary is a part of that of the other model
+    own_head: bool = False  # it has an output layer of its own, else it uses the output layer of the other model
+    mapped: bool = False  # its vocabulary is a part of the other model's
     norm_before_residual: bool = False  # EAGLE-3: the hidden state is added after its norm, and not before
 
     @property

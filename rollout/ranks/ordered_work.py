@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 _FAILED = 1
 Name = Literal["updates", "adapters"]
-#: What it was given, what has ended, parts of what is under way.
-_NUMBERS: dict[Name, tuple[Number, Number, Number]] = {
+#: What it was given, what has ended, and parts of the work under way.
+WORK_NUMBERS: dict[Name, tuple[Number, Number, Number]] = {
     "updates": ("updates_given", "updates_ended", "updates_parts"),
     "adapters": ("adapters_given", "adapters_ended", "adapters_parts"),
 }
@@ -35,7 +35,7 @@ class OrderedWork:
 
     def __init__(self, name: Name, device: torch.device, reports: Reports, number: int) -> None:
         self._name, self._device, self._reports, self._number = name, device, reports, number
-        self._given, self._ended, self._parts = _NUMBERS[name]
+        self._given, self._ended, self._parts = WORK_NUMBERS[name]
         self._work: SimpleQueue[Callable[[], object]] = SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 

@@ -38,6 +38,7 @@ from rollout.ranks.adapters import RankAdapters
 from rollout.ranks.compiling import compiling, watch_compilations
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
+from rollout.ranks.ordered_work import WORK_NUMBERS
 from rollout.ranks.orders import Orders
 from rollout.ranks.reports import NUMBERS, Number, Reports
 from rollout.ranks.ring import RingWriter, SharedMemory
@@ -288,10 +289,10 @@ class Ranks:
         self.check()
 
 
-#: By lane: what was given or begun, what of it has ended, and parts of what is under way.
+#: By lane: the numbers of work that was given or begun, of work that has ended, and of parts done of the current work.
 _LANES: dict[LaneName, tuple[Number, Number, Number | None]] = {
-    "updates": ("updates_given", "updates_ended", "updates_parts"),
-    "adapters": ("adapters_given", "adapters_ended", "adapters_parts"),
+    "updates": WORK_NUMBERS["updates"],
+    "adapters": WORK_NUMBERS["adapters"],
     "adapter_copies": ("writes_begun", "wrote", None),
     "kv_out": ("kv_out_begun", "kv_out", None),
     "kv_in": ("kv_in_begun", "kv_in", None),

@@ -46,7 +46,7 @@ def bench_of(model: Any, **engine: Any) -> Bench:
 
 
 def made(architecture: str, folder: Path, seed: int = 0) -> Any:
-    """A checkpoint whose weights are those of bf16, and transformers' eager model of it in float32, on the CPU."""
+    """A checkpoint with weights that bf16 holds, and transformers' eager float32 model of it, on the CPU."""
     model = make_checkpoint(architecture, folder, seed, **{**CAPTURED, **LAUNCHED}[architecture])
     with torch.no_grad():
         for parameter in model.parameters():
@@ -60,7 +60,7 @@ def test_tokens_in_float32_are_transformers(architecture: str, tmp_path: Path) -
     """Of captured and of launched steps; rows come and go, share a prompt and are preempted."""
     reference = made(architecture, tmp_path)
     bench = bench_of(load(tmp_path, "float32"), max_rows=4, kv_pages=20, prefill_chunk_tokens=23)
-    # In float32 experts are those of transformers, which ask the device for the tokens of each.
+    # In float32 transformers' own experts run, which ask the device for the tokens of each.
     assert (bench.engine.executor.graphs is not None) == (architecture in ("CohereForCausalLM", "Gemma2ForCausalLM"))
     prompts = {f"r{i}": prompt_of(length, i) for i, length in enumerate((50, 3, 31, 17, 8))}
     for name, prompt in prompts.items():

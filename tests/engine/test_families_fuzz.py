@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rollout.config import ModelSettings
-from rollout.engine.messages import Cancel, Pause, Prior, Resume, StopAt
+from rollout.engine.messages import Cancel, Prior, StopAt
 from rollout.models import load_model
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.conversation import LEASE_S
@@ -135,10 +135,7 @@ def play(bench: Sleeping, asked: list[Asked], models: list[Any], rng: random.Ran
                     bench.sleep(mode="keep")
                     bench.wake()
                 case "pause":
-                    bench.engine.inbox.put(Pause("keep", 1))
-                    for _ in range(3):
-                        bench.engine.tick()
-                    bench.engine.inbox.put(Resume(2))
+                    bench.pause()
         bench.engine.tick()
     run_watched(bench)
 

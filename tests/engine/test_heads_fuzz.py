@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.engine.messages import Cancel, Pause, Prior, PutAdapter, Resume, StopAt
+from rollout.engine.messages import Cancel, Prior, PutAdapter, StopAt
 from tests.engine.test_heads import completions_by_seed
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import RULES, STOP
@@ -117,7 +117,7 @@ def play(bench: Bench, asked: list[Asked], plain: Bench | None, rng: random.Rand
     return bench
 
 
-def disturb(bench: Bench, one: Asked, version: int, rng: random.Random) -> int:
+def disturb(bench: Sleeping, one: Asked, version: int, rng: random.Random) -> int:
     """End requests early, and let an update, a sleep or a pause happen; returns the version of the weights."""
     if one.ends == "cancel":
         bench.engine.inbox.put(Cancel(("c", one.name)))
@@ -132,10 +132,7 @@ def disturb(bench: Bench, one: Asked, version: int, rng: random.Random) -> int:
             bench.sleep(mode="keep")
             bench.wake()
         case "pause":
-            bench.engine.inbox.put(Pause("keep", 1))
-            for _ in range(3):
-                bench.engine.tick()
-            bench.engine.inbox.put(Resume(2))
+            bench.pause()
     return version
 
 

@@ -35,9 +35,9 @@ class VocabShard:
 def sample_shard(logits_SK: torch.Tensor, rows: SamplingRows, shard: VocabShard) -> Sampled:
     """Draw one token for each row from the float32 logits of all ranks, which are not changed. All ranks call this.
 
-    `rows.first_token` is that of the shard.
+    `rows.first_token` is the first token of the shard.
     """
-    assert rows.first_token == shard.first_token, "the settings are those of another part"
+    assert rows.first_token == shard.first_token, "the settings belong to another part"
     tempered_SK = logits_SK / rows.temperature_S[:, None]
     changed_SK = reference.change_logits(logits_SK, rows)
     drawn_SK = tempered_SK if changed_SK is logits_SK else changed_SK / rows.temperature_S[:, None]

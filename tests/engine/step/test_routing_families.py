@@ -72,7 +72,7 @@ def agrees(model: Any, hf_model: Any, prompt: list[int], tokens: list[int], rout
     expected = chosen_by(hf_model, prompt + tokens)
     told = torch.from_numpy(np.sort(routing.astype(np.int64), axis=-1))
     assert told.shape == expected.shape and int(told.max()) < model.spec.moe.experts
-    assert (told == expected).float().mean() > 0.995, "all but near ties, which rounding turns"
+    assert (told == expected).float().mean() > 0.995, "only near ties may differ, by rounding"
 
 
 def test_records_of_chunks_groups_and_preempted_rows(family: tuple[Any, Any]) -> None:

@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 
 from rollout.engine.device.releasable import HostPages, MemoryShortError
-from rollout.engine.messages import Done, Failed, Sleep, Wake
+from rollout.engine.messages import Done, Failed, Pause, Resume, Sleep, Wake
 from tests.support.engine.harness import Bench
 
 _TOKEN = 1000
@@ -71,6 +71,13 @@ class Sleeping(Bench):
         _TOKEN += 1
         self.engine.inbox.put(order(*fields, token=_TOKEN, **more))
         return _TOKEN
+
+    def pause(self, ticks: int = 3) -> None:
+        """Pause with all rows kept, and resume after some ticks."""
+        self.engine.inbox.put(Pause("keep", 1))
+        for _ in range(ticks):
+            self.engine.tick()
+        self.engine.inbox.put(Resume(2))
 
     def answer(self, token: int) -> Done | Failed | None:
         found = [event for event in self.events if isinstance(event, (Done, Failed)) and event.token == token]

@@ -9,7 +9,7 @@ from rollout.models.decoder import Decoder
 
 
 def join_logits(model: Decoder, logits_SK: torch.Tensor) -> torch.Tensor:
-    """Logits of the whole vocabulary, float32 [S, V], on every rank; `logits_SK` are those of `compute_logits`."""
+    """Logits of the whole vocabulary, float32 [S, V], on every rank; `compute_logits` gives `logits_SK`."""
     shard = model.vocab_shard
     if shard is None:
         return logits_SK

@@ -1,4 +1,4 @@
-"""Workers of several ranks that lose one: followers that stand at a point, and what their clients must be told."""
+"""Workers of several ranks that lose one: followers that stand at a point, and the errors that clients must get."""
 
 from __future__ import annotations
 
