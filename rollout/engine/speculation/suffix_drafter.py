@@ -3,6 +3,12 @@
 A completion is compared with its prompt, with itself, with the other completions of that prompt as they grow (its
 group), and with earlier ones: a trainer comes back to the same prompts at every epoch. Earlier ones are kept by prompt,
 within a number of tokens; the prompt that was used longest ago goes first. A token takes about 300 bytes.
+
+    a prompt in use    prompt + running completions | ended ones: kept
+    another prompt     prompt + ended ones: kept
+
+A prompt in use keeps its ended completions while they are not more than the rest of it: to drop them costs an index of
+the rest anew.
 """
 
 from __future__ import annotations
@@ -24,7 +30,13 @@ class _Texts:
     digest: bytes
     index: SuffixIndex
     versions: list[int | None] = field(default_factory=lambda: [None])  # of the newest token of each text
-    running: int = 0  # completions that have not ended
+    running: set[_Running] = field(default_factory=set)  # completions that have not ended
+    ended: int = 0  # tokens of those that have
+
+    @property
+    def kept(self) -> int:
+        """Its tokens that are kept beside those in use."""
+        return self.ended if self.running else len(self.index)
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +51,8 @@ class _Running:
 class SuffixDrafter:
     """Guesses by suffix matching.
 
-    It keeps at most `kept_tokens` tokens of prompts and completions. Prompts with running completions always stay.
+    Beside running completions and their prompts it keeps `kept_tokens` tokens. A prompt in use may have more: as many
+    tokens of ended completions as of itself and of running ones.
     """
 
     def __init__(self, kept_tokens: int) -> None:
@@ -47,6 +60,7 @@ class SuffixDrafter:
         self._by_prompt: dict[bytes, _Texts] = {}  # least recently used first
         self._running: dict[Hashable, _Running] = {}
         self.tokens = 0  # of all texts
+        self.kept = 0  # of them, those that no running completion needs
 
     def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
         """As `Drafter.path`."""
@@ -81,9 +95,14 @@ class SuffixDrafter:
     def ended(self, key: Hashable) -> None:
         """As `Drafter.ended`. Its tokens serve later completions of the same prompt."""
         running = self._running.pop(key, None)
-        if running is not None:
-            running.texts.running -= 1
-            self._forget()
+        if running is None:
+            return
+        texts = running.texts
+        self.kept -= texts.kept
+        texts.running.remove(running)
+        texts.ended += texts.index.size(running.text)
+        self.kept += texts.kept
+        self._forget()
 
     def _open(self, key: Hashable, prompt: np.ndarray) -> _Running:
         digest = blake2b(np.ascontiguousarray(prompt, dtype="<i4").tobytes(), digest_size=16).digest()
@@ -91,19 +110,38 @@ class SuffixDrafter:
         if texts is None:
             texts = _Texts(digest, SuffixIndex(prompt.tolist()))
             self.tokens += len(texts.index)
+        else:
+            self.kept -= texts.kept
         self._by_prompt[digest] = texts  # the most recently used one
-        texts.running += 1
         before = len(texts.index)
         running = self._running[key] = _Running(texts, texts.index.open())
+        texts.running.add(running)
         texts.versions.append(None)
         self.tokens += len(texts.index) - before
+        self.kept += texts.kept
         return running
 
     def _forget(self) -> None:
-        """Drop prompts until the rest is within the limit."""
+        """Drop what was used longest ago until the rest is within the limit: prompts, then parts of those in use."""
         for texts in list(self._by_prompt.values()):
-            if self.tokens <= self._kept_tokens:
+            if self.kept <= self._kept_tokens:
                 return
-            if texts.running == 0:
+            if not texts.running:
                 del self._by_prompt[texts.digest]
                 self.tokens -= len(texts.index)
+                self.kept -= texts.kept
+        for texts in self._by_prompt.values():
+            if self.kept > self._kept_tokens and 2 * texts.ended > len(texts.index):
+                self._drop_ended(texts)
+
+    def _drop_ended(self, texts: _Texts) -> None:
+        """Index the prompt and its running completions anew, without the ended ones."""
+        before, index = texts.index, SuffixIndex(texts.index.prompt)
+        versions: list[int | None] = [None]
+        for running in sorted(texts.running, key=lambda running: running.text):
+            old, running.text, running.source = running.text, index.open(), None
+            index.add(running.text, before.completion(old))
+            versions.append(texts.versions[old])
+        self.tokens += len(index) - len(before)
+        self.kept -= texts.ended
+        texts.index, texts.versions, texts.ended = index, versions, 0

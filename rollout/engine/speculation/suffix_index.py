@@ -55,6 +55,19 @@ class SuffixIndex:
         """Tokens of a completion so far."""
         return len(self._texts[text]) - len(self._context)
 
+    def size(self, text: int) -> int:
+        """Tokens that a text takes: of a completion with the end of the prompt before it."""
+        return len(self._texts[text])
+
+    @property
+    def prompt(self) -> Seq[int]:
+        """Its tokens."""
+        return self._texts[0]
+
+    def completion(self, text: int) -> Seq[int]:
+        """The tokens of a completion so far."""
+        return self._texts[text][len(self._context) :]
+
     def add(self, text: int, tokens: Seq[int]) -> None:
         """Add tokens to the end of a text."""
         own, newest = self._texts[text], self._newest

@@ -115,7 +115,7 @@ def test_the_prompt_used_longest_ago_is_dropped_first_and_none_that_is_in_use():
     for i in range(1, 5):
         drafter.path(i, prompts[i], list(range(20)), 1)
         drafter.ended(i)
-        assert drafter.tokens <= 60
+        assert drafter.kept <= 60
     assert drafter.path("again", prompts[4], [3, 4, 5], 1) == [6]
     assert drafter.path("gone", prompts[1], [3, 4, 5], 1) == []
     assert drafter.path("beside", prompts[0], [3, 4, 5], 1) == [6]
@@ -123,3 +123,62 @@ def test_the_prompt_used_longest_ago_is_dropped_first_and_none_that_is_in_use():
 
 def test_the_end_of_an_unknown_completion_is_no_error():
     SuffixDrafter(10).ended("never seen")
+
+
+def test_running_completions_leave_the_kept_ones_their_room():
+    """However long they are."""
+    drafter = SuffixDrafter(60)
+    drafter.path("early", PROMPT, list(range(20)), 0)
+    drafter.ended("early")
+    for i in range(4):
+        drafter.path(i, PROMPT + 10 * i + 10, list(range(100, 300)), 0)
+    drafter.path("short", PROMPT + 90, [1, 2, 3], 0)
+    drafter.ended("short")
+    assert drafter.path("late", PROMPT, [3, 4, 5], 1) == [6]
+
+
+def test_a_prompt_that_is_always_in_use_keeps_no_more_than_others():
+    """Requests for it overlap without end."""
+    drafter, rng = SuffixDrafter(200), random.Random(0)
+    texts = {i: [rng.randrange(50) for _ in range(40)] for i in range(60)}
+    for i in range(60):
+        drafter.path(i, PROMPT, texts[i][:20], 0, version=i)
+        if i:
+            drafter.path(i - 1, PROMPT, texts[i - 1], 0, version=i)
+            drafter.ended(i - 1)
+        assert drafter.kept <= 200 and drafter.tokens <= 300
+    for at in range(20, 37):  # what is left of it goes on as if it were alone
+        path, version = drafter.path(59, PROMPT, texts[59][:at], 3, version=60), drafter.source(59)
+        alone = SuffixDrafter(200)
+        alone.path(59, PROMPT, texts[59][:20], 0, version=59)
+        if path and version in (59, 60):
+            assert path == alone.path(59, PROMPT, texts[59][:at], 3, version=60)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kept_tokens", [0, 50, 400])
+def test_what_is_kept_is_counted_and_bounded_whatever_ends_when(seed, kept_tokens):
+    drafter, rng, texts, running = SuffixDrafter(kept_tokens), random.Random(seed), {}, []
+    prompts = [np.arange(100 * i, 100 * i + rng.choice([0, 2, 5, 50]), dtype=np.int32) for i in range(4)]
+    for step in range(300):
+        if rng.random() < 0.2:
+            running.append((step, rng.choice(prompts)))
+            texts[step] = []
+            drafter.path(*running[-1], [], 0)
+        if not running:
+            continue
+        which = rng.randrange(len(running))
+        key, prompt = running[which]
+        texts[key] += [rng.randrange(9) for _ in range(rng.randint(0, 8))]
+        path = drafter.path(key, prompt, texts[key], 4, version=step)
+        assert len(path) <= 4 and (not path or drafter.source(key) is None or 0 <= drafter.source(key) <= step)
+        if rng.random() < 0.2:
+            drafter.ended(key)
+            del running[which]
+            in_use = sum(min(len(prompt), 32) + len(texts[each]) for each, prompt in running)
+            in_use += sum({id(prompt): len(prompt) for _, prompt in running}.values())
+            assert 0 <= drafter.kept <= max(kept_tokens, in_use)
+            assert drafter.tokens - drafter.kept == in_use
+    for key, _ in running:
+        drafter.ended(key)
+    assert drafter.tokens == drafter.kept <= kept_tokens
