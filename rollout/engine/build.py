@@ -200,12 +200,13 @@ class _Site:
 
 @dataclass(frozen=True, slots=True)
 class _Lasting:
-    """What outlives a fault: large memory whose content is dropped, and the totals since start."""
+    """What outlives a fault: large memory whose content is dropped, a version, and the totals since start."""
 
     kv: KVCache
     adapters: AdapterSlots | None
     host_memory: HostMemory | None
     host_states: HostMemory | None
+    draft_version: int
     counters: Counters
     session_counts: SessionCounts
     offload_counts: OffloadCounts | None
@@ -221,6 +222,7 @@ class _Lasting:
             executor.step.adapters,
             None if executor.mover is None else executor.mover.host_memory,
             None if executor.state_mover is None else executor.state_mover.host_memory,
+            roster.draft_version,
             roster.counters,
             roster.allocator.sessions.counts,
             None if offload is None else offload.books.counts,
@@ -287,6 +289,8 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     counters = Counters() if lasting is None else lasting.counters
     draft_names = model.draft_names() if isinstance(model, Decoder) else frozenset()
     roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters, draft_names)
+    if lasting is not None:
+        roster.draft_version = lasting.draft_version
     mover, books = executor.mover, allocator.offload_books
     offload = None if mover is None or books is None else Offload(roster, books, mover, executor.state_mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)

@@ -584,3 +584,21 @@ def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder, monkeypa
     assert outcome(bench) == outcome(plain) and bench.engine.roster.counters.drafted > before
     for each in (plain, bench):
         each.close()
+
+
+def test_the_age_of_a_draft_model_outlives_a_fault(folders, drafted):
+    """Updates without its tensors leave it behind, and so it is after a rebuild."""
+    mailbox = Mailbox()
+    bench = Bench(drafted, receiver=mailbox, **HEADS)
+    ages = []
+    for version in (0, 3):
+        if version:
+            mailbox.ready = Update(version, load(folders[0]), drafted)
+            bench.run()
+            rebuild_engine(bench.engine, bench.settings)
+        bench.submit(f"v{version}", prompt_of(9), 20, sampling=SAMPLED)
+        bench.run()
+        ages.append([count for count, _ in bench.engine.roster.counters.drafts_by_age])
+    bench.close()
+    assert set(bench.completions["v3", 0].versions) == {3}
+    assert ages[0][0] == ages[1][0] > 0 and ages[0][1:] == [0, 0, 0] and ages[1][2] > 0

@@ -40,7 +40,7 @@ class Roster:
     ) -> None:
         self.allocator = allocator
         self.version = version  # of the weights
-        self.draft_version = version  # of the draft model's weights
+        self.draft_version = version  # of the weights that came with the draft model's
         self.draft_names = draft_names  # of its tensors in updates
         self.clock = clock
         self.counters = counters or Counters()
