@@ -11,7 +11,8 @@ accepted drafts and one token more, and the drafter is the engine's own. It sees
 completions of the group as they grow, and earlier completions of the same prompt in the order of the input.
 
 Input, one or more of:
-    a journal     of a client (`RolloutClient(journal=...)`), while no client has it open
+    a journal     of a client (`RolloutClient(journal=...)`), while no client has it open; it stays as it is. Its
+                  finished requests count, and their prompts must have been sent as token ids
     *.jsonl       a map a line, with --prompt-field and --completion-field
     a folder      a Hugging Face dataset that `save_to_disk` wrote, with the same fields; needs the package `datasets`
 
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -190,31 +192,40 @@ def _percent(part: int, whole: int) -> float:
 
 def speedups(found: Sequence[Acceptance], costs: Sequence[Cost]) -> list[dict[str, Any]]:
     """How much faster decoding would be, for each cost of a verify step whose k was played."""
+    for (rows, k), times in Counter((cost.rows, cost.k) for cost in costs).items():
+        if times > 1:
+            raise InputError(f"there are {times} costs of {rows} rows with k {k}: leave one")
     plain = {cost.rows: cost.ms for cost in costs if cost.k == 0}
     by_k = {acceptance.k: acceptance for acceptance in found}
-    rows = []
+    gains = []
     for cost in costs:
         if cost.k in by_k and cost.k:
             if cost.rows not in plain:
                 raise InputError(f"the cost of a plain step (k 0) of {cost.rows} rows is missing")
             gain = by_k[cost.k].tokens_a_step * plain[cost.rows] / cost.ms
-            rows.append({"rows": cost.rows, "k": cost.k, "ms": cost.ms, "plain_ms": plain[cost.rows], "speed_up": gain})
-    return rows
+            gains.append(
+                {"rows": cost.rows, "k": cost.k, "ms": cost.ms, "plain_ms": plain[cost.rows], "speed_up": gain}
+            )
+    return gains
 
 
 def read_cost(text: str) -> Cost:
     """ROWS:K:MS. Raises InputError."""
     parts = text.split(":")
     try:
-        rows, k, ms = int(parts[0]), int(parts[1]), float(parts[2])
-    except (ValueError, IndexError):
+        (rows, k), (ms,) = map(int, parts[:2]), map(float, parts[2:])
+    except ValueError:
         raise InputError(f"a cost is ROWS:K:MS, such as 8:3:4.3, and not {text!r}") from None
     return _checked(Cost(rows, k, ms), text)
 
 
 def read_costs(path: Path) -> list[Cost]:
     """A JSON list of maps with rows, k and ms. Raises InputError."""
-    entries = _json(path.read_text(), str(path))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    entries = _json(text, str(path))
     if not isinstance(entries, list):
         raise InputError(f"{path} is no list of costs")
     costs = []
@@ -228,7 +239,7 @@ def read_costs(path: Path) -> list[Cost]:
 
 
 def _checked(cost: Cost, where: str) -> Cost:
-    if cost.rows < 1 or cost.k < 0 or not cost.ms > 0:
+    if cost.rows < 1 or cost.k < 0 or not 0 < cost.ms < math.inf:
         raise InputError(f"{where}: a cost has at least one row, no negative k and a positive time, and not {cost}")
     return cost
 
@@ -268,7 +279,8 @@ def read_groups(path: Path, prompt_field: str, completion_field: str) -> Iterato
 def _completions(value: Any, where: str, name: str) -> tuple[list[list[int]], bool]:
     """The completions of a record, and whether it is one that may belong to a group of neighbours."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [_token_ids(each.get("token_ids"), where, f"{name}.token_ids") for each in value], False
+        lists = [each.get("token_ids") if isinstance(each, dict) else each for each in value]
+        return [_token_ids(each, where, f"{name}.token_ids") for each in lists], False
     if isinstance(value, list) and value and isinstance(value[0], list):
         return [_token_ids(each, where, name) for each in value], False
     return [_token_ids(value, where, name)], True
@@ -281,18 +293,23 @@ def _token_ids(value: Any, where: str, name: str) -> list[int]:
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            record = _json(line, f"line {number} of {path}")
-            if not isinstance(record, dict):
-                raise InputError(f"line {number} of {path} is no map")
-            yield record
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.isspace():
+                    continue
+                record = _json(line, f"line {number} of {path}")
+                if not isinstance(record, dict):
+                    raise InputError(f"line {number} of {path} is no map")
+                yield record
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
 
 
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of numbers that are too long, and of too many brackets
         raise InputError(f"{where} is no JSON: {error}") from error
 
 
@@ -303,16 +320,18 @@ def _dataset(path: Path) -> Iterator[dict[str, Any]]:
         raise InputError("a folder is read as a Hugging Face dataset: install the package datasets") from error
     try:
         dataset = load_from_disk(str(path))
+        for part in [dataset] if isinstance(dataset, Dataset) else dataset.values():
+            yield from part.with_format(None)  # lists, whatever format it was saved with
     except FileNotFoundError as error:
         raise InputError(f"{path} holds no dataset that save_to_disk wrote") from error
-    for part in [dataset] if isinstance(dataset, Dataset) else dataset.values():
-        yield from part
+    except Exception as error:  # it fails in many ways, and any exception is about this folder
+        raise InputError(f"the dataset {path} cannot be read: {type(error).__name__}: {error!s:.300}") from error
 
 
 def _journal(path: Path) -> Iterator[Group]:
     if not path.is_file():
         raise InputError(f"{path} does not exist")
-    journal = Journal(path)
+    journal = Journal(path, read_only=True)
     try:
         for request_id, finished in journal.ids().items():
             saved = journal.read(request_id) if finished else None
@@ -347,9 +366,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)
     try:
-        if min(args.k) < 1:
+        args.k = sorted(set(args.k))
+        if args.k[0] < 1:
             raise InputError("--k is at least 1")
-        costs = [read_cost(text) for text in args.cost] + ([] if args.costs is None else read_costs(args.costs))
+        if args.kept_tokens < 0:
+            raise InputError("--kept-tokens is at least 0")
+        costs = [read_cost(text) for text in args.cost]
+        if strange := [cost.k for cost in costs if cost.k not in (0, *args.k)]:
+            raise InputError(
+                f"--cost has k {strange[0]}, and the completions are played with k {args.k}: add it to --k"
+            )
+        costs += [] if args.costs is None else read_costs(args.costs)
         groups = [group for path in args.input for group in read_groups(path, args.prompt_field, args.completion_field)]
         if not groups:
             raise InputError("the input has no finished completion")

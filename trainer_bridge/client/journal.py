@@ -10,8 +10,8 @@
 A process that is killed leaves at most its last record torn; that is cut off when the file is opened again. Damage
 anywhere else is an error, and nothing is cut. Which records an id has is kept in memory, what they hold is not.
 
-One client at a time has the file (a lock that ends with the process). Dropped records are cleared out by writing the
-file anew once they are more than half of it. Nothing in it is ever executed.
+One client at a time has the file (a lock that ends with the process); without one, any number may read it. Dropped
+records are cleared out by writing the file anew once they are more than half of it. Nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -87,18 +87,21 @@ def _sorted(value: Any) -> Any:
 
 
 class Journal:
-    """The file, open for one client. Raises `JournalFailed` where it cannot be read or written."""
+    """The file, open for one client. Raises `JournalFailed` where it cannot be read or written.
 
-    def __init__(self, path: str | os.PathLike[str], fsync: Fsync = "never") -> None:
+    With `read_only` the file must be there and stays as it is; only `ids` and `read` may be called.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], fsync: Fsync = "never", read_only: bool = False) -> None:
         if fsync not in ("never", "results", "always"):
             raise ValueError(f"journal_fsync is {fsync!r}; use 'never', 'results' or 'always'")
         self.path = Path(path)
-        self._fsync = fsync
+        self._fsync, self._read_only = fsync, read_only
         self._ids: dict[str, _Index] = {}
         self._end = 0
         self._fd = -1
         try:
-            self._fd = _open_locked(self.path)
+            self._fd = _open_locked(self.path, read_only)
         except OSError as error:
             raise JournalFailed(f"the journal {self.path} cannot be opened: {error}") from error
         try:
@@ -219,8 +222,9 @@ class Journal:
         size = os.fstat(self._fd).st_size
         head = os.pread(self._fd, len(_MAGIC), 0)
         if head != _MAGIC and _MAGIC.startswith(head):
-            os.ftruncate(self._fd, 0)
-            _write_all(self._fd, _MAGIC)
+            if not self._read_only:
+                os.ftruncate(self._fd, 0)
+                _write_all(self._fd, _MAGIC)
             self._end = len(_MAGIC)
             return
         if head != _MAGIC:
@@ -256,8 +260,10 @@ class Journal:
                 raise JournalFailed(
                     f"the journal {self.path} is damaged at byte {self._end} of {size}; restore it, or cut it there"
                 )
-        logger.warning("%d bytes at the end of the journal %s were torn; cut", size - self._end, self.path)
-        os.ftruncate(self._fd, self._end)
+        what = "passed over" if self._read_only else "cut"
+        logger.warning("%d bytes at the end of the journal %s were torn; %s", size - self._end, self.path, what)
+        if not self._read_only:
+            os.ftruncate(self._fd, self._end)
 
     # --- clearing out -------------------------------------------------------------------------------------------------
 
@@ -305,12 +311,15 @@ def _with_result(saved: Saved, header: dict[str, Any]) -> Saved:
     return replace(saved, result=replace(result, resumes=resumes), texts=texts)
 
 
-def _open_locked(path: Path) -> int:
-    """A file descriptor that appends, with the lock of the file that has this name."""
+def _open_locked(path: Path, read_only: bool = False) -> int:
+    """A file descriptor that appends, or only reads, with the lock of the file that has this name."""
+    access, lock = os.O_RDWR | os.O_APPEND | os.O_CREAT, fcntl.LOCK_EX
+    if read_only:
+        access, lock = os.O_RDONLY, fcntl.LOCK_SH
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, access | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, lock | fcntl.LOCK_NB)
             if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
                 return fd
         except BlockingIOError:

@@ -129,15 +129,91 @@ def test_the_command_prices_what_was_accepted(tmp_path):
         ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--cost", "8:3:5.0"], "plain"),
         ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--k", "0"], "--k"),
         ("", [], "no finished completion"),
+        (b"\xff\xfe", [], "a.jsonl"),
+        ("[" * 100_000, [], "line 1"),
+        ('{"prompt_token_ids": [' + "9" * 5000 + '], "completions": [1]}', [], "line 1"),
+        ('{"prompt_token_ids": [1], "completions": [[1, 2], {"token_ids": [3]}]}', [], "completions"),
+        ('{"prompt_token_ids": [1], "completions": [{"token_ids": [3]}, 4]}', [], "completions"),
+        ('{"prompt_token_ids": [1], "completions": [{"tokens": [3]}]}', [], "token_ids"),
+        ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--cost", "8:3:5.0:1"], "8:3:5.0:1"),
+        ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--cost", "8:3:inf"], "positive"),
+        ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--cost", "8:5:1", "--k", "3"], "--k"),
+        ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--cost", "8:0:1", "--cost", "8:0:2"], "8 rows"),
+        ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--costs", "no such file"], "no such file"),
+        ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--kept-tokens", "-1"], "--kept-tokens"),
     ],
 )
 def test_unusable_input_is_an_error_that_names_it(tmp_path, capsys, line, options, names):
-    (tmp_path / "a.jsonl").write_text(line)
+    (tmp_path / "a.jsonl").write_bytes(line if isinstance(line, bytes) else line.encode())
     assert main([str(tmp_path / "a.jsonl"), *options]) == 1
     assert names in capsys.readouterr().err
 
 
-def test_a_file_that_is_missing_is_an_error(tmp_path, capsys):
-    assert main([str(tmp_path / "nothing")]) == 1
-    assert "does not exist" in capsys.readouterr().err
-    assert not (tmp_path / "nothing").exists()
+@pytest.mark.parametrize("name", ["nothing", "nothing.jsonl"])
+def test_a_file_that_is_missing_is_an_error(tmp_path, capsys, name):
+    assert main([str(tmp_path / name)]) == 1
+    assert name in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+def test_lines_may_be_empty_and_a_file_may_have_a_mark_of_its_encoding(tmp_path):
+    record = json.dumps({"prompt_token_ids": PROMPT, "completions": [1, 2, 3]})
+    (tmp_path / "a.jsonl").write_text(f"\ufeff{record}\r\n\n{record}\n  \n", encoding="utf-8")
+    (found,) = read_groups(tmp_path / "a.jsonl", "prompt_token_ids", "completions")
+    assert found.completions == [[1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("left", [1, 5, 30])
+def test_a_journal_stays_as_it_is(tmp_path, left):
+    """Also where its end is torn, and while another reader has it open."""
+    path, completions = tmp_path / "journal", [text(9, 1)]
+    write_journal(path, completions)
+    path.write_bytes(path.read_bytes()[:-left])
+    path.chmod(0o400)
+    before, other = path.read_bytes(), Journal(path, read_only=True)
+    (found,) = read_groups(path, "", "")
+    other.close()
+    assert found.completions == completions and path.read_bytes() == before
+
+
+def test_a_journal_that_its_client_has_open_is_an_error(tmp_path, capsys):
+    journal = Journal(tmp_path / "journal")
+    assert main([str(tmp_path / "journal")]) == 1
+    assert "in use" in capsys.readouterr().err
+    journal.close()
+    (tmp_path / "notes").write_text("nothing of the kind")
+    (tmp_path / "empty").touch()
+    for name, said in (("notes", "not a journal"), ("empty", "no finished completion")):
+        assert main([str(tmp_path / name)]) == 1
+        assert said in capsys.readouterr().err
+    assert (tmp_path / "notes").read_text() == "nothing of the kind" and not (tmp_path / "empty").read_bytes()
+
+
+def test_datasets_of_any_format_and_with_parts_are_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    records = [{"prompt_token_ids": PROMPT, "completions": [1, 2, 3]}, {"prompt_token_ids": [4], "completions": [5, 6]}]
+    whole = datasets.Dataset.from_list(records)
+    for name, saved in (
+        ("numpy", whole.with_format("numpy")),
+        ("torch", whole.with_format("torch")),
+        ("parts", datasets.DatasetDict(a=whole.select([0]), b=whole.select([1]))),
+    ):
+        saved.save_to_disk(tmp_path / name)
+        found = list(read_groups(tmp_path / name, "prompt_token_ids", "completions"))
+        assert [(group.prompt.tolist(), group.completions) for group in found] == [
+            (PROMPT, [[1, 2, 3]]),
+            ([4], [[5, 6]]),
+        ]
+
+
+@pytest.mark.parametrize("broken", ["state.json", "dataset_info.json", "*.arrow"])
+@pytest.mark.parametrize("content", [b"", b"{", None])
+def test_a_broken_dataset_is_an_error_that_names_it(tmp_path, capsys, broken, content):
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "dataset"
+    datasets.Dataset.from_list([{"prompt_token_ids": PROMPT, "completions": [1, 2, 3]}]).save_to_disk(folder)
+    (file,) = folder.glob(broken)
+    file.unlink() if content is None else file.write_bytes(content)
+    capsys.readouterr()
+    assert main([str(folder)]) == 1
+    assert str(folder) in capsys.readouterr().err
