@@ -325,6 +325,32 @@ def test_a_row_may_have_more_guesses_than_a_step_has_rows(folders, drafted, monk
     assert bench.tokens("a") == plain.tokens("a") and bench.engine.roster.counters.accepted > 30
 
 
+def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted, monkeypatch):
+    """However many drafts were accepted, its guesses lie on pages that the row has, as far as these go."""
+    plain = Bench(load(folders[0]))
+    submit_six(plain)
+    plain.run()
+    replayed_guesses(monkeypatch, completions_by_seed(plain), 0.2)
+    bench = Bench(drafted, **HEADS, speculation_tokens=6, kv_pages=600, pipeline_depth=1)
+    replay, checked = HeadDrafts.guess, []
+
+    def guess(self, count, max_context, features, kv):
+        for seq in bench.engine.roster.decoding:
+            if seq.row in self._rows_R[:count].tolist():
+                end = int(self.rows.ints[seq.row, LENGTH]) + self.most
+                pages = seq.kv.pages[: -(-end // kv.page_size)]
+                assert self.rows.pages[seq.row, : len(pages)].tolist() == pages
+                checked.append(len(pages))
+        replay(self, count, max_context, features, kv)
+
+    monkeypatch.setattr(HeadDrafts, "guess", guess)
+    submit_six(bench)
+    bench.run()
+    bench.close()
+    assert_same(bench, plain)
+    assert len(checked) > 60
+
+
 @pytest.mark.parametrize(("host_pages", "wrong"), [(0, 0.0), (512, 0.3)])
 def test_preempted_rows_come_back_as_they_were(folders, drafted, monkeypatch, host_pages, wrong):
     plain = Bench(load(folders[0]), kv_pages=600)
