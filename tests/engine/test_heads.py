@@ -28,6 +28,7 @@ from tests.engine.test_speculation import (
     adapted,
     assert_same,
     random_work,
+    recorded,
     run_work,
     submit_all,
     submit_constrained,
@@ -36,7 +37,7 @@ from tests.engine.test_speculation import (
 )
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.constraints import SIZE, Cycle, X, Y
-from tests.support.engine.drafting import replayed_guesses, row_by_row, watch_guesses
+from tests.support.engine.drafting import drafting, replayed_guesses, row_by_row, watch_guesses
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of
 from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
@@ -242,6 +243,15 @@ def completions_by_seed(bench: Bench) -> dict[int, list[int]]:
 def plain(folders) -> Bench:
     bench = Bench(load(folders[0]))
     submit_all(bench)
+    bench.run()
+    bench.close()
+    return bench
+
+
+@pytest.fixture(scope="module")
+def six(folders) -> Bench:
+    bench = Bench(load(folders[0]), kv_pages=600)
+    submit_six(bench)
     bench.run()
     bench.close()
     return bench
@@ -535,6 +545,46 @@ def test_both_drafters_in_auto_change_nothing(drafted, plain):
         assert_same(bench, plain)
         bench.completions.clear()
     bench.close()
+
+
+@pytest.mark.parametrize("better", ["heads", "suffix"])
+def test_each_row_takes_the_drafter_that_is_right_more_often(folders, drafted, monkeypatch, six, better):
+    wrong = {"heads": 1.0, "suffix": 1.0, better: 0.0}
+    replayed_guesses(monkeypatch, completions_by_seed(six), wrong["heads"])
+    costs(monkeypatch, {1: 1.0, 72: 1.0}, {1: 0.01, 8: 0.01})
+    fields = {**HEADS, "speculation": "auto"}
+    bench, _ = drafting(monkeypatch, drafted, recorded(six.completions), wrong["suffix"], kv_pages=600, **fields)
+    submit_six(bench)
+    bench.run()
+    bench.close()
+    assert_same(bench, six)
+    by_drafter = bench.engine.roster.counters.drafts_by_drafter
+    (worse,) = by_drafter.keys() - {better}
+    assert by_drafter[better][1] > 150 and by_drafter[worse][1] == 0 and by_drafter[worse][0] < 60
+
+
+def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch, six):
+    """Its guesses for many rows do not pay, so it guesses nothing; its KV is there when few rows are left."""
+    replayed_guesses(monkeypatch, completions_by_seed(six), 0.0)
+    for guess_s, read in ((0.1, 0), (9.0, -1)):
+        with monkeypatch.context() as patched:
+            costs(patched, {1: 1.0, 4: 1.1, 6: 2.0, 72: 72.0}, {1: guess_s, 8: 9.0})
+            bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
+            guesses, launched = [], bench.engine.scheduler.launched
+            patched.setattr(
+                bench.engine.scheduler,
+                "launched",
+                lambda plan, guesses=guesses, launched=launched: (
+                    guesses.append((plan.kind, plan.rows, plan.guesses)),
+                    launched(plan),
+                ),
+            )
+            submit_six(bench)
+            bench.run()
+            bench.close()
+            assert_same(bench, six)
+            of_all = [count for kind, rows, count in guesses if (kind, rows) == ("decode", 6)]
+            assert of_all.count(read) > 40
 
 
 # --- everything at once ----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel, Delta, PutAdapter, StopAt
+from rollout.engine.schedule.speculation import Speculation
 from rollout.engine.speculation.step_costs import StepCosts
 from rollout.metrics.definitions import DRAFT_AGES
 from tests.engine.test_invariants import run_watched
@@ -89,6 +90,8 @@ def test_any_drafts_give_the_same_completions(model, monkeypatch, plain, wrong, 
     bench.close()
     assert_same(bench, plain)
     counters = bench.engine.roster.counters
+    kept = sum(len(completion.token_ids) for completion in bench.completions.values())
+    assert counters.tokens == kept, "tokens after a stop are no tokens"
     assert counters.drafted > 50
     assert counters.accepted == 0 if wrong == 1.0 else counters.accepted > 20
 
@@ -125,7 +128,45 @@ def test_right_drafts_make_as_few_steps_as_they_can(model, monkeypatch, depth):
     bench.submit("b", prompt_of(3), 2)
     bench.run()
     assert drafter.ends == [("a", 0)], "told with the next plan"
+    assert drafter.told["a", 0] == 101, "its last tokens, too"
     bench.close()
+
+
+@pytest.mark.parametrize("most", [1, 3, 5])
+def test_a_step_has_no_more_drafts_than_it_may(model, monkeypatch, six, most):
+    """Also with more rows than that."""
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.2, speculation_rows=most, kv_pages=600)
+    drafts, launched = [], bench.engine.scheduler.launched
+    monkeypatch.setattr(
+        bench.engine.scheduler,
+        "launched",
+        lambda plan: (drafts.append(sum(draft.length for draft in plan.drafts)), launched(plan)),
+    )
+    submit_six(bench)
+    bench.run()
+    bench.close()
+    assert_same(bench, six)
+    assert max(drafts) == most
+
+
+def test_drafts_leave_a_free_page_for_each_running_row(model, monkeypatch, six):
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.9, speculation_tokens=16, kv_pages=80)
+    choose, short = Speculation.choose, 0
+
+    def watch(self, seqs, roster):
+        nonlocal short
+        pool, rows = roster.allocator.pool, len(roster.decoding) + len(roster.prefilling)
+        before, choice = pool.available, choose(self, seqs, roster)
+        assert pool.available >= min(before, rows)
+        short += pool.available == rows < before
+        return choice
+
+    monkeypatch.setattr(Speculation, "choose", watch)
+    submit_six(bench)
+    bench.run()
+    bench.close()
+    assert_same(bench, six)
+    assert short, "they took all that they may"
 
 
 def test_two_slots_stay_full_with_drafts(model, monkeypatch):
@@ -250,6 +291,7 @@ def test_a_completion_that_may_span_no_version_ends_whole(model, folders, monkey
     bench.close()
     done = bench.completions["r0", 0]
     assert done.finish.reason == "stale" and set(done.versions) == {0}
+    assert bench.engine.roster.counters.tokens == len(done.token_ids), "the accepted drafts after it are dropped"
     assert done.token_ids == six.tokens("r0")[: len(done.token_ids)]
 
 
@@ -527,8 +569,9 @@ def test_the_experts_of_accepted_tokens_are_told(monkeypatch, tmp_path):
 # --- the drafter of the product ---
 
 
-def test_the_suffix_drafter_speeds_a_second_epoch_up(model, six):
-    bench = Bench(model, kv_pages=600, speculation="suffix")
+@pytest.mark.parametrize("kept_tokens", [1_000_000, 0])
+def test_the_suffix_drafter_speeds_a_second_epoch_up(model, six, kept_tokens):
+    bench = Bench(model, kv_pages=600, speculation="suffix", speculation_kept_tokens=kept_tokens)
     steps = []
     for epoch in range(2):
         submit_six(bench)
@@ -537,7 +580,7 @@ def test_the_suffix_drafter_speeds_a_second_epoch_up(model, six):
         steps.append(counters.decode_rows - sum(steps))
         for i in range(6):
             assert bench.completions.pop((f"r{i}", 0)).token_ids == six.tokens(f"r{i}"), epoch
-    assert steps[1] < steps[0] / 2
+    assert steps[1] < steps[0] / 2 if kept_tokens else steps[1] > 0.9 * steps[0]
     bench.close()
 
 
@@ -565,6 +608,32 @@ def test_acceptance_is_told_by_the_age_of_what_is_drafted_from(model, folders, v
     report = bench.engine.meter.report()
     assert report[f"speculation/accepted_pct/age_{name}"] > (50 if version == 0 else 80)
     assert (report["speculation/accepted_older_pct"] > 80) == (version > 0)
+
+
+# --- what is told ---
+
+
+def test_acceptance_and_time_saved_are_what_was_counted(model, monkeypatch, six):
+    costs = FixedCosts({1: 1.0, 72: 1.0}, padded=False)
+    monkeypatch.setattr("rollout.engine.build.measure_decode_costs", lambda *_: costs)
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.4, kv_pages=600)
+    submit_six(bench)
+    bench.run()
+    bench.close()
+    counters = bench.engine.roster.counters
+    assert 0 < counters.accepted < counters.drafted
+    drafted, accepted = counters.drafts_by_drafter["suffix"]
+    assert (drafted, accepted) == (counters.drafted, counters.accepted)
+    assert 1 / 6 <= counters.expected_saved_s / accepted <= 1 / 3, "steps of 1 s and six rows, fewer at the end"
+    assert counters.saved_s > counters.expected_saved_s, "these steps take less than 1 s"
+    Inspector(bench.engine).set_gauges()
+    report = bench.engine.meter.report()
+    assert report["speculation/saved_s"] == counters.saved_s
+    assert report["speculation/expected_saved_s"] == counters.expected_saved_s
+    for name in ("accepted_pct", "accepted_pct/by_suffix"):
+        assert report[f"speculation/{name}"] == pytest.approx(100 * accepted / drafted)
+    assert report["speculation/tokens_a_step"] == pytest.approx(1 + accepted / counters.decode_rows)
+    assert report["speculation/accepted_pct/by_heads"] == 0
 
 
 # --- only where it pays ---

@@ -121,9 +121,10 @@ class Speculation:
         rows, drafts = plan.rows, plan.draws - plan.rows
         context = float(sum(span.start + 1 for span in plan.spans))
         guess_s = self._costs.guess_s(rows) if plan.guesses > 0 else 0.0
-        if drafts and tokens:
-            plain_s = self._costs.plain_s(rows, context) * tokens / rows
-            expected_s = float(self._costs.verify_s(rows, context, np.array([drafts]))[0]) + guess_s
+        if tokens and (drafts or plan.guesses > 0):
+            plain_s = self._costs.plain_s(rows, context) * (tokens / rows if drafts else 1)
+            step_s = float(self._costs.verify_s(rows, context, np.array([drafts]))[0]) if drafts else plain_s
+            expected_s = step_s + guess_s
             counters.saved_s += plain_s - seconds
             counters.expected_saved_s += plain_s - expected_s
         self._costs.ran(rows, context, drafts, seconds - guess_s)

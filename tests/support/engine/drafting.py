@@ -28,8 +28,10 @@ class ReplayDrafter:
         self.recorded, self.wrong, self.ragged = recorded, wrong, ragged
         self.rng = random.Random(seed)
         self.ends: list[tuple[str, int]] = []
+        self.told: dict[tuple[str, int], int] = {}  # tokens of each completion
 
     def path(self, key: Sequence, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
+        self.told[key.group.key[1], key.index] = len(tokens)
         path = list(self.recorded.get((key.group.key[1], key.index), ()))[len(tokens) :][:want]
         path = [token if self.rng.random() >= self.wrong else (token + 1) % VOCAB for token in path]
         path += [self.rng.randrange(VOCAB) for _ in range(want - len(path))]  # after the end, too

@@ -204,6 +204,14 @@ def test_tokens_that_the_target_lacks_are_refused(target, tmp_path, offset) -> N
         load(tmp_path)
 
 
+@pytest.mark.parametrize("stored", [torch.zeros(3, dtype=torch.int64), "float"])
+def test_offsets_of_a_wrong_kind_are_refused(target, tmp_path, stored) -> None:
+    config, tensors = head_for(target, tmp_path, target.config.vocab_size // 2)
+    save_head(tmp_path / "head", config, tensors | {"d2t": tensors["d2t"].float() if stored == "float" else stored})
+    with pytest.raises(CheckpointError, match="d2t.*int64"):
+        load(tmp_path)
+
+
 def test_settings_that_do_not_go_together_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="speculation_model is for"):
         EngineSettings(speculation="suffix", speculation_model="x")

@@ -64,6 +64,12 @@ def test_totals_add_up():
     assert sum(total.sources.values()) == sum(total.accepted)
 
 
+def test_completions_beyond_the_kept_tokens_are_no_source():
+    same = text(201)
+    kept, dropped = (play([group(same), group(same)], 3, 0, tokens)[1] for tokens in (10_000, 100))
+    assert kept.tokens_a_step == 4.0 and dropped.tokens_a_step == 1.0
+
+
 # --- input and command ------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +106,14 @@ def test_all_kinds_of_input_give_the_same_groups(tmp_path):
         assert found.prompt.tolist() == PROMPT and found.completions == completions, name
 
 
+def test_neighbours_are_a_group_while_their_prompt_is_the_same(tmp_path):
+    prompts, completions = [[1], [1], [2], [1]], [[5, 6], [7], [8, 9], [10]]
+    records = [{"p": a, "c": b} for a, b in zip(prompts, completions, strict=True)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    found = [(each.prompt.tolist(), each.completions) for each in read_groups(tmp_path / "a.jsonl", "p", "c")]
+    assert found == [([1], [[5, 6], [7]]), ([2], [[8, 9]]), ([1], [[10]])]
+
+
 def test_the_command_prices_what_was_accepted(tmp_path):
     record = json.dumps({"prompt_token_ids": PROMPT, "completions": [text(101)]})
     (tmp_path / "a.jsonl").write_text(
@@ -113,6 +127,7 @@ def test_the_command_prices_what_was_accepted(tmp_path):
     )
     written = json.loads(out.read_text())
     assert written["rows"][0]["tokens_a_step"] == pytest.approx(201 / 126)
+    assert [one["k=3"] for one in written["groups"]] == [1.0, 1.0, 4.0]
     (gain,) = written["speed_ups"]
     assert gain["speed_up"] == pytest.approx(201 / 126 * 4 / 5)
 
