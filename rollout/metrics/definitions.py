@@ -129,15 +129,16 @@ def _idle_pct(cause: str) -> Callable[[Stretch], float]:
 
 def _accepted_by_drafter(name: str) -> Metric[Stretch]:
     return Metric(
-        f"speculation/accepted_pct/by_{name}", "gauge", "%", f"the same of drafts by {DRAFTER_NAMES[name]}", _ACCEPTED
-    )
+        f"speculation/accepted_pct/by_{name}", "gauge", "%", f"the same of drafts by {DRAFTER_NAMES[name]}", _ACCEPTED,
+        top=name,
+    )  # fmt: skip
 
 
 def _accepted_by_age(name: str) -> Metric[Stretch]:
     return Metric(
         f"speculation/accepted_pct/age_{name}", "gauge", "%",
         f"the same of drafts from weights {name.replace('_', ' ')} versions older: those of a draft model, or of the "
-        "newest token of a text; drafts from prompts have no age", _ACCEPTED,
+        "newest token of a text; drafts from prompts have no age", _ACCEPTED, top=f"age {name.replace('_', ' ')}",
     )  # fmt: skip
 
 
@@ -286,27 +287,28 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "speculation/accepted_pct", "gauge", "%", "share of the verified drafts that were accepted, since start",
-        _ACCEPTED, top="drafts accepted",
+        _ACCEPTED, top="accepted",
     ),
     *(_accepted_by_drafter(name) for name in DRAFTER_NAMES),
     *(_accepted_by_age(name) for name in DRAFT_AGES),
     Metric(
         "speculation/accepted_older_pct", "gauge", "%",
-        "the same of all drafts from text of older weights", _ACCEPTED, top="older drafts accepted",
+        "the same of all drafts from older weights", _ACCEPTED,
     ),
     Metric(
         "speculation/saved_s", "gauge", "s",
-        "device time that verify steps saved since start: plain steps would take so much longer for their tokens, by "
-        "the costs of plain steps; negative: drafts cost time", _SAVED,
+        "device time that drafts saved since start: plain steps would take so much longer for the same tokens, by "
+        "the costs of plain steps; guesses are taken off; negative: drafts cost time", _SAVED, top="saved",
     ),
     Metric(
         "speculation/expected_saved_s", "gauge", "s",
         "the same with the time that the costs expect of verify steps in place of the time that they took", _SAVED,
+        top="expected",
     ),
     Metric(
         "speculation/tokens_a_step", "gauge", "tokens",
         "tokens that a decode step draws for a row, mean since start: 1 and the accepted drafts",
-        Panel("Speculation", "Tokens a step"), top="tokens a step",
+        Panel("Speculation", "Tokens a step"), top="a step",
     ),
     Metric(
         "completion/length_mean", "gauge", "tokens", "length of the completions that finished, mean",

@@ -1,7 +1,8 @@
 """One frame of `rollout top`: lines of text that fit the terminal.
 
 A block for each worker, or one line if the blocks don't fit; then the rows, or the legend; then the line of keys. The
-metrics line and the legend are made from the declarations in `rollout.metrics.definitions`.
+lines of metrics and the legend are made from the declarations in `rollout.metrics.definitions`. A worker that has
+verified drafts has lines for these.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 
 from rich.text import Text
 
-from rollout.metrics.definitions import METRICS, TOP_METRICS
+from rollout.metrics.definitions import METRICS, TOP_METRICS, Metric
 from rollout.metrics.idle import IDLE_CAUSES
 from rollout.top.marks import bar, count, fit, parts, seconds, spark
 from rollout.top.screen import HELP, Row, Screen, WorkerView
 
-_BLOCK_LINES = 6
+_ERROR_LINES = 6
+_DRAFTS, _DRAFT_LINES = "Speculation", 3
 _LEAST_ROW_LINES = 6
 _BAR = 14
 #: Parts of the compute stream's time, in the order of the bar: (sign, style).
@@ -40,10 +42,11 @@ def frame(
 ) -> list[Text]:
     """The lines: none wider than `width`, at most `height` of them, or all without a height."""
     rows = screen.arrange(views)
-    compact = height is not None and _BLOCK_LINES * len(views) + _LEAST_ROW_LINES > height
     lines = [_title(views, rows, screen, width)]
-    for view in views:
-        lines += [_short(view, width, ascii_only)] if compact else _block(view, width, ascii_only)
+    blocks = [line for view in views for line in _block(view, width, ascii_only)]
+    if height is not None and len(blocks) + _LEAST_ROW_LINES > height:
+        blocks = [_short(view, width, ascii_only) for view in views]
+    lines += blocks
     most_lines = None if height is None else max(0, height - len(lines) - 2)
     lines += _legend(width, ascii_only) if screen.legend else _table(rows, screen, width, most_lines, ascii_only)
     shown = lines if height is None else lines[: max(0, height - 1)]
@@ -70,7 +73,7 @@ def _footer(screen: Screen, width: int) -> Text:
 def _block(view: WorkerView, width: int, ascii_only: bool) -> list[Text]:
     status = view.status
     if status is None:
-        said = textwrap.wrap(f"{view.endpoint}  {_error(view)}", width, subsequent_indent="  ")[:_BLOCK_LINES]
+        said = textwrap.wrap(f"{view.endpoint}  {_error(view)}", width, subsequent_indent="  ")[:_ERROR_LINES]
         return [Text(fit(line, width), "red" if view.error else "yellow") for line in said]
     rows, queue, pages = status["rows"], status["queue"], status["pages"]
     used = pages["used"] / max(1, pages["total"])
@@ -88,7 +91,8 @@ def _block(view: WorkerView, width: int, ascii_only: bool) -> list[Text]:
     speed.append(spark(view.rates, 30, ascii_only), "green")
     speed.append(fit(f"  {_per_row(view, status)}", width - 45))
     swaps = Text(fit(f"  swaps {_swaps(status)}", width))
-    return [head, load, _gpu(status, width, ascii_only), speed, Text(fit(f"  last  {_metrics(status)}", width)), swaps]
+    last = Text(fit(f"  last  {_metrics(status)}", width))
+    return [head, load, _gpu(status, width, ascii_only), speed, last, *_drafts(status, width), swaps]
 
 
 def _gpu(status: Any, width: int, ascii_only: bool) -> Text:
@@ -125,10 +129,27 @@ def _words(part: str) -> str:
 
 
 def _metrics(status: Any) -> str:
-    """The values of the last report that `rollout top` shows."""
+    """The values of the last report that `rollout top` shows, without those of drafts."""
+    return ", ".join(_values(status, of_drafts=False)) or "no report yet"
+
+
+def _drafts(status: Any, width: int) -> list[Text]:
+    """The same of drafts, if there are any."""
+    if not status.get("metrics", {}).get("speculation/drafted"):
+        return []
+    words = "draft " + ", ".join(value.replace(" ", "\xa0") for value in _values(status, of_drafts=True))
+    said = textwrap.wrap(words, max(20, width - 2), subsequent_indent="      ")[:_DRAFT_LINES]
+    return [Text(fit(f"  {line}".replace("\xa0", " "), width)) for line in said]
+
+
+def _values(status: Any, of_drafts: bool) -> list[str]:
     values = status.get("metrics", {})
-    shown = [f"{m.top} {_value(values[m.name], m.unit)}" for m in TOP_METRICS if m.name in values]
-    return ", ".join(shown) or "no report yet"
+    shown = [m for m in TOP_METRICS if m.name in values and _is_of_drafts(m) == of_drafts]
+    return [f"{m.top} {_value(values[m.name], m.unit)}" for m in shown]
+
+
+def _is_of_drafts(metric: Metric[Any]) -> bool:
+    return metric.panel is not None and metric.panel.section == _DRAFTS
 
 
 def _value(value: float, unit: str) -> str:
@@ -142,8 +163,11 @@ def _legend(width: int, ascii_only: bool) -> list[Text]:
         cause: f"share of those seconds in which {IDLE_CAUSES[cause].meaning}" for cause in _PARTS if cause != "active"
     }
     entries = [("gpu", f"{_sign(part, ascii_only)} {_words(part)}", meanings[part]) for part in _PARTS]
-    entries += [("last", str(metric.top), f"{metric.meaning}; {metric.unit}") for metric in TOP_METRICS]
-    lines = [Text(fit("  Legend: `gpu` covers the last 10 s, `last` is the last report.", width), "bold underline")]
+    for of_drafts, line_name in ((False, "last"), (True, "draft")):
+        declared = [metric for metric in TOP_METRICS if _is_of_drafts(metric) == of_drafts]
+        entries += [(line_name, str(metric.top), f"{metric.meaning}; {metric.unit}") for metric in declared]
+    title = "  Legend: `gpu` covers the last 10 s, `last` and `draft` are of the last report."
+    lines = [Text(fit(title, width), "bold underline")]
     for line_name, word, meaning in entries:
         said = textwrap.wrap(meaning, max(20, width - 22)) or [""]
         for i, part in enumerate(said):

@@ -145,6 +145,26 @@ def test_a_frame_has_the_declared_metrics_that_the_worker_reports_and_the_legend
     assert any(line.plain.startswith("  new ") for line in frame([VIEW], screen, 80, 24))
 
 
+def test_drafts_have_lines_of_their_own_where_there_are_any():
+    """They fit into 80 columns: acceptance by drafter and by age, tokens a step, time saved and expected."""
+    assert VIEW.status is not None
+    of_drafts = [metric for metric in TOP_METRICS if metric.name.startswith("speculation/")]
+    for drafted in (0, 10_000):
+        values = {metric.name: 12.3 for metric in of_drafts} | {"speculation/drafted": drafted, "step/decode_ms": 1.0}
+        values["speculation/saved_s"] = -45678.9
+        lines = frame([WorkerView(ENDPOINT, {**VIEW.status, "metrics": values})], Screen(), 80, 24)
+        assert all(line.cell_len == 80 for line in lines)
+        at = [i for i, line in enumerate(lines) if line.plain.startswith("  draft ")]
+        assert bool(at) == (drafted > 0)
+        if at:
+            (swaps,) = (i for i, line in enumerate(lines) if line.plain.startswith("  swaps"))
+            text = " ".join(" ".join(line.plain for line in lines[at[0] : swaps]).split())
+            assert text.startswith("draft accepted 12.3%, suffix 12.3%, heads 12.3%, age 0 12.3%, age 1 12.3%")
+            for said in ("age 2 to 4 12.3%", "age 5 up 12.3%", "saved -45678.9 s", "expected 12.3 s"):
+                assert f"{said}," in text
+            assert text.endswith("a step 12.3 tokens")
+
+
 def test_the_selected_row_is_shown_however_many_there_are():
     screen = Screen()
     views = [view(*(entry(f"row{i}", 1000 - i, 1.0) for i in range(300)))]
