@@ -87,6 +87,7 @@ class RefWatch:
         for seq in in_flight:
             assert seq.inflight_refs == in_flight.count(seq), "refs are the steps in flight that name the row"
             assert 0 < seq.inflight_refs <= 2
+            assert seq.launched <= seq.max_tokens, "drafts count as drawn until they are refused"
             self.most = max(self.most, seq.inflight_refs)
             assert seq.row and seq.row not in roster.free_rows, "a row in flight belongs to one sequence"
             assert all(roster.allocator.pool.refs[page] > 0 for page in seq.kv.pages), "pages in flight are not free"
