@@ -83,7 +83,7 @@ def _spec(
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{file} lacks a value that {_KIND} needs: {error}") from error
     except ValueError as error:
-        raise ValueError(f"{file} does not describe {_KIND} that is supported: {error}{_or_own_layer(target)}") from error
+        raise ValueError(f"{file}: {_KIND} like this is not supported: {error}{_or_own_layer(target)}") from error
     hidden = content.get("target_hidden_size") or whole.hidden
     if len(whole.layers) != 1:
         raise CheckpointError(
