@@ -425,8 +425,9 @@ def serve(settings: Settings, restarts: int = 0) -> int:
                     settings.model, device.torch_device, advance, folder, experts, group, draft, settings.engine.mtp
                 )
             worker = Worker(settings, loaded, sinks, health, restarts, ranks)
-        except RuntimeError:  # perhaps a rank was lost: then the watching thread says which one, and ends the process
-            ranks.wait_for_cause(_CAUSE_S)
+        except RuntimeError as error:  # perhaps a rank was lost, which the watching thread knows or finds
+            if cause := ranks.wait_for_cause(_CAUSE_S):
+                raise ChildProcessError(f"the tensor group is lost: {cause}") from error
             raise
         collect_and_freeze()
         worker.start()
