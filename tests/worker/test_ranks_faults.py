@@ -128,6 +128,23 @@ def test_a_first_rank_that_hangs_on_its_device_ends_the_group(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("checks", [True, False])
+def test_ranks_that_draw_different_tokens_are_found_where_they_are_compared(
+    start_ranks: Callable[..., WorkerProcess], points: Points, checks: bool
+) -> None:
+    worker = start_ranks(env=points.environment, check_ranks=checks)
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
+        streams = streams_of(client)
+        points.order("drift")
+        if checks:
+            assert_handed_back(streams, "the ranks drew different tokens")
+        else:
+            read(streams[0], 100)  # only the tokens of rank 0 are committed
+    if checks:
+        assert ended(worker) == FAULT
+
+
+@pytest.mark.nightly
 def test_a_follower_whose_step_takes_long_is_not_lost(
     start_ranks: Callable[..., WorkerProcess], points: Points
 ) -> None:

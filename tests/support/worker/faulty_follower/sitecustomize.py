@@ -18,6 +18,7 @@ write `POINT.reached` and wait until the file is gone; others go on:
     swap       on the main thread, at the order to swap
     copy       on the compute stream, in a swap
 
+While there is a file `drift`, followers draw other tokens than rank 0.
 `busy` makes a step compute for some seconds, on the compute stream. While there is a file `slow`, each part of
 loading, an update, a swap and a sleep takes a while. The parts are small.
 """
@@ -84,6 +85,11 @@ def _install(folder: Path) -> None:
         if start.stage == LOADING and 2 * done >= total:
             stand_at("tensor")
 
+    def drift(executor: Any, header: Any, slot: Any) -> None:
+        if (folder / "drift").exists():
+            slot.output[0] += 1
+
+    before(Executor, "_compare", drift)
     before(follower, "connect", lambda *args, **kwargs: stand_at("import"))
     before(StartProgress, "advance", part)
     before(follower, "build_follower", lambda *args, **kwargs: stand_at("steps"))
