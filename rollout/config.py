@@ -256,7 +256,7 @@ class EngineSettings(_Section):
         le=64,
         description="GPUs that run the model together, with a part of it each: ranks, a process each on this machine. "
         "Needs Linux; on a CPU the ranks are processes that share it. Excludes models that run through "
-        "transformers' own code",
+        "transformers' own code; heads and widths must be divisible (docs/operations.md)",
     )
     check_ranks: bool = Field(
         False,
@@ -267,7 +267,7 @@ class EngineSettings(_Section):
         8.0,
         gt=0,
         description="seconds in which a rank of tensor_parallel completes no part of what it was ordered, or no rank "
-        "any step, after which the worker returns all tokens and exits; none: never",
+        "any step, after which the worker returns all tokens and exits; four times as long at the start; none: never",
     )
     stop_check_every: int = Field(4, ge=1, description="tokens between two searches for stop strings")
     max_faults: int = Field(

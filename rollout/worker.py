@@ -52,7 +52,7 @@ from rollout.metrics.wandb_mode import wandb_mode
 from rollout.metrics.wandb_sink import WandbSink
 from rollout.models import LoadedModel, load_model
 from rollout.models.language_model import LanguageModel, native
-from rollout.models.loader import fetch, fetch_draft
+from rollout.models.loader import check_cut, fetch, fetch_draft
 from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import AdapterRanks, load_peft_folder
 from rollout.network.access import Access
@@ -60,12 +60,13 @@ from rollout.network.ports import check_free
 from rollout.process.announce import say, write_whole
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
-from rollout.process.progress import stage
+from rollout.process.progress import both, stage
 from rollout.process.python_lock import hand_over_soon
 from rollout.process.watchdog import Watchdog
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.ranks.orders import ring_bytes
 from rollout.ranks.processes import OwnProgress, Ranks
+from rollout.ranks.start import PREPARING
 from rollout.ranks.watch import Lane, LaneName
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.outbox import Outbox
@@ -114,6 +115,7 @@ class Worker:
         text = load_text_codec(loaded.folder)
         self.settings, self.sinks, self.health = settings, sinks, health
         self.ranks = Ranks(settings) if ranks is None else ranks
+        self.ranks.start.enter(PREPARING)
         self.prompts = None if text is None else TextProcess(loaded.folder, settings.service, settings.log_format)
         if self.prompts is not None:
             self.prompts.start()  # it loads while the engine is built; only the first prompt waits for it
@@ -137,7 +139,8 @@ class Worker:
             self.ranks.take_updates(device.torch_device),
         )
         links = Links(SimpleQueue(), outbox.put, gate, self.receiver, registry)
-        with stage("preparing decode steps") as advance:
+        with stage("preparing decode steps") as shown:
+            advance = both(shown, self.ranks.start.advance)
             lead = self._lead if self.ranks.size > 1 else None
             self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
         for name, weights in _read_adapters(settings.engine, model, adapter_ranks).items():
@@ -410,18 +413,21 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     if settings.engine.speculation_model is not None:
         with stage(f"fetching {settings.engine.speculation_model}") as advance:
             draft = fetch_draft(settings, advance)
-    ranks = Ranks(settings)
+    check_cut(settings.model, folder, settings.engine.tensor_parallel)
+    ranks = Ranks(settings, folder, draft)
     try:
         try:
             group = ranks.connect(device.torch_device)
-            with stage("loading weights") as advance:
+            with stage("loading weights") as shown:
+                advance = both(shown, ranks.start.advance)
                 experts = settings.engine.expert_format
                 loaded = load_model(
                     settings.model, device.torch_device, advance, folder, experts, group, draft, settings.engine.mtp
                 )
             worker = Worker(settings, loaded, sinks, health, restarts, ranks)
-        except RuntimeError:  # perhaps a rank was lost: then the watching thread says which one, and ends the process
-            ranks.wait_for_cause(_CAUSE_S)
+        except RuntimeError as error:  # perhaps a rank was lost, which the watching thread knows or finds
+            if cause := ranks.wait_for_cause(_CAUSE_S):
+                raise ChildProcessError(f"the tensor group is lost: {cause}") from error
             raise
         collect_and_freeze()
         worker.start()

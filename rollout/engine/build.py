@@ -135,15 +135,19 @@ def build_engine(
 
 
 def build_follower(
-    settings: Settings, device: Device, model: LanguageModel, memory: ReleasableMemory | None
+    settings: Settings,
+    device: Device,
+    model: LanguageModel,
+    memory: ReleasableMemory | None,
+    progress: Progress | None = None,
 ) -> tuple[Executor, list[Slot]]:
     """What another rank than the first one runs steps with. It is built as that one's is, collective operations too.
 
-    `memory` is the result of `sleeping_memory`.
+    `memory` is the result of `sleeping_memory`. `progress` is as in `build_engine`.
     """
     check_model(settings.engine, model)
     site = _Site(settings, device, model, None, memory, None, follows=True)
-    steps = _build_steps(site, None, None)
+    steps = _build_steps(site, None, progress)
     return steps.executor, steps.slots
 
 

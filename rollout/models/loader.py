@@ -142,6 +142,34 @@ def load_model(
     return LoadedModel(model, folder, defaults, dtype)
 
 
+def check_cut(settings: ModelSettings, folder: Path, ranks: int) -> None:
+    """Raise as `load_model` does if the model cannot be cut into so many shards, from its configuration alone."""
+    if ranks == 1:
+        return
+    check_links(folder)
+    config, architecture = read_config(folder, settings.model_impl)
+    if not is_native(architecture, settings.model_impl):
+        raise ValueError(_no_shards(architecture, ranks))
+    choose_factors(config.get_text_config(), settings.longrope)
+    shard_spec(_read_spec(folder, config, architecture, settings.images), 0, ranks)
+
+
+def _read_spec(folder: Path, config: Any, architecture: str, images: bool) -> ModelSpec:
+    """The spec of the whole model."""
+    try:
+        tower = read_tower(folder, architecture, config) if images else None
+        return spec_from_config(config, architecture, tower)
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{folder}/config.json lacks a value that {architecture} needs: {error}") from error
+
+
+def _no_shards(architecture: str, ranks: int) -> str:
+    return (
+        f"{architecture} runs through transformers' own code, which cannot be cut into {ranks} shards: use one GPU a "
+        "worker"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     """What a model is made from; there are no tensors if its weights are random."""
@@ -166,16 +194,10 @@ class _Source:
 
 def _load_native(source: _Source, experts: Format) -> Decoder:
     config, architecture, device = source.config, source.architecture, source.device
-    try:
-        tower = read_tower(source.folder, architecture, config) if source.settings.images else None
-        spec = spec_from_config(config, architecture, tower)
-    except (TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"{source.folder}/config.json lacks a value that {architecture} needs: {error}"
-        ) from error
-    check_format(spec, experts)
+    whole = _read_spec(source.folder, config, architecture, source.settings.images)
+    check_format(whole, experts)
     group = source.group
-    whole, spec = spec, shard_spec(spec, group.rank, group.size)
+    spec = shard_spec(whole, group.rank, group.size)
     spec = replace(spec, draft=_own_draft(source, spec, experts))
     outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)  # shapes without memory
     used = outline.draft_names()
@@ -193,10 +215,12 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
         spec = replace(spec, draft=draft, unused=(*spec.unused, PREFIX + OFFSETS, PREFIX + FLAGS))
         outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)
     _check_memory(outline.parameters(), source.folder, device)
+    if source.progress is not None:
+        source.progress(0, sum(stored.values for stored in tensors.values()))
     group.prepare(spec.hidden, source.dtype)
     model = Decoder(spec, source.dtype, device, experts, group)
     if source.random:
-        fill_random(model, source.settings.random_seed, whole)
+        fill_random(model, source.settings.random_seed, whole, source.progress)
     else:
         copy_tensors(tensors, model.hf_views(), source.progress)
         if model.draft is not None and source.draft is not None:
@@ -275,10 +299,7 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
         )
     cls = module_class(source.config, architecture)
     if source.group.size > 1:
-        raise ValueError(
-            f"{architecture} runs through transformers' own code, which cannot be cut into {source.group.size} shards: "
-            "use one GPU a worker"
-        )
+        raise ValueError(_no_shards(architecture, source.group.size))
     if experts != "plain":
         raise ValueError(
             f"expert_dtype = {experts} is for native families, and {architecture} runs through transformers' own "

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from rollout_kernels.moe.quantize import quantize_to
 
+from rollout.models.checkpoint_folder import Progress
 from rollout.models.decoder import Decoder
 from rollout.models.spec import ModelSpec
 
@@ -26,10 +27,11 @@ _SHARPNESS = 1.75
 _TIED_GAIN = 8.0
 
 
-def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None) -> None:
+def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None, progress: Progress | None = None) -> None:
     """Fill all parameters in place, on their device. The values depend on the seed, the device type and the dtype.
 
-    Those of a shard are its part of the values of the `whole` model, which are made one parameter at a time.
+    Those of a shard are its part of the values of the `whole` model, which are made one parameter at a time; `progress`
+    gets (parameters done, parameters in all).
     """
     generator = torch.Generator(device=model.embed.device).manual_seed(seed)
     if model.spec.shard is None:
@@ -38,9 +40,11 @@ def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None) -> No
     assert whole is not None
     outline = Decoder(whole, model.embed.dtype, torch.device("meta"))  # shapes without memory
     views, names = model.hf_views(), _names_by_storage(outline)
-    for parameter, values in _whole_values(outline, model, generator):
+    for done, (parameter, values) in enumerate(_whole_values(outline, model, generator), 1):
         for name, view in names[_storage(parameter)]:
             views[name].copy_(values.as_strided(view.size(), view.stride(), view.storage_offset()))
+        if progress is not None:
+            progress(done, len(names))
     _fill_draft(model, generator)
 
 

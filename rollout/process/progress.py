@@ -58,6 +58,16 @@ def stage(what: str, *, quiet: bool = False) -> Iterator[Advance]:
         _say(f"{what} took {took_s:.1f} s", stage=what, took_s=round(took_s, 1))
 
 
+def both(first: Advance, second: Advance) -> Advance:
+    """Reports to both."""
+
+    def advance(done: int, total: int) -> None:
+        first(done, total)
+        second(done, total)
+
+    return advance
+
+
 class _Lines:
     """A thread that prints the progress after two seconds, and then every 15 seconds."""
 

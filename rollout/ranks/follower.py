@@ -27,7 +27,6 @@ from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, Upload
 from rollout.models import load_model
-from rollout.models.loader import fetch_draft
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
 from rollout.process.python_lock import hand_over_soon
@@ -54,6 +53,7 @@ from rollout.ranks.orders import (
 from rollout.ranks.processes import connect
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import Head, RingReader, SharedMemory
+from rollout.ranks.start import CONNECTING, LOADING, PREPARING, READY, StartProgress
 from rollout.weights.swap_copies import copy_tensors
 
 log = logging.getLogger(__name__)
@@ -183,27 +183,38 @@ def follow(told: dict[str, Any]) -> None:
     shared = {name: SharedMemory(descriptor) for name, descriptor in told["shared"].items() if name != "eventfd"}
     reports, number = Reports(shared["reports"], settings.engine.tensor_parallel - 1), rank - 1
     beat = Beat(reports, number)
+
+    def report(stage: int, done: int, total: int) -> None:
+        for name, value in (("stage", stage), ("stage_total", total), ("stage_done", done)):
+            reports.set(number, name, value)  # type: ignore[arg-type]
+
+    start = StartProgress(report)
     try:
         watch_compilations()
         torch.set_num_threads(settings.model.cpu_threads)
         hand_over_soon()  # the thread of updates must not hold back the launch of a step
         device = make_device(rank_device(settings.model.device, rank))
+        start.enter(CONNECTING)
         group = connect(Path(told["folder"]), rank, settings.engine.tensor_parallel, device.torch_device)
         model = settings.model.model_copy(update={"device": str(device.torch_device)})
         engine = settings.engine
+        start.enter(LOADING)
         loaded = load_model(
             model,
             device.torch_device,
+            start.advance,
+            folder=Path(told["checkpoint"]),  # what rank 0 has found, which a hub may have changed meanwhile
             experts=engine.expert_format,
             group=group,
-            draft=fetch_draft(settings),
+            draft=None if told["draft"] is None else Path(told["draft"]),
             mtp=engine.mtp,
         )
+        start.enter(PREPARING)
         memory = sleeping_memory(settings, device, loaded.model)  # before anything takes views of the weights
         allocate = None if memory is None else memory.buffer
         updates = FollowerUpdates.of(loaded, settings, shared["relayed"], shared["manifest"], reports, number, allocate)
         adapters = AdapterCopies(shared["adapters"], rank, loaded.dtype, device.torch_device, reports)
-        executor, slots = build_follower(settings, device, loaded.model, memory)
+        executor, slots = build_follower(settings, device, loaded.model, memory, start.advance)
         copies = FollowerCopies(executor, adapters, updates.work, memory, reports, number)
         progress = DeviceProgress(device, slots, group.peers, memory)
         follower = Follower(settings, number, executor, slots, updates, copies, progress)
@@ -211,6 +222,7 @@ def follow(told: dict[str, Any]) -> None:
             shared["ring"], told["shared"]["eventfd"], lambda position: reports.set(number, "position", position)
         )
         collect_and_freeze()
+        start.enter(READY)
         beat.serve(progress)
         follower.serve(reader, reports)
     # The other ranks wait for this one: say why it ends, and end, whatever threads still run.

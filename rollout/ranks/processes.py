@@ -3,7 +3,7 @@
     start       a process each, with inherited memory (ring, reports, relay of updates) and an eventfd
     connect     a process group over a file store in a private folder: gloo on a CPU, NCCL on GPUs; no port is opened
     lead        the followers are ready: size the ring, give orders
-    watch       a thread: a rank that ended or hangs is the end of the group (`watch.py`)
+    watch       a thread: a rank that ended or hangs is the end of the group (`watch.py`; at the start `start.py`)
     close       kill the followers: they hold nothing that anybody needs
 
 A group cannot be made whole: the others wait for the lost rank in a collective operation. So rank 0 hands its requests
@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,13 +42,14 @@ from rollout.ranks.ordered_work import WORK_NUMBERS
 from rollout.ranks.orders import Orders
 from rollout.ranks.reports import NUMBERS, Number, Reports
 from rollout.ranks.ring import RingWriter, SharedMemory
+from rollout.ranks.start import CONNECTING, LOADING, READY, StartLook, StartPlace, StartProgress, StartWatch
 from rollout.ranks.updates import RankUpdates
 from rollout.ranks.watch import FollowerLook, GroupLook, GroupWatch, Lane, LaneName
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
-#: Of loading a checkpoint and capturing steps. A follower that ends meanwhile is noticed at once.
+#: Of loading a checkpoint and capturing steps. A follower that ends or hangs meanwhile is noticed before.
 _CONNECT_S = 3600.0
 _READY_POLL_S = 0.02
 _KILL_WAIT_S = 5.0
@@ -77,17 +78,22 @@ class OwnProgress:
 class Ranks:
     """The tensor group of a worker, seen from rank 0. Of one rank it has no followers and does nothing.
 
-    The constructor starts the followers. `failure` says why the group is lost, or is empty.
+    The constructor starts the followers, which load from the folders `checkpoint` and `draft`. `failure` says why the
+    group is lost, or is empty.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, checkpoint: Path | None = None, draft: Path | None = None) -> None:
         self.size = settings.engine.tensor_parallel
         self.failure = ""
         self.group = TensorGroup.single()
         self.updates: RankUpdates | None = None
         self.orders: Orders | None = None
         self._settings = settings
+        self._folders = {"checkpoint": None if checkpoint is None else str(checkpoint)}
+        self._folders["draft"] = None if draft is None else str(draft)
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._own_start = (CONNECTING, 0, 0)
+        self.start = StartProgress(self._set_own_start)
         self._closing = threading.Event()
         self._on_lost: Callable[[str], None] = self._end_at_once
         self._progress: Callable[[], OwnProgress] = OwnProgress
@@ -108,6 +114,7 @@ class Ranks:
         for rank, eventfd in enumerate(self._eventfds, 1):
             self._processes.append(self._start(rank, {**shared, "eventfd": eventfd}))
         self._watch_rules = GroupWatch(count, settings.engine.rank_stall_s)
+        self._start_rules = StartWatch(settings.engine.rank_stall_s)
         watch_compilations()
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
@@ -115,13 +122,16 @@ class Ranks:
     def connect(self, device: torch.device) -> TensorGroup:
         """Connect with the followers, which load the model meanwhile; returns the group."""
         if self.size > 1:
+            self.start.enter(CONNECTING)
             self.group = connect(self._folder.path, 0, self.size, device)
+            self.start.enter(LOADING)
         return self.group
 
     def lead(self, ring_bytes: int, version: int) -> Orders | None:
         """Wait until all followers are ready, and give orders from now on. None for one rank."""
         if self.size == 1:
             return None
+        self.start.enter(READY)
         while min(self.reports.get("ready")) == 0:
             self.check()
             time.sleep(_READY_POLL_S)
@@ -210,7 +220,13 @@ class Ranks:
         command = [sys.executable, "-m", "rollout.ranks.entry"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=list(shared.values()))
         assert process.stdin is not None
-        told = {"rank": rank, "parent": os.getpid(), "folder": str(self._folder.path), "shared": shared}
+        told = {
+            "rank": rank,
+            "parent": os.getpid(),
+            "folder": str(self._folder.path),
+            "shared": shared,
+            **self._folders,
+        }
         process.stdin.write(json.dumps({**told, "settings": self._settings.model_dump(mode="json")}).encode())
         process.stdin.close()
         return process
@@ -229,7 +245,10 @@ class Ranks:
             now_s = time.monotonic()
             passed_s, looked_s = min(now_s - looked_s, 2 * _LOOK_S), now_s
             try:
-                failure = self._watch_rules.look(self._look(), passed_s)
+                look = self._look()
+                failure = self._watch_rules.look(look, passed_s)
+                if not failure and self.orders is None:
+                    failure = self._start_rules.look(self._look_at_start(), _compiles(look), passed_s)
             except RuntimeError as error:  # of the device
                 failure = f"rank 0: {error}"
             if failure and not self._closing.is_set():
@@ -244,13 +263,13 @@ class Ranks:
         followers, on_cpu = [], self.group.device.type == "cpu"
         for number, process in enumerate(self._processes):
             at = {name: column[number] for name, column in columns.items()}
-            stopped, main_s = _thread_stat(process.pid, process.pid)
-            compute_s = _thread_stat(process.pid, at["thread"])[1]
+            main = _thread_stat(process.pid, process.pid)
+            compute_s = _thread_stat(process.pid, at["thread"]).cpu_s
             followers.append(
                 FollowerLook(
                     pid=process.pid,
                     status=process.poll(),
-                    stopped=stopped,
+                    stopped=main.state == "T",
                     said=self.reports.text(number, "end"),
                     beat=at["beat"],
                     ready=at["ready"] > 0,
@@ -260,7 +279,7 @@ class Ranks:
                     lanes=_lanes(at),
                     looks=at["looks"],
                     compiling=at["compiling"] > 0,
-                    main_s=main_s if on_cpu else None,
+                    main_s=main.cpu_s if on_cpu else None,
                     compute_s=compute_s if on_cpu else None,
                 )
             )
@@ -271,8 +290,21 @@ class Ranks:
             busy=own.busy,
             lanes=own.lanes,
             compiling=compiling() > 0,
-            compute_s=_thread_stat(os.getpid(), own.thread)[1] if on_cpu else None,
+            compute_s=_thread_stat(os.getpid(), own.thread).cpu_s if on_cpu else None,
         )
+
+    def _look_at_start(self) -> list[StartLook]:
+        columns = [self.reports.get(name) for name in ("stage", "stage_done", "stage_total")]
+        reported = [self._own_start, *zip(*columns, strict=True)]
+        pids = [os.getpid(), *(process.pid for process in self._processes)]
+        on_cpu = rank_device(self._settings.model.device, 0) == "cpu"
+        return [
+            look_at_start(pid, stage, done, total, on_cpu)
+            for pid, (stage, done, total) in zip(pids, reported, strict=True)
+        ]
+
+    def _set_own_start(self, stage: int, done: int, total: int) -> None:
+        self._own_start = stage, done, total
 
     def _settle(self) -> None:
         """Return when the flags that followers had at the call are known; raise if one is set, or a rank is lost."""
@@ -312,13 +344,47 @@ def _lanes(at: Mapping[Number, int]) -> dict[LaneName, Lane]:
     return lanes
 
 
-def _thread_stat(pid: int, thread: int) -> tuple[bool, float]:
-    """Whether a thread is stopped, and the seconds of CPU time that it has used."""
+class _ThreadStat(NamedTuple):
+    """What the system says of a thread; a state of "" if it has ended."""
+
+    state: str = ""
+    user_s: float = 0.0  # CPU time in its own code
+    kernel_s: float = 0.0  # and in the kernel
+
+    @property
+    def cpu_s(self) -> float:
+        """Its CPU time."""
+        return self.user_s + self.kernel_s
+
+
+def _thread_stat(pid: int, thread: int) -> _ThreadStat:
     try:
         fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended
-        return False, 0.0
-    return fields[0] == "T", (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        return _ThreadStat()
+    return _ThreadStat(fields[0], int(fields[11]) / _TICKS_PER_S, int(fields[12]) / _TICKS_PER_S)
+
+
+def look_at_start(pid: int, stage: int, done: int, total: int, on_cpu: bool) -> StartLook:
+    """What is seen of a process that has reported its stage, with parts done and parts in all."""
+    main = _thread_stat(pid, pid)
+    cpu_s = main.cpu_s if on_cpu or stage <= CONNECTING else main.kernel_s
+    place = StartPlace(stage, total > 0, done)
+    return StartLook(place, total, _read_bytes(pid), main.state == "D", cpu_s)
+
+
+def _read_bytes(pid: int) -> int:
+    """Bytes that the main thread has read, by calls and from disks; 0 if the system does not tell."""
+    try:
+        lines = Path(f"/proc/{pid}/task/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts.get("rchar", 0)) + int(counts.get("read_bytes", 0))
+
+
+def _compiles(look: GroupLook) -> bool:
+    return look.compiling or any(follower.compiling for follower in look.followers)
 
 
 def connect(folder: Path, rank: int, size: int, device: torch.device) -> TensorGroup:

@@ -1,6 +1,6 @@
 """What each follower reports to rank 0: a line of numbers and texts in shared memory, written by that follower alone.
 
-Numbers only grow. Rank 0 may read an old one: it then waits a little longer than it must.
+Most numbers only grow. Rank 0 may read an old one: it then waits a little longer than it must.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ Number = Literal[
     "kv_out", "kv_in", "state_out", "state_in", "memory_done", "memory_failed", "memory_freed", "memory_parts",
     "updates_given", "updates_ended", "updates_parts", "adapters_given", "adapters_ended", "adapters_parts",
     "thread", "looks", "writes_begun", "kv_out_begun", "kv_in_begun", "state_out_begun", "state_in_begun", "swap_begun",
-    "swap_parts",
+    "swap_parts", "stage", "stage_done", "stage_total",
 ]  # fmt: skip
 #: thread: of the system, which computes steps; 0 on a GPU.
 #: beat: of `beat.py`. position: in the ring. sequence: of the last order carried out. launched: steps whose end is
 #: enqueued. drawn: those that waited for masks. done: those that are complete on the device. opened, prepared, refused:
 #: the last update that fits, is ready to swap, or is neither. taken: pieces of updates. mapped, unmapped: the last
 #: memory of rank 0's GPU that this rank can read, or cannot. swapped: the last update whose copy is done. fault: 1 + a
-#: rank that sent nothing. compiling: 1 while a kernel is compiled; it alone may fall. adapter_seen, adapter_refused:
+#: rank that sent nothing. compiling: 1 while a kernel is compiled, then 0 again. adapter_seen, adapter_refused:
 #: the last adapter that was mapped or refused, or refused. forgotten: the last order to forget one that is carried out.
 #: wrote: copies to adapter slots that are done. kv_out to state_in: pieces that were moved to the host or back. looks:
 #: how often the main thread has looked for copies that have begun or ended. memory_done, memory_failed: the last order
 #: of a sleep that is done, or that failed. memory_freed: bytes that sleeps gave back. .._given, .._ended: what a thread
 #: was given and has done. .._begun: copies that the device has begun; those of `kv_out` and so on, of `wrote` and of
-#: `swapped` have ended. .._parts: parts of what is under way that are done.
+#: `swapped` have ended. .._parts: parts of what is under way that are done. stage: of the start (`start.py`), with its
+#: parts that are done, of those in all; these begin anew with each stage.
 NUMBERS: tuple[Number, ...] = get_args(Number)
 _PLACES = {name: place for place, name in enumerate(NUMBERS)}
 _TEXT_BYTES = 448

@@ -14,7 +14,7 @@ A healthy group must not be ended, however slow it is:
 - Time counts as far as both sides have seen it pass: the watching thread, and the beat of the rank. A machine that was
   stopped or is overloaded delays them, too.
 - The beat is a thread of its own, so only a process that does not run at all is silent. It counts once a follower is
-  ready: the imports and the loading before are seconds under Python's lock.
+  ready: the imports and the loading before are seconds under Python's lock. Until then `start.py` has the rules.
 - No time counts while a rank compiles a kernel.
 - What moves gigabytes (updates, swaps, sleeps) is done in parts, and each part that is done begins the time anew. So no
   order needs a longer limit than another.
@@ -88,7 +88,7 @@ class GroupLook:
     compute_s: float | None = None  # CPU time of the thread that computes its steps; None for a rank on a GPU
 
 
-class _Clock:
+class Clock:
     """Seconds for which something stands still."""
 
     def __init__(self) -> None:
@@ -120,8 +120,8 @@ class GroupWatch:
         self._beats = [-1] * followers
         self.silent_s = [0.0] * followers  # seconds since each beat
         self._stopped_s = [0.0] * followers
-        self._steps = _Clock()
-        self._lanes: dict[tuple[int, LaneName], _Clock] = {}
+        self._steps = Clock()
+        self._lanes: dict[tuple[int, LaneName], Clock] = {}
         self._looks = [-1] * followers
 
     def look(self, seen: GroupLook, passed_s: float) -> str:
@@ -156,7 +156,7 @@ class GroupWatch:
         ranks += [({**f.lanes, "orders": _orders(seen.ordered, f)}, f.main_s) for f in seen.followers]
         for rank, (lanes, main_s) in enumerate(ranks):
             for name, lane in lanes.items():
-                clock = self._lanes.setdefault((rank, name), _Clock())
+                clock = self._lanes.setdefault((rank, name), Clock())
                 computes = main_s if name == "orders" else None
                 passed_s = 0.0 if name in _COPIES and not looked[rank] else lived_s[rank]
                 still_s = clock.look(lane.done, lane.busy and not compiles, passed_s, computes)

@@ -128,6 +128,23 @@ def test_a_first_rank_that_hangs_on_its_device_ends_the_group(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("checks", [True, False])
+def test_ranks_that_draw_different_tokens_are_found_where_they_are_compared(
+    start_ranks: Callable[..., WorkerProcess], points: Points, checks: bool
+) -> None:
+    worker = start_ranks(env=points.environment, check_ranks=checks)
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
+        streams = streams_of(client)
+        points.order("drift")
+        if checks:
+            assert_handed_back(streams, "the ranks drew different tokens")
+        else:
+            read(streams[0], 100)  # only the tokens of rank 0 are committed
+    if checks:
+        assert ended(worker) == FAULT
+
+
+@pytest.mark.nightly
 def test_a_follower_whose_step_takes_long_is_not_lost(
     start_ranks: Callable[..., WorkerProcess], points: Points
 ) -> None:
@@ -283,24 +300,66 @@ def test_a_follower_that_is_lost_while_others_wait_for_it_gives_all_of_them_an_a
 # --- start and end ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "said"), NIGHTLY)
-def test_a_follower_that_is_lost_while_it_loads_ends_the_worker(
-    tmp_path: Path, points: Points, number: signal.Signals, said: str
-) -> None:
-    points.order("load")
-    command = rollout("serve", str(ONES), "--tensor-parallel=2", "--device=cpu", "--bind=tcp://127.0.0.1:0")
-    log, env = tmp_path / "log", {**subprocess_environment(), **points.environment}
+def end_of_start(log: Path, points: Points, point: str, number: signal.Signals | None, *flags: str) -> str:
+    """The log of a worker that ends in its start, because a follower stands at the point, and gets the signal there."""
+    points.order(point)
+    command = rollout("serve", str(ONES), "--tensor-parallel=2", "--device=cpu", "--bind=tcp://127.0.0.1:0", *flags)
+    command.append("--kv-memory-max-gib=0.1")
+    env = {**subprocess_environment(), **points.environment}
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=env) as process:
         try:
-            points.reached("load")
+            points.reached(point)
             (follower,) = followers_of(process.pid)
-            os.kill(follower, number)
+            if number is not None:
+                os.kill(follower, number)
             until(lambda: process.poll() is not None, "the end")
         finally:
             process.kill()
         until(lambda: is_gone(follower), "the end of the follower")
     assert process.returncode == 1
-    assert "rank 1" in log.read_text() and said in log.read_text()
+    return log.read_text()
+
+
+@pytest.mark.parametrize(("number", "said"), NIGHTLY)
+def test_a_follower_that_is_lost_while_it_loads_ends_the_worker(
+    tmp_path: Path, points: Points, number: signal.Signals, said: str
+) -> None:
+    log = end_of_start(tmp_path / "log", points, "load", number)
+    assert "rank 1" in log and said in log
+
+
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [
+        ("tensor", "'loading weights' at "),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in [
+                ("import", "'connecting'"),
+                ("load", "'loading weights' for"),
+                ("steps", "'preparing steps'"),
+                ("served", "'preparing steps'"),
+            ]
+        ),
+    ],
+)
+def test_a_follower_that_hangs_at_the_start_while_it_beats_ends_the_worker(
+    tmp_path: Path, points: Points, point: str, said: str
+) -> None:
+    log = end_of_start(tmp_path / "log", points, point, None, "--rank-stall-s=0.75")
+    named = "ranks 0, 1 have" if point in ("import", "steps") else "rank 1 has"  # those that wait for it are as far
+    assert f"{named} hung at the start: nothing is done in the stage {said}" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.nightly
+def test_a_follower_that_loads_slowly_is_not_lost(start_ranks: Callable[..., WorkerProcess], points: Points) -> None:
+    points.order("slow")
+    worker = start_ranks(env=points.environment, rank_stall_s=0.5)  # its weights take twice the limit
+    points.leave("slow")
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
+        (completion,) = client.generate("17:", max_tokens=20).completions
+    check("17:", completion, COUNT)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from rollout_kernels.parallel import TensorGroup
 
+from rollout.engine.step.execute import compare_tokens
 from tests.support.kernels.grids import nightly
 from tests.support.parallel.ranks import Ranks
 
@@ -46,6 +47,24 @@ def test_gathered_tensors_are_in_the_order_of_the_ranks(
 ) -> None:
     expected = torch.stack([_values(rank, dtype).t() for rank in range(size)])
     assert all(torch.equal(result, expected) for result in start_ranks(size).run(_gathered, dtype))
+
+
+def _compared(group: TensorGroup, drifts: int) -> str:
+    tokens = torch.arange(5)
+    tokens[3] += group.rank == drifts
+    try:
+        compare_tokens(group, tokens)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_fails_if_one_has_drawn_another_token(size: int, start_ranks: Callable[[int], Ranks]) -> None:
+    assert start_ranks(size).run(_compared, -1) == [""] * size
+    for drifts in range(size):
+        said = start_ranks(size).run(_compared, drifts)
+        assert all("the ranks drew different tokens" in text and "[0, 1, 2, 4, 4]" in text for text in said)
 
 
 def test_one_rank_gives_back_what_it_is_given() -> None:

@@ -3,7 +3,11 @@
 A file in the folder of the variable FAULTY_FOLLOWER, named after a point, makes the next follower that comes there
 write `POINT.reached` and wait until the file is gone; others go on:
 
-    load       while the model is loaded
+    import     before the group connects
+    load       before the model is loaded
+    tensor     after half of the weights are loaded
+    steps      while steps are prepared
+    served     when all is prepared, before the rank is ready
     order      on the main thread, before an order is carried out
     prefill, decode      on the compute stream, at the beginning of such a step
     open, piece, prepare       in the thread of updates
@@ -14,8 +18,9 @@ write `POINT.reached` and wait until the file is gone; others go on:
     swap       on the main thread, at the order to swap
     copy       on the compute stream, in a swap
 
-`busy` makes a step compute for some seconds, on the compute stream. While there is a file `slow`, each part of an
-update, a swap and a sleep takes a while. The parts are small.
+While there is a file `drift`, followers draw other tokens than rank 0.
+`busy` makes a step compute for some seconds, on the compute stream. While there is a file `slow`, each part of
+loading, an update, a swap and a sleep takes a while. The parts are small.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ def _install(folder: Path) -> None:
     from rollout.ranks.adapters import AdapterCopies
     from rollout.ranks.copies import FollowerCopies
     from rollout.ranks.follower_updates import FollowerUpdates
+    from rollout.ranks.start import LOADING, StartProgress
     from rollout.weights import swap_copies
 
     def stand_at(point: str) -> None:
@@ -74,6 +80,20 @@ def _install(folder: Path) -> None:
                 pass
             (folder / "busy.reached").touch()
 
+    def part(start: StartProgress, done: int, total: int) -> None:
+        be_slow()
+        if start.stage == LOADING and 2 * done >= total:
+            stand_at("tensor")
+
+    def drift(executor: Any, header: Any, slot: Any) -> None:
+        if (folder / "drift").exists():
+            slot.output[0] += 1
+
+    before(Executor, "_compare", drift)
+    before(follower, "connect", lambda *args, **kwargs: stand_at("import"))
+    before(StartProgress, "advance", part)
+    before(follower, "build_follower", lambda *args, **kwargs: stand_at("steps"))
+    before(follower, "collect_and_freeze", lambda *args, **kwargs: stand_at("served"))
     before(follower, "load_model", lambda *args, **kwargs: stand_at("load"))
     before(Executor, "run", step)
     before(follower.Follower, "_carry_out", lambda *args, **kwargs: stand_at("order"))

@@ -1,0 +1,106 @@
+"""How far each rank is in its start, and the rules by which rank 0 finds one that hangs there. No processes here.
+
+    importing --> connecting --> loading weights --> preparing steps --> ready
+                  waits for all  waits for none      waits for all
+
+Each rank reports its stage, and how many parts of it are done: values of weights, captured steps. In most stages the
+ranks wait for each other, so one that is further than another may stand still. The ranks that are the least far wait
+for no other: if none of them does anything for the limit, they have hung. While weights are loaded no rank waits, so
+each is judged by itself.
+
+A slow rank must not be taken for one that hangs. So no time counts while a rank
+
+- does a part, or its main thread reads bytes of files
+- waits for a disk: its main thread is in the kernel and cannot be interrupted, as in a page fault of a mapped file
+- compiles a kernel
+- uses CPU time. On a GPU a thread also uses time while it waits for the device, so from there on only time in the
+  kernel counts, as for memory that is pinned
+
+The limit is `START_STALLS` times that of a rank that serves: a driver that starts reports nothing for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rollout.ranks.watch import Clock
+
+STAGES = ("importing", "connecting", "loading weights", "preparing steps", "ready")
+IMPORTING, CONNECTING, LOADING, PREPARING, READY = range(5)
+START_STALLS = 4
+
+
+class StartPlace(NamedTuple):
+    """How far a rank is. Places of ranks can be compared."""
+
+    stage: int = IMPORTING
+    known: bool = False  # it knows how many parts its stage has
+    done: int = 0  # parts
+
+
+class StartLook(NamedTuple):
+    """What is seen of a rank at one moment of its start."""
+
+    place: StartPlace = StartPlace()
+    total: int = 0  # parts of its stage; 0: not known
+    read_bytes: int = 0  # by its main thread
+    waits_for_disk: bool = False
+    cpu_s: float = 0.0  # CPU time of its main thread that shows that it does something
+
+
+class StartProgress:
+    """Reports how far this rank is. `report` is given stage, parts done and parts in all."""
+
+    def __init__(self, report: Callable[[int, int, int], None]) -> None:
+        self._report, self.stage = report, IMPORTING
+
+    def enter(self, stage: int) -> None:
+        """Begin a stage."""
+        self.stage = stage
+        self._report(stage, 0, 0)
+
+    def advance(self, done: int, total: int) -> None:
+        """So many parts of the stage are done (`rollout.process.progress.Advance`)."""
+        self._report(self.stage, done, total)
+
+
+class StartWatch:
+    """Judges one look after the other. `stall_s` None: a rank never hangs."""
+
+    def __init__(self, stall_s: float | None) -> None:
+        self._limit_s = None if stall_s is None else START_STALLS * stall_s
+        self._least = Clock()
+        self._loading: dict[int, Clock] = {}
+
+    def look(self, ranks: Sequence[StartLook], compiles: bool, passed_s: float) -> str:
+        """Which rank hangs, and where; empty if none does. `passed_s` are the seconds since the last look."""
+        if self._limit_s is None:
+            return ""
+        for rank, seen in enumerate(ranks):
+            clock = self._loading.setdefault(rank, Clock())
+            loads = seen.place.stage == LOADING and 0 < seen.place.done < seen.total
+            still_s = self._still_s(clock, [seen], loads and not compiles, passed_s)
+            if still_s > self._limit_s:
+                return _sentence([rank], seen, still_s)
+        place = min(seen.place for seen in ranks)
+        least = [rank for rank, seen in enumerate(ranks) if seen.place == place]
+        judged = [ranks[rank] for rank in least]
+        still_s = self._still_s(self._least, judged, not compiles, passed_s, least)
+        return _sentence(least, judged[0], still_s) if still_s > self._limit_s else ""
+
+    def _still_s(
+        self, clock: Clock, judged: list[StartLook], counts: bool, passed_s: float, key: object = None
+    ) -> float:
+        counts = counts and not any(seen.waits_for_disk for seen in judged)
+        done = key, [(seen.place, seen.read_bytes) for seen in judged]
+        return clock.look(done, counts, passed_s, sum(seen.cpu_s for seen in judged))
+
+
+def _sentence(ranks: list[int], seen: StartLook, still_s: float) -> str:
+    named, stage = ", ".join(map(str, ranks)), STAGES[seen.place.stage]
+    hung = f"ranks {named} have hung" if ranks[1:] else f"rank {named} has hung"
+    share = ""
+    if seen.total:
+        share = f" at {100 * seen.place.done // seen.total} % ({seen.place.done:,} of {seen.total:,})"
+    return f"{hung} at the start: nothing is done in the stage {stage!r}{share} for {still_s:.0f} s"
