@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from rollout_kernels.moe.quantize import quantize_to
 
+from rollout.models.cut import whole_shape
 from rollout.models.decoder import Decoder
 from rollout.models.spec import ModelSpec
 
@@ -40,7 +41,8 @@ def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None) -> No
     views, names = model.hf_views(), _names_by_storage(outline)
     for parameter, values in _whole_values(outline, model, generator):
         for name, view in names[_storage(parameter)]:
-            views[name].copy_(values.as_strided(view.size(), view.stride(), view.storage_offset()))
+            part = values.as_strided(view.size(), view.stride(), view.storage_offset())
+            views[name].copy_(part.reshape(whole_shape(view)))
     _fill_draft(model, generator)
 
 
