@@ -641,12 +641,12 @@ class SparseFeedForward(Block):
         assert shared is not None
         outputs = shared.gate_up.output_cuts or (None, None)
         halves = self.gate_up.data[first:].split(self.spec.intermediate, dim=1)
-        regions = [
-            one_name(f"{prefix}{name}.weight", JoinedView.of(half, 0), cut)
+        views = {
+            name: CutView.of(JoinedView.of(half, 0), cut)
             for name, half, cut in zip(names.shared.gate_up, halves, outputs, strict=True)
-        ]
-        down = JoinedView.of(self.down.data[first:], 1)
-        regions.append(one_name(f"{prefix}{names.shared.down}.weight", down, shared.down.input_cut))
+        }
+        views[names.shared.down] = CutView.of(JoinedView.of(self.down.data[first:], 1), shared.down.input_cut)
+        regions = [Region(({f"{prefix}{name}.weight": view},)) for name, view in views.items()]
         if self.spec.shared_gate:
             regions.append(one_name(f"{prefix}{names.shared_gate}.weight", self.router.data[self.spec.experts :]))
         return regions
