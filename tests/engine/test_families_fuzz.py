@@ -20,6 +20,7 @@ import torch
 from rollout.config import ModelSettings
 from rollout.engine.messages import Cancel, Prior, StopAt
 from rollout.models import load_model
+from rollout.models.cut import kept_values
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.conversation import LEASE_S
 from tests.support.engine.sleeping import Sleeping
