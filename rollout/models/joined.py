@@ -16,8 +16,8 @@ import torch
 class JoinedView(torch.Tensor):
     """A view of several experts, which takes the one tensor that a checkpoint has of them.
 
-    Its own shape is that of the memory: one dimension of the checkpoint's tensor is two here, the expert and the place in
-    its width. `joined_shape` is the shape of that tensor.
+    Its own shape is that of the memory: one dimension of the checkpoint's tensor is two here, the expert and the place
+    in its width. `joined_shape` is the shape of that tensor.
     """
 
     joined_dim: int  # of the checkpoint's tensor

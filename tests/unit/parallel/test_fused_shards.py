@@ -81,7 +81,9 @@ def _by_both(group: TensorGroup, folder: Path) -> tuple[torch.Tensor, torch.Tens
     return _steps(model, FusedDecoder(model)), _steps(model, model)
 
 
-@pytest.mark.parametrize(("name", "width"), [("Qwen2Moe", 32), *nightly(("GptOss", 64), ("Qwen3Moe", 256), ("Qwen2Moe", 256))])
+@pytest.mark.parametrize(
+    ("name", "width"), [("Qwen2Moe", 32), *nightly(("GptOss", 64), ("Qwen3Moe", 256), ("Qwen2Moe", 256))]
+)
 def test_experts_of_shards_by_the_kernels_are_as_close_to_float32_as_by_torch(
     name: str, width: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
