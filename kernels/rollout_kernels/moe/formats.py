@@ -40,7 +40,7 @@ def scale_shape(experts: int, outputs: int, inputs: int, format: Format, halves:
 class Shared(NamedTuple):
     """How many shared experts, which every token takes, are stored after the others, and whether a logit gates them."""
 
-    count: int = 0
+    experts: int = 0
     gated: bool = False
 
 

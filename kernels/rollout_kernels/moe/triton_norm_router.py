@@ -173,7 +173,7 @@ def norm_route(
     assert tokens <= MOST_TOKENS <= scratch.arrived_T.numel()
     assert scratch.logits_TE.shape[1] == rows and 0 < top_k <= experts
     assert residual_TH.is_contiguous() and parts_STH.is_contiguous() and router_EH.is_contiguous()
-    routing = routing_outputs(tokens, top_k + shared.count, residual_TH.device, None)
+    routing = routing_outputs(tokens, top_k + shared.experts, residual_TH.device, None)
     out = NormRouting(torch.empty_like(residual_TH), torch.empty_like(residual_TH), routing)
     kept, slots, stride = record_arguments(record, experts)
     _norm_router_kernel[(triton.cdiv(rows, _BLOCK_E), tokens)](
@@ -202,7 +202,7 @@ def norm_route(
         RENORMALIZE=renormalize,
         RECORD=record is not None,
         UNIT_OFFSET=unit_offset,
-        SHARED=shared.count,
+        SHARED=shared.experts,
         GATED=shared.gated,
         num_warps=8 if experts > 256 else 4,
         **follow_options(residual_TH.device),

@@ -387,7 +387,7 @@ def moe_choose(
     parts, tokens, rows = parts_STE.shape
     experts = rows - shared.gated
     assert parts_STE.is_contiguous() and 0 < top_k <= experts
-    out = routing_outputs(tokens, top_k + shared.count, parts_STE.device, out)
+    out = routing_outputs(tokens, top_k + shared.experts, parts_STE.device, out)
     kept, slots, stride = record_arguments(record, experts)
     width, options = places(experts), follow_options(parts_STE.device)
     if tokens >= MANY_TOKENS and not deterministic:
@@ -409,7 +409,7 @@ def moe_choose(
             DTYPE=TRITON_DTYPES[dtype],
             RENORMALIZE=renormalize,
             RECORD=record is not None,
-            SHARED=shared.count,
+            SHARED=shared.experts,
             GATED=shared.gated,
             num_warps=4,
             **options,
@@ -430,7 +430,7 @@ def moe_choose(
         DTYPE=TRITON_DTYPES[dtype],
         RENORMALIZE=renormalize,
         RECORD=record is not None,
-        SHARED=shared.count,
+        SHARED=shared.experts,
         GATED=shared.gated,
         num_warps=8 if experts > 256 else 4,
         **options,

@@ -171,7 +171,7 @@ def choose_scored(
     experts = rows - shared.gated
     assert parts_STE.is_contiguous() and 0 < rule.top_k <= experts and rule.takes(experts)
     assert score_bias_E is None or score_bias_E.dtype == torch.float32
-    out = routing_outputs(tokens, rule.top_k + shared.count, parts_STE.device, None)
+    out = routing_outputs(tokens, rule.top_k + shared.experts, parts_STE.device, None)
     kept, slots, stride = record_arguments(record, experts)
     _choose_scored_kernel[(tokens,)](
         parts_STE,
@@ -197,7 +197,7 @@ def choose_scored(
         TOP_GROUPS=rule.top_groups,
         GROUP_BEST=rule.group_best,
         RECORD=record is not None,
-        SHARED=shared.count,
+        SHARED=shared.experts,
         GATED=shared.gated,
         num_warps=8 if experts > 256 else 4,
         **follow_options(parts_STE.device),

@@ -237,10 +237,10 @@ def test_shared_experts_are_the_last_choices_of_every_token(shared, experts, ren
     for got in (found.routing, moe_choose(logits[None], torch.bfloat16, top_k, renormalize, shared=shared)):
         assert got.experts_TK[:, :top_k].tolist() == chosen.tolist() == kept.tolist()
         assert torch.allclose(got.weights_TK[:, :top_k], weights, rtol=1e-5, atol=1e-7)
-        assert got.experts_TK[:, top_k:].tolist() == [list(range(experts, experts + shared.count))] * tokens
-        assert torch.allclose(got.weights_TK[:, top_k:], gate.expand(-1, shared.count), rtol=1e-5)
+        assert got.experts_TK[:, top_k:].tolist() == [list(range(experts, experts + shared.experts))] * tokens
+        assert torch.allclose(got.weights_TK[:, top_k:], gate.expand(-1, shared.experts), rtol=1e-5)
     monkeypatch.setattr(triton_router, "MANY_TOKENS", 1)
-    out = poisoned(tokens, top_k + shared.count)
+    out = poisoned(tokens, top_k + shared.experts)
     many = moe_choose(logits[None], torch.bfloat16, top_k, renormalize, record, out, shared=shared)
     assert many.experts_TK.tolist() == found.routing.experts_TK.tolist() and kept.tolist() == chosen.tolist()
     assert torch.allclose(many.weights_TK, found.routing.weights_TK, rtol=1e-5, atol=1e-7)

@@ -60,8 +60,8 @@ def test_a_choice_is_that_of_its_twin(name, shared):
     assert got.experts_TK[:, : spec.top_k].tolist() == chosen.tolist() == kept.tolist()
     assert torch.allclose(got.weights_TK[:, : spec.top_k], weights.float(), rtol=1e-4, atol=1e-6)
     gate = logits[:, experts:].float().sigmoid() if shared.gated else torch.ones(tokens, 1, device=DEVICE)
-    assert got.experts_TK[:, spec.top_k :].tolist() == [list(range(experts, experts + shared.count))] * tokens
-    assert torch.allclose(got.weights_TK[:, spec.top_k :], gate.expand(-1, shared.count), rtol=1e-5)
+    assert got.experts_TK[:, spec.top_k :].tolist() == [list(range(experts, experts + shared.experts))] * tokens
+    assert torch.allclose(got.weights_TK[:, spec.top_k :], gate.expand(-1, shared.experts), rtol=1e-5)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
