@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rollout.models.joined import JoinedView
+
 
 class Cut(NamedTuple):
     """Ranges [begin, end) of a tensor's dimension `dim`, which has `whole` entries; each range in ascending order."""
@@ -45,7 +47,7 @@ class Cut(NamedTuple):
 class CutView(torch.Tensor):
     """A view of what a rank keeps of one tensor of a checkpoint; what is copied into it is the whole tensor.
 
-    Its own shape is that of the kept part. `whole_shape` gives the shape of the tensor that it takes.
+    Its own shape is that of the memory for the kept part. `whole_shape` gives the shape of the tensor that it takes.
     """
 
     cut: Cut
@@ -58,7 +60,7 @@ class CutView(torch.Tensor):
         """The view by which `kept` takes whole tensors; `kept` itself if nothing is cut."""
         if cut is None:
             return kept
-        assert kept.shape[cut.dim] == cut.kept, "a cut has as many entries as the memory for it"
+        assert whole_shape(kept)[cut.dim] == cut.kept, "a cut has as many entries as the memory for it"
         view = kept.detach().as_subclass(cls)
         view.cut, view._kept = cut, kept.detach() if type(kept) is torch.nn.Parameter else kept
         return view
@@ -92,7 +94,16 @@ class CutView(torch.Tensor):
 
 def whole_shape(view: torch.Tensor) -> tuple[int, ...]:
     """The shape of the tensor that is copied into a view."""
-    shape = list(view.shape)
-    if isinstance(view, CutView):
-        shape[view.cut.dim] = view.cut.whole
+    if isinstance(view, JoinedView):
+        return view.joined_shape
+    if not isinstance(view, CutView):
+        return tuple(view.shape)
+    shape = list(whole_shape(view.kept_part))
+    shape[view.cut.dim] = view.cut.whole
     return tuple(shape)
+
+
+def kept_values(view: torch.Tensor) -> torch.Tensor:
+    """What a view keeps of the tensor that is copied into it, in the order of that tensor."""
+    kept = view.kept_part if isinstance(view, CutView) else view
+    return kept.reshape(whole_shape(kept))

@@ -57,7 +57,7 @@ def layer_products(layer: LayerSpec) -> dict[str, KernelProduct]:
         found["down"] = kernel_product(layer.feed_forward.down, "parts")
         return found
     block = layer.feed_forward
-    stacked_gate = block.shared_is_like_others and block.shared_gate
+    stacked_gate = block.shared_gate and block.shared_like_others > 0
     found["router"] = (block.experts + stacked_gate, block.hidden, "parts")
     if block.shared is not None:
         found |= shared_products(block.shared)

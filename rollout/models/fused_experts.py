@@ -5,7 +5,7 @@
     other routers   add_rms_norm -> logits -> choose_scored -> experts     float32, biases, groups, sigmoid ...
                     add_rms_norm -> logits -> `ROUTES` -> experts     by torch: groups that are no powers of two
 
-A shared expert that is stored with the others is one of them here: the last choice of every token.
+Shared experts that are stored with the others are some of them here: the last choices of every token.
 
 `FusedDecoder` runs them, and `DecoderWithFusedExperts` where torch runs everything else; there the norm is torch's.
 
@@ -85,7 +85,7 @@ class FusedExperts:
         self._kept = spec.kept_experts
         self._all_kept = len(self._kept) == spec.experts
         self._experts = {block: experts_of(block) for block in blocks}
-        self._shared, more = first.shared_choice, int(first.stacks_shared)
+        self._shared, more = first.shared_choices, first.stacked_shared
         self._shape = MoEShape(len(self._kept) + more, spec.router.top_k + more, spec.hidden, spec.intermediate)
         self._format = first.format
         self._scratch = router_scratch(len(first.router), first.router.device)
@@ -111,7 +111,7 @@ class FusedExperts:
     def take_chosen(self) -> list[torch.Tensor]:
         """Experts of each sparse layer, [T, K], of the step that was just captured; each replay writes them anew.
 
-        Without a shared expert, which is every token's.
+        Without shared experts, which are every token's.
         """
         chosen, self._chosen = self._chosen or [], None
         return chosen
@@ -199,7 +199,7 @@ class FusedExperts:
         assert self._plan is not None
         weights = self._experts[block]
         if not self._all_kept:
-            routing = keep_experts(routing, self._kept.start, len(self._kept))
+            routing = keep_experts(routing, self._kept.start, len(self._kept), block.spec.experts)
         parts_STH = run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True, glu=weights.glu)
         if block.biases is not None and block.adds_bias:  # of the down projection: each token's sum, weighted
             bias_EH = block.down_bias.float()

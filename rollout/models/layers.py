@@ -37,6 +37,7 @@ from torch import nn
 from rollout.models.batch import AttentionBatch, ExpertRecord, KVCache, LayerKV
 from rollout.models.coded_experts import CodedView
 from rollout.models.cut import Cut, CutView
+from rollout.models.joined import JoinedView
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.names import Region, one_name
 from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, RouterSpec, Scoring
@@ -494,12 +495,13 @@ class SharedExpert(Block):
 class SparseFeedForward(Block):
     """A mixture of gated feed-forward experts; their weights may be kept as e4m3 codes with scales.
 
-    A shared expert of their shape is stored as one more of them (`stacks_shared`), which every token takes, and its
-    gate as one more row of the router; the kernels need no code for it then. It is kept apart where its width is
-    another one, or where the others are codes: the shared expert is always in the model's dtype.
+    A shared expert is stored as more of them, which every token takes, if its width is one of theirs or several
+    (`stacked_shared` counts them), and its gate as one more row of the router; the kernels need no code for it then. It
+    is kept apart where its width is another one, or where the others are codes: the shared expert is always in the
+    model's dtype. Of a shard the widths that its rank keeps count.
 
-    `sparse_index` counts the sparse layers: the record of a step has one entry for each of them, without the shared
-    expert.
+    `sparse_index` counts the sparse layers: the record of a step has one entry for each of them, without shared
+    experts.
     """
 
     reads_host = True
@@ -515,11 +517,10 @@ class SparseFeedForward(Block):
     ) -> None:
         super().__init__()
         self.spec, self.sparse_index, self.format, self.group = spec, sparse_index, format, group
-        whole = spec.width_cut is None and spec.expert_cut is None
-        self.stacks_shared = spec.shared_is_like_others and format == "plain" and whole
-        #: How the kernels find a shared expert.
-        self.shared_choice: Shared = ("gated" if spec.shared_gate else "plain") if self.stacks_shared else "none"
-        logits = spec.experts + (self.shared_choice == "gated")
+        self.stacked_shared = spec.shared_like_others if format == "plain" else 0
+        #: How the kernels find them.
+        self.shared_choices = Shared(self.stacked_shared, self.stacked_shared > 0 and spec.shared_gate)
+        logits = spec.experts + self.shared_choices.gated
         self.router = empty_parameter(logits, spec.hidden, dtype=dtype, device=device)
         self.router_bias: nn.Parameter | None = None
         if spec.router.bias:
@@ -528,7 +529,7 @@ class SparseFeedForward(Block):
         if spec.router.logit_bias:
             self.logit_bias = empty_parameter(spec.experts, dtype=dtype, device=device)
         self.shared: SharedExpert | None = None  # that is kept apart
-        if spec.shared is not None and not self.stacks_shared:
+        if spec.shared is not None and not self.stacked_shared:
             self.shared = SharedExpert(spec.shared, spec.names.shared_gate if spec.shared_gate else None, dtype, device)
         self.gate_up, self.gate_up_scales = self._empty(2 * spec.intermediate, spec.hidden, 2, dtype, device)
         self.down, self.down_scales = self._empty(spec.hidden, spec.intermediate, 1, dtype, device)
@@ -547,9 +548,9 @@ class SparseFeedForward(Block):
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Memory for a projection of all experts, [E, outputs, inputs], and for its scales, if the format has any.
 
-        E counts a shared expert that is stored with the others.
+        E counts shared experts that are stored with the others.
         """
-        experts, format = len(self.spec.kept_experts) + self.stacks_shared, self.format
+        experts, format = len(self.spec.kept_experts) + self.stacked_shared, self.format
         shape = scale_shape(experts, outputs, inputs, format, halves)
         if shape is None:
             return empty_parameter(experts, outputs, inputs, dtype=dtype, device=device), None
@@ -572,19 +573,29 @@ class SparseFeedForward(Block):
     def choose_experts(self, logits_TE: torch.Tensor, record: ExpertRecord | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and experts of each token, [T, K]; the experts also go to the step's record, if it has one.
 
-        A shared expert that is stored with the others comes last, and does not go to the record.
+        Shared experts that are stored with the others come last, and do not go to the record.
         """
         router, experts = self.spec.router, self.spec.experts
         weights_TK, experts_TK = ROUTES[router.scoring](logits_TE[:, :experts], self.router_bias, router)
         if record is not None:
             record.layer(self.sparse_index, len(logits_TE)).copy_(experts_TK)
-        if not self.stacks_shared:
+        if not self.stacked_shared:
             return weights_TK, experts_TK
-        if self.spec.shared_gate:
-            weights_TK = torch.cat((weights_TK, logits_TE[:, experts:].sigmoid()), dim=1)
-        else:
-            weights_TK = F.pad(weights_TK, (0, 1), value=1.0)
-        return weights_TK, F.pad(experts_TK, (0, 1), value=experts)
+        tokens, count = len(logits_TE), self.stacked_shared
+        last_T1 = logits_TE[:, experts:].sigmoid() if self.spec.shared_gate else weights_TK.new_ones(tokens, 1)
+        shared_N = torch.arange(experts, experts + count, dtype=experts_TK.dtype, device=experts_TK.device)
+        weights_TK = torch.cat((weights_TK, last_T1.expand(tokens, count)), dim=1)
+        return weights_TK, torch.cat((experts_TK, shared_N.expand(tokens, count)), dim=1)
+
+    def _kept(self, experts_TK: torch.Tensor) -> torch.Tensor:
+        """The places of experts in this rank's memory; those that others keep have none."""
+        spec = self.spec
+        kept_TK = experts_TK - spec.kept_experts.start
+        if spec.expert_cut is None:
+            return kept_TK
+        count, after_TK = len(spec.kept_experts), experts_TK - spec.experts  # shared experts come after all others
+        routed_TK = torch.where(kept_TK < count, kept_TK, -1)
+        return torch.where(after_TK < 0, routed_TK, after_TK + count)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
         """The weighted outputs of each token's experts."""
@@ -596,7 +607,7 @@ class SparseFeedForward(Block):
         if self.format != "plain":  # decodes all experts in each step: for comparison on a CPU
             both = (self.weights("gate_up"), self.weights("down"))
             gate_up, down = (weights.dequantized(torch.float32).to(x_TH.dtype) for weights in both)
-        kept_TK = experts_TK - self.spec.kept_experts.start  # others than the kept ones add nothing
+        kept_TK = self._kept(experts_TK)
         y_TH = moe_experts(x_TH, weights_TK, kept_TK, gate_up, down, self.activation, self.biases, self.adds_bias)
         return Computed(self.group.all_reduce(y_TH if self.shared is None else y_TH + self.shared(x_TH)))
 
@@ -624,15 +635,20 @@ class SparseFeedForward(Block):
         ]
 
     def _shared_regions(self, prefix: str) -> list[Region]:
-        if not self.stacks_shared:
+        if not self.stacked_shared:
             return [] if self.shared is None else self.shared.regions(prefix)
-        names, last = self.spec.names, self.spec.experts
-        assert self.spec.shared is not None
-        halves = zip(names.shared.gate_up, self.gate_up.data[last].split(self.spec.intermediate), strict=True)
-        regions = [one_name(f"{prefix}{name}.weight", half) for name, half in halves]
-        regions.append(one_name(f"{prefix}{names.shared.down}.weight", self.down.data[last]))
+        names, shared, first = self.spec.names, self.spec.shared, len(self.spec.kept_experts)
+        assert shared is not None
+        outputs = shared.gate_up.output_cuts or (None, None)
+        halves = self.gate_up.data[first:].split(self.spec.intermediate, dim=1)
+        views = {
+            name: CutView.of(JoinedView.of(half, 0), cut)
+            for name, half, cut in zip(names.shared.gate_up, halves, outputs, strict=True)
+        }
+        views[names.shared.down] = CutView.of(JoinedView.of(self.down.data[first:], 1), shared.down.input_cut)
+        regions = [Region(({f"{prefix}{name}.weight": view},)) for name, view in views.items()]
         if self.spec.shared_gate:
-            regions.append(one_name(f"{prefix}{names.shared_gate}.weight", self.router.data[last:]))
+            regions.append(one_name(f"{prefix}{names.shared_gate}.weight", self.router.data[self.spec.experts :]))
         return regions
 
     def _router_regions(self, prefix: str) -> list[Region]:
@@ -663,8 +679,8 @@ class SparseFeedForward(Block):
         """The destination of the weights of all experts, of one, or of its gate (half 0) or up (half 1) rows."""
         wide, spec = projection == "gate_up", self.spec
         view = (self.gate_up if wide else self.down).data
-        if self.stacks_shared:
-            view = view[: spec.experts]
+        if self.stacked_shared:
+            view = view[: len(spec.kept_experts)]
         cut = spec.gate_up_cut if wide and half is None else spec.width_cut
         cut = cut if wide else _at(cut, 1)  # of one expert
         if expert is None:

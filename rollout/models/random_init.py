@@ -19,6 +19,7 @@ import torch
 from rollout_kernels.moe.quantize import quantize_to
 
 from rollout.models.checkpoint_folder import Progress
+from rollout.models.cut import whole_shape
 from rollout.models.decoder import Decoder
 from rollout.models.spec import ModelSpec
 
@@ -42,7 +43,8 @@ def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None, progr
     views, names = model.hf_views(), _names_by_storage(outline)
     for done, (parameter, values) in enumerate(_whole_values(outline, model, generator), 1):
         for name, view in names[_storage(parameter)]:
-            views[name].copy_(values.as_strided(view.size(), view.stride(), view.storage_offset()))
+            part = values.as_strided(view.size(), view.stride(), view.storage_offset())
+            views[name].copy_(part.reshape(whole_shape(view)))
         if progress is not None:
             progress(done, len(names))
     _fill_draft(model, generator)

@@ -526,7 +526,7 @@ class MoESpec:
     intermediate: int  # of one expert; of a shard with parts of them, the rank's
     router: RouterSpec
     names: MoENames = MoENames()
-    shared: DenseSpec | None = None  # an expert that every token takes, added to the others
+    shared: DenseSpec | None = None  # what every token takes, added to the others: one expert, or several as one
     shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
     clamped: ClampedGLU | None = None
     shard: ExpertShard | None = None
@@ -562,9 +562,12 @@ class MoESpec:
         return self.shard.shard.cut(self.intermediate, self.intermediate)
 
     @property
-    def shared_is_like_others(self) -> bool:
-        """True if the shared expert has the shape of the others: it may be stored as one more of them."""
-        return self.shared is not None and self.shared.intermediate == self.intermediate and self.clamped is None
+    def shared_like_others(self) -> int:
+        """As how many experts of the others' shape the shared one may be stored, cut along its width; 0: as none."""
+        shared = self.shared
+        if shared is None or self.clamped is not None or shared.intermediate % self.intermediate:
+            return 0
+        return shared.intermediate // self.intermediate
 
 
 FeedForwardSpec = DenseSpec | MoESpec

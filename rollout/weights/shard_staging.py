@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from rollout.models.cut import Cut, CutView
+from rollout.models.cut import Cut, CutView, whole_shape
 from rollout.weights.destination import check_equal, entries_within
 from rollout.weights.parameter_map import Fit
 from rollout.weights.staging import Allocate, Copy, Pins, parameter_bytes, takes_device, touch
@@ -213,7 +213,7 @@ class ShardStaging:
             target, cut = targets[name]
             if target.numel() == 0:
                 continue
-            entry, shape = entries[name], tuple(target.shape)
+            entry, shape = entries[name], whole_shape(target)
             kept = _Kept(entry, target, cut, shape, len(sizes) - 1, sizes[-1])
             if not (laid and _follows(laid[-1], kept)):
                 kept = kept._replace(at=-(-sizes[-1] // _ALIGN) * _ALIGN)

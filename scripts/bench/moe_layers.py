@@ -32,6 +32,7 @@ SHAPES = {
     "qwen3.5-35b-a3b": MoEShape(experts=257, top_k=9, hidden=2048, inner=512),  # with the shared expert
     "gpt-oss-20b": MoEShape(experts=32, top_k=4, hidden=2880, inner=2880),
     "glm-4.5-air": MoEShape(experts=129, top_k=9, hidden=4096, inner=1408),  # with the shared expert
+    "moonlight-16b-a3b": MoEShape(experts=66, top_k=8, hidden=2048, inner=1408),  # with two shared experts
 }
 #: Above so many tokens the path by output is not measured.
 MOST_WARP_TOKENS = 64

@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 
 from rollout.config import ModelSettings
 from rollout.models import load_model
+from rollout.models.cut import kept_values
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel
 from rollout.models.spec import AttentionSpec
@@ -233,10 +234,10 @@ class Trainer:
     def _take_weights(self, views: Mapping[str, torch.Tensor]) -> None:
         """Copy our parameters, and those buffers that updates may have."""
         for name, parameter in self._model.named_parameters():
-            parameter.copy_(views[name])
+            parameter.copy_(kept_values(views[name]))
         for name, buffer in self._model.named_buffers():
             if name in views:
-                buffer.copy_(views[name])
+                buffer.copy_(kept_values(views[name]))
 
     @torch.inference_mode()
     def recompute(self, prompt: Sequence[int], completion: Sequence[int]) -> Recomputed:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from rollout.models.checkpoint_folder import read_config
+from rollout.models.cut import whole_shape
 from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
 
@@ -37,7 +38,7 @@ def shape_tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]
     for name, view in outline.hf_views().items():
         if ".experts." in name and name.split(".experts.")[1][0].isdigit():
             continue  # the stacked tensors share this memory
-        tensor = torch.empty(view.shape, dtype=torch.bfloat16, device=device)
+        tensor = torch.empty(whole_shape(view), dtype=torch.bfloat16, device=device)
         tensors[name] = tensor.fill_(1.0) if "norm" in name else _fill(tensor, generator)
     return tensors
 

@@ -20,6 +20,7 @@ import torch
 from rollout.config import ModelSettings
 from rollout.engine.messages import Cancel, Prior, StopAt
 from rollout.models import load_model
+from rollout.models.cut import kept_values
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.conversation import LEASE_S
 from tests.support.engine.sleeping import Sleeping
@@ -169,7 +170,7 @@ def check_one(versions: Versions, seed: int) -> None:
     delays = {name: (lambda: rng_late.random() * most_s) for name in LATE}
     # A model of attention alone: memory for some tens of pages.
     state_gib = model.spec.state_bytes(torch.float32) / 2**30 or 0.0001
-    first = Kept({name: view.clone() for name, view in model.hf_views().items()})
+    first = Kept({name: kept_values(view).clone() for name, view in model.hf_views().items()})
     bench = Sleeping(
         model,
         LateDevice(delays) if most_s else None,

@@ -14,14 +14,12 @@ Legend: E experts, N outputs, K inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 Format = Literal["plain", "fp8_row", "fp8_block", "mxfp8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-#: Whether a shared expert, which every token takes, is stored after the others, and whether a logit gates it.
-Shared = Literal["none", "plain", "gated"]
 #: Rows and columns of a block of `fp8_block`.
 BLOCK = 128
 #: Codes along K that share one scale of `mxfp8`.
@@ -37,6 +35,17 @@ def scale_shape(experts: int, outputs: int, inputs: int, format: Format, halves:
     if format == "mxfp8":
         return experts, outputs, inputs // GROUP
     return experts, halves * -(-(outputs // halves) // BLOCK), -(-inputs // BLOCK)
+
+
+class Shared(NamedTuple):
+    """How many shared experts, which every token takes, are stored after the others, and whether a logit gates them."""
+
+    experts: int = 0
+    gated: bool = False
+
+
+#: No shared experts are stored with the others.
+NO_SHARED = Shared()
 
 
 @dataclass(frozen=True, slots=True)

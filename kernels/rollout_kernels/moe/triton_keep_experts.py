@@ -2,7 +2,7 @@
 
 The router's choice is among the experts of all ranks. In the place of one that another rank keeps, a token gets one of
 its own a second time, or the first of this rank, with weight 0: it adds nothing, and hardly any weights are read for
-it.
+it. Every rank has its part of shared experts, which come after the others.
 
 Legend: T tokens, K experts a token.
 """
@@ -19,22 +19,27 @@ from rollout_kernels.moe.triton_router import Routing
 
 @triton.jit
 def _keep_kernel(
-    experts_ptr, weights_ptr, kept_ptr, kept_weights_ptr, first, count, K: tl.constexpr, BLOCK_K: tl.constexpr
+    experts_ptr, weights_ptr, kept_ptr, kept_weights_ptr, first, count, experts, K: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     live = k < K
     follow()
-    expert = tl.load(experts_ptr + token * K + k, mask=live, other=-1) - first
+    expert = tl.load(experts_ptr + token * K + k, mask=live, other=-1)
     weight = tl.load(weights_ptr + token * K + k, mask=live, other=0.0)
-    kept = live & (expert >= 0) & (expert < count)
+    shared = expert >= experts
+    kept = live & (shared | ((expert >= first) & (expert < first + count)))
+    expert = tl.where(shared, expert - experts + count, expert - first)
     other = tl.max(tl.where(kept, expert, 0))
     tl.store(kept_ptr + token * K + k, tl.where(kept, expert, other), mask=live)
     tl.store(kept_weights_ptr + token * K + k, tl.where(kept, weight, 0.0), mask=live)
 
 
-def keep_experts(routing: Routing, first: int, count: int) -> Routing:
-    """The routing among the experts `first` .. `first + count - 1`, which become 0 .. `count - 1`."""
+def keep_experts(routing: Routing, first: int, count: int, experts: int) -> Routing:
+    """The routing among the experts `first` .. `first + count - 1`, which become 0 .. `count - 1`.
+
+    Shared ones, from `experts` on, become `count` and those after it.
+    """
     experts_TK, weights_TK = routing.experts_TK, routing.weights_TK
     tokens, top_k = experts_TK.shape
     assert experts_TK.is_contiguous() and weights_TK.is_contiguous()
@@ -47,6 +52,7 @@ def keep_experts(routing: Routing, first: int, count: int) -> Routing:
             kept.weights_TK,
             first,
             count,
+            experts,
             K=top_k,
             BLOCK_K=triton.next_power_of_2(top_k),
             num_warps=1,

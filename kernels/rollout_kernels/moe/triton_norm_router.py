@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_math import follow, follow_options, last_to_arrive, narrow
-from rollout_kernels.moe.formats import Shared
+from rollout_kernels.moe.formats import NO_SHARED, Shared
 from rollout_kernels.moe.triton_router import (
     Record,
     Routing,
@@ -150,7 +150,7 @@ def norm_route(
     scratch: RouterScratch,
     record: Record | None = None,
     unit_offset: bool = False,
-    shared: Shared = "none",
+    shared: Shared = NO_SHARED,
 ) -> NormRouting:
     """Add partial products to the residual stream, normalise it and choose experts, for up to `MOST_TOKENS` tokens.
 
@@ -169,11 +169,11 @@ def norm_route(
     """
     tokens, hidden = residual_TH.shape
     rows = router_EH.shape[0]
-    experts = rows - (shared == "gated")
+    experts = rows - shared.gated
     assert tokens <= MOST_TOKENS <= scratch.arrived_T.numel()
     assert scratch.logits_TE.shape[1] == rows and 0 < top_k <= experts
     assert residual_TH.is_contiguous() and parts_STH.is_contiguous() and router_EH.is_contiguous()
-    routing = routing_outputs(tokens, top_k + (shared != "none"), residual_TH.device, None)
+    routing = routing_outputs(tokens, top_k + shared.experts, residual_TH.device, None)
     out = NormRouting(torch.empty_like(residual_TH), torch.empty_like(residual_TH), routing)
     kept, slots, stride = record_arguments(record, experts)
     _norm_router_kernel[(triton.cdiv(rows, _BLOCK_E), tokens)](
@@ -202,8 +202,8 @@ def norm_route(
         RENORMALIZE=renormalize,
         RECORD=record is not None,
         UNIT_OFFSET=unit_offset,
-        SHARED=shared != "none",
-        GATED=shared == "gated",
+        SHARED=shared.experts,
+        GATED=shared.gated,
         num_warps=8 if experts > 256 else 4,
         **follow_options(residual_TH.device),
     )

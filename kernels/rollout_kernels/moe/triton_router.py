@@ -5,8 +5,8 @@
                                       busy; then a launch that adds the parts and chooses, with one program a token
     a prefill    moe_route            the same, with several tokens a program, which finds their experts one by one
 
-A shared expert that is stored as the last one (E) is every token's last choice. Its weight is 1, or the sigmoid of a
-logit of its own: then the router has one more row.
+Shared experts that are stored after the others (E, E + 1 ...) are every token's last choices. Their weight is 1, or
+the sigmoid of one logit: then the router has one more row.
 
 Logits are rounded to the model's dtype, as the result of a matrix product is. Of equal logits the lower index comes
 first. NaN logits come last, so the experts are valid for any input; the weights of a token with NaN logits are NaN.
@@ -27,7 +27,7 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.linear.triton_linear import linear_parts
-from rollout_kernels.moe.formats import Shared
+from rollout_kernels.moe.formats import NO_SHARED, Shared
 
 #: Other experts that an expert is compared with at once, and the smallest length of vectors of experts.
 _COMPARED = tl.constexpr(128)
@@ -42,7 +42,7 @@ _MOST_SHORT = tl.constexpr(8192)
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The chosen experts of each token and their weights; the shared one, if it is stored with them, comes last."""
+    """The chosen experts of each token and their weights; shared ones that are stored with them come last."""
 
     experts_TK: torch.Tensor  # int32, the most likely first
     weights_TK: torch.Tensor  # float32
@@ -111,17 +111,18 @@ def store_choices(
     SHARED: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Write the chosen experts of a token with their weights, then a shared one, and the record."""
-    CHOICES: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
+    """Write the chosen experts of a token with their weights, then the shared ones, and the record."""
+    CHOICES: tl.constexpr = TOP_K + SHARED
     out = token * CHOICES + place
     tl.store(experts_ptr + out, e, mask=chosen)
     tl.store(weights_ptr + out, weight, mask=chosen)
-    if SHARED:
-        tl.store(experts_ptr + token * CHOICES + TOP_K, E)
+    for each in tl.static_range(SHARED):
+        last = token * CHOICES + TOP_K + each
+        tl.store(experts_ptr + last, E + each)
         if GATED:
-            tl.store(weights_ptr + token * CHOICES + TOP_K, 1.0 / (1.0 + tl.exp(-gate)))
+            tl.store(weights_ptr + last, 1.0 / (1.0 + tl.exp(-gate)))
         else:
-            tl.store(weights_ptr + token * CHOICES + TOP_K, 1.0)
+            tl.store(weights_ptr + last, 1.0)
     if RECORD:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
@@ -145,12 +146,13 @@ def choose(
     RECORD: tl.constexpr,
     SHORT: tl.constexpr = False,
     gate=0.0,
-    SHARED: tl.constexpr = False,
+    SHARED: tl.constexpr = 0,
     GATED: tl.constexpr = False,
 ):
     """Choose the experts of one token from its float32 logits [E2]; an expert's place is the number of earlier ones.
 
-    SHORT: see `order_of`. SHARED: expert E comes last, weighted by the sigmoid of `gate` if GATED, else by 1.
+    SHORT: see `order_of`. SHARED: so many experts from E on come last, weighted by the sigmoid of `gate` if GATED, else
+    by 1.
     """
     e = tl.arange(0, E2)
     logits = tl.where(e < E, logits, float("-inf"))
@@ -244,7 +246,7 @@ def _choose_many_kernel(
 ):
     """As `choose` for BLOCK_T tokens: in each round the first of the experts that are left."""
     ROWS: tl.constexpr = E + 1 if GATED else E
-    CHOICES: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
+    CHOICES: tl.constexpr = TOP_K + SHARED
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E2)[None, :]
     k = tl.arange(0, K2)[None, :]
@@ -281,12 +283,14 @@ def _choose_many_kernel(
     at = t[:, None] * CHOICES + k
     tl.store(experts_ptr + at, experts, mask=kept)
     tl.store(weights_ptr + at, weights, mask=kept)
-    if SHARED:
-        tl.store(experts_ptr + t * CHOICES + TOP_K, tl.full([BLOCK_T], E, tl.int32), mask=t < tokens)
+    if SHARED > 0:
         share = tl.full([BLOCK_T], 1.0, tl.float32)
         if GATED:
             share = 1.0 / (1.0 + tl.exp(-narrow(gate, DTYPE).to(tl.float32)))
-        tl.store(weights_ptr + t * CHOICES + TOP_K, share, mask=t < tokens)
+        for each in tl.static_range(SHARED):
+            at = t * CHOICES + TOP_K + each
+            tl.store(experts_ptr + at, tl.full([BLOCK_T], E + each, tl.int32), mask=t < tokens)
+            tl.store(weights_ptr + at, share, mask=t < tokens)
     if RECORD:
         slot = tl.load(slots_ptr + t, mask=t < tokens, other=-1)[:, None]
         at = record_ptr + slot * record_stride + k
@@ -321,21 +325,21 @@ def moe_route(
     record: Record | None = None,
     out: Routing | None = None,
     deterministic: bool = False,
-    shared: Shared = "none",
+    shared: Shared = NO_SHARED,
 ) -> Routing:
     """Choose the experts of each token.
 
     Args:
         x_TH: the normalised input of the layer.
-        router_EH: weights of the router; with "gated" its last row is that of the shared expert.
-        top_k: experts of a token, without the shared one.
+        router_EH: weights of the router; of gated shared experts its last row is that of their gate.
+        top_k: experts of a token, without shared ones.
         renormalize: True: the weights of a token add up to 1 (Qwen3-MoE with `norm_topk_prob`, Mixtral). False: they
             are those of the softmax over all experts (OLMoE).
         record: where to record the experts for replay, or None.
         out: memory for the result, or None to allocate it.
         deterministic: add the products of a logit in one order for every number of tokens, if `linear_config` has a
             configuration for this router.
-        shared: whether every token also has the shared expert, whose number is that of the others.
+        shared: the shared experts, whose numbers begin with that of the others.
     """
     parts_STE = router_logits(x_TH, router_EH, deterministic)
     return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out, deterministic, shared)
@@ -373,7 +377,7 @@ def moe_choose(
     record: Record | None = None,
     out: Routing | None = None,
     deterministic: bool = False,
-    shared: Shared = "none",
+    shared: Shared = NO_SHARED,
 ) -> Routing:
     """Choose experts from partial sums of logits, which are added and rounded to `dtype`; see `moe_route`.
 
@@ -381,9 +385,9 @@ def moe_choose(
     twin is `rollout_kernels.route`.
     """
     parts, tokens, rows = parts_STE.shape
-    experts = rows - (shared == "gated")
+    experts = rows - shared.gated
     assert parts_STE.is_contiguous() and 0 < top_k <= experts
-    out = routing_outputs(tokens, top_k + (shared != "none"), parts_STE.device, out)
+    out = routing_outputs(tokens, top_k + shared.experts, parts_STE.device, out)
     kept, slots, stride = record_arguments(record, experts)
     width, options = places(experts), follow_options(parts_STE.device)
     if tokens >= MANY_TOKENS and not deterministic:
@@ -405,8 +409,8 @@ def moe_choose(
             DTYPE=TRITON_DTYPES[dtype],
             RENORMALIZE=renormalize,
             RECORD=record is not None,
-            SHARED=shared != "none",
-            GATED=shared == "gated",
+            SHARED=shared.experts,
+            GATED=shared.gated,
             num_warps=4,
             **options,
         )
@@ -426,8 +430,8 @@ def moe_choose(
         DTYPE=TRITON_DTYPES[dtype],
         RENORMALIZE=renormalize,
         RECORD=record is not None,
-        SHARED=shared != "none",
-        GATED=shared == "gated",
+        SHARED=shared.experts,
+        GATED=shared.gated,
         num_warps=8 if experts > 256 else 4,
         **options,
     )

@@ -4,7 +4,7 @@ The scores of a token's experts are the sigmoids or the softmax of its logits. E
 bias for the choice, and from a few groups of neighbours if there are groups; the weights are the scores alone,
 perhaps divided by their sum, times a factor. Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), gpt-oss.
 
-The order of equal choices, NaN, the record and a shared expert are as in `triton_router`. A token does not depend on
+The order of equal choices, NaN, the record and shared experts are as in `triton_router`. A token does not depend on
 the other tokens. Legend: T tokens, S parts, E experts, K experts a token, G groups.
 """
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow
-from rollout_kernels.moe.formats import Shared
+from rollout_kernels.moe.formats import NO_SHARED, Shared
 from rollout_kernels.moe.triton_router import (
     Record,
     Routing,
@@ -152,14 +152,14 @@ def choose_scored(
     logit_bias_E: torch.Tensor | None = None,
     score_bias_E: torch.Tensor | None = None,
     record: Record | None = None,
-    shared: Shared = "none",
+    shared: Shared = NO_SHARED,
 ) -> Routing:
     """Choose experts by a rule that takes this number of experts.
 
     The twins are `ROUTES` of `rollout.models.layers`.
 
     Args:
-        parts_STE: partial sums of logits, from `router_logits`; with "gated" the last logit is the shared expert's.
+        parts_STE: partial sums of logits, from `router_logits`; of gated shared experts the last logit is their gate's.
         dtype: the sums, and sums with the bias, are rounded to it.
         rule: how experts are chosen and weighted.
         logit_bias_E: added to the logits.
@@ -168,10 +168,10 @@ def choose_scored(
         shared: as for `moe_route`.
     """
     parts, tokens, rows = parts_STE.shape
-    experts = rows - (shared == "gated")
+    experts = rows - shared.gated
     assert parts_STE.is_contiguous() and 0 < rule.top_k <= experts and rule.takes(experts)
     assert score_bias_E is None or score_bias_E.dtype == torch.float32
-    out = routing_outputs(tokens, rule.top_k + (shared != "none"), parts_STE.device, None)
+    out = routing_outputs(tokens, rule.top_k + shared.experts, parts_STE.device, None)
     kept, slots, stride = record_arguments(record, experts)
     _choose_scored_kernel[(tokens,)](
         parts_STE,
@@ -197,8 +197,8 @@ def choose_scored(
         TOP_GROUPS=rule.top_groups,
         GROUP_BEST=rule.group_best,
         RECORD=record is not None,
-        SHARED=shared != "none",
-        GATED=shared == "gated",
+        SHARED=shared.experts,
+        GATED=shared.gated,
         num_warps=8 if experts > 256 else 4,
         **follow_options(parts_STE.device),
     )

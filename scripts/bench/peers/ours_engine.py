@@ -226,7 +226,7 @@ def group_experts() -> None:
 
 def keep_shared_apart() -> None:
     """From now on, store no shared expert with the others; shows the gain of that."""
-    MoESpec.shared_is_like_others = False  # type: ignore[assignment,method-assign]
+    MoESpec.shared_like_others = 0  # type: ignore[assignment,method-assign]
 
 
 def engine_settings(

@@ -82,6 +82,7 @@ CONFIGS = {
             "use_qk_norm": True,
         },
     ),
+    # Two shared experts, which are stored with the others.
     "latent": (
         "DeepseekV3",
         {
@@ -90,7 +91,7 @@ CONFIGS = {
             "n_routed_experts": EXPERTS,
             "n_group": 4,
             "topk_group": 2,
-            "n_shared_experts": 1,
+            "n_shared_experts": 2,
             "moe_intermediate_size": 128,
             "intermediate_size": 640,
             "first_k_dense_replace": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollout.models.cut import kept_values
 from tests.support.engine.harness import Bench
 
 
@@ -13,7 +14,7 @@ class Update:
     def __init__(self, version: int, source, target) -> None:
         self.version = version
         self.names = tuple(source.hf_views())
-        self._pairs = [(target.hf_views()[name], view) for name, view in source.hf_views().items()]
+        self._pairs = [(target.hf_views()[name], kept_values(view)) for name, view in source.hf_views().items()]
 
     def copy_into(self) -> None:
         for target, source in self._pairs:

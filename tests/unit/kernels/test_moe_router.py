@@ -6,6 +6,7 @@ import pytest
 import torch
 from rollout_kernels import route
 from rollout_kernels.moe import triton_router
+from rollout_kernels.moe.formats import Shared
 from rollout_kernels.moe.triton_group_pairs import group_pairs, most_tiles
 from rollout_kernels.moe.triton_norm_router import RouterScratch, norm_route, router_scratch
 from rollout_kernels.moe.triton_router import Record, Routing, moe_choose, moe_route, router_logits, sum_of_parts
@@ -219,29 +220,28 @@ def test_logits_in_float32_are_rounded_nowhere(hidden, deterministic):
     assert (rounded - exact).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("shared", ["plain", "gated"])
+@pytest.mark.parametrize("shared", [Shared(1), Shared(1, True), Shared(3, True)], ids=["plain", "gated", "three"])
 @pytest.mark.parametrize(("experts", "renormalize"), [(16, True), (40, False), (128, True)])
-def test_a_shared_expert_is_the_last_choice_of_every_token(shared, experts, renormalize, monkeypatch):
-    """By one launch or two, and of prefills; the record is without it, and its logit is not one of a choice."""
+def test_shared_experts_are_the_last_choices_of_every_token(shared, experts, renormalize, monkeypatch):
+    """By one launch or two, and of prefills; the record is without them, and their logit is not one of a choice."""
     tokens, hidden, top_k = 5, 96, 4
     residual, norm = normal(tokens, hidden), normal(hidden).abs()
-    parts, router = normal(3, tokens, hidden, dtype=torch.float32), normal(experts + (shared == "gated"), hidden)
+    parts, router = normal(3, tokens, hidden, dtype=torch.float32), normal(experts + shared.gated, hidden)
     kept = torch.zeros(tokens, top_k, dtype=torch.uint8, device=DEVICE)
     record = Record(kept, torch.arange(tokens, device=DEVICE))
     scratch = scratch_for(len(router))
     found = norm_route(residual, parts, norm, 1e-6, router, top_k, renormalize, scratch, record, shared=shared)
     logits = scratch.logits_TE[:tokens].bfloat16()
     weights, chosen = route(logits[:, :experts], top_k, renormalize)
-    gate = logits[:, experts:].float().sigmoid() if shared == "gated" else torch.ones(tokens, 1, device=DEVICE)
+    gate = logits[:, experts:].float().sigmoid() if shared.gated else torch.ones(tokens, 1, device=DEVICE)
     for got in (found.routing, moe_choose(logits[None], torch.bfloat16, top_k, renormalize, shared=shared)):
         assert got.experts_TK[:, :top_k].tolist() == chosen.tolist() == kept.tolist()
         assert torch.allclose(got.weights_TK[:, :top_k], weights, rtol=1e-5, atol=1e-7)
-        assert (got.experts_TK[:, top_k] == experts).all()
-        assert torch.allclose(got.weights_TK[:, top_k:], gate, rtol=1e-5)
+        assert got.experts_TK[:, top_k:].tolist() == [list(range(experts, experts + shared.experts))] * tokens
+        assert torch.allclose(got.weights_TK[:, top_k:], gate.expand(-1, shared.experts), rtol=1e-5)
     monkeypatch.setattr(triton_router, "MANY_TOKENS", 1)
-    many = moe_choose(
-        logits[None], torch.bfloat16, top_k, renormalize, record, poisoned(tokens, top_k + 1), shared=shared
-    )
+    out = poisoned(tokens, top_k + shared.experts)
+    many = moe_choose(logits[None], torch.bfloat16, top_k, renormalize, record, out, shared=shared)
     assert many.experts_TK.tolist() == found.routing.experts_TK.tolist() and kept.tolist() == chosen.tolist()
     assert torch.allclose(many.weights_TK, found.routing.weights_TK, rtol=1e-5, atol=1e-7)
     alone = moe_route(found.x_TH, router, top_k, renormalize, shared=shared)

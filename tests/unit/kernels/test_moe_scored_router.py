@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rollout_kernels.moe.formats import NO_SHARED, Shared
 from rollout_kernels.moe.triton_router import Record
 from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
 
@@ -40,12 +41,12 @@ def rule_of(spec: RouterSpec) -> ScoreRule:
     return ScoreRule(spec.scoring, spec.top_k, spec.renormalize, *best, spec.scale)
 
 
-@pytest.mark.parametrize("shared", ["none", *nightly("plain", "gated")])
+@pytest.mark.parametrize("shared", [NO_SHARED, *nightly((Shared(1),), (Shared(1, True),), (Shared(2),))])
 @pytest.mark.parametrize("name", RULES)
 def test_a_choice_is_that_of_its_twin(name, shared):
     experts, spec = RULES[name]
     tokens, dtype = 7, torch.float32 if spec.float32 else torch.bfloat16
-    parts = normal(3, tokens, experts + (shared == "gated"), seed=1)
+    parts = normal(3, tokens, experts + shared.gated, seed=1)
     logit_bias = normal(experts, seed=2).bfloat16() if spec.logit_bias else None
     score_bias = 0.3 * normal(experts, seed=3) if spec.bias else None
     kept = torch.zeros(tokens, spec.top_k, dtype=torch.uint16 if experts > 256 else torch.uint8, device=DEVICE)
@@ -58,10 +59,9 @@ def test_a_choice_is_that_of_its_twin(name, shared):
     weights, chosen = ROUTES[spec.scoring](routed, score_bias, spec)
     assert got.experts_TK[:, : spec.top_k].tolist() == chosen.tolist() == kept.tolist()
     assert torch.allclose(got.weights_TK[:, : spec.top_k], weights.float(), rtol=1e-4, atol=1e-6)
-    if shared != "none":
-        gate = logits[:, experts:].float().sigmoid() if shared == "gated" else torch.ones(tokens, 1, device=DEVICE)
-        assert (got.experts_TK[:, -1] == experts).all()
-        assert torch.allclose(got.weights_TK[:, -1:], gate, rtol=1e-5)
+    gate = logits[:, experts:].float().sigmoid() if shared.gated else torch.ones(tokens, 1, device=DEVICE)
+    assert got.experts_TK[:, spec.top_k :].tolist() == [list(range(experts, experts + shared.experts))] * tokens
+    assert torch.allclose(got.weights_TK[:, spec.top_k :], gate.expand(-1, shared.experts), rtol=1e-5)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

@@ -264,7 +264,7 @@ def test_the_kernels_run_the_experts_of_a_router_that_they_do_not_have(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
 @pytest.mark.nightly
-def test_the_kernels_run_experts_with_a_scale_beside_a_shared_one(
+def test_the_kernels_run_experts_with_a_scale_beside_shared_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GLM-4.5: half of a head turns, and the first layer is dense."""
@@ -284,7 +284,7 @@ def test_the_kernels_run_experts_with_a_scale_beside_a_shared_one(
 def test_the_kernels_run_experts_between_blocks_that_torch_runs(
     shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AFMoE has norms after its blocks. A shared expert is stored with the others, or kept apart."""
+    """AFMoE has norms after its blocks. One or two shared experts are stored with the others."""
     sizes = {
         "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": shared,
         "num_dense_layers": 1, "route_scale": 1.7, "mup_enabled": True, "head_dim": 16, "hidden_size": 64,

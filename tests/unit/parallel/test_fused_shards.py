@@ -29,7 +29,6 @@ CPU = torch.device("cpu")
 EXPERTS: dict[str, Any] = {
     "vocab_size": 89, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2,
-    "shared_expert_intermediate_size": 32,
 }  # fmt: skip
 
 
@@ -82,12 +81,14 @@ def _by_both(group: TensorGroup, folder: Path) -> tuple[torch.Tensor, torch.Tens
     return _steps(model, FusedDecoder(model)), _steps(model, model)
 
 
-@pytest.mark.parametrize(("name", "width"), [("Qwen2Moe", 32), *nightly(("GptOss", 64), ("Qwen3Moe", 256))])
+@pytest.mark.parametrize(
+    ("name", "width"), [("Qwen2Moe", 32), *nightly(("GptOss", 64), ("Qwen3Moe", 256), ("Qwen2Moe", 256))]
+)
 def test_experts_of_shards_by_the_kernels_are_as_close_to_float32_as_by_torch(
     name: str, width: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
-    """Whole experts by rank, and parts of each one."""
-    config = EXPERTS | {"moe_intermediate_size": width}
+    """Whole experts by rank, and parts of each one; shared ones that are stored with them."""
+    config = EXPERTS | {"moe_intermediate_size": width, "shared_expert_intermediate_size": 2 * width}
     if name == "GptOss":  # its biases of down projections are added by expert
         config = SIZES | CONFIGS[name][0] | {"num_local_experts": 4, "hidden_size": 64}
     reference = make_checkpoint(name, tmp_path, **config)
@@ -107,8 +108,18 @@ def test_experts_of_shards_by_the_kernels_are_as_close_to_float32_as_by_torch(
 def test_pairs_of_experts_that_other_ranks_keep_get_no_weight() -> None:
     experts = torch.tensor([[0, 5, 3], [7, 6, 1], [4, 5, 6]], dtype=torch.int32)
     weights = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [0.4, 0.4, 0.2]])
-    low, high = (keep_experts(Routing(experts, weights), first, 4) for first in (0, 4))
+    low, high = (keep_experts(Routing(experts, weights), first, 4, 8) for first in (0, 4))
     assert low.experts_TK.tolist() == [[0, 3, 3], [1, 1, 1], [0, 0, 0]]
     assert low.weights_TK.tolist() == [[0.5, 0.0, weights[0, 2].item()], [0.0, 0.0, weights[1, 2].item()], [0.0] * 3]
     assert high.experts_TK.tolist() == [[1, 1, 1], [3, 2, 3], [0, 1, 2]]
     assert torch.equal(low.weights_TK + high.weights_TK, weights)
+
+
+def test_shared_experts_are_on_every_rank_after_those_that_it_keeps() -> None:
+    experts = torch.tensor([[0, 5, 8, 9], [7, 6, 8, 9]], dtype=torch.int32)
+    weights = torch.tensor([[0.5, 0.3, 1.0, 1.0], [0.6, 0.4, 1.0, 1.0]])
+    low, high = (keep_experts(Routing(experts, weights), first, 4, 8) for first in (0, 4))
+    assert low.experts_TK.tolist() == [[0, 5, 4, 5], [5, 5, 4, 5]]
+    assert low.weights_TK.tolist() == [[0.5, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
+    assert high.experts_TK.tolist() == [[5, 1, 4, 5], [3, 2, 4, 5]]
+    assert torch.equal(high.weights_TK[:, 2:], weights[:, 2:])

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from rollout.config import ModelSettings
 from rollout.models import Decoder, LoadedModel, load_model
-from rollout.models.cut import CutView, whole_shape
+from rollout.models.cut import CutView, kept_values, whole_shape
 from rollout.weights.destination import InPlaceDestination
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.models.families import FAMILIES, make_checkpoint
@@ -131,12 +131,17 @@ def _parameters(model: Decoder) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def _tensors(whole: LoadedModel) -> dict[str, torch.Tensor]:
+    """The tensors that a checkpoint of the whole model has, in every layout of names."""
+    return {name: kept_values(view).contiguous() for name, view in whole.trainer_views().items()}
+
+
 def _update_shard(group: TensorGroup, folder: Path, other: Path, names: list[str], experts: str) -> bool:
     """Load one checkpoint, copy the whole tensors of another one into it: the same as loading the other one."""
     settings = ModelSettings(path=str(folder))
     ours = load_model(settings, CPU, experts=experts, group=group)
     fresh = load_model(ModelSettings(path=str(other)), CPU, experts=experts, group=group)
-    views, tensors = ours.trainer_views(), _load(other).trainer_views()
+    views, tensors = ours.trainer_views(), _tensors(_load(other))
     parameters = ParameterMap(views, UpdateNames(ours.kept_if_absent(), ours.spec.unused))
     for name in ours.kept_if_absent():
         views[name].copy_(tensors[name])
@@ -197,7 +202,7 @@ def test_random_weights_of_shards_are_parts_of_those_of_one_rank(
     else:
         Case(name, tmp_path / "shapes")
     whole = _load(tmp_path / "shapes", load_format="random", random_seed=3, images=images)
-    tensors = {name: view.contiguous() for name, view in whole.model.hf_views().items()}
+    tensors = _tensors(whole)
     kept = {name: tensors[name] for name in _names_of(whole, 0)}
     (tmp_path / "saved").mkdir()
     save_file({name: tensor.clone() for name, tensor in kept.items()}, tmp_path / "saved" / "model.safetensors")
@@ -257,7 +262,7 @@ def _copy_a_part(group: TensorGroup, folder: Path) -> bool:
 
 def _update_in_place(group: TensorGroup, folder: Path, other: Path, twice: bool) -> bool:
     """The bytes of whole tensors arrive in pieces; with `twice` the tied output layer is sent, too."""
-    ours, fresh, whole = _load(folder, group), _load(other, group), _load(other).trainer_views()
+    ours, fresh, whole = _load(folder, group), _load(other, group), _tensors(_load(other))
     views = ours.trainer_views()
     names = _names_of(ours, 0) + (list(ours.spec.tied_names) if twice else [])
     manifest = pack(1, [(name, "float32", list(whole[name].shape)) for name in names], 1 << 20)
