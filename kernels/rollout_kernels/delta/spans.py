@@ -27,6 +27,8 @@ class Spans(NamedTuple):
     #: Tokens go through the operations one after the other, never in chunks: a token's bits do not depend on its step.
     #: Needs `lengths`, in decode steps, too.
     one_by_one: bool = False
+    #: int32, of a step with drafts: how many draft rows follow each row; -1 for a draft row. See `drafts.py`.
+    behind_B: torch.Tensor | None = None
 
     def tokens(self) -> Iterator[tuple[int, int]]:
         """(token, row) of all tokens, in order."""
