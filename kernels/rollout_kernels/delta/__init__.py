@@ -13,4 +13,14 @@ from rollout_kernels.delta.norm import gated_norm
 from rollout_kernels.delta.rule import gated_delta
 from rollout_kernels.delta.spans import CHUNK, Spans
 
-__all__ = ["CHUNK", "DraftInputs", "Spans", "catch_up", "drafted_conv", "drafted_delta", "gated_delta", "gated_norm", "short_conv"]
+__all__ = [
+    "CHUNK",
+    "DraftInputs",
+    "Spans",
+    "catch_up",
+    "drafted_conv",
+    "drafted_delta",
+    "gated_delta",
+    "gated_norm",
+    "short_conv",
+]
