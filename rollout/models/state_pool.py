@@ -7,7 +7,8 @@ All layers use the same place for the same row. A layer reads no state for a tok
 needs no clearing; what lies in its place then may be anything. Draft rows have no place: a state goes through the
 drafts of its row in registers, and what they are made of is kept until it is known which are accepted (`catch_up`).
 
-Legend: L layers, N places, D draft rows, H value heads, K and V dimensions of a key and of a value, C channels of the convolution, W its width.
+Legend: L layers, N places, D draft rows, H value heads, K and V dimensions of a key and of a value, C channels of the
+convolution, W its width.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ _TOKENS, _PREFILL_CHANNELS = 32, 64
 
 @triton.jit
 def silu(x):
+    """The product of x and its sigmoid."""
     return x / (1.0 + tl.exp(-x))
 
 
