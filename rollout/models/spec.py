@@ -669,6 +669,7 @@ class DraftSpec:
     hidden_first: bool = False  # the hidden state stands before the embedding
     own_head: bool = False  # it has an output layer of its own, else it uses the output layer of the other model
     mapped: bool = False  # its vocabulary is a part of the other model's
+    unit_offset: bool = False  # the weights of all norms are stored less 1
     norm_before_residual: bool = False  # EAGLE-3: the hidden state is added after its norm, and not before
 
     @property
