@@ -8,10 +8,10 @@ norm     `gated_norm`: norm and gate of its output
 """
 
 from rollout_kernels.delta.conv import short_conv
-from rollout_kernels.delta.drafts import DraftInputs, catch_up, drafted_conv, drafted_delta
+from rollout_kernels.delta.drafts import catch_up, drafted_conv, drafted_delta
 from rollout_kernels.delta.norm import gated_norm
 from rollout_kernels.delta.rule import gated_delta
-from rollout_kernels.delta.spans import CHUNK, Spans
+from rollout_kernels.delta.spans import CHUNK, DraftInputs, Spans
 
 __all__ = [
     "CHUNK",

@@ -18,22 +18,11 @@ drafts, C channels, W width, H value heads, K and V dimensions of a key and a va
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from rollout_kernels.delta.conv import convolve_token
 from rollout_kernels.delta.rule import advance, gates_of, heads_of, look_up
-from rollout_kernels.delta.spans import Spans
-
-
-class DraftInputs(NamedTuple):
-    """What states need of the drafts of a step to catch up: of one layer, or of all with a dimension L before."""
-
-    inputs_DC: torch.Tensor  # of the convolution, in the model's dtype
-    mixed_DC: torch.Tensor  # queries, keys and values after it
-    gates_D2H: torch.Tensor  # float32: beta and decay
-    first: int  # number of the first draft row; draft row r is at r - first
+from rollout_kernels.delta.spans import DraftInputs, Spans
 
 
 def drafted_conv(

@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_math import narrow
-from rollout_kernels.delta.drafts import DraftInputs
-from rollout_kernels.delta.spans import UNIT_EPS, Spans
+from rollout_kernels.delta.spans import UNIT_EPS, DraftInputs, Spans
 from rollout_kernels.delta.triton_conv import CHANNELS, input_or_state, silu
 from rollout_kernels.delta.triton_rule import (
     LARGE_TILE,
