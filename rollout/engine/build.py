@@ -301,9 +301,7 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     step, shared = executor.step, None
     if step.shares_pages:
         shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
-    packer = Packer(
-        multiple, step.adapters is not None, sizes, shared, range(engine.max_rows + 1, engine.step_rows + 1)
-    )
+    packer = Packer(multiple, step.adapters is not None, sizes, shared, _draft_rows(engine), step.kv.states is not None)
     words_of = functools.partial(upload_words, images=step.encoder is not None)
     scheduler = Scheduler(limits, roster, words_of, _speculation(engine, model, steps.costs))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
@@ -500,11 +498,6 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
     if isinstance(model, Decoder):
         _check_experts(engine, model)
         _check_deterministic(engine, model)
-        if engine.speculation != "off" and model.spec.state_bytes(model.embed.dtype):
-            raise ValueError(
-                f"speculation is {engine.speculation}, and {model.spec.architecture} has linear attention, whose "
-                "states cannot go back to a token: set speculation = off"
-            )
         needed = engine.speculation == "heads" or engine.speculation_model is not None
         assert model.draft is not None or not needed, "the model was loaded for other settings"
     else:
@@ -617,6 +610,13 @@ def _states(site: _Site) -> StatePool | None:
     check_states(engine, model, site.device.free_bytes())
     zeros = None if memory is None else memory.zeros
     places = 1 + engine.max_rows + engine.snapshot_places
-    facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": places * each}
+    drafts = engine.draft_rows * native(model).spec.draft_bytes(model.embed.dtype)
+    facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": places * each + drafts}
     log.info("states of linear attention", extra=facts)
-    return StatePool.allocate(native(model).spec, places, model.embed.dtype, model.embed.device, zeros)
+    of_model = native(model).spec, places, model.embed.dtype, model.embed.device, zeros
+    return StatePool.allocate(*of_model, _draft_rows(engine))
+
+
+def _draft_rows(engine: EngineSettings) -> range:
+    """The rows of the row state for drafts."""
+    return range(engine.max_rows + 1, engine.step_rows + 1)

@@ -120,11 +120,16 @@ def check_states(settings: EngineSettings, model: LanguageModel, free_bytes: int
     if each == 0:
         return
     rows, snapshots = settings.max_rows + 1, settings.snapshot_places
-    if (rows + snapshots) * each > free_bytes:
+    drafts = settings.draft_rows * native(model).spec.draft_bytes(model.embed.dtype)
+    if (rows + snapshots) * each + drafts > free_bytes:
+        of_drafts, lower = "", "max_rows or state_snapshots"
+        if drafts:
+            of_drafts = f", {_gib(drafts)} for speculation_rows = {settings.draft_rows}"
+            lower = "max_rows, state_snapshots or speculation_rows"
         raise ValueError(
             f"the states of linear attention take {_gib(each)} each, {_gib(rows * each)} for max_rows = "
-            f"{settings.max_rows} and {_gib(snapshots * each)} for {snapshots} snapshots, and beside "
-            f"{_gib(weight_bytes(model))} of weights {_gib(free_bytes)} are free: lower max_rows or state_snapshots"
+            f"{settings.max_rows} and {_gib(snapshots * each)} for {snapshots} snapshots{of_drafts}, and beside "
+            f"{_gib(weight_bytes(model))} of weights {_gib(free_bytes)} are free: lower {lower}"
         )
 
 

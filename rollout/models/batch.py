@@ -77,6 +77,8 @@ class AttentionBatch:
     experts: ExpertRecord | None = None  # written by sparse layers
     adapters: StepAdapters | None = None  # None if no row of the step has one
     rows_B: torch.Tensor | None = None  # int64: place of each row's state; for models that have states
+    #: int32: drafts behind each row, -1 for a draft row; of steps with drafts, for models that have states.
+    behind_B: torch.Tensor | None = None
     segments_SW: torch.Tensor | None = None  # int32: what decode rows share, as `plan_paged_decode` takes it
     wanted: WantedTokens | None = None  # the forward returns the hidden states of these alone; None: of all
     #: Positions of the rotary embedding where they are not `positions_T`: [T], or [3, T] by axis in steps with images.

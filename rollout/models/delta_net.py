@@ -9,7 +9,7 @@ Legend: T tokens, H hidden, N outputs of the input product, C channels of the co
 from __future__ import annotations
 
 import torch
-from rollout_kernels.delta import Spans, gated_delta, gated_norm, short_conv
+from rollout_kernels.delta import Spans, drafted_conv, drafted_delta, gated_delta, gated_norm, short_conv
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch
@@ -56,10 +56,14 @@ class DeltaNet(Block):
         exact = inputs_TN.is_cuda and inputs_TN.dtype == torch.float32
         state, spans = states.layers[self.state_index], step_spans(context.batch, one_by_one or exact)
         mixed_TC, z_TV, b_TH, a_TH = self._split(inputs_TN)
-        mixed_TC = short_conv(mixed_TC, self.conv_weight, state.conv_NCW, spans)
-        out_THV = gated_delta(
-            mixed_TC, b_TH, a_TH, self.a_log, self.dt_bias, state.recurrent_NHKV, spans, spec.beta_scale
-        )
+        gates = b_TH, a_TH, self.a_log, self.dt_bias
+        if spans.behind_B is None:
+            mixed_TC = short_conv(mixed_TC, self.conv_weight, state.conv_NCW, spans)
+            out_THV = gated_delta(mixed_TC, *gates, state.recurrent_NHKV, spans, spec.beta_scale)
+        else:
+            kept = states.drafts_of(self.state_index)
+            mixed_TC = drafted_conv(mixed_TC, self.conv_weight, state.conv_NCW, spans, kept)
+            out_THV = drafted_delta(mixed_TC, *gates, state.recurrent_NHKV, spans, kept, spec.beta_scale)
         return gated_norm(out_THV, z_TV.unflatten(1, (-1, spec.value_dim)), self.norm.weight, spec.eps)
 
     def _split(self, all_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -112,6 +116,6 @@ def step_spans(batch: AttentionBatch, one_by_one: bool = False) -> Spans:
         elif one_by_one:
             lengths = (1,) * len(places_B)
             starts_B1 = torch.arange(len(places_B) + 1, dtype=torch.int32, device=places_B.device)
-        return Spans(places_B, batch.positions_T, lengths, starts_B1, one_by_one)
+        return Spans(places_B, batch.positions_T, lengths, starts_B1, one_by_one, batch.behind_B)
 
     return batch.shared(("spans of states", one_by_one), make)

@@ -42,6 +42,7 @@ from rollout.models.layers import (
     StepContext,
     empty_parameter,
     float32_product,
+    gate_output,
 )
 from rollout.models.names import Region, all_views, one_name, with_spellings
 from rollout.models.rope import Rope
@@ -86,9 +87,11 @@ class DraftHead(Block):
         self.fused = in_16_bits and _kernels_take(spec)
         self.fc = Linear(spec.fc, dtype, device)
         self.embed_norm, self.hidden_norm, self.feed_forward_norm, self.norm = (
-            RMSNorm(spec.hidden, spec.eps, dtype, device) for _ in range(4)
+            RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset) for _ in range(4)
         )
-        self.mixer_norm = RMSNorm(spec.hidden, spec.eps, dtype, device) if spec.joined else None
+        self.mixer_norm = None
+        if spec.joined:
+            self.mixer_norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
         self.rope = Rope(*spec.mixer.turned, device)
         self.mixer: Attention | LatentAttention
         if isinstance(spec.mixer, LatentSpec):
@@ -159,20 +162,23 @@ class DraftHead(Block):
         run_experts: RunExperts | None,
     ) -> torch.Tensor:
         assert isinstance(self.mixer, Attention), "_kernels_take"
-        spec, eps, cache = self.mixer.spec, self.spec.eps, kv.layer(self.mixer.kv_index)
+        spec, cache, norm = self.mixer.spec, kv.layer(self.mixer.kv_index), self._normed
         tables = embedding.weight_VH, self.rope.inv_freq_D, self.rope.sign_D, embedding.first
         embeds_TH, cos_sin = embed_rope(following_T.contiguous(), batch.positions_T.contiguous(), *tables)
         if embedding.first is not None:
             embeds_TH = embedding.group.all_reduce(embeds_TH)
         hidden_TH = hidden_TH.contiguous()
-        normed_TH = add_rms_norm(hidden_TH, None, self.hidden_norm.weight, eps)
-        inputs_TX = self._side_by_side(add_rms_norm(embeds_TH, None, self.embed_norm.weight, eps), normed_TH)
+        normed_TH = norm(hidden_TH, None, self.hidden_norm)
+        inputs_TX = self._side_by_side(norm(embeds_TH, None, self.embed_norm), normed_TH)
         if self.mixer_norm is None:
             residual_TH = (normed_TH if self.spec.norm_before_residual else hidden_TH).clone()  # changed in place
         else:
             residual_TH = self.fc.product(inputs_TX)
-            inputs_TX = add_rms_norm(residual_TH, None, self.mixer_norm.weight, eps)
+            inputs_TX = norm(residual_TH, None, self.mixer_norm)
         qkv, o = self.mixer.qkv_proj, self.mixer.o_proj
+        gates_TQD = None
+        if spec.query_gate:
+            gates_TQD = inputs_TX.new_empty(len(inputs_TX), spec.heads, spec.head_dim)
         q_TQD = finish_qkv(
             F.linear(inputs_TX, qkv.weight)[None],
             qkv.bias,
@@ -185,16 +191,23 @@ class DraftHead(Block):
             spec.heads,
             cache.scales_P2GS,
             inputs_TX.dtype,
+            None,
+            spec.unit_offset,
+            gates_TQD,
         )
         mixed_TK = self.mixer.attend(q_TQD, batch, cache).flatten(1)
-        y_TH = add_rms_norm(residual_TH, o.product(mixed_TK)[None], self.feed_forward_norm.weight, eps)
+        mixed_TK = gate_output(mixed_TK, None if gates_TQD is None else gates_TQD.flatten(1))
+        y_TH = norm(residual_TH, o.product(mixed_TK)[None], self.feed_forward_norm)
         block = self.feed_forward
         if isinstance(block, DenseFeedForward):
             residual_TH = block.down_proj.add_to(residual_TH, silu_mul(block.gate_up_proj.product(y_TH)))
         else:
             assert run_experts is not None
             residual_TH = residual_TH + run_experts(block, y_TH, None)
-        return add_rms_norm(residual_TH, None, self.norm.weight, eps) if self.spec.joined else residual_TH
+        return norm(residual_TH, None, self.norm) if self.spec.joined else residual_TH
+
+    def _normed(self, x_TH: torch.Tensor, parts_STH: torch.Tensor | None, norm: RMSNorm) -> torch.Tensor:
+        return add_rms_norm(x_TH, parts_STH, norm.weight, norm.eps, None, norm.unit_offset)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor, target_head_VH: torch.Tensor) -> torch.Tensor:
@@ -205,11 +218,7 @@ class DraftHead(Block):
         weight = target_head_VH if self.lm_head is None else self.lm_head
         normed_SH = hidden_SH
         if not self.spec.joined:
-            normed_SH = (
-                add_rms_norm(hidden_SH.contiguous(), None, self.norm.weight, self.spec.eps)
-                if self.fused
-                else self.norm(hidden_SH)
-            )
+            normed_SH = self._normed(hidden_SH.contiguous(), None, self.norm) if self.fused else self.norm(hidden_SH)
         logits_SK = float32_product(normed_SH, weight)
         if self.target_ids is None:
             return logits_SK
@@ -257,7 +266,7 @@ class DraftHead(Block):
 def _kernels_take(spec: DraftSpec) -> bool:
     """True if the fused kernels run everything between its products and its experts."""
     mixer, block = spec.mixer, spec.feed_forward
-    if isinstance(mixer, LatentSpec) or mixer.gate or mixer.query_gate or mixer.rope.interleaved:
+    if isinstance(mixer, LatentSpec) or mixer.gate or mixer.rope.interleaved:
         return False
     if mixer.qk_norm == "full" or mixer.clip_qkv is not None or mixer.growth is not None:
         return False

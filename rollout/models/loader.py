@@ -243,9 +243,7 @@ def _own_draft(source: _Source, spec: ModelSpec, experts: Format) -> DraftSpec |
         names = all_views(regions)
         stored = {name: tensor for name, tensor in source.tensors.items() if name in names}  # no copies of the model's
     reason = None
-    if spec.state_layers:
-        reason = "has linear attention, whose states cannot go back to a token: set speculation = off"
-    elif mtp is None:
+    if mtp is None:
         reason = "has no layers for multi-token prediction that can draft: name a draft model as speculation_model"
     elif not source.random and not stored:
         reason = (

@@ -311,6 +311,7 @@ class MTPFamily:
     #: What the names of one's tensors begin with; `{}`: its number, counted on from the layers of the model.
     prefix: str = "model.layers.{}."
     from_zero: bool = False  # they have numbers of their own
+    layer: str = ""  # what the names of its blocks begin with, after the prefix
     fc: str = "eh_proj"
     embed_norm: str = "enorm"
     hidden_norm: str = "hnorm"
@@ -441,6 +442,18 @@ def _deepseek_moe(sparse: ByLayer[bool]) -> MoEFamily:
     )
 
 
+def _qwen3_mtp(layers: Key) -> MTPFamily:
+    return MTPFamily(
+        layers=layers,
+        prefix="mtp.",
+        layer="layers.0.",
+        fc="fc",
+        embed_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        norm="norm",
+    )
+
+
 def _qwen3_5(model_type: str, models: str, moe: MoEFamily | None = None) -> Family:
     return Family(
         model_type=model_type,
@@ -454,6 +467,7 @@ def _qwen3_5(model_type: str, models: str, moe: MoEFamily | None = None) -> Fami
         query_gate=True,
         linear=DeltaNetFamily(),
         moe=moe,
+        mtp=_qwen3_mtp(Key("mtp_num_hidden_layers", 1)),
         names=ModelNames(beginnings=_INSIDE),
     )
 
@@ -679,6 +693,7 @@ FAMILIES: dict[str, Family] = {
             shared_gate=True,
             sparse=sparse_by_step,
         ),
+        mtp=_qwen3_mtp(Key("num_nextn_predict_layers", 1)),
     ),
     "OlmoHybridForCausalLM": Family(
         model_type="olmo_hybrid",
@@ -1101,31 +1116,36 @@ def _mtp_prefixes(config: Any, family: Family) -> tuple[str, ...]:
 
 
 def _mtp(config: Any, family: Family, layers: tuple[LayerSpec, ...]) -> DraftSpec | None:
-    """The first layer for the prediction of further tokens, which is like the last layer of the model."""
+    """The first layer for the prediction of further tokens.
+
+    It is like the last layer of the model, with the attention of the last layer that has any.
+    """
     mtp, prefixes, last = family.mtp, _mtp_prefixes(config, family), layers[-1]
-    if mtp is None or not prefixes:
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, KVMixerSpec)]
+    if mtp is None or not prefixes or not mixers:
         return None
-    assert isinstance(last.mixer, KVMixerSpec) and last.norms == "before" and not family.unit_offset, "as all of them"
+    assert last.norms == "before", "as all of them"
     return DraftSpec(
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         eps=config.rms_norm_eps,
         taps=(len(layers),),
-        mixer=last.mixer,
+        mixer=mixers[-1],
         feed_forward=last.feed_forward,
         names=DraftNames(
             prefix=prefixes[0],
-            layer="",
+            layer=mtp.layer,
             fc=mtp.fc,
             embed_norm=mtp.embed_norm,
             hidden_norm=mtp.hidden_norm,
-            feed_forward_norm=last.names.feed_forward_norm,
+            feed_forward_norm=mtp.layer + last.names.feed_forward_norm,
             norm=mtp.norm,
-            mixer_norm=last.names.mixer_norm,
+            mixer_norm=mtp.layer + last.names.mixer_norm,
             prefix_beginnings=family.names.beginnings,
         ),
         joined=True,
         hidden_first=mtp.hidden_first,
+        unit_offset=family.unit_offset,
     )
 
 

@@ -419,6 +419,10 @@ class DeltaNetSpec:
         recurrent = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
         return recurrent + self.mixed * (self.conv - 1) * dtype.itemsize
 
+    def draft_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a step keeps of one draft in this layer, until it is known whether it is accepted."""
+        return 2 * self.mixed * dtype.itemsize + 2 * self.value_heads * torch.float32.itemsize
+
 
 #: Mixers that keep KV by page.
 KVMixerSpec = AttentionSpec | LatentSpec
@@ -668,6 +672,7 @@ class DraftSpec:
     hidden_first: bool = False  # the hidden state stands before the embedding
     own_head: bool = False  # it has an output layer of its own, else it uses the output layer of the other model
     mapped: bool = False  # its vocabulary is a part of the other model's
+    unit_offset: bool = False  # the weights of all norms are stored less 1
     norm_before_residual: bool = False  # EAGLE-3: the hidden state is added after its norm, and not before
 
     @property
@@ -771,6 +776,11 @@ class ModelSpec:
         """Bytes of one row's state in all layers."""
         mixers = (layer.mixer for layer in self.layers)
         return sum(mixer.state_bytes(dtype) for mixer in mixers if isinstance(mixer, DeltaNetSpec))
+
+    def draft_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a step keeps of one draft for the states of all layers."""
+        mixers = (layer.mixer for layer in self.layers)
+        return sum(mixer.draft_bytes(dtype) for mixer in mixers if isinstance(mixer, DeltaNetSpec))
 
     @functools.cached_property
     def sparse_layers(self) -> tuple[int, ...]:

@@ -4,19 +4,22 @@
               padding    the rows      snapshots
 
 All layers use the same place for the same row. A layer reads no state for a token at position 0, so a row that begins
-needs no clearing; what lies in its place then may be anything.
+needs no clearing; what lies in its place then may be anything. Draft rows have no place: a state goes through the
+drafts of its row in registers, and what they are made of is kept until it is known which are accepted (`catch_up`).
 
-Legend: N places, H value heads, K and V dimensions of a key and of a value, C channels of the convolution, W its width.
+Legend: L layers, N places, D draft rows, H value heads, K and V dimensions of a key and of a value, C channels of the
+convolution, W its width.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from rollout_kernels.delta import DraftInputs, catch_up
 
 from rollout.models.spec import DeltaNetSpec, ModelSpec
 
@@ -32,23 +35,48 @@ class LayerState(NamedTuple):
 class StatePool:
     """The states of all layers of linear attention, in the order of these layers."""
 
-    layers: list[LayerState]
+    recurrent_LNHKV: torch.Tensor
+    conv_LNCW: torch.Tensor
+    drafts: DraftInputs | None = None  # of all layers, what a step keeps of its drafts; with speculation
+    layers: list[LayerState] = field(init=False)
+    _drafts_by_layer: list[DraftInputs] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the views of each layer."""
+        pairs = zip(self.recurrent_LNHKV, self.conv_LNCW, strict=True)
+        object.__setattr__(self, "layers", [LayerState(recurrent, conv) for recurrent, conv in pairs])
+        drafts, by_layer = self.drafts, list[DraftInputs]()
+        if drafts is not None:
+            by_layer = [DraftInputs(*of_layer, drafts.first) for of_layer in zip(*drafts[:3], strict=True)]
+        object.__setattr__(self, "_drafts_by_layer", by_layer)
 
     @property
     def places(self) -> int:
         """Places in each tensor, the padding one included."""
-        return len(self.layers[0].recurrent_NHKV)
+        return self.recurrent_LNHKV.shape[1]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors; the first dimension of each is the place."""
+        """The tensors of all layers; the first dimension of each is the place."""
         return [tensor for layer in self.layers for tensor in layer]
+
+    def drafts_of(self, layer: int) -> DraftInputs:
+        """What a step keeps of its drafts in this layer."""
+        return self._drafts_by_layer[layer]
 
     def copy(self, pairs_M2: torch.Tensor) -> None:
         """Copy places: (source, target) int64 each. No target may be the source of another pair."""
         source_M, target_M = pairs_M2.unbind(1)
         for tensor in self.tensors:
             tensor.index_copy_(0, target_M, tensor.index_select(0, source_M))
+
+    def catch_up(
+        self, verified_M4: torch.Tensor, rows_S: torch.Tensor, accepted_S: torch.Tensor, one_by_one: bool
+    ) -> None:
+        """Advance the rows of a step by their accepted drafts; see `rollout_kernels.delta.catch_up`."""
+        assert self.drafts is not None, "an engine with speculation keeps what states need of drafts"
+        states = self.recurrent_LNHKV, self.conv_LNCW, self.drafts
+        catch_up(*states, verified_M4, rows_S, accepted_S, one_by_one)
 
     @classmethod
     def allocate(
@@ -58,21 +86,34 @@ class StatePool:
         dtype: torch.dtype,
         device: torch.device | str,
         zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+        draft_rows: range = range(0),
     ) -> StatePool | None:
         """Memory for `places` states of a model whose dtype is `dtype`; None for a model without states.
 
-        `zeros` makes the tensors; by default torch makes them on `device`.
+        `zeros` makes the tensors of states; by default torch makes them on `device`. `draft_rows` are the numbers of
+        the rows that hold drafts.
         """
+        mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)]
+        if not mixers:
+            return None
+        mixer, count = mixers[0], len(mixers)
+        shape = mixer.value_heads, mixer.key_dim, mixer.value_dim, mixer.mixed, mixer.conv
+        assert all((m.value_heads, m.key_dim, m.value_dim, m.mixed, m.conv) == shape for m in mixers)
         make = zeros or functools.partial(_zeros, device)
-        layers = [
-            LayerState(
-                make((places, mixer.value_heads, mixer.key_dim, mixer.value_dim), torch.float32),
-                make((places, mixer.mixed, mixer.conv - 1), dtype),
+        drafts = None
+        if draft_rows:
+            kept = (count, len(draft_rows), mixer.mixed)
+            drafts = DraftInputs(
+                _zeros(device, kept, dtype),
+                _zeros(device, kept, dtype),
+                _zeros(device, (count, len(draft_rows), 2, mixer.value_heads), torch.float32),
+                draft_rows.start,
             )
-            for mixer in (layer.mixer for layer in spec.layers)
-            if isinstance(mixer, DeltaNetSpec)
-        ]
-        return cls(layers) if layers else None
+        return cls(
+            make((count, places, mixer.value_heads, mixer.key_dim, mixer.value_dim), torch.float32),
+            make((count, places, mixer.mixed, mixer.conv - 1), dtype),
+            drafts,
+        )
 
 
 def _zeros(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -107,6 +107,7 @@ _QWEN3_5: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
+    "mtp_num_hidden_layers": 0,
     "mamba_ssm_dtype": "float32",  # of the states; without it vLLM keeps them in 16 bits, half the bytes
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-6,
@@ -406,6 +407,8 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     return toy
 
 
+#: Keys that count the layers for multi-token prediction.
+_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 #: Tokens of a draft model's vocabulary, as in most published ones.
 DRAFT_VOCAB = 32_000
 
@@ -416,10 +419,11 @@ def write_checkpoint(shape: str, folder: Path, layers: int = 0, mtp: bool = Fals
     With `mtp` it has a layer for multi-token prediction. Raises ValueError for a shape that has none.
     """
     config = model_config(shape, layers)
-    if mtp and "num_nextn_predict_layers" not in config:
+    counts = [key for key in _MTP_COUNTS if key in config]
+    if mtp and not counts:
         raise ValueError(f"{shape} has no layer for multi-token prediction")
     folder.mkdir(parents=True, exist_ok=True)
-    config |= {"num_nextn_predict_layers": 1} if mtp else {}
+    config |= dict.fromkeys(counts, 1) if mtp else {}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 

@@ -18,8 +18,9 @@ each number of rows and each context there are these runs:
 
 `speedup` is tokens a second over those of the plain run, by the wall time between the commits of the first and last
 step with all rows; `al` the tokens that these steps yielded for a row, whatever was asked for. `floor_ms` is the time
-to read weights once and the KV of all rows once, over the bandwidth of a kernel that only reads, in the same run. With
-experts, every draft brings its own, under even routing.
+to read weights once and the KV of all rows once, and to read and write the states of linear attention of all rows once,
+over the bandwidth of a kernel that only reads, in the same run. With experts, every draft brings its own, under even
+routing. `--layers` cuts a shape to its first layers, so that it fits beside its states.
 
 Prompts are random; they are prefilled once and come from the prefix cache then. At --temperature 100, the default,
 draws depend on seed and position nearly alone. So the recorded tokens stay right where rounding differs between steps
@@ -212,11 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     bandwidth = read_bandwidth() if on_gpu else None
     engine = OursEngine(_job(args), args.depth, changes=args.changes, draft=args.draft_model)
     engine.sampling = replace(SamplingParams(), temperature=args.temperature)
-    bench = Bench(engine, step_needs(args.shape, args.changes), args, bandwidth)
+    bench = Bench(engine, step_needs(args.shape, args.changes, args.layers), args, bandwidth)
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     table = {size: round(bench.costs.plain_s(size, 0) * 1e3, 3) for size in sizes if size <= args.step_rows}
     facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None, "step_ms_by_rows": table}
-    facts |= {"most": args.most, "settings": args.changes}
+    facts |= {"most": args.most, "settings": args.changes, "layers": args.layers}
     if args.draft_model:
         facts["guess_ms_by_rows"] = {size: round(bench.costs.guess_s(size) * 1e3, 3) for size in table}
     print(json.dumps(facts), flush=True)
@@ -240,13 +241,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _job(args: argparse.Namespace) -> Job:
     # An engine takes no more KV than its rows need, so the pages to spare are part of the context.
     context = max(args.contexts) + args.most + _SPARE_TOKENS
-    return Job(shape=args.shape, rows=tuple(args.rows), prompt=context, new=args.new, device=args.device)
+    return Job(
+        shape=args.shape, rows=tuple(args.rows), prompt=context, new=args.new, device=args.device, layers=args.layers
+    )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="qwen3-8b")
+    add("--layers", type=int, default=0, help="only the first layers of the shape; 0: all")
     add("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     add("--contexts", type=int, nargs="+", default=[4096], help="tokens of the prompts")
     add("--new", type=int, default=256, help="tokens of a completion")

@@ -18,6 +18,7 @@ from rollout.engine.step import shared_pages
 from rollout.models.fused import FusedDecoder
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.cuda_harness import assert_one_launch_a_step, assert_steady, load_bf16
+from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import Bench, Completion, load
 from tests.support.engine.replay import replayed
 from tests.support.engine.sleeping import Sleeping
@@ -233,3 +234,55 @@ def test_a_steady_step_is_one_launch_that_waits_for_nothing(wide, monkeypatch):
     assert_one_launch_a_step(bench)
     assert_steady(bench, monkeypatch)
     bench.close()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_drafts_change_no_completion(wide, monkeypatch, deterministic):
+    """Captured steps with drafts, which states go through; with `deterministic` all bits are equal."""
+    model = load_bf16(wide[0])
+    fields = {"max_rows": 8, "kv_pages": 800, "page_size": 16, "deterministic": deterministic}
+    # At this temperature the draws depend on their random numbers nearly alone, so rounding turns no token.
+    sampling = {"temperature": 1.0 if deterministic else 100.0, "seed": 5}
+    without = bench_of(model, **fields)
+    _submit_drafted(without, sampling)
+    without.close()
+    answers = {key: done.token_ids for key, done in without.completions.items()}
+    for wrong in (0.0, 0.4, 1.0):
+        bench, _ = drafting(
+            monkeypatch, model, answers, wrong, device=make_device("cuda"), speculation_tokens=4, **fields
+        )
+        assert bench.engine.executor.graphs is not None
+        _submit_drafted(bench, sampling)
+        assert bench.engine.roster.counters.drafted > 100
+        assert (bench.engine.roster.counters.accepted > 50) == (wrong < 1.0)
+        for key, done in without.completions.items():
+            assert bench.completions[key].token_ids == done.token_ids, (key, wrong)
+            if deterministic:
+                assert bench.completions[key].logprobs == done.logprobs, (key, wrong)
+        bench.close()
+
+
+def _submit_drafted(bench: Bench, sampling: dict[str, Any]) -> None:
+    for i in range(4):
+        bench.submit(f"r{i}", prompt_of(30 + 5 * i, i), 70, sampling=sampling, n=1 + i % 2)
+    bench.submit("penalties", prompt_of(9, 7), 70, sampling={**sampling, "presence_penalty": 0.5})
+    bench.run()
+
+
+def test_drafts_in_float32_give_transformers_tokens(made, monkeypatch):
+    folder, hf_model = made("Qwen3Next")
+    model = load(folder, "cuda")
+    plain = bench_of(model, max_rows=4)
+    for i in range(3):
+        plain.submit(f"r{i}", prompt_of(20 + i, i), 50)
+    plain.run()
+    plain.close()
+    answers = {key: done.token_ids for key, done in plain.completions.items()}
+    bench, _ = drafting(monkeypatch, model, answers, 0.3, device=make_device("cuda"), max_rows=4, ragged=True)
+    for i in range(3):
+        bench.submit(f"r{i}", prompt_of(20 + i, i), 50)
+    bench.run()
+    bench.close()
+    assert bench.engine.roster.counters.accepted > 20
+    for i in range(3):
+        agrees(hf_model, prompt_of(20 + i, i), bench.completions[f"r{i}", 0])

@@ -21,12 +21,16 @@ from tests.support.engine.drafting import replayed_guesses, row_by_row, watch_gu
 from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
+from tests.support.models.hybrids import HYBRIDS
 from tests.support.models.mtp_layers import Predicting, add_tensors, make_predicting
 
 HEADS = {"speculation": "heads"}
 
 
-@pytest.fixture(scope="module", params=["MiMo", "Glm4Moe", *nightly("DeepseekV3", "Glm4MoeLite")])
+@pytest.fixture(
+    scope="module",
+    params=["MiMo", "Glm4Moe", "Qwen3_5", *nightly("DeepseekV3", "Glm4MoeLite", "Qwen3_5Moe", "Qwen3Next")],
+)
 def found(request, tmp_path_factory):
     """The reference, and the folder of its checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -82,6 +86,8 @@ def test_guesses_are_those_of_the_reference(found, monkeypatch, depth):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("wrong", "depth"), [(0.3, 2), (None, 1), (0.0, 2), (0.3, 1)])
 def test_all_bits_are_equal_with_rows_computed_one_by_one(found, monkeypatch, wrong, depth):
+    if found[0].name in HYBRIDS:
+        pytest.skip("a state goes through a row and its drafts in one step")
     row_by_row(monkeypatch)
     plain = Bench(load(found[1]), max_rows=32, pipeline_depth=depth)
     submit_seeded(plain, vocab := found[0].model.config.vocab_size)

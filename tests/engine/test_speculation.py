@@ -24,7 +24,6 @@ from tests.support.engine.replay import replayed
 from tests.support.engine.routing import assert_routed, routing_of
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.models.families import make_checkpoint
-from tests.support.models.hybrids import make_hybrid
 
 SAMPLED = {"temperature": 1.0, "seed": 7}
 RULES = [
@@ -672,9 +671,3 @@ def test_auto_measures_the_device_and_leaves_nothing_behind(model, six):
         for i in range(6):
             assert bench.completions.pop((f"r{i}", 0)).token_ids == six.tokens(f"r{i}")
     bench.close()
-
-
-def test_models_with_states_refuse_speculation(tmp_path):
-    make_hybrid("Qwen3Next", tmp_path)
-    with pytest.raises(ValueError, match="speculation"):
-        Bench(load(tmp_path), speculation="suffix")

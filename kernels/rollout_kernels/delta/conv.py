@@ -54,6 +54,15 @@ def _one_token(
     fresh_B11: torch.Tensor,
 ) -> torch.Tensor:
     past_BCW = state_NCW.index_select(0, places_B).masked_fill(fresh_B11, 0.0)
+    y_BC, moved_BCW = convolve_token(past_BCW, x_BC, weight_CW)
+    state_NCW.index_copy_(0, places_B, moved_BCW)
+    return y_BC
+
+
+def convolve_token(
+    past_BCW: torch.Tensor, x_BC: torch.Tensor, weight_CW: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output for one token of each row, and the inputs that the next token finds."""
     window_BCW = torch.cat((past_BCW, x_BC[:, :, None]), dim=2)
-    state_NCW.index_copy_(0, places_B, window_BCW[:, :, 1:].contiguous())
-    return F.silu((window_BCW.float() * weight_CW.float()).sum(2)).to(x_BC.dtype)
+    y_BC = F.silu((window_BCW.float() * weight_CW.float()).sum(2)).to(x_BC.dtype)
+    return y_BC, window_BCW[:, :, 1:].contiguous()

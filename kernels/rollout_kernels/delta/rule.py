@@ -51,9 +51,8 @@ def gated_delta(
         from rollout_kernels.delta.triton_rule import gated_delta as on_gpu
 
         return on_gpu(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV, spans, beta_scale)
-    q_THK, k_THK, v_THV = _heads(mixed_TC, state_NHKV)
-    beta_TH = beta_scale * torch.sigmoid(b_TH.float())
-    g_TH = -a_log_H.float().exp() * F.softplus(a_TH.float() + dt_bias_H.float())
+    q_THK, k_THK, v_THV = heads_of(mixed_TC, state_NHKV)
+    beta_TH, g_TH = gates_of(b_TH, a_TH, a_log_H, dt_bias_H, beta_scale)
     fresh_T = spans.positions_T == 0
     if spans.lengths is None:
         out_THV = _one_token(q_THK, k_THK, v_THV, beta_TH, g_TH, state_NHKV, spans.places_B, fresh_T)
@@ -79,7 +78,15 @@ def gated_delta(
     return out_THV.to(mixed_TC.dtype)
 
 
-def _heads(mixed_TC: torch.Tensor, state_NHKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gates_of(
+    b_TH: torch.Tensor, a_TH: torch.Tensor, a_log_H: torch.Tensor, dt_bias_H: torch.Tensor, beta_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Beta and g of all tokens and heads, float32."""
+    beta_TH = beta_scale * torch.sigmoid(b_TH.float())
+    return beta_TH, -a_log_H.float().exp() * F.softplus(a_TH.float() + dt_bias_H.float())
+
+
+def heads_of(mixed_TC: torch.Tensor, state_NHKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries and keys of unit length, the queries scaled, one for each value head; values. All in float32."""
     _, heads, key_dim, value_dim = state_NHKV.shape
     keys = (mixed_TC.shape[1] - heads * value_dim) // 2
@@ -109,10 +116,26 @@ def _one_token(
     fresh_B: torch.Tensor,
 ) -> torch.Tensor:
     state_BHKV = state_NHKV.index_select(0, places_B).masked_fill(fresh_B[:, None, None, None], 0.0)
-    state_BHKV = state_BHKV * g_BH.exp()[..., None, None]
-    u_BHV = beta_BH[..., None] * (v_BHV - (k_BHK[..., None] * state_BHKV).sum(2))
-    state_BHKV = state_BHKV + k_BHK[..., None] * u_BHV[:, :, None]
+    state_BHKV = advance(state_BHKV, k_BHK, v_BHV, beta_BH, g_BH.exp())
     state_NHKV.index_copy_(0, places_B, state_BHKV)
+    return look_up(state_BHKV, q_BHK)
+
+
+def advance(
+    state_BHKV: torch.Tensor,
+    k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    beta_BH: torch.Tensor,
+    decay_BH: torch.Tensor,
+) -> torch.Tensor:
+    """The states after one token of each row. The decay is exp(g)."""
+    state_BHKV = state_BHKV * decay_BH[..., None, None]
+    u_BHV = beta_BH[..., None] * (v_BHV - (k_BHK[..., None] * state_BHKV).sum(2))
+    return state_BHKV + k_BHK[..., None] * u_BHV[:, :, None]
+
+
+def look_up(state_BHKV: torch.Tensor, q_BHK: torch.Tensor) -> torch.Tensor:
+    """The outputs of the tokens after which the states are these, [B, H, V]."""
     return (q_BHK[..., None] * state_BHKV).sum(2)
 
 

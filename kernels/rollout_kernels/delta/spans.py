@@ -27,9 +27,23 @@ class Spans(NamedTuple):
     #: Tokens go through the operations one after the other, never in chunks: a token's bits do not depend on its step.
     #: Needs `lengths`, in decode steps, too.
     one_by_one: bool = False
+    #: int32, of a step with drafts: how many draft rows follow each row; -1 for a draft row. See `drafts.py`.
+    behind_B: torch.Tensor | None = None
 
     def tokens(self) -> Iterator[tuple[int, int]]:
         """(token, row) of all tokens, in order."""
         assert self.lengths is not None
         rows = (row for row, length in enumerate(self.lengths) for _ in range(length))
         return enumerate(rows)
+
+
+class DraftInputs(NamedTuple):
+    """What states need of the drafts of a step to catch up: of one layer, or of all with a dimension L before.
+
+    D draft rows, C channels, H value heads; see `drafts.py`.
+    """
+
+    inputs_DC: torch.Tensor  # of the convolution, in the model's dtype
+    mixed_DC: torch.Tensor  # queries, keys and values after it
+    gates_D2H: torch.Tensor  # float32: beta and decay
+    first: int  # number of the first draft row; draft row r is at r - first

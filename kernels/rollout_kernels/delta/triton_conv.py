@@ -16,12 +16,13 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import narrow
 from rollout_kernels.delta.spans import Spans
 
-_CHANNELS = 256  # of a program
+CHANNELS = 256  # of a program
 _TOKENS, _PREFILL_CHANNELS = 32, 64
 
 
 @triton.jit
-def _silu(x):
+def silu(x):
+    """The product of x and its sigmoid."""
     return x / (1.0 + tl.exp(-x))
 
 
@@ -54,11 +55,11 @@ def _conv_step_kernel(
     total += tl.sum(past.to(tl.float32) * weights.to(tl.float32), 1)
     tl.debug_barrier()  # all threads have read the old state
     tl.store(state, tl.where(w == W - 2, x[:, None], moved), mask=live[:, None] & (w < W - 1))
-    tl.store(out_ptr + row * C + c, narrow(_silu(total), out_ptr.dtype.element_ty), mask=live)
+    tl.store(out_ptr + row * C + c, narrow(silu(total), out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def _input_or_state(x_ptr, state, at, known, live, stride_x, c, W: tl.constexpr):
+def input_or_state(x_ptr, state, at, known, live, stride_x, c, W: tl.constexpr):
     """What the convolution saw at position `at` of this step's tokens; before these (below 0) it is in the state."""
     new = tl.load(x_ptr + at.to(tl.int64) * stride_x + c, mask=live & (at >= 0), other=0.0)
     old = tl.load(state + at + W - 1, mask=known & (at < 0), other=0.0)
@@ -97,14 +98,14 @@ def _conv_spans_kernel(
         total = tl.zeros([TOKENS, BLOCK], tl.float32)
         for w in tl.static_range(W):
             weight = tl.load(weight_ptr + c * W + w, mask=live_channels, other=0.0).to(tl.float32)
-            total += _input_or_state(x_ptr, state, t - (W - 1) + w, known, live, stride_x, c, W).to(tl.float32) * weight
+            total += input_or_state(x_ptr, state, t - (W - 1) + w, known, live, stride_x, c, W).to(tl.float32) * weight
         out = out_ptr + (start + t) * C + c
-        tl.store(out, narrow(_silu(total), out_ptr.dtype.element_ty), mask=live)
+        tl.store(out, narrow(silu(total), out_ptr.dtype.element_ty), mask=live)
         if first == 0:
             last = tl.arange(0, PAST)[:, None]
             written = live_channels & (last < W - 1)
             at = length - (W - 1) + last
-            kept = _input_or_state(x_ptr, state, at, known & written, written, stride_x, c, W)
+            kept = input_or_state(x_ptr, state, at, known & written, written, stride_x, c, W)
             tl.debug_barrier()  # all threads have read the old state
             tl.store(state + last, kept, mask=written)
 
@@ -115,7 +116,7 @@ def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Ten
     assert x_TC.stride(1) == 1 and weight_CW.is_contiguous() and state_NCW.is_contiguous() and width >= 2
     out_TC = torch.empty(count, channels, dtype=x_TC.dtype, device=x_TC.device)
     if spans.lengths is None:
-        _conv_step_kernel[(triton.cdiv(channels, _CHANNELS), count)](
+        _conv_step_kernel[(triton.cdiv(channels, CHANNELS), count)](
             x_TC,
             weight_CW,
             state_NCW,
@@ -125,7 +126,7 @@ def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Ten
             x_TC.stride(0),
             C=channels,
             W=width,
-            BLOCK=_CHANNELS,
+            BLOCK=CHANNELS,
             PAST=triton.next_power_of_2(width - 1),
             num_warps=4,
         )

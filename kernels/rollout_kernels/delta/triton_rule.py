@@ -49,14 +49,14 @@ class StepTile(NamedTuple):
 
 #: Measured on an H100 in the sizes of Qwen3.5-27B (`scripts.bench.delta --tiles`). Few states make more, smaller
 #: programs. Tokens one by one have one tile in all steps, since it decides in which order products are added.
-_LARGE_TILE, _SMALL_TILE = StepTile(values=64, num_warps=4), StepTile(values=32, num_warps=4)
+LARGE_TILE, SMALL_TILE = StepTile(values=64, num_warps=4), StepTile(values=32, num_warps=4)
 _FEW_PROGRAMS = 264
 
 
 def step_tile(states: int, value_dim: int) -> StepTile:
     """The tile of a decode step over this number of states: rows times heads."""
-    few = states * triton.cdiv(value_dim, _LARGE_TILE.values) < _FEW_PROGRAMS
-    return _SMALL_TILE if few else _LARGE_TILE
+    few = states * triton.cdiv(value_dim, LARGE_TILE.values) < _FEW_PROGRAMS
+    return SMALL_TILE if few else LARGE_TILE
 
 
 @triton.jit
@@ -74,6 +74,52 @@ def _decay(a, a_log, dt_bias):
     """The logarithm of the decay: -exp(a_log) softplus(a + dt_bias)."""
     x = a + dt_bias
     return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def unit_query(
+    heads, head, scale, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EPS: tl.constexpr
+):
+    """The query of a token's value head, of length `scale`; `heads` points to what the token is mixed of."""
+    k = tl.arange(0, BLOCK_K)
+    q = tl.load(heads + head // (H // G) * K + k, mask=k < K, other=0.0).to(tl.float32)
+    return q * (scale / tl.sqrt(tl.sum(q * q, 0) + EPS))
+
+
+@triton.jit
+def key_and_value(
+    heads,
+    head,
+    v,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """The key of a token's value head, of unit length, and a part of its value."""
+    k = tl.arange(0, BLOCK_K)
+    key = tl.load(heads + (G + head // (H // G)) * K + k, mask=k < K, other=0.0).to(tl.float32)
+    value = tl.load(heads + 2 * G * K + head * V + v, mask=v < V, other=0.0).to(tl.float32)
+    return key * (1.0 / tl.sqrt(tl.sum(key * key, 0) + EPS)), value
+
+
+@triton.jit
+def token_gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, token, head, stride_b, stride_a, beta_scale):
+    """Beta and the decay of a token's value head."""
+    b = tl.load(b_ptr + token * stride_b + head).to(tl.float32)
+    a = tl.load(a_ptr + token * stride_a + head).to(tl.float32)
+    g = _decay(a, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head))
+    return beta_scale / (1.0 + tl.exp(-b)), tl.exp(g)
+
+
+@triton.jit
+def advance(state, key, value, beta, decay):
+    """A part of a head's state after a token."""
+    state *= decay
+    u = beta * (value - tl.sum(state * key[:, None], 0))
+    return state + key[:, None] * u[None, :]
 
 
 @triton.jit
@@ -99,21 +145,11 @@ def _one_token(
     EPS: tl.constexpr,
 ):
     """A part of a head's state after this token, and the outputs of that part."""
-    k = tl.arange(0, BLOCK_K)
-    live_k, live_v = k < K, v < V
     heads = mixed_ptr + token * (2 * G * K + H * V)
-    key_head = head // (H // G)
-    q = tl.load(heads + key_head * K + k, mask=live_k, other=0.0).to(tl.float32)
-    key = tl.load(heads + (G + key_head) * K + k, mask=live_k, other=0.0).to(tl.float32)
-    value = tl.load(heads + 2 * G * K + head * V + v, mask=live_v, other=0.0).to(tl.float32)
-    q *= scale / tl.sqrt(tl.sum(q * q, 0) + EPS)
-    key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + EPS)
-    b = tl.load(b_ptr + token * stride_b + head).to(tl.float32)
-    a = tl.load(a_ptr + token * stride_a + head).to(tl.float32)
-    g = _decay(a, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head))
-    state *= tl.exp(g)
-    u = beta_scale / (1.0 + tl.exp(-b)) * (value - tl.sum(state * key[:, None], 0))
-    state += key[:, None] * u[None, :]
+    q = unit_query(heads, head, scale, H, G, K, BLOCK_K, EPS)
+    key, value = key_and_value(heads, head, v, H, G, K, V, BLOCK_K, EPS)
+    beta, decay = token_gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, token, head, stride_b, stride_a, beta_scale)
+    state = advance(state, key, value, beta, decay)
     return state, tl.sum(state * q[:, None], 0)
 
 
@@ -370,7 +406,7 @@ def gated_delta(
     scale, rows = key_dim**-0.5, len(spans.places_B)
     if spans.lengths is None or spans.one_by_one:
         if tile is None:
-            tile = _SMALL_TILE if spans.one_by_one else step_tile(rows * heads, value_dim)
+            tile = SMALL_TILE if spans.one_by_one else step_tile(rows * heads, value_dim)
         block_v = min(most_v, tile.values)
         kernel, starts = (_walk_kernel, (spans.starts_B1,)) if spans.one_by_one else (_step_kernel, ())
         kernel[(triton.cdiv(value_dim, block_v), heads, rows)](

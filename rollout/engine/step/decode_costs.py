@@ -1,8 +1,9 @@
 """What decode steps take on this device, measured before an engine serves.
 
 A verify step runs first, which compiles and loads what only such steps launch. The rows hold different tokens, so with
-a mixture each chooses its own experts. Their contexts are one token: the row state, the KV of page 0 and the slot are
-all that is written, and the row state is as before afterwards.
+a mixture each chooses its own experts. Their contexts are one token: the row state, the KV of page 0, the states of
+linear attention and the slot are all that is written. The row state is as before afterwards, and no row reads a state
+that it has not written. Where the model has states, rows beyond those that have a place for one are drafts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rollout.engine.speculation.step_costs import StepCosts
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.row_state import LAST, RowState
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import put_decode
+from rollout.engine.step.upload import put_behind, put_decode
 
 #: Runs of each size; the first ones warm up, and the fastest of the others counts.
 _WARM, _TIMED = 1, 3
@@ -49,6 +50,8 @@ def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
     padded, staging = size or 2, slot.staging
     staging.begin()
     put_decode(staging, [1, draft_row], [], padded, no_segments(padded) if executor.step.shares_pages else None)
+    if executor.step.drafts_states:
+        put_behind(staging, [1], padded)
     staging.put("pages", np.array([(1, 0, 0)], dtype=np.int32))
     staging.put("verified", np.array([(1, 0, 1, 0)]))
     staging.put("paths", np.zeros((1, 2), dtype=np.int64))
@@ -66,9 +69,10 @@ def _seconds(executor: Executor, slot: Slot, rows: int, guesses: int = 0) -> flo
     size = None if executor.graphs is None else executor.graphs.sizes.size_for(rows)
     padded = size or rows
     slot.staging.begin()
-    put_decode(
-        slot.staging, range(1, rows + 1), [], padded, no_segments(padded) if executor.step.shares_pages else None
-    )
+    numbers, drafts = _rows_and_drafts(executor, rows)
+    put_decode(slot.staging, numbers, [], padded, no_segments(padded) if executor.step.shares_pages else None)
+    if drafts:
+        put_behind(slot.staging, drafts, padded)
     context = executor.step.kv.page_size
     upload = slot.staging.upload(rows, rows, rows, PLAIN.value, context, size=size or 0)
     step, state, compute = slot.input_for(upload), executor.step.rows, executor.compute
@@ -89,6 +93,19 @@ def _seconds(executor: Executor, slot: Slot, rows: int, guesses: int = 0) -> flo
         times_s.append(end.time_s - start.time_s)
     executor.finish()
     return min(times_s[_WARM:])
+
+
+def _rows_and_drafts(executor: Executor, rows: int) -> tuple[list[int], list[int]]:
+    """The rows of a step, and how many drafts are behind each if there are any."""
+    states = executor.step.kv.states
+    if states is None or states.drafts is None or rows < states.drafts.first:
+        return list(range(1, rows + 1)), []
+    own = states.drafts.first - 1
+    drafts = [(rows - own) // own + (i < (rows - own) % own) for i in range(own)]
+    numbers, draft_rows = [], iter(range(own + 1, rows + 1))
+    for row, count in enumerate(drafts, start=1):
+        numbers += [row, *(next(draft_rows) for _ in range(count))]
+    return numbers, drafts
 
 
 def _different_tokens(state: RowState, rows: int) -> None:

@@ -129,6 +129,7 @@ class DeviceStep:
             experts,
             bool(features & _ADAPTER),
             step["segments"] if self.shares_pages else None,
+            step["behind"] if "behind" in step else None,
         )
         if self.heads is not None:
             self.heads.positions_B[: len(token_ids_B)].copy_(batch.positions_T)
@@ -145,6 +146,7 @@ class DeviceStep:
         experts: StepExperts | None = None,
         adapted: bool = False,
         segments_SW: torch.Tensor | None = None,
+        behind_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, AttentionBatch]:
         """The input of a decode forward from the row state: token ids, and where they sit; opens new pages."""
         page_size, columns = self.kv.page_size, -(-max_context // self.kv.page_size)
@@ -168,11 +170,26 @@ class DeviceStep:
             experts=None if experts is None else experts.experts,
             adapters=self._step_adapters(rows_B) if adapted else None,
             rows_B=rows_B,
+            behind_B=behind_B,
             segments_SW=segments_SW,
             rope_positions=self._rope_positions(rows_B, begun.positions_B),
             taps=None if self.heads is None else self.heads.taps,
         )
         return begun.token_ids_B, batch
+
+    @property
+    def drafts_states(self) -> bool:
+        """True if steps with drafts are other steps for the model: it has states, which go through the drafts."""
+        return self.kv.states is not None and self.kv.states.drafts is not None
+
+    def accept(self, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor) -> None:
+        """Compare the drafts with the tokens drawn; rows and states go on after the last accepted one."""
+        verify.accept(self.rows, step, output_4R, accepted_R)
+        if self.drafts_states:
+            assert self.kv.states is not None
+            # As the forward goes through the tokens: see `DeltaNet.mix`.
+            one_by_one = self.exact_sums or self.model.embed.dtype == torch.float32
+            self.kv.states.catch_up(step["verified"], step["rows"], accepted_R, one_by_one)
 
     def _rope_positions(self, rows_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor | None:
         """Positions of the rotary embedding of rows, where they may have images."""

@@ -188,7 +188,7 @@ class Executor:
         else:
             assert self.graphs is not None, "a step that was packed for a graph"
             if not header.features & _NOT_PLAIN:
-                self.graphs.run(slot, header.size)
+                self.graphs.run(slot, header.size, "behind" in step)
                 self._accept(header, slot)
                 self._compare(header, slot)
                 self.run_guess(header, slot)
@@ -231,7 +231,7 @@ class Executor:
                 verify.refuse(self.step.rows, step, slot.masks.refused)
             if header.guesses > 0:
                 slot.accepted.zero_()  # of rows without drafts, too
-            verify.accept(self.step.rows, step, slot.output, slot.accepted)
+            self.step.accept(step, slot.output, slot.accepted)
 
     # --- between the steps --------------------------------------------------------------------------------------------
 

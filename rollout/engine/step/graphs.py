@@ -6,6 +6,8 @@
                                                     steps that change the logits; once more for steps with adapters.
                                                     They draw outside the graph, which costs more than the padding
 
+    drafted   both once more for steps with drafts of a model with states; the others take the graphs of steps without
+
     draft     what the draft model does after a     one to read a step, for each of the sizes; one to guess for so many
               step                                  rows, all without truncation
 
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -32,7 +35,7 @@ from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.expert_trace import StepExperts
 from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import StepInput, Upload, put_decode
+from rollout.engine.step.upload import StepInput, Upload, put_behind, put_decode
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fused import FusedDecoder, experts_alone, supports, takes_feed_forward, takes_mixer
 from rollout.models.fused_experts import DecoderWithFusedExperts
@@ -127,10 +130,14 @@ class DecodeGraphs:
         self._max_context = max_context
         self._pool = torch.cuda.graph_pool_handle()
         self.sizes = CapturedSizes.up_to(most)
-        self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._steps: dict[
+            tuple[int, int, bool], torch.cuda.CUDAGraph
+        ] = {}  # by slot, size, and whether drafts are in it
+        #: Without drafts, and with, where these are different steps.
+        self._drafted = (False, True) if step.drafts_states else (False,)
         #: Features of the forwards that are captured: without adapters, and with.
         self._kinds = (Feature.NONE,) if step.adapters is None else (Feature.NONE, Feature.ADAPTER)
-        self.forwards: dict[tuple[int, bool], _Forward] = {}
+        self.forwards: dict[tuple[int, bool, bool], _Forward] = {}  # by size, adapters, drafts
         #: What the draft model does with decode steps; None without one.
         self.heads = None if step.heads is None else HeadGraphs()
         #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
@@ -139,7 +146,7 @@ class DecodeGraphs:
     @property
     def kept_bytes(self) -> int:
         """Memory of the logits that graphs of all sizes but the largest keep, since they are read after the replay."""
-        return len(self._kinds) * sum(self.sizes.forward[:-1]) * self._step.model.spec.vocab * 4
+        return len(self._kinds) * len(self._drafted) * sum(self.sizes.forward[:-1]) * self._step.model.spec.vocab * 4
 
     def capture(self, slots: list[Slot], progress: Progress | None = None, sizes: list[int] | None = None) -> None:
         """Capture every size, or only `sizes`, for every slot."""
@@ -163,16 +170,19 @@ class DecodeGraphs:
         of_heads = 0 if self.heads is None else len(self.heads.read) + len(self.heads.guess)
         return len(self._steps) + len(self.forwards) + of_heads
 
-    def run(self, slot: Slot, size: int) -> None:
-        """Enqueue a decode step, draw included, whose upload is padded to `size`; on the compute stream."""
-        self._steps[id(slot), size].replay()
+    def run(self, slot: Slot, size: int, drafted: bool = False) -> None:
+        """Enqueue a decode step, draw included, whose upload is padded to `size`; on the compute stream.
+
+        `drafted` if the upload says which rows have drafts behind them.
+        """
+        self._steps[id(slot), size, drafted].replay()
 
     def forward(self, step: StepInput, experts: StepExperts | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the forward alone; its logits, which the next one overwrites, and rows. On the compute stream."""
         header = step.header
-        forward = self.forwards[header.size, bool(header.features & _ADAPTER)]
+        forward = self.forwards[header.size, bool(header.features & _ADAPTER), "behind" in step]
         own = forward.step.words
-        own.copy_(step.words[: len(own)])  # the sections of `put_decode`, which lie first; the graph reads nothing else
+        own.copy_(step.words[: len(own)])  # the sections of `_upload`, which lie first; the graph reads nothing else
         forward.graph.replay()
         if experts is not None and forward.experts is not None:
             experts.copy_from(forward.experts, header.rows)
@@ -185,12 +195,12 @@ class DecodeGraphs:
         """
         stream = self._stream
         with torch.inference_mode(), torch.cuda.stream(stream):
-            if (size, False) not in self.forwards:
+            if (size, False, False) not in self.forwards:
                 stream.synchronize()  # capturing writes to the staging buffer, from which a copy may be under way
-                self._capture_forward(slot, size, Feature.NONE)
-            forward = self.forwards[size, False]
+                self._capture_forward(slot, size, Feature.NONE, False)
+            forward = self.forwards[size, False, False]
             forward.step.words.copy_(slot.input[: len(forward.step.words)])
-        return CapturedStep(self._steps[id(slot), size], forward.graph, forward.logits_SV)
+        return CapturedStep(self._steps[id(slot), size, False], forward.graph, forward.logits_SV)
 
     @property
     def _stream(self) -> torch.cuda.Stream:
@@ -198,37 +208,41 @@ class DecodeGraphs:
 
     def _warm_up(self, slot: Slot, size: int) -> None:
         """Compile and load what the captures of this size will launch; it runs on padding."""
-        step = self._on_slot(slot, size)
-        step.words.zero_()
-        self.run_whole(step, slot)
-        if Feature.ADAPTER in self._kinds:
-            self.run_forward(step, slot.experts, Feature.ADAPTER)
+        for drafted in self._drafted:
+            step = self._on_slot(slot, size, drafted)
+            step.words.zero_()
+            self.run_whole(step, slot)
+            if Feature.ADAPTER in self._kinds:
+                self.run_forward(step, slot.experts, Feature.ADAPTER)
         if (heads := self._step.heads) is not None:
             heads.read(size, self._max_context, self._step.kv)
             heads.guess(size, self._max_context, PLAIN, self._step.kv)
         self._stream.synchronize()
 
-    def _upload(self, slot: Slot, size: int) -> Upload:
+    def _upload(self, slot: Slot, size: int, drafted: bool) -> Upload:
         slot.staging.begin()
         put_decode(slot.staging, [], [], size, no_segments(size) if self._step.shares_pages else None)
+        if drafted:
+            put_behind(slot.staging, [], size)
         return slot.staging.upload(size, size, size, PLAIN.value, self._max_context, size=size)
 
-    def _on_slot(self, slot: Slot, size: int) -> StepInput:
-        upload = self._upload(slot, size)
+    def _on_slot(self, slot: Slot, size: int, drafted: bool) -> StepInput:
+        upload = self._upload(slot, size, drafted)
         return slot.input_for(upload)
 
     def _capture(self, slots: list[Slot], size: int) -> None:
         if size in self.sizes.forward:
             for features in self._kinds:
-                self._capture_forward(slots[0], size, features)
+                for drafted in self._drafted:
+                    self._capture_forward(slots[0], size, features, drafted)
         if self._step.heads is not None and self.heads is not None:
             self._capture_heads(self._step.heads, self.heads, size)
-        for slot in slots:
-            step, graph = self._on_slot(slot, size), torch.cuda.CUDAGraph()
+        for slot, drafted in product(slots, self._drafted):
+            step, graph = self._on_slot(slot, size, drafted), torch.cuda.CUDAGraph()
             with capturing(graph, self._pool):
                 self._compute.record(slot.start)  # again, where the device begins: the replay arrives later
                 self.run_whole(step, slot)
-            self._steps[id(slot), size] = graph
+            self._steps[id(slot), size, drafted] = graph
             if isinstance(self._step.forward, FusedDecoder | DecoderWithFusedExperts):
                 # Only the first slot's: they keep their memory, which the graphs captured after them can't write to.
                 self.experts.setdefault(size, self._step.forward.take_chosen())
@@ -241,13 +255,13 @@ class DecodeGraphs:
             heads.guess(size, self._max_context, PLAIN, self._step.kv)
         graphs.read[size], graphs.guess[size] = read.replay, guess.replay
 
-    def _capture_forward(self, slot: Slot, size: int, features: Feature) -> None:
-        upload, graph = self._upload(slot, size), torch.cuda.CUDAGraph()
+    def _capture_forward(self, slot: Slot, size: int, features: Feature, drafted: bool) -> None:
+        upload, graph = self._upload(slot, size, drafted), torch.cuda.CUDAGraph()
         step = StepInput(upload.header, torch.zeros_like(slot.input[: len(upload.words)]))
         experts = None if slot.experts is None else slot.experts.another(size)
         with capturing(graph, self._pool):
             logits_SV = self.run_forward(step, experts, features)
-        self.forwards[size, bool(features)] = _Forward(graph, step, logits_SV, experts)
+        self.forwards[size, bool(features), drafted] = _Forward(graph, step, logits_SV, experts)
 
     def run_whole(self, step: StepInput, slot: Slot) -> None:
         """What the graph of a whole step holds: forward and sampling."""

@@ -25,7 +25,16 @@ from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
 from rollout.engine.step.scores import SCORED_AT_ONCE
 from rollout.engine.step.shared_pages import SharedPages
-from rollout.engine.step.upload import ALIGNMENT_WORDS, Staging, Upload, put_decode, put_prefill, put_scored, put_tops
+from rollout.engine.step.upload import (
+    ALIGNMENT_WORDS,
+    Staging,
+    Upload,
+    put_behind,
+    put_decode,
+    put_prefill,
+    put_scored,
+    put_tops,
+)
 
 _IMAGE_WORDS = 10  # of a token, more, where a prompt has images: three positions, its place in the step, its embedding
 #: int32 words of an upload. A token: id, position, span. A span: rows, ends, lengths, samples, tops, copy, save, load,
@@ -37,6 +46,7 @@ _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, adap
 #: Features whose rows have more to set up.
 _SETUP_FEATURES = Feature.MIN_TOKENS | Feature.BIAS | Feature.PENALIZE
 _DRAFT_WORDS = 8
+_BEHIND_WORDS = 1  # of a row or a draft of a model with states: the drafts behind it
 _BASE_WORDS = 4  # of a row after whose step the draft model guesses: row and place as int64
 _PAGE_WORDS = 3  # of a page that a verify step tells
 _SAVE_WORDS = 4  # of a row that ended and whose state is saved: row and place as int64
@@ -48,7 +58,8 @@ class Packer:
     """Packs the plans of one engine.
 
     `captured` are the sizes of its captured decode steps, None without any. `shared` says what rows share, where
-    attention reads shared pages once. `draft_rows` are the rows of the row state for drafts.
+    attention reads shared pages once. `draft_rows` are the rows of the row state for drafts. `states`: the model has
+    linear attention, whose states go through the drafts of a row.
     """
 
     def __init__(
@@ -58,9 +69,11 @@ class Packer:
         captured: CapturedSizes | None = None,
         shared: SharedPages | None = None,
         draft_rows: range = range(0),
+        states: bool = False,
     ) -> None:
         self.scored_multiple = scored_multiple
         self._draft_rows = draft_rows
+        self._states = states
         self.captured = captured
         self._adapters = adapters
         self._shared = shared
@@ -106,6 +119,8 @@ class Packer:
         segments_SW = None if self._shared is None else self._shared.segments(plan, size)
         if plan.pages:
             put_decode(staging, self._rows_with_drafts(plan), [], size, segments_SW)
+            if plan.drafts and self._states:
+                put_behind(staging, [draws - 1 for _, _, _, draws, _ in plan.spans], size)
             self._put_verify(plan, staging)
         else:
             put_decode(staging, [span.seq.row for span in plan.spans], plan.opens, size, segments_SW)
@@ -317,7 +332,8 @@ def verify_words(max_rows: int, draft_rows: int, most: int) -> int:
         return 0
     positions = 2 * (most + 1)  # that a row may have in such a step, and tokens of its path
     told = positions + most  # positions whose pages are sent: guesses may follow
-    return draft_rows * 2 * (_DRAFT_WORDS + positions) + max_rows * (_PAGE_WORDS * (told + 1) + _BASE_WORDS)
+    of_drafts = draft_rows * (2 * (_DRAFT_WORDS + positions) + _BEHIND_WORDS)
+    return of_drafts + max_rows * (_PAGE_WORDS * (told + 1) + _BASE_WORDS + _BEHIND_WORDS)
 
 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, images: bool = False) -> int:

@@ -20,6 +20,8 @@
     init_*, page_updates, banned*, bias*, counts*   rows that the step sets up (`row_state.py`)
     copies                 int32 [n, 2]: pages to copy, source and target
     state_saves, _loads    int64 [n, 2]: states to copy, source and target place; first all saves, then all loads
+    behind                 int32 [size]: drafts behind each row, -1 for a draft row; of a step with drafts of a model
+                           with states. It lies next to the sections of a decode
     known                  int64 [n, 3]: row, token that goes in, its position; of rows of a decode forward whose token
                            comes from the host
     verified               int64 [M, 4] of rows with drafts: row, place of its own draw, number of drafts (their places
@@ -192,6 +194,19 @@ def put_decode(
     staging.put("new_pages", pages_B)
     if segments_SW is not None:
         staging.put("segments", segments_SW)
+
+
+def put_behind(staging: Staging, drafts: Seq[int], size: int) -> None:
+    """Put how many drafts stand behind each row of a step, right after `put_decode`; padded to `size`.
+
+    `drafts` has a number for each row, in their order.
+    """
+    behind_B = np.zeros(size, dtype=np.int32)
+    at = 0
+    for count in drafts:
+        behind_B[at : at + 1 + count] = [count] + [-1] * count
+        at += 1 + count
+    staging.put("behind", behind_B)
 
 
 def put_prefill(

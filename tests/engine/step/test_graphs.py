@@ -191,7 +191,7 @@ def test_a_forward_that_is_to_be_measured_reads_the_slots_input(model, replays):
     slot = bench.engine.pipeline.free_slots[0]
     slot.input.fill_(1)
     step = bench.engine.executor.graphs.captured(slot, 3)
-    forward = bench.engine.executor.graphs.forwards[3, False]
+    forward = bench.engine.executor.graphs.forwards[3, False, False]
     assert step.logits_SV.shape[0] == 3 and forward.step.words.eq(1).all() and step.forward is forward.graph
     bench.close()
 

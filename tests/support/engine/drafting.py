@@ -24,8 +24,10 @@ Recorded = Mapping[tuple[str, int], Seq[int]]
 class ReplayDrafter:
     """The recorded tokens, each wrong with probability `wrong`; some paths are short or missing."""
 
-    def __init__(self, recorded: Recorded, wrong: float, seed: int = 0, ragged: bool = False) -> None:
-        self.recorded, self.wrong, self.ragged = recorded, wrong, ragged
+    def __init__(
+        self, recorded: Recorded, wrong: float, seed: int = 0, ragged: bool = False, vocab: int = VOCAB
+    ) -> None:
+        self.recorded, self.wrong, self.ragged, self.vocab = recorded, wrong, ragged, vocab
         self.rng = random.Random(seed)
         self.ends: list[tuple[str, int]] = []
         self.told: dict[tuple[str, int], int] = {}  # tokens of each completion
@@ -33,8 +35,8 @@ class ReplayDrafter:
     def path(self, key: Sequence, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
         self.told[key.group.key[1], key.index] = len(tokens)
         path = list(self.recorded.get((key.group.key[1], key.index), ()))[len(tokens) :][:want]
-        path = [token if self.rng.random() >= self.wrong else (token + 1) % VOCAB for token in path]
-        path += [self.rng.randrange(VOCAB) for _ in range(want - len(path))]  # after the end, too
+        path = [token if self.rng.random() >= self.wrong else (token + 1) % self.vocab for token in path]
+        path += [self.rng.randrange(self.vocab) for _ in range(want - len(path))]  # after the end, too
         return path[: self.rng.randint(0, want)] if self.ragged else path
 
     def source(self, key: Sequence) -> int | None:
@@ -51,12 +53,13 @@ def drafting(
     wrong: float,
     seed: int = 0,
     ragged: bool = False,
+    bench: type[Bench] = Bench,
     **fields,
 ) -> tuple[Bench, ReplayDrafter]:
     """An engine that drafts by a `ReplayDrafter`; `fields` as for `Bench`."""
-    drafter = ReplayDrafter(recorded, wrong, seed, ragged)
+    drafter = ReplayDrafter(recorded, wrong, seed, ragged, model.spec.vocab)
     monkeypatch.setitem(DRAFTERS, "suffix", lambda kept_tokens: drafter)
-    return Bench(model, **{"speculation": "suffix", **fields}), drafter
+    return bench(model, **{"speculation": "suffix", **fields}), drafter
 
 
 def replayed_guesses(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq[int]], wrong: float, seed: int = 0):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers.masking_utils import create_causal_mask
 
 from tests.support.models.every_family import EVERY_FAMILY, Make
+from tests.support.models.hybrids import HYBRIDS, make_hybrid
 
 
 class Layout(NamedTuple):
@@ -31,11 +32,19 @@ class Layout(NamedTuple):
     norm: str
     hidden_first: bool
     copies: tuple[str, ...] = ()  # of tensors of the model
+    layer: str = ""  # what the names of the layer's tensors begin with, after the prefix
+    count: str = "num_nextn_predict_layers"  # the key in config.json that counts such layers
+    offset: float = 0.0  # the weights of norms are stored less this
 
 
 _NEXTN = Layout(
     *("model.layers.{}.", "eh_proj", "enorm", "hnorm", "shared_head.norm", False),
     ("embed_tokens.weight", "shared_head.head.weight"),
+)
+_QWEN = Layout(
+    *("mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", False),
+    layer="layers.0.",
+    offset=1.0,
 )
 LAYOUTS = {
     "MiMo": Layout(
@@ -44,7 +53,18 @@ LAYOUTS = {
     "Glm4Moe": _NEXTN,
     "DeepseekV3": _NEXTN,
     "Glm4MoeLite": _NEXTN,
+    "Qwen3_5": _QWEN._replace(count="mtp_num_hidden_layers"),
+    "Qwen3_5Moe": _QWEN._replace(count="mtp_num_hidden_layers"),
+    "Qwen3Next": _QWEN,
 }
+
+
+def _make(name: str) -> Make:
+    """What makes the model; of models with linear attention the last layer has none, as in published ones."""
+    if name not in HYBRIDS:
+        return EVERY_FAMILY[name]
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    return lambda folder, seed: make_hybrid(name, folder, seed, layer_types=kinds)
 
 
 @dataclass
@@ -75,7 +95,7 @@ class Predicting:
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         eps = self.model.config.rms_norm_eps
-        return self.part(name) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return (self.layout.offset + self.part(name)) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
     @torch.inference_mode()
     def forward(self, embeds_TH: torch.Tensor, hidden_TH: torch.Tensor) -> torch.Tensor:
@@ -102,10 +122,10 @@ class Predicting:
 
 def make_predicting(name: str, folder: Path, seed: int = 0, make: Make | None = None) -> Predicting:
     """A random checkpoint of one of `LAYOUTS` with its layer; `make` makes the model, in sizes of its own."""
-    model, layout = (make or EVERY_FAMILY[name])(folder, seed).requires_grad_(False), LAYOUTS[name]
+    model, layout = (make or _make(name))(folder, seed).requires_grad_(False), LAYOUTS[name]
     file = folder / "config.json"
     config = {key: value for key, value in json.loads(file.read_text()).items() if key != "num_mtp_layers"}
-    file.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    file.write_text(json.dumps(config | {layout.count: 1}))
     last = model.model.layers[-1]
     block = copy.deepcopy(last)
     generator = torch.Generator().manual_seed(seed + 77)
@@ -115,16 +135,17 @@ def make_predicting(name: str, folder: Path, seed: int = 0, make: Make | None = 
 
     for key, tensor in (*block.named_parameters(), *block.named_buffers()):
         if key.endswith("norm.weight"):
-            tensor.uniform_(0.5, 1.5, generator=generator)
+            tensor.uniform_(0.5, 1.5, generator=generator).sub_(layout.offset)
         elif tensor.dim() > 1:
             tensor.copy_(1.5 * product(*tensor.shape))
         else:
             tensor.normal_(0.0, 0.3, generator=generator)
     hidden = model.config.hidden_size
-    parts = {f"{part}.weight": 0.5 + torch.rand(hidden, generator=generator) for part in layout[2:5]}
+    parts = {f"{part}.weight": 0.5 - layout.offset + torch.rand(hidden, generator=generator) for part in layout[2:5]}
     parts[f"{layout.fc}.weight"] = 2 * product(hidden, 2 * hidden)
+    of_layer = {layout.layer + key: tensor for key, tensor in _published(block).items()}
     found = Predicting(name, model, block, {})
-    found.tensors = {found.prefix + key: tensor for key, tensor in (parts | _published(block)).items()}
+    found.tensors = {found.prefix + key: tensor for key, tensor in (parts | of_layer).items()}
     add_tensors(folder, found.tensors | {found.prefix + key: torch.zeros(3) for key in layout.copies})
     return found
 

@@ -11,14 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.config import EngineSettings, ModelSettings
-from rollout.engine.build import check_model
 from rollout.models import CheckpointError, LoadedModel, load_model
 from rollout.models.batch import AttentionBatch, Chunk, KVCache
 from rollout.models.draft_head import PREFIX
 from rollout.weights.parameter_map import ParameterMap, update_names
 from tests.support.models.draft_heads import head_config, head_forward, head_logits, random_head, save_head
 from tests.support.models.families import make_checkpoint
-from tests.support.models.hybrids import make_hybrid
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest, pack
 
@@ -221,7 +219,3 @@ def test_models_that_cannot_be_drafted_for_are_refused(target, tmp_path) -> None
     head_for(target, tmp_path)
     with pytest.raises(ValueError, match="speculation_model"):
         load(tmp_path, model_impl="transformers")
-    make_hybrid("Qwen3Next", tmp_path / "hybrid")
-    model = load_model(ModelSettings(path=str(tmp_path / "hybrid")), CPU).model
-    with pytest.raises(ValueError, match="speculation"):
-        check_model(EngineSettings(speculation="heads", speculation_model="x"), model)

@@ -1,4 +1,8 @@
-"""Every rank has the whole draft model: all ranks guess the same tokens, and complete what one rank completes."""
+"""Drafts over several ranks: these complete what one rank completes.
+
+Every rank has the whole draft model, and all guess the same tokens. Every rank has a part of the states of linear
+attention, and all go on after the same drafts.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,12 @@ from transformers import AutoConfig
 
 from rollout.config import ModelSettings
 from rollout.models import load_model
-from tests.support.engine.drafting import watch_guesses
+from tests.support.engine.drafting import drafting, watch_guesses
 from tests.support.engine.harness import Bench
 from tests.support.kernels.grids import nightly
 from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.families import make_checkpoint
+from tests.support.models.hybrids import make_hybrid
 from tests.support.models.mtp_layers import make_predicting
 from tests.support.parallel.ranks import Ranks
 
@@ -116,6 +121,49 @@ def test_guesses_of_rank_0_count_where_logits_differ(tmp_path: Path, start_ranks
     first, second = start_ranks(2).run(complete_with_other_logits, tmp_path)
     assert first["guesses"] == second["guesses"] and first["drafted"] > 100
     assert first["tokens"] == second["tokens"] == plain["tokens"]
+
+
+def complete_with_states(folder: Path, group: TensorGroup | None, answers: dict[str, list[int]] | None) -> Found:
+    """With `answers`, some of them wrong, as drafts; None: without drafts."""
+    loaded = load_model(ModelSettings(path=str(folder)), CPU, group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        fields = {"max_rows": 8, "kv_pages": 90}
+        if answers is None:
+            bench = Bench(loaded.model, **fields)
+        else:
+            recorded = {(name, 0): tokens for name, tokens in answers.items()}
+            bench, _ = drafting(patch, loaded.model, recorded, 0.2, ragged=True, speculation_tokens=4, **fields)
+        for i in range(6):
+            generator = torch.Generator().manual_seed(i)
+            prompt = torch.randint(0, loaded.spec.vocab, (5 + 4 * i,), generator=generator).tolist()
+            bench.submit(f"r{i}", prompt, 40, sampling={"temperature": 0.8, "seed": i}, n=1 + i % 2)
+        bench.run()
+    bench.close()
+    done = bench.completions
+    return {
+        "tokens": {key: one.token_ids for key, one in done.items()},
+        "logprobs": {key: one.raw_logprobs for key, one in done.items()},
+        "accepted": bench.engine.roster.counters.accepted,
+    }
+
+
+def complete_with_states_on_a_rank(group: TensorGroup, folder: Path, answers: dict[str, list[int]] | None) -> Found:
+    return complete_with_states(folder, group, answers)
+
+
+@pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3Next", "OlmoHybrid")])
+def test_states_of_every_rank_follow_the_accepted_drafts(
+    tmp_path: Path, start_ranks: Callable[[int], Ranks], stem: str
+) -> None:
+    make_hybrid(stem, tmp_path, **({"num_experts": 8} if stem == "Qwen3Next" else {}))
+    plain = complete_with_states(tmp_path, None, None)
+    answers = {name: tokens for (name, index), tokens in plain["tokens"].items() if index == 0}
+    first, second = start_ranks(2).run(complete_with_states_on_a_rank, tmp_path, answers)
+    assert first == second, "ranks have other bits"
+    assert first["accepted"] > 60
+    assert first["tokens"] == plain["tokens"]
+    for key, expected in plain["logprobs"].items():
+        assert np.allclose(first["logprobs"][key], expected, rtol=0, atol=2e-4)
 
 
 def random_weights(folder: Path, group: TensorGroup | None) -> dict[str, torch.Tensor]:

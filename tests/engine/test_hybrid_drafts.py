@@ -1,0 +1,329 @@
+"""Models with linear attention draft like others: states follow the accepted drafts, whatever happens to them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rollout.engine.build import rebuild_engine
+from rollout.engine.messages import Cancel, PutAdapter, StopAt
+from tests.engine.test_invariants import run_watched
+from tests.engine.test_speculation import RULES, SAMPLED, assert_same, recorded
+from tests.support.engine.adapted import make_adapters
+from tests.support.engine.constraints import Cycle
+from tests.support.engine.conversation import Conversation
+from tests.support.engine.drafting import drafting
+from tests.support.engine.faults import fail_a_step
+from tests.support.engine.harness import Bench, load
+from tests.support.engine.replay import replayed
+from tests.support.engine.sleeping import Sleeping
+from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
+from tests.support.kernels.grids import nightly
+from tests.support.models.hybrids import make_hybrid
+from tests.support.peft_adapters import ALL
+
+VOCAB = 83
+_LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+TARGETS = (_LINEAR, (*ALL, *_LINEAR))  # modules with adapters
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folders and transformers' models by family and seed, made when first asked for."""
+    torch.set_num_threads(1)
+    known = {}
+
+    def make(stem: str = "Qwen3_5", seed: int = 0):
+        if (stem, seed) not in known:
+            folder = tmp_path_factory.mktemp(f"{stem}-{seed}")
+            known[stem, seed] = folder, make_hybrid(stem, folder, seed)
+        return known[stem, seed]
+
+    return make
+
+
+@pytest.fixture
+def model(made):
+    return load(made()[0])
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def submit_all(bench: Bench) -> None:
+    """Groups, all kinds of sampling, stops, tops, a constraint, and prompts of one token and of two."""
+    for i, sampling in enumerate(RULES):
+        bench.submit(f"rules{i}", prompt_of(5 + 3 * i, i), 18 + i, sampling=sampling, n=1 + i % 2)
+    stop = {"token_ids": (31, 32), "min_tokens": 6}
+    bench.submit("stops", prompt_of(9, 20), 60, sampling=SAMPLED, stop=stop, n=3)
+    bench.submit("tops", prompt_of(6, 21), 15, sampling=SAMPLED, top_logprobs=3, stream_every=2)
+    bench.submit("short", prompt_of(1, 22), 20, sampling=SAMPLED, n=2)
+    bench.submit("two", prompt_of(2, 22), 2, sampling=SAMPLED)
+    bench.submit("cycle", prompt_of(8, 23), 12, sampling=SAMPLED, constraint=Cycle([[1, 5, 9], [2, 3, 40], [7, 8]]))
+
+
+@pytest.fixture(scope="module")
+def plain(made):
+    """What `submit_all` gives without drafts, by family."""
+    known: dict[str, Bench] = {}
+
+    def run(stem: str) -> Bench:
+        if stem not in known:
+            bench = known[stem] = Bench(load(made(stem)[0]))
+            submit_all(bench)
+            bench.run()
+            bench.close()
+        return known[stem]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("stem", "wrong", "ragged", "depth"),
+    [
+        ("Qwen3_5", 0.0, False, 2),
+        ("Qwen3_5", 1.0, False, 1),
+        ("Qwen3Next", 0.3, True, 2),
+        ("OlmoHybrid", 0.2, False, 2),
+        *nightly(
+            *(
+                (stem, wrong, ragged, depth)
+                for stem in ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "OlmoHybrid")
+                for wrong, ragged, depth in ((0.0, False, 1), (1.0, True, 2), (0.3, True, 1), (0.1, True, 2))
+            )
+        ),
+    ],
+)
+def test_any_drafts_give_the_same_completions(made, monkeypatch, plain, stem, wrong, ragged, depth):
+    fields = {"speculation_tokens": 3 if ragged else 5, "pipeline_depth": depth}
+    without = plain(stem)
+    bench, _ = drafting(monkeypatch, load(made(stem)[0]), recorded(without.completions), wrong, depth, ragged, **fields)
+    submit_all(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, without)
+    counters = bench.engine.roster.counters
+    assert counters.drafted > 50
+    assert counters.accepted == 0 if wrong == 1.0 else counters.accepted > 20
+
+
+def test_states_have_seen_the_tokens_of_their_rows_after_every_step(model, monkeypatch):
+    """The state of a row after some steps with drafts is that of a row with as many tokens, computed at once."""
+    plain = Bench(model, prefix_cache=False)
+    plain.submit("a", prompt_of(9), 40, sampling=SAMPLED)
+    plain.run()
+    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.4, pipeline_depth=1, ragged=True)
+    bench.submit("a", prompt_of(9), 40, sampling=SAMPLED)
+    states, checked = bench.engine.executor.step.kv.states, 0
+    while ("a", 0) not in bench.completions or bench.engine.busy:
+        bench.engine.tick()
+        rows = bench.engine.roster.decoding
+        if not rows or rows[0].inflight_refs:
+            continue
+        seq, checked = rows[0], checked + 1
+        tokens = [*prompt_of(9), *seq.tokens][: seq.kv.length]
+        alone = Bench(model, prefix_cache=False)
+        alone.submit("a", tokens, 1)  # one prefill, and no step after it
+        alone.run()
+        row = alone.engine.roster.free_rows[-1]  # the last that was freed
+        for mine, theirs in zip(states.tensors, alone.engine.executor.step.kv.states.tensors, strict=True):
+            torch.testing.assert_close(mine[seq.row], theirs[row], rtol=1e-4, atol=1e-5)
+        alone.close()
+    assert checked > 9 and bench.engine.roster.counters.accepted > 9
+    assert bench.tokens("a") == plain.tokens("a")
+    plain.close()
+    bench.close()
+
+
+# --- sessions ---
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_turns_of_a_session_go_on_after_drafts(made, model, monkeypatch, depth):
+    """Also after a stop amid accepted drafts, where the state has seen tokens that are none of the completion's."""
+    limits = {"stop": {"token_ids": (31, 40, 7, 55)}, "sampling": SAMPLED}
+    plain = Conversation(Bench(model, prefix_cache=False), "s", prompt_of, session=False)
+    said = [plain.say(new, 24, **limits) for new in (11, 5, 3, 4, 9, 2)]
+    reasons = [plain.bench.completions[f"s{turn}", 0].finish.reason for turn in range(1, 7)]
+    assert "stop" in reasons
+    answers = {(f"s{turn}", 0): [*tokens, 1, 2, 3] for turn, tokens in enumerate(said, 1)}
+    for wrong in (0.0, 0.4, 1.0):
+        fields = {"pipeline_depth": depth, "speculation_tokens": 4}
+        bench, _ = drafting(monkeypatch, model, answers, wrong, **fields)
+        talk = Conversation(bench, "s", prompt_of)
+        assert [talk.say(new, 24, **limits) for new in (11, 5, 3, 4, 9, 2)] == said
+        for turn in range(1, 7):
+            ours, theirs = (which.completions[f"s{turn}", 0] for which in (bench, plain.bench))
+            assert torch.allclose(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0)
+        hits = bench.status().prefix_hits
+        assert hits["turn_end"] > 0 and hits["turn_end"] + hits["prompt_end"] == 5
+        bench.engine.roster.check_integrity()
+        bench.close()
+
+
+# --- pages run short, weights change, requests end, the device sleeps or fails ---
+
+
+def submit_six(bench: Bench) -> None:
+    for i in range(6):
+        bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
+
+
+@pytest.fixture(scope="module")
+def six(made) -> Bench:
+    bench = Bench(load(made()[0]), kv_pages=600)
+    submit_six(bench)
+    bench.run()
+    bench.close()
+    return bench
+
+
+@pytest.mark.parametrize(("states", "wrong", "depth"), [(0, 0.0, 2), (8, 0.4, 2), *nightly((8, 0.1, 1), (1, 0.4, 2))])
+def test_preempted_rows_come_back_as_they_were(model, monkeypatch, six, states, wrong, depth):
+    host_gib = 2 * states * model.spec.state_bytes(torch.float32) / 2**30
+    fields = {"kv_pages": 40, "max_rows": 8, "host_kv_gib": host_gib, "pipeline_depth": depth}
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), wrong, ragged=wrong == 0.4, **fields)
+    submit_six(bench)
+    run_watched(bench)
+    assert bench.engine.roster.counters.preemptions > 0
+    assert not states or bench.status().offload.restored > 0
+    bench.close()
+    assert_same(bench, six)
+
+
+@pytest.mark.parametrize(("kv_on_swap", "seed"), [("keep", 0), ("recompute", 1), *nightly(("keep", 2))])
+def test_a_swap_between_verify_steps(made, model, monkeypatch, six, kv_on_swap, seed):
+    folders, hf_models = zip(*(made(seed=which) for which in (0, 1)), strict=True)
+    old = Bench(model)
+    for i in range(3):
+        old.submit(f"r{i}", prompt_of(8 + i, i), 50)
+    old.run()
+    old.close()
+    mailbox = Mailbox()
+    fields = {"receiver": mailbox, "kv_on_swap": kv_on_swap, "recompute_fraction": 1.0}
+    bench, _ = drafting(monkeypatch, model, recorded(old.completions), 0.3, seed, **fields)
+    for i in range(3):
+        bench.submit(f"r{i}", prompt_of(8 + i, i), 50)
+    swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 8 + seed)
+    bench.close()
+    assert bench.engine.roster.counters.accepted > 5
+    for i in range(3):
+        done = bench.completions[f"r{i}", 0]
+        assert set(done.versions) == {0, 1} and done.versions == sorted(done.versions)
+        assert done.token_ids == replayed(hf_models, prompt_of(8 + i, i), done)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(model, monkeypatch, six, seed):
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.2, seed, kv_pages=60)
+    rng = random.Random(seed)
+    submit_six(bench)
+    for i in range(6):
+        for _ in range(rng.randint(1, 6)):
+            bench.engine.tick()
+        key = ("c", f"r{i}")
+        bench.engine.inbox.put(Cancel(key) if i % 2 else StopAt(key, 0, 3, "end"))
+    run_watched(bench)
+    bench.close()
+    for (name, index), completion in bench.completions.items():
+        assert completion.token_ids == six.tokens(name, index)[: len(completion.token_ids)]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_rows_sleep_between_verify_steps(model, monkeypatch, six, on_host):
+    host_gib = 16 * model.spec.state_bytes(torch.float32) / 2**30 if on_host else 0.0
+    bench, _ = drafting(
+        monkeypatch, model, recorded(six.completions), 0.3, bench=Sleeping, host_kv_gib=host_gib, kv_pages=600
+    )
+    submit_six(bench)
+    for _ in range(2):
+        bench.ticks(9)
+        assert bench.sleep().facts["parked"] == (6 if on_host else 0)
+        bench.wake()
+    bench.run()
+    bench.close()
+    assert bench.engine.roster.counters.accepted > 20
+    assert_same(bench, six)
+
+
+def test_an_engine_that_is_built_again_drafts_on(model, monkeypatch, six):
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.3, kv_pages=600)
+    submit_six(bench)
+    for _ in range(9):
+        bench.engine.tick()
+    fail_a_step(bench)
+    for state in bench.engine.executor.step.kv.states.tensors:
+        state.fill_(float("nan"))
+    rebuild_engine(bench.engine, bench.settings)
+    bench.completions.clear()
+    submit_six(bench)
+    bench.run()
+    bench.close()
+    assert bench.engine.roster.counters.accepted > 20
+    assert_same(bench, six)
+
+
+# --- everything at once ---
+
+
+@pytest.mark.parametrize(("stem", "seed"), [("Qwen3_5", 0), ("Qwen3Next", 1), *nightly(*(
+    (stem, seed) for stem in ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "OlmoHybrid") for seed in range(2, 14)
+))])  # fmt: skip
+def test_any_drafts_of_any_rows_give_what_none_give(made, tmp_path_factory, monkeypatch, stem, seed):
+    """Adapters, all kinds of sampling, groups, sessions, stops, few pages, rows or places; any drafts."""
+    rng = random.Random(seed)
+    folder, hf_model = made(stem)
+    model = load(folder)
+    adapters = make_adapters(hf_model, folder, tmp_path_factory, TARGETS) if stem == "Qwen3_5" else []
+    host_gib = rng.choice([0, 6, 16]) * model.spec.state_bytes(torch.float32) / 2**30
+    fields = {
+        "max_rows": rng.choice([2, 5, 16]),
+        "kv_pages": rng.choice([45, 60, 256]),
+        "pipeline_depth": rng.choice([1, 2]),
+        "prefill_chunk_tokens": rng.choice([16, 64]),
+        "state_snapshots": rng.choice([2, 9]),
+    }
+    asked = []
+    for i in range(12):
+        more = {
+            "sampling": {**rng.choice(RULES), "seed": i},
+            "stop": {"token_ids": (5, 31), "min_tokens": rng.choice([0, 5])} if rng.random() < 0.6 else {},
+            "n": rng.choice([1, 1, 3]),
+            "top_logprobs": rng.choice([0, 0, 2]),
+            "stream_every": rng.choice([0, 1, 3]),
+            **({"adapter": rng.choice([None, "a0", "a1"])} if adapters else {}),
+        }
+        asked.append((f"r{i}", prompt_of(rng.randint(1, 20), i % 5), rng.randint(1, 45), more))
+    if adapters:
+        fields |= {"adapter_slots": 2, "adapter_rank": 16}
+
+    def run(bench: Bench, gaps: random.Random) -> Bench:
+        for i, (adapter, _) in enumerate(adapters):
+            bench.engine.inbox.put(PutAdapter(f"a{i}", adapter, token=i))
+        for name, prompt, length, more in asked:
+            bench.submit(name, prompt, length, **more)
+            for _ in range(gaps.choice([0, 0, 2, 9])):
+                bench.engine.tick()
+        run_watched(bench)
+        bench.close()
+        return bench
+
+    plain = run(Bench(model, **{**fields, "kv_pages": 600, "max_rows": 16}), random.Random(1))
+    bench, _ = drafting(
+        monkeypatch,
+        model,
+        recorded(plain.completions),
+        rng.choice([0.0, 0.1, 0.5]),
+        seed,
+        ragged=rng.random() < 0.7,
+        speculation_tokens=rng.randint(1, 6),
+        speculation_rows=rng.choice([3, 16, 64]),
+        host_kv_gib=host_gib,
+        **fields,
+    )
+    run(bench, rng)
+    assert_same(bench, plain)
+    assert bench.engine.roster.counters.drafted > 0
