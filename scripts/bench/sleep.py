@@ -51,7 +51,7 @@ class SameWeights:
     nbytes = 0
 
     def __init__(self, version: int, model: Decoder) -> None:
-        self.version = version
+        self.version, self.names = version, tuple(model.hf_views())
         self._model = model
 
     def copy_into(self) -> None:

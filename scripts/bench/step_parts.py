@@ -125,7 +125,7 @@ class _SleepingGraphs:
     def __init__(self, nap: Callable[[], object]) -> None:
         self._nap = nap
 
-    def run(self, slot: Slot, size: int) -> None:
+    def run(self, slot: Slot, size: int, drafted: bool = False) -> None:
         self._nap()
 
 

@@ -118,6 +118,7 @@ def test_nothing_is_allocated_before_the_first_update_and_the_relay_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout.ranks.relay._PIECE_BYTES", SMALL)
+    monkeypatch.setattr("trainer_bridge.transports.disk._READ_BYTES", SMALL)  # as a rule, at most a piece
     with GroupWorker(2, relay_bytes=4 * SMALL) as worker:
         assert worker.relayed.size == 0
         assert worker.serve(good(worker, "zmq", tmp_path, 1))
@@ -127,6 +128,7 @@ def test_nothing_is_allocated_before_the_first_update_and_the_relay_stays_small(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_transfer_waits_for_the_slowest_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     monkeypatch.setattr("rollout.ranks.relay._PIECE_BYTES", SMALL)
+    monkeypatch.setattr("trainer_bridge.transports.disk._READ_BYTES", SMALL)  # as a rule, at most a piece
     with GroupWorker(2, relay_bytes=4 * SMALL, shared=tmp_path) as worker:
         worker.reading.clear()
         tensors = tensors_of(1)
