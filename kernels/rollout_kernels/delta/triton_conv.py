@@ -151,5 +151,6 @@ def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Ten
         BLOCK=_PREFILL_CHANNELS,
         PAST=triton.next_power_of_2(width - 1),
         num_warps=4,
+        enable_fp_fusion=not spans.one_by_one,
     )
     return out_TC

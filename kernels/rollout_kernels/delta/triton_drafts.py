@@ -8,7 +8,8 @@
                 was accepted. Each also moves a share of the convolution's inputs
 
 Programs of draft rows end at once. A token's arithmetic is that of the kernels for steps without drafts, with the same
-tiles: where these give a row the same bits in every step, so does a step with drafts.
+tiles: where these give a row the same bits in every step, so does a step with drafts. That is where tokens come one by
+one, and products are rounded before they are added.
 
 Legend: as in `drafts`.
 """
@@ -230,6 +231,7 @@ def drafted_conv(
         PAST=triton.next_power_of_2(width - 1),
         ONE_BY_ONE=spans.one_by_one,
         num_warps=4,
+        enable_fp_fusion=not spans.one_by_one,
     )
     return out_TC
 
@@ -280,6 +282,7 @@ def drafted_delta(
         BLOCK_V=block_v,
         EPS=UNIT_EPS,
         num_warps=tile.num_warps,
+        enable_fp_fusion=not spans.one_by_one,
     )
     return out_THV
 
@@ -325,6 +328,7 @@ def catch_up(
         PAST=triton.next_power_of_2(past),
         EPS=UNIT_EPS,
         num_warps=tile.num_warps,
+        enable_fp_fusion=not one_by_one,
     )
 
 

@@ -3,7 +3,8 @@
     decode     step      a program for each row, value head and block of values: reads and writes its part of the state
                          once
     one by one walk      as `step`, with the row's tokens one after the other: decode and prefill by one kernel, so that
-                         both give the same bits. Several times slower than chunks
+                         both give the same bits. Several times slower than chunks. Products are rounded before they
+                         are added: where the compiler fused them, it would choose differently in each kernel
     prefill    prepare   a program for each chunk of a row and value head: the scores of queries and keys, and the
                          chunk's triangular system for two right sides, so that u = U - W S for any state S before it
                scan      a program for each row, value head and block of values: goes through the row's chunks with its
@@ -422,6 +423,7 @@ def gated_delta(
             beta_scale,
             BLOCK_V=block_v,
             num_warps=tile.num_warps,
+            enable_fp_fusion=not spans.one_by_one,
             **sizes,
         )
         return out_THV
