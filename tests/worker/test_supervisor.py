@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from rollout.cli.main import parser_of
 from rollout.cli.serve import command_line
-from rollout.config import ModelSettings, ServiceSettings, Settings, SupervisorSettings
+from rollout.config import EngineSettings, ModelSettings, ServiceSettings, Settings, SupervisorSettings
 from rollout.settings_sources import load_settings, setting_keys
 from rollout.supervisor import Supervisor, assign_devices, nth_endpoint
 from tests.support.worker.harness import ONES, TWOS, check, is_gone, launch, subprocess_environment, until
@@ -296,8 +296,12 @@ def test_a_worker_that_is_back_while_the_first_is_down_keeps_all_endpoints_liste
 # --- plain functions -------------------------------------------------------------------------------------------------
 
 
-def settings_for(workers: int, device: str = "auto") -> Settings:
-    return Settings(model=ModelSettings(device=device), supervisor=SupervisorSettings(workers=workers))
+def settings_for(workers: int, device: str = "auto", ranks: int = 1) -> Settings:
+    return Settings(
+        model=ModelSettings(device=device),
+        engine=EngineSettings(tensor_parallel=ranks),
+        supervisor=SupervisorSettings(workers=workers),
+    )
 
 
 def test_each_worker_has_a_device_of_its_own() -> None:
@@ -309,6 +313,19 @@ def test_each_worker_has_a_device_of_its_own() -> None:
     for device, message in (("cuda:1", "single device for 2 workers"), ("cuda", "1 CUDA devices are visible")):
         with pytest.raises(ValueError, match=message):
             assign_devices(settings_for(2, device), {"CUDA_VISIBLE_DEVICES": "0"})
+
+
+def test_each_rank_of_each_worker_has_a_device_of_its_own() -> None:
+    six = {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,2"}
+    assert assign_devices(settings_for(2, ranks=2), six) == ["7,6", "5,4"]
+    assert assign_devices(settings_for(1, "cuda", ranks=4), six) == ["7,6,5,4"]
+    assert assign_devices(settings_for(3, ranks=2), six) == ["7,6", "5,4", "3,2"]
+    assert assign_devices(settings_for(2, "cpu", ranks=2), six) == [None] * 2
+    assert assign_devices(settings_for(1, ranks=2), {"CUDA_VISIBLE_DEVICES": ""}) == [None]
+    for workers, ranks in ((2, 4), (1, 8), (4, 2)):
+        message = f"workers is {workers} of {ranks} devices each, but 6 CUDA devices are visible"
+        with pytest.raises(ValueError, match=message):
+            assign_devices(settings_for(workers, ranks=ranks), six)
 
 
 @pytest.mark.parametrize(

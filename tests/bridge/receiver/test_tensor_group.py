@@ -327,6 +327,29 @@ def test_a_rank_that_cannot_take_an_update_keeps_all_from_it(
     assert group.serve(new)
 
 
+def test_no_byte_of_the_next_update_comes_while_a_rank_still_copies_the_one_before(group: GroupWorker) -> None:
+    tensors, late = tensors_of(1), RawPublisher(group, tensors_of(2), 2)
+    group.swapping.clear()
+    raw = RawPublisher(group, tensors, 1)
+    assert raw.begin()["op"] == "ok"
+    raw.send_all()
+    assert raw.commit()["op"] == "ok" and group.receiver.version == 1  # rank 0 has swapped
+
+    def send() -> None:
+        assert late.begin()["op"] == "ok"
+        late.send_all()
+
+    sends = threading.Thread(target=send, daemon=True)
+    sends.start()
+    sends.join(0.3)
+    waited = sends.is_alive() and group.status()["incoming"] is None
+    group.swapping.set()
+    sends.join(20)
+    assert not sends.is_alive()
+    assert group.serve(tensors) and waited
+    assert late.commit()["op"] == "ok" and group.serve(tensors_of(2))
+
+
 @pytest.mark.parametrize("transport", ["shm", *nightly("zmq", "nccl", "cuda_ipc", "disk")])
 @pytest.mark.parametrize(
     ("phase", "fault"),

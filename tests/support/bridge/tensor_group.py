@@ -19,7 +19,7 @@ from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.shard_staging import BLOCK_BYTES, ShardInPlace, ShardStaging
-from rollout.weights.staging import StagedWeights
+from rollout.weights.staging import Copy, StagedWeights
 from rollout.weights.swap_copies import copy_tensors
 from tests.support.bridge.harness import EXPERTS, HIDDEN, INTER, TinyModel, Worker, wait_for
 from trainer_bridge.transports.cuda_ipc import IpcMemory
@@ -87,7 +87,8 @@ class TinyShard:
 
 
 class GroupWorker(Worker):
-    """A worker of several ranks. The followers read no orders while `reading` is not set.
+    """A worker of several ranks. The followers read no orders while `reading` is not set, and copy no swap while
+    `swapping` is not set: as on a GPU, copies end after their order is carried out.
 
     `peers` is by rank what takes the place of its GPU's memory, if pieces may go from device to device.
     """
@@ -117,6 +118,8 @@ class GroupWorker(Worker):
         self.orders = Orders(writer, 0, self.reports, lambda: None, ranks)
         self.reading = threading.Event()
         self.reading.set()
+        self.swapping = threading.Event()
+        self.swapping.set()
         self.followers = []
         for number, eventfd in enumerate(eventfds):
             parameters = ParameterMap(self.shards[1 + number].views)
@@ -157,6 +160,7 @@ class GroupWorker(Worker):
     def close(self) -> None:
         super().close()
         self.reading.set()
+        self.swapping.set()
         self.orders.end()
         for follower in self.followers:
             follower.join(20)
@@ -180,12 +184,18 @@ class GroupWorker(Worker):
             elif head.kind == PREPARE:
                 updates.prepare(*fields)
             elif head.kind == SWAP:
-                copy_tensors(updates.take(*fields))
-                self.reports.set(number, "swapped", fields[0])
+                copies = threading.Thread(target=self._copy, args=(updates.take(*fields), number, fields[0]))
+                copies.start()
             reader.done(head)
             self.reports.set(number, "sequence", head.sequence)
             if head.kind == END:
                 return
+
+    def _copy(self, copies: list[Copy], number: int, update: int) -> None:
+        """What a follower's compute stream does in a swap."""
+        self.swapping.wait()
+        copy_tensors(copies)
+        self.reports.set(number, "swapped", update)
 
 
 class _Views(TinyModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,27 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.config import ModelSettings
+from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
 from rollout.models import load_model
 from rollout.models.checkpoint_folder import CheckpointError, read_json
-from rollout.models.lora_slots import AdapterWeights
+from rollout.models.lora_slots import AdapterSlots, AdapterWeights
 from rollout.models.peft_config import read_peft_config
-from rollout.models.peft_tensors import CONFIG, WEIGHTS, AdapterPlan, plan_adapter
+from rollout.models.peft_tensors import CONFIG, WEIGHTS, AdapterPlan, load_peft_folder, plan_adapter
 from rollout.models.shard import shard_spec, spec_of_rank
 from rollout.ranks.adapters import AdapterCopies, RankAdapters
-from rollout.ranks.orders import ADAPTER, FORGET, Orders
+from rollout.ranks.orders import ADAPTER, FORGET, WRITE, Orders
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
+from rollout.weights.adapter_target import AdapterTarget
+from tests.support.bridge.harness import Worker
+from tests.support.engine.streams import InlineDevice
 from tests.support.models.families import make_checkpoint
 from tests.support.models.hybrids import make_hybrid
 from tests.support.models.latent import make_latent
 from tests.support.peft_adapters import make_adapter
 from tests.support.worker.harness import until
+from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.wire.errors import RolloutTimeout, WeightsRejected
 
 CPU = torch.device("cpu")
 SIZE, MOST = 2, 2
@@ -56,6 +63,7 @@ class Group:
         memory = SharedMemory.create("empty", 4096) if blind else SharedMemory(self.memory.descriptor)
         self.follower = AdapterCopies(memory, 1, torch.float32, CPU, self.reports)
         self.kinds: list[int] = []
+        self.writes: list[int] = []
         self.forgets = True
 
     def carry_out(self) -> None:
@@ -66,6 +74,8 @@ class Group:
             self.kinds.append(head.kind)
             if head.kind == ADAPTER:
                 self.follower.prepare(*order)
+            elif head.kind == WRITE:
+                self.writes.append(order[0])  # its copy goes on until the test says that it is done
             elif self.forgets:
                 self.follower.forget(*order)
             body.release()
@@ -210,3 +220,128 @@ def test_two_threads_may_have_an_adapter_each(start: Any) -> None:
     assert group.kinds == [ADAPTER]
     group.ready(first)
     assert group.kinds == [ADAPTER, ADAPTER] and group.adapters.ready(second)
+
+
+# --- who takes adapters waits for all ranks --------------------------------------------------------------------------
+
+EARLY_S = 0.3  # in which one that does not wait has long come back
+
+
+def rank_1_has(group: Group, number: int) -> bool:
+    try:
+        group.follower.weights(number)
+    except KeyError:
+        return False
+    return True
+
+
+def test_a_folder_is_loaded_when_all_ranks_have_their_parts(start: Any, made: Any) -> None:
+    group, *_ = start()
+    spec, folder = made("qwen3")
+    loaded: list[tuple[AdapterWeights, bool]] = []
+
+    def load() -> None:
+        shard = shard_spec(spec, 0, SIZE)
+        weights = load_peft_folder(folder, shard, 4, torch.float32, ranks=group.adapters)
+        loaded.append((weights, rank_1_has(group, 1)))
+
+    loads = threading.Thread(target=load, daemon=True)
+    loads.start()
+    loads.join(EARLY_S)
+    assert not loaded, "the follower has taken no order"
+
+    def taken() -> bool:
+        group.carry_out()
+        return bool(loaded)
+
+    until(taken, "the load", 30)
+    ((weights, everywhere),) = loaded
+    assert everywhere and group.kinds == [ADAPTER]
+    assert weights.parts.keys() == group.follower.weights(1).parts.keys()
+
+
+def test_an_adapter_by_the_bridge_is_in_use_when_all_ranks_have_their_parts(start: Any, made: Any) -> None:
+    group, *_ = start()
+    spec, folder = made("qwen3")
+    tensors, config = load_file(folder / WEIGHTS), read_json(folder / CONFIG)
+    shard = shard_spec(spec, 0, SIZE)
+    target = AdapterTarget(shard, 4, torch.float32, False, AdapterRegistry(MOST), group.adapters)
+    with Worker(adapters=target) as worker, WeightPublisher(worker.endpoint) as publisher:
+        update = publisher.publish(tensors, 1, adapter="sent", adapter_config=config)
+        until(lambda: group.reader.wait(0.0), "the order to the follower", 30)
+        with pytest.raises(RolloutTimeout):
+            update.applied(EARLY_S)
+        assert worker.updates == [] and worker.status()["state"] == "receiving"
+        group.carry_out()
+        until(lambda: rank_1_has(group, 1), "the follower's part", 30)
+        update.applied(60)
+        assert [taken.name for taken in worker.updates] == ["sent"]
+
+
+def test_an_adapter_by_the_bridge_that_a_follower_refuses_comes_into_use_nowhere(start: Any, made: Any) -> None:
+    group, *_ = start(blind=True)
+    spec, folder = made("qwen3")
+    tensors, config = load_file(folder / WEIGHTS), read_json(folder / CONFIG)
+    shard = shard_spec(spec, 0, SIZE)
+    target = AdapterTarget(shard, 4, torch.float32, False, AdapterRegistry(MOST), group.adapters)
+    with Worker(adapters=target) as worker, WeightPublisher(worker.endpoint) as publisher:
+        update = publisher.publish(tensors, 1, adapter="sent", adapter_config=config)
+        until(lambda: group.reader.wait(0.0), "the order to the follower", 30)
+        group.carry_out()
+        with pytest.raises(WeightsRejected, match="rank 1: ValueError"):
+            update.applied(60)
+        assert worker.updates == [] and worker.status()["state"] == "idle"
+
+
+def table_of(group: Group, slots: int = 1) -> AdapterTable:
+    """The slots of rank 0, whose own copies are done at once."""
+    device = InlineDevice()
+    memory = AdapterSlots(shard_spec(group.spec, 0, SIZE), slots, 4, torch.float32, device.torch_device)
+    streams = device.stream("loads"), device.stream("compute")
+    return AdapterTable(AdapterRegistry(MOST), memory, device, *streams, group.orders)
+
+
+def packed(group: Group, plan: AdapterPlan, tensors: Any) -> AdapterWeights:
+    weights = group.adapters.pack(plan, tensors)
+    group.ready(weights)
+    return weights
+
+
+def test_no_row_is_admitted_before_all_ranks_have_the_adapter_in_its_slot(start: Any) -> None:
+    group, plan, tensors = start()
+    table = table_of(group)
+    adapter = table.put("one", 0, packed(group, plan, tensors))
+    assert not table.ready(adapter)
+    group.carry_out()
+    assert group.writes == [1] and not table.ready(adapter), "the follower still copies"
+    group.reports.set(0, "wrote", 1)
+    assert table.ready(adapter)
+
+
+def test_who_waits_for_an_adapter_waits_for_all_ranks(start: Any) -> None:
+    group, plan, tensors = start()
+    table = table_of(group)
+    adapter = table.put("one", 0, packed(group, plan, tensors))
+    assert not table.ready(adapter)
+    waits = threading.Thread(target=table.wait, daemon=True)
+    waits.start()
+    waits.join(EARLY_S)
+    assert waits.is_alive(), "the follower still copies"
+    group.reports.set(0, "wrote", 1)
+    waits.join(30)
+    assert not waits.is_alive() and table.ready(adapter)
+
+
+def test_weights_that_a_rank_still_copies_are_not_let_go(start: Any) -> None:
+    group, plan, tensors = start()
+    table = table_of(group)
+    assert not table.ready(table.put("one", 0, packed(group, plan, tensors)))
+    table.drop("one")
+    gc.collect()
+    group.ready(group.adapters.pack(plan, tensors))  # has old places forgotten
+    assert FORGET not in group.kinds
+    group.reports.set(0, "wrote", 1)
+    table.put("two", 0, packed(group, plan, tensors))  # lets go of what nobody reads
+    gc.collect()
+    group.ready(group.adapters.pack(plan, tensors))
+    assert FORGET in group.kinds
