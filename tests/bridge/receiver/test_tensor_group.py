@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 
 from rollout.models.cut import Cut
 from rollout.weights.shard_staging import ShardStaging, cut_rows
-from tests.support.bridge.fault_client import FaultServer, idle_s, run_fault
+from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idle_s, run_fault
 from tests.support.bridge.file_memory import FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected
@@ -367,6 +369,34 @@ def test_a_trainer_that_comes_to_grief_leaves_all_ranks_as_they_were(
         run_fault(faults, worker, transport, tmp_path, phase, fault)
         assert worker.serve(old) and worker.receiver.version == 1
         assert worker.serve(good(worker, transport, tmp_path, 2))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("phase", "state"), [("reading", "receiving"), ("gate", "ready")])
+def test_a_committed_update_comes_into_use_without_its_trainer(
+    faults: FaultServer, tmp_path: Path, transport: str, phase: str, state: str
+) -> None:
+    """The trainer is killed while another rank has not planned its copies, or while all wait for the swap."""
+    with GroupWorker(2, shared=tmp_path) as worker:
+        old, new = good(worker, transport, tmp_path, 1), tensors_of(2)
+        stands: threading.Event = getattr(worker, phase)
+        stands.clear()
+        order = {"endpoint": worker.endpoint, "transport": transport, "folder": str(tmp_path), "version": 2, "seed": 2}
+        with faults.child(role="publisher", phase="none", fault="none", device="cpu", **order) as pid:
+            wait_for(lambda: worker.status()["state"] == state, f"the update to be {state}")
+            wait_for(lambda: worker.receiver._intake.current is None or committed(worker), "the commit")
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: ended_or_stopped(pid), "the end of the trainer")
+        assert worker.receiver.version == 1 and all(shard.serves(old) for shard in worker.shards)
+        stands.set()
+        wait_for(lambda: worker.receiver.version == 2, "the swap")
+        assert worker.serve(new)
+        assert worker.serve(good(worker, transport, tmp_path, 3))
+
+
+def committed(worker: GroupWorker) -> bool:
+    current = worker.receiver._intake.current
+    return current is not None and current.commit is not None
 
 
 @pytest.mark.parametrize("seed", [0, 1, *nightly(*range(2, 60))])
