@@ -267,7 +267,13 @@ class EngineSettings(_Section):
         8.0,
         gt=0,
         description="seconds in which a rank of tensor_parallel completes no part of what it was ordered, or no rank "
-        "any step, after which the worker returns all tokens and exits; four times as long at the start; none: never",
+        "any step, after which the worker returns all tokens and exits; none: never",
+    )
+    rank_start_stall_s: float | None = Field(
+        120.0,
+        gt=0,
+        description="seconds in which ranks of tensor_parallel do nothing at the start that can be seen, after which "
+        "the worker exits; bytes read, kernels compiled, values loaded and captured steps can be seen; none: never",
     )
     stop_check_every: int = Field(4, ge=1, description="tokens between two searches for stop strings")
     max_faults: int = Field(

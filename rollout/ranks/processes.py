@@ -114,7 +114,7 @@ class Ranks:
         for rank, eventfd in enumerate(self._eventfds, 1):
             self._processes.append(self._start(rank, {**shared, "eventfd": eventfd}))
         self._watch_rules = GroupWatch(count, settings.engine.rank_stall_s)
-        self._start_rules = StartWatch(settings.engine.rank_stall_s)
+        self._start_rules = StartWatch(settings.engine.rank_start_stall_s)
         watch_compilations()
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()

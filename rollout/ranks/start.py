@@ -16,7 +16,8 @@ A slow rank must not be taken for one that hangs. So no time counts while a rank
 - uses CPU time. On a GPU a thread also uses time while it waits for the device, so from there on only time in the
   kernel counts, as for memory that is pinned
 
-The limit is `START_STALLS` times that of a rank that serves: a driver that starts reports nothing for a while.
+On a GPU a rank may compute on its CPU in a stage, or wait for threads of its driver, and show none of this. So the limit
+(`engine.rank_start_stall_s`) is long: no client waits for tokens yet, and a start that is ended begins anew.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from rollout.ranks.watch import Clock
 
 STAGES = ("importing", "connecting", "loading weights", "preparing steps", "ready")
 IMPORTING, CONNECTING, LOADING, PREPARING, READY = range(5)
-START_STALLS = 4
 
 
 class StartPlace(NamedTuple):
@@ -66,10 +66,10 @@ class StartProgress:
 
 
 class StartWatch:
-    """Judges one look after the other. `stall_s` None: a rank never hangs."""
+    """Judges one look after the other. `limit_s` None: a rank never hangs."""
 
-    def __init__(self, stall_s: float | None) -> None:
-        self._limit_s = None if stall_s is None else START_STALLS * stall_s
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = limit_s
         self._least = Clock()
         self._loading: dict[int, Clock] = {}
 

@@ -346,7 +346,7 @@ def test_a_follower_that_is_lost_while_it_loads_ends_the_worker(
 def test_a_follower_that_hangs_at_the_start_while_it_beats_ends_the_worker(
     tmp_path: Path, points: Points, point: str, said: str
 ) -> None:
-    log = end_of_start(tmp_path / "log", points, point, None, "--rank-stall-s=0.75")
+    log = end_of_start(tmp_path / "log", points, point, None, "--rank-start-stall-s=3")
     named = "ranks 0, 1 have" if point in ("import", "steps") else "rank 1 has"  # those that wait for it are as far
     assert f"{named} hung at the start: nothing is done in the stage {said}" in log
     assert "Traceback" not in log
@@ -355,7 +355,7 @@ def test_a_follower_that_hangs_at_the_start_while_it_beats_ends_the_worker(
 @pytest.mark.nightly
 def test_a_follower_that_loads_slowly_is_not_lost(start_ranks: Callable[..., WorkerProcess], points: Points) -> None:
     points.order("slow")
-    worker = start_ranks(env=points.environment, rank_stall_s=0.5)  # its weights take twice the limit
+    worker = start_ranks(env=points.environment, rank_start_stall_s=2)  # its weights take twice the limit
     points.leave("slow")
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         (completion,) = client.generate("17:", max_tokens=20).completions

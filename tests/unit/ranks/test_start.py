@@ -19,23 +19,21 @@ from rollout.ranks.start import (
     LOADING,
     PREPARING,
     READY,
-    START_STALLS,
     StartLook,
     StartPlace,
     StartProgress,
     StartWatch,
 )
 
-STALL_S, LOOK_S = 8.0, 0.25
-LIMIT_S = START_STALLS * STALL_S
+LIMIT_S, LOOK_S = 32.0, 0.25
 
 
 class Start:
     """Three ranks that start, and are looked at every quarter of a second."""
 
-    def __init__(self, *stages: int, stall_s: float | None = STALL_S) -> None:
+    def __init__(self, *stages: int, limit_s: float | None = LIMIT_S) -> None:
         self.ranks = [StartLook(StartPlace(stage)) for stage in stages]
-        self.watch = StartWatch(stall_s)
+        self.watch = StartWatch(limit_s)
         self.now_s, self.compiles = 0.0, False
 
     def at(self, rank: int, stage: int, done: int = 0, total: int = 0) -> None:
@@ -125,7 +123,7 @@ def test_no_time_counts_while_a_rank_compiles_and_none_without_a_limit() -> None
     assert start.go(300) == ""
     start.compiles = False
     assert "hung" in start.go(LIMIT_S + 1)
-    assert Start(IMPORTING, CONNECTING, CONNECTING, stall_s=None).go(4000) == ""
+    assert Start(IMPORTING, CONNECTING, CONNECTING, limit_s=None).go(4000) == ""
 
 
 def test_each_part_and_each_stage_is_progress() -> None:
