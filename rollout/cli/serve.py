@@ -132,6 +132,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _start(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any]) -> int:
+    from rollout.process.open_files import raise_limit
+
+    try:
+        raise_limit(settings.engine.tensor_parallel)  # first: libraries need many files
+    except OSError as error:
+        raise CommandError(str(error)) from error
     supervised = args.restarts is not None
     if not supervised and (settings.supervisor.workers > 1 or settings.supervisor.supervise):
         return _supervise(settings, [*_WORKER, *command_line(args.config, flags)])

@@ -16,8 +16,8 @@ A slow rank must not be taken for one that hangs. So no time counts while a rank
 - uses CPU time. On a GPU a thread also uses time while it waits for the device, so from there on only time in the
   kernel counts, as for memory that is pinned
 
-On a GPU a rank may compute on its CPU in a stage, or wait for threads of its driver, and show none of this. So the limit
-(`engine.rank_start_stall_s`) is long: no client waits for tokens yet, and a start that is ended begins anew.
+On a GPU a rank may compute on its CPU in a stage, or wait for threads of its driver, and show none of this. So the
+limit (`engine.rank_start_stall_s`) is long: no client waits for tokens yet, and a start that is ended begins anew.
 """
 
 from __future__ import annotations

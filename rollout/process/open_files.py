@@ -1,0 +1,43 @@
+"""The limit of open files of this process. Each connection of a client takes one.
+
+Where no more can be opened, libzmq ends its process, and other libraries fail with a bare error number. So a worker
+raises its limit as far as it may, and does not start if that is too low.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+#: What a worker asks for; the usual limit is 1024.
+WANTED = 65_536
+_LEAST, _LEAST_A_RANK = 128, 64  # libraries, sockets, devices, a few clients; connections of a rank
+
+
+class TooFewFilesError(OSError):
+    """The limit of open files is too low; the message says how to raise it."""
+
+
+def raise_limit(ranks: int = 1) -> int:
+    """Raise the limit of this process and of those that it starts; returns it. `ranks` as in `tensor_parallel`.
+
+    Raises `TooFewFilesError` if it stays too low.
+    """
+    soft, hard = _limits()
+    wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # the system has a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = _limits()
+    least = _LEAST + _LEAST_A_RANK * ranks
+    if soft != resource.RLIM_INFINITY and soft < least:
+        group = f" of {ranks} ranks" if ranks > 1 else ""
+        raise TooFewFilesError(
+            f"this process may open {soft} files, and a worker{group} needs {least}, and one for each client: raise "
+            f"the hard limit: `ulimit -n {WANTED}`, `docker run --ulimit nofile={WANTED}` or systemd's LimitNOFILE="
+        )
+    return soft
+
+
+def _limits() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
