@@ -135,7 +135,7 @@ class Ranks:
         while min(self.reports.get("ready")) == 0:
             self.check()
             time.sleep(_READY_POLL_S)
-        self._ring.grow(ring_bytes)
+        self._ring.grow(ring_bytes, reserve=True)
         ring = RingWriter(self._ring, self._eventfds, lambda: self.reports.get("position"), lambda: bool(self.failure))
         self.orders = Orders(ring, version, self.reports, self._settle, self.updates)
         return self.orders

@@ -70,7 +70,7 @@ class HostPlace:
 
     def grow(self, nbytes: int) -> torch.Tensor:
         """More of it."""
-        self._memory.grow(nbytes)
+        self._memory.grow(nbytes, reserve=True)
         return self._view.of(self._memory.map())
 
     def unmap(self) -> None:

@@ -44,8 +44,15 @@ class RingBrokenError(RuntimeError):
     """A record is not the one that a reader expects."""
 
 
+class SharedMemoryError(OSError):
+    """The system gives no such memory; the message says what to change."""
+
+
 class SharedMemory:
-    """Memory without a name: a process that inherits `descriptor` maps the same bytes."""
+    """Memory without a name: a process that inherits `descriptor` maps the same bytes.
+
+    Methods raise `SharedMemoryError` if the system gives none. It does not come from /dev/shm.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -54,25 +61,47 @@ class SharedMemory:
     @classmethod
     def create(cls, name: str, size: int) -> SharedMemory:
         """New memory, filled with zeros."""
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size)
-        return cls(descriptor)
+        memory = cls(os.memfd_create(name, os.MFD_CLOEXEC))
+        memory.grow(size)
+        return memory
 
     @property
     def size(self) -> int:
         """Its bytes now."""
         return os.fstat(self.descriptor).st_size
 
-    def grow(self, size: int) -> None:
-        """Make it `size` bytes, if it is smaller. Maps of before stay as they are."""
-        if size > self.size:
+    def grow(self, size: int, reserve: bool = False) -> None:
+        """Make it `size` bytes, if it is smaller. Maps of before stay as they are.
+
+        With `reserve` it has its pages at once. Otherwise a page comes when it is written, and where the system has
+        none left, this ends the process.
+        """
+        before = self.size
+        if size <= before:
+            return
+        try:
             os.ftruncate(self.descriptor, size)
+            if reserve:
+                os.posix_fallocate(self.descriptor, 0, size)
+        except OSError as error:
+            os.ftruncate(self.descriptor, before)
+            raise _no_memory(size, error) from error
 
     def map(self) -> mmap.mmap:
         """All of it; a new map after it has grown."""
         if self._map is None or len(self._map) < self.size:
-            self._map = mmap.mmap(self.descriptor, self.size)
+            try:
+                self._map = mmap.mmap(self.descriptor, self.size)
+            except OSError as error:
+                raise _no_memory(self.size, error) from error
         return self._map
+
+
+def _no_memory(size: int, error: OSError) -> SharedMemoryError:
+    return SharedMemoryError(
+        f"the ranks cannot share {size / (1 << 20):.1f} MiB of memory ({error.strerror}): free memory, or raise the "
+        "memory of the container, the limit of file sizes (`ulimit -f`) or that of addresses (`ulimit -v`)"
+    )
 
 
 class RingWriter:

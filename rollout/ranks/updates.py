@@ -25,7 +25,7 @@ from rollout.ranks.device_relay import DevicePlace
 from rollout.ranks.orders import Orders
 from rollout.ranks.relay import RELAY_BYTES, HostPlace, RelayMemory
 from rollout.ranks.reports import Reports
-from rollout.ranks.ring import SharedMemory
+from rollout.ranks.ring import SharedMemory, SharedMemoryError
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.wire.errors import InternalError, Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
@@ -140,18 +140,24 @@ class UpdateRelay:
 
     @property
     def has_room(self) -> bool:
-        """Whether a piece can be passed on. Raises `WeightsRejected` if the update does not fit a follower."""
+        """Whether a piece can be passed on.
+
+        Raises `WeightsRejected` if the update does not fit a follower, `InternalError` if pieces get no memory.
+        """
         self._updates.check_alive()
-        if not self._number:
-            self._number = self._updates.tell(self._manifest)
-        else:
-            self._updates.check(self._number)
-        while len(self._memories) > 1:
-            usable = self._memories[0].usable()
-            if usable is None:
-                return False
-            self._memories = self._memories[:1] if usable else self._memories[1:]
-        return self._number > 0 and self._memories[0].has_room()
+        try:
+            if not self._number:
+                self._number = self._updates.tell(self._manifest)
+            else:
+                self._updates.check(self._number)
+            while len(self._memories) > 1:
+                usable = self._memories[0].usable()
+                if usable is None:
+                    return False
+                self._memories = self._memories[:1] if usable else self._memories[1:]
+            return self._number > 0 and self._memories[0].has_room()
+        except SharedMemoryError as error:
+            raise InternalError(str(error)) from error
 
     def reserve(self, nbytes: int) -> torch.Tensor:
         """Memory for the next piece."""

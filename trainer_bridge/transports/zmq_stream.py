@@ -93,6 +93,7 @@ class ZmqReceiver(TransportReceiver):
         self._shared: SharedBuckets | None = None
         self._early: deque[tuple[bytes, list[memoryview]]] = deque()  # buckets that may not land yet
         self._unacknowledged: list[int] = []
+        self._dropped = (b"", "")  # token of the update that was refused last, and why
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Expect the buckets of an update; the grant says where to send them and how many at once."""
@@ -147,8 +148,10 @@ class ZmqReceiver(TransportReceiver):
 
     def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
         """Forget the buckets; tell the sender why, when it is known."""
-        if error is not None and self._sender is not None:
-            self._refuse(self._sender, incoming.token, str(error))
+        if error is not None:
+            self._dropped = (incoming.token, str(error))
+            if self._sender is not None:
+                self._refuse(self._sender, *self._dropped)
         self._forget()
 
     def _forget(self) -> None:
@@ -211,7 +214,9 @@ class ZmqReceiver(TransportReceiver):
         self._refused_buckets += 1
         if self._refused_buckets.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of messages is not one of log lines
             _log.warning("refused a bucket that belongs to no current update (%d so far)", self._refused_buckets)
-        self._refuse(sender, token, "this update is not being received (any more); publish again")
+        dropped, why = self._dropped
+        known = token == dropped  # its first buckets come when it is refused already
+        self._refuse(sender, token, why if known else "this update is not being received (any more); publish again")
 
     def _refuse(self, to: bytes, token: bytes, reason: str) -> None:
         self._socket.send(to, REFUSAL.pack(REFUSAL_MAGIC, token) + reason.encode()[:MAX_REFUSAL_BYTES])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected
 from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.kernels.grids import nightly
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.wire.errors import RolloutTimeout
+from trainer_bridge.wire.errors import RolloutError, RolloutTimeout
 from trainer_bridge.wire.manifest import checksum
 
 TRANSPORTS = ["zmq", "shm", "disk", "nccl", "cuda_ipc"]  # gloo, and files in the place of a GPU's memory
@@ -369,6 +370,23 @@ def test_a_trainer_that_comes_to_grief_leaves_all_ranks_as_they_were(
         run_fault(faults, worker, transport, tmp_path, phase, fault)
         assert worker.serve(old) and worker.receiver.version == 1
         assert worker.serve(good(worker, transport, tmp_path, 2))
+
+
+def test_an_update_without_memory_to_pass_it_on_is_refused_with_the_reason(
+    group: GroupWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tensors = tensors_of(1)
+    with WeightPublisher(group.endpoint, bucket_bytes=SMALL) as publisher:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", no_space)
+            with pytest.raises(RolloutError, match="the ranks cannot share .* raise the memory of the container"):
+                publisher.publish(tensors, 1).applied(60)
+        assert group.receiver.version == 0 and group.status()["state"] == "idle"
+        publisher.publish(tensors, 1).applied(60)
+    assert group.serve(tensors)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

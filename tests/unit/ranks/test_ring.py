@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 from rollout.ranks.reports import Reports
-from rollout.ranks.ring import RingBrokenError, RingReader, RingWriter, SharedMemory
+from rollout.ranks.ring import RingBrokenError, RingReader, RingWriter, SharedMemory, SharedMemoryError
 
 
 class Ring:
@@ -161,3 +163,38 @@ def test_reports_of_followers_and_of_topics_do_not_touch_one_another() -> None:
     reports.say(1, "end", "short")
     seen = Reports(SharedMemory(memory.descriptor), 3)  # as another process maps them
     assert seen.text(1, "end") == "short" and seen.text(1, "update") == "no"
+
+
+def test_memory_that_the_system_does_not_give_is_an_error_that_says_what_to_change() -> None:
+    memory = SharedMemory.create("small", 4096)
+    memory.map()[:4] = b"kept"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        for reserve in (False, True):
+            with pytest.raises(SharedMemoryError, match="cannot share 2.0 MiB of memory .*: free memory, or raise"):
+                memory.grow(2 << 20, reserve)
+            assert memory.size == 4096 and memory.map()[:4] == b"kept"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    memory.grow(2 << 20, reserve=True)
+    assert os.fstat(memory.descriptor).st_blocks * 512 >= 2 << 20, "it has its pages"
+    assert memory.map()[:4] == b"kept" and memory.map()[-1:] == b"\0"
+    os.close(memory.descriptor)
+
+
+@pytest.mark.parametrize("failing", ["posix_fallocate", "ftruncate"])
+def test_memory_that_cannot_be_had_leaves_the_one_of_before(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    memory, plain = SharedMemory.create("small", 4096), getattr(os, failing)
+
+    def no_space(descriptor: int, *sizes: int) -> None:
+        if sizes[-1] > 4096:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(descriptor, *sizes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, failing, no_space)
+        with pytest.raises(SharedMemoryError, match="No space left on device"):
+            memory.grow(1 << 20, reserve=True)
+    assert memory.size == 4096
+    os.close(memory.descriptor)
