@@ -65,7 +65,7 @@ from rollout.process.python_lock import hand_over_soon
 from rollout.process.watchdog import Watchdog
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.ranks.orders import ring_bytes
-from rollout.ranks.processes import OwnProgress, Ranks
+from rollout.ranks.processes import ConnectError, OwnProgress, Ranks
 from rollout.ranks.start import PREPARING
 from rollout.ranks.watch import Lane, LaneName
 from rollout.service.adapter_loading import AdapterFolders
@@ -425,7 +425,10 @@ def serve(settings: Settings, restarts: int = 0) -> int:
                     settings.model, device.torch_device, advance, folder, experts, group, draft, settings.engine.mtp
                 )
             worker = Worker(settings, loaded, sinks, health, restarts, ranks)
-        except RuntimeError as error:  # perhaps a rank was lost, which the watching thread knows or finds
+        except (
+            RuntimeError,
+            ConnectError,
+        ) as error:  # perhaps of a lost rank, which the watching thread finds
             if cause := ranks.wait_for_cause(_CAUSE_S):
                 raise ChildProcessError(f"the tensor group is lost: {cause}") from error
             raise

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -59,10 +60,16 @@ _BEATS_TO_SETTLE = 3
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _FLAG_CAUSE_S = 1.0
 _FAILED = 1
+#: Of /dev/shm, which is enough for NCCL. The ring and the relay of updates take none of it.
+_SHM_BYTES = 1 << 30
 
 
 class RankLostError(RuntimeError):
     """A follower ended or hangs: the group is at its end."""
+
+
+class ConnectError(OSError):
+    """NCCL cannot connect the ranks; the message says what may be the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +395,7 @@ def _compiles(look: GroupLook) -> bool:
 
 
 def connect(folder: Path, rank: int, size: int, device: torch.device) -> TensorGroup:
-    """Connect this process, as one rank, with the others that use the same folder."""
+    """Connect this process, as one rank, with the others that use the same folder. Raises `ConnectError` on GPUs."""
     store = dist.FileStore(str(folder / "store"), size)
     options: dict[str, Any] = {
         "store": store,
@@ -397,13 +404,34 @@ def connect(folder: Path, rank: int, size: int, device: torch.device) -> TensorG
         "timeout": timedelta(seconds=_CONNECT_S),
     }
     if device.type == "cuda":
-        with _environment(_NCCL_ENVIRONMENT):
-            dist.init_process_group("nccl", device_id=device, **options)
+        try:
+            with _environment(_NCCL_ENVIRONMENT):
+                dist.init_process_group("nccl", device_id=device, **options)
+        except RuntimeError as error:
+            raise connect_error(error, _shm_free_bytes()) from error
     else:
         with _environment({"GLOO_SOCKET_IFNAME": "lo"}):  # other groups of this process choose for themselves
             dist.init_process_group("gloo", **options)
     assert dist.group.WORLD is not None
     return TensorGroup.connected(dist.group.WORLD, device)
+
+
+def connect_error(error: RuntimeError, shm_free_bytes: float) -> ConnectError:
+    """What to say of an error of NCCL: what may help comes first, as texts of ranks are cut."""
+    hint = ""
+    if shm_free_bytes < _SHM_BYTES:
+        free = f"/dev/shm has {shm_free_bytes / (1 << 20):.0f} MiB free"
+        hint = f" ({free}, and NCCL may need more: in a container raise --shm-size to 1g)"
+    return ConnectError(f"NCCL cannot connect the ranks{hint}: {error}")
+
+
+def _shm_free_bytes() -> float:
+    """Free bytes of the file system from which NCCL takes shared memory; without limit if it is not there."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return math.inf
+    return found.f_bavail * found.f_frsize
 
 
 @contextmanager
