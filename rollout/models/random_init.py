@@ -27,8 +27,8 @@ from rollout.models.decoder import Decoder
 from rollout.models.spec import ModelSpec
 
 _SHARPNESS = 1.75
-#: With a softcap of the logits: the number of likely tokens (up to twice as many), and the factor by which the logits of
-#: the others are smaller. With a softcap of 30 the entropy is between 1.1 and 1.6 nats for V from 300 to 260 thousand.
+#: With a softcap of the logits: the number of likely tokens (up to twice as many), and the factor by which the logits
+#: of the others are smaller. Below 30 the entropy is between 1.1 and 1.6 nats for V from 300 to 260 thousand.
 _LIKELY = 256
 _SMALLER = 8.0
 #: With tied embeddings: the output of a block relative to the embedding, before its own losses.
