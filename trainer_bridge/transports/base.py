@@ -50,7 +50,7 @@ class IncomingUpdate:
     transport: str
     token: bytes  # 16 random bytes that mark this update's data
     destination: Destination
-    open: threading.Event = field(default_factory=threading.Event)  # set once bytes may land
+    open: threading.Event = field(default_factory=threading.Event)  # set, between two rounds, once bytes may land
     arrived_bytes: int = 0
     last_data_s: float = field(default_factory=time.monotonic)  # on the monotonic clock
 
@@ -98,7 +98,8 @@ class TransportReceiver(ABC):
     def advance(self, incoming: IncomingUpdate | None) -> bool:
         """Do one piece of work; return true when there may be more to do at once.
 
-        `incoming` is None while this transport carries no update. Nothing may land before `incoming.open` is set.
+        `incoming` is None while this transport carries no update. Nothing may land before `incoming.open` is set, which
+        does not happen during a call: the receiver's thread sets it, between two rounds.
         Raises `RolloutError` when the update cannot succeed.
         """
 

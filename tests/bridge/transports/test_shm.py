@@ -46,7 +46,9 @@ def test_one_segment_serves_several_workers_and_nothing_is_left_of_it() -> None:
                 assert segments() == 1  # the publisher's; the workers let go of theirs
                 assert set(os.listdir("/dev/shm")) == files
     links = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
-    assert segments() == 0 and not [link for link in links if link.is_symlink() and "memfd:r" in os.readlink(link)]
+    assert segments() == 0 and not [
+        link for link in links if link.is_symlink() and "memfd:rollout-weights" in os.readlink(link)
+    ]
 
 
 def test_auto_takes_shared_memory_on_one_host_and_says_so(worker: Worker) -> None:
