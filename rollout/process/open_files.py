@@ -19,7 +19,7 @@ class TooFewFilesError(OSError):
 
 
 def raise_limit(ranks: int = 1) -> int:
-    """Raise the limit of this process and of those that it starts; returns it. `ranks` as in `tensor_parallel`.
+    """Raise the limit of this process and its children; returns the limit. `ranks` as in `tensor_parallel`.
 
     Raises `TooFewFilesError` if it stays too low.
     """

@@ -417,7 +417,7 @@ def connect(folder: Path, rank: int, size: int, device: torch.device) -> TensorG
 
 
 def connect_error(error: RuntimeError, shm_free_bytes: float) -> ConnectError:
-    """What to say of an error of NCCL: what may help comes first, as texts of ranks are cut."""
+    """An error of NCCL with a likely cause, which comes first: rank 0 shows the beginning of a follower's error."""
     hint = ""
     if shm_free_bytes < _SHM_BYTES:
         free = f"/dev/shm has {shm_free_bytes / (1 << 20):.0f} MiB free"

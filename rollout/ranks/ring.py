@@ -100,7 +100,7 @@ class SharedMemory:
 def _no_memory(size: int, error: OSError) -> SharedMemoryError:
     return SharedMemoryError(
         f"the ranks cannot share {size / (1 << 20):.1f} MiB of memory ({error.strerror}): free memory, or raise the "
-        "memory of the container, the limit of file sizes (`ulimit -f`) or that of addresses (`ulimit -v`)"
+        "memory of the container, the limit of file sizes (`ulimit -f`) or of addresses (`ulimit -v`)"
     )
 
 

@@ -1,4 +1,4 @@
-"""The limit of open files is raised as far as it may be; if that is too little, an error says what to change."""
+"""A worker raises its limit of open files; if the hard limit is too low, an error says what to change."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def test_weights_that_a_rank_still_copies_are_not_let_go(start: Any) -> None:
     group.ready(group.adapters.pack(plan, tensors))  # has old places forgotten
     assert FORGET not in group.kinds
     group.reports.set(0, "wrote", 1)
-    table.put("two", 0, packed(group, plan, tensors))  # lets go of what nobody reads
+    table.put("two", 0, packed(group, plan, tensors))  # lets go of weights that all ranks have copied
     gc.collect()
     group.ready(group.adapters.pack(plan, tensors))
     assert FORGET in group.kinds
