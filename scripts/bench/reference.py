@@ -185,10 +185,11 @@ def _make_less_tame(model: Decoder, seed: int) -> None:
         sharper = dict.fromkeys(("q_proj.weight", "k_proj.weight"), _SHARPER)
     else:
         sharper = dict.fromkeys(("q_norm.weight", "k_norm.weight"), _SHARPER)
-    # A norm after a block makes its output of size 1, and embeddings may be much larger.
+    # A norm after a block makes its output of size 1, and embeddings may be much larger: those of likely tokens.
     outputs = tuple(f"{layer.names.mixer_output_norm}.weight" for layer in spec.layers if layer.norms == "around")
     outputs += tuple(f"{layer.names.feed_forward_output_norm}.weight" for layer in spec.layers if outputs)
-    louder = max(1.0, 0.5 * model.embed.float().std().item() * spec.embed_scale)
+    loudest = torch.linalg.vector_norm(model.embed, dim=1, dtype=torch.float32).max().item() * spec.hidden**-0.5
+    louder = max(1.0, 0.5 * loudest * spec.embed_scale)
     for name, view in _once(model):
         if name.endswith("norm.weight"):
             offset = spec.unit_offset and not name.endswith("linear_attn.norm.weight")
@@ -219,7 +220,7 @@ class Trainer:
         assert torch.get_float32_matmul_precision() == "highest", "a float32 reference needs float32 products"
         config = AutoConfig.from_pretrained(folder)
         cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        attention = "sdpa" if cls._supports_sdpa else "eager"
+        attention = "sdpa" if cls._supports_sdpa and not _bounds_scores(model) else "eager"
         with no_init_weights():  # on the CPU, as a checkpoint is loaded: it makes the frequencies of rope
             module = cls._from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
         module.tie_weights()
@@ -249,6 +250,12 @@ class Trainer:
         hidden_KH = self._model.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:-1]
         own_KV = _logits(self._model, hidden_KH).float()
         return Recomputed(exact_KV, own_KV, _logits(self._exact, hidden_KH.float()))
+
+
+def _bounds_scores(model: Decoder) -> bool:
+    """Whether attention has a softcap. Some releases of transformers (5.17) take sdpa for such a model and drop it."""
+    mixers = [layer.mixer for layer in model.spec.layers]
+    return any(isinstance(mixer, AttentionSpec) and mixer.softcap is not None for mixer in mixers)
 
 
 def _logits(model: Any, hidden_KH: torch.Tensor) -> torch.Tensor:
