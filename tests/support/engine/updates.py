@@ -55,9 +55,9 @@ def swap_in_the_middle(bench: Bench, mailbox: Mailbox, update: Update, ticks: in
 def beside_a_fresh_engine(
     bench: Bench, mailbox: Mailbox, update: Update, fresh_bench: Callable[[], Bench], prompt: list[int]
 ) -> tuple[list[int], list[int]]:
-    """The greedy tokens of a completion after a swap in its middle, and those of an engine with only the new weights.
+    """The greedy tokens of a completion after a swap in its middle, and the same tokens of an engine that began anew.
 
-    The second engine gets the prompt with the tokens from before the swap. Closes both benches.
+    The second engine has only the new weights; its prompt ends with the tokens from before the swap. Closes both.
     """
     bench.submit("a", prompt, 50)
     swap_in_the_middle(bench, mailbox, update, ticks=20)
