@@ -9,8 +9,8 @@ With tied embeddings a hidden state contains the embedding of its own token, and
 for ever. A final norm with random signs separates the two. Blocks that add much more to the residual stream than the
 embedding did keep a pair of tokens from predicting each other.
 
-A softcap takes the likely tokens' lead: below a softcap of 30, V = 256 thousand Gaussians have 5.7 nats at every s. Then
-a few tokens only are likely, as in real text, and the output layer has shorter rows for all others.
+A softcap of the logits takes their lead from the likely tokens: with a softcap of 30, V = 256 thousand Gaussians have
+5.7 nats or more at every s. Then a few tokens only are likely, and the output layer has shorter rows for all others.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rollout.models.decoder import Decoder
 from rollout.models.spec import ModelSpec
 
 _SHARPNESS = 1.75
-#: With a softcap of the logits: about so many tokens are likely, and so much smaller are the logits of the others. With
-#: a softcap of 30 the entropy is between 1.1 and 1.6 nats for every V from 300 to 260 thousand.
+#: With a softcap of the logits: the number of likely tokens (up to twice as many), and the factor by which the logits
+#: of the others are smaller. Below 30 the entropy is between 1.1 and 1.6 nats for V from 300 to 260 thousand.
 _LIKELY = 256
 _SMALLER = 8.0
 #: With tied embeddings: the output of a block relative to the embedding, before its own losses.

@@ -220,9 +220,8 @@ class Trainer:
         assert torch.get_float32_matmul_precision() == "highest", "a float32 reference needs float32 products"
         config = AutoConfig.from_pretrained(folder)
         cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        attention = "sdpa" if cls._supports_sdpa and not _bounds_scores(model) else "eager"
         with no_init_weights():  # on the CPU, as a checkpoint is loaded: it makes the frequencies of rope
-            module = cls._from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
+            module = cls._from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention_of(config))
         module.tie_weights()
         if cls._can_set_experts_implementation():
             module.set_experts_implementation("eager")
@@ -246,19 +245,23 @@ class Trainer:
         ids = torch.tensor([[*prompt, *completion]], device=self._device)
         first = len(prompt) - 1
         hidden_KH = self._exact.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:-1]
-        exact_KV = _logits(self._exact, hidden_KH)
+        exact_KV = all_logits(self._exact, hidden_KH)
         hidden_KH = self._model.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:-1]
-        own_KV = _logits(self._model, hidden_KH).float()
-        return Recomputed(exact_KV, own_KV, _logits(self._exact, hidden_KH.float()))
+        own_KV = all_logits(self._model, hidden_KH).float()
+        return Recomputed(exact_KV, own_KV, all_logits(self._exact, hidden_KH.float()))
 
 
-def _bounds_scores(model: Decoder) -> bool:
-    """Whether attention has a softcap. Some releases of transformers (5.17) take sdpa for such a model and drop it."""
-    mixers = [layer.mixer for layer in model.spec.layers]
-    return any(isinstance(mixer, AttentionSpec) and mixer.softcap is not None for mixer in mixers)
+def attention_of(config: Any) -> str:
+    """The attention of transformers that computes the model of `config`; sdpa where it can, as trainers take that.
+
+    With a softcap of the scores it cannot. Some releases (5.17) take sdpa for such a model all the same, and drop it.
+    """
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    bounded = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "sdpa" if cls._supports_sdpa and not bounded else "eager"
 
 
-def _logits(model: Any, hidden_KH: torch.Tensor) -> torch.Tensor:
+def all_logits(model: Any, hidden_KH: torch.Tensor) -> torch.Tensor:
     """Logits [K, V]: the output layer, and what the class does to its result, such as bounds and scales.
 
     The class runs on one token, and its output layer gets these hidden states in the place of that token's.

@@ -27,7 +27,7 @@ import torch
 from rollout.metrics.mismatch import Mismatch, compare
 from rollout.process.progress import stage
 from scripts.bench.output import print_table, write_results
-from scripts.bench.reference import FAMILIES, SIZES, make_checkpoint
+from scripts.bench.reference import FAMILIES, SIZES, all_logits, attention_of, make_checkpoint
 from scripts.bench.shapes import kv_pages
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import start_worker
@@ -46,16 +46,17 @@ def recompute(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> n
     tokens_K1 = ids[0, len(prompt) :, None]
     parts = []
     for first in range(0, len(completion), _POSITIONS):
-        logits_PV = model.lm_head(hidden_KH[first : first + _POSITIONS]).float()
+        logits_PV = all_logits(model, hidden_KH[first : first + _POSITIONS]).float()
         parts.append(logits_PV.log_softmax(-1).gather(1, tokens_K1[first : first + _POSITIONS])[:, 0])
     return torch.cat(parts).cpu().numpy()
 
 
 def load(path: str, dtype: torch.dtype, device: str) -> Any:
     """The transformers model."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    attention = attention_of(AutoConfig.from_pretrained(path))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
     return model.to(torch.device(device)).eval()  # type: ignore[arg-type]
 
 

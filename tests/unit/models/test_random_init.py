@@ -54,6 +54,16 @@ def test_entropy_holds_for_a_large_vocabulary(tied: bool, tmp_path: Path) -> Non
     assert len(set(tokens)) > 15
 
 
+def test_entropy_holds_below_a_softcap_of_the_logits(tmp_path: Path) -> None:
+    """Of Gaussian logits it is 4 nats or more at this softcap and vocabulary, whatever their deviation."""
+    sizes = {"head_dim": 16, "query_pre_attn_scalar": 16, "intermediate_size": 96, "final_logit_softcapping": 30.0}
+    loaded = _random(tmp_path, "Gemma2", vocab_size=60_000, tie_word_embeddings=False, **sizes)
+    entropies, tokens = _sampled(loaded)
+    assert loaded.spec.logit_softcap == 30.0
+    assert 0.5 < entropies.mean() < 2.0
+    assert len(set(tokens)) > 15
+
+
 def test_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     first, again, other = (_random(tmp_path, "mixtral", seed=seed).model for seed in (3, 3, 4))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
