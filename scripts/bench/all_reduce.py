@@ -23,6 +23,7 @@ from rollout_kernels.parallel import TensorGroup
 from rollout_kernels.parallel.peer_buffers import PeerBuffers, connect_peers
 from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 
+from scripts.bench.cuda_timing import ranks_graph_us
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
 from scripts.bench.ranks import run_ranks
 
@@ -118,26 +119,7 @@ class Bench:
             x = start.clone()
             return [work(x) for _ in range(self.args.calls)]
 
-        stream = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(stream):
-            chain()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(capture_error_mode="thread_local")
-            kept = chain()
-            graph.capture_end()
-            times = []
-            for _ in range(self.args.runs + 3):
-                dist.barrier(device_ids=[self.device.index])
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                graph.replay()  # ranks have met when the measured one begins
-                begin.record()
-                graph.replay()
-                end.record()
-                stream.synchronize()
-                times.append(begin.elapsed_time(end) * 1e3 / self.args.calls)
-        del kept
-        return sorted(times[3:])[self.args.runs // 2]
+        return ranks_graph_us(chain, self.args.calls, self.args.runs, self.device)
 
 
 def measure(group: TensorGroup, args: argparse.Namespace) -> None:

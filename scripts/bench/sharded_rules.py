@@ -34,6 +34,7 @@ from rollout_kernels.sampling import VocabShard
 from rollout_kernels.sampling.triton_draw import draw_and_advance
 from rollout_kernels.sampling.triton_truncate import truncate
 
+from scripts.bench.cuda_timing import ranks_graph_us
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
 from scripts.bench.ranks import run_ranks
 
@@ -126,25 +127,12 @@ class Bench:
 
     def graph_us(self, way: Callable[[], None]) -> float:
         """Median microseconds of a call in a graph of many."""
-        calls, stream, times = self.args.calls, torch.cuda.Stream(self.device), []
-        with torch.cuda.stream(stream):
-            way()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(capture_error_mode="thread_local")
-            for _ in range(calls):
+
+        def chain() -> None:
+            for _ in range(self.args.calls):
                 way()
-            graph.capture_end()
-            for _ in range(self.args.runs + 3):
-                dist.barrier(device_ids=[self.device.index])
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                graph.replay()  # ranks have met when the measured one begins
-                begin.record()
-                graph.replay()
-                end.record()
-                stream.synchronize()
-                times.append(begin.elapsed_time(end) * 1e3 / calls)
-        return sorted(times[3:])[self.args.runs // 2]
+
+        return ranks_graph_us(chain, self.args.calls, self.args.runs, self.device)
 
     def eager_us(self, way: Callable[[], None]) -> float:
         """Median microseconds of a call that the host launches."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.engine.harness import Bench, load
-from tests.support.engine.updates import Mailbox, Update, boundary
+from tests.support.engine.updates import Mailbox, Update, beside_a_fresh_engine
 from tests.support.models.families import FAMILIES, make_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -75,18 +75,11 @@ def test_weights_change_between_two_steps(folders, prompt_of):
     model, other = load(folders[0], "cuda"), load(folders[1], "cuda")
     mailbox = Mailbox()
     bench = cuda_bench(model, receiver=mailbox, kv_on_swap="recompute")
-    bench.submit("a", prompt_of(13), 50)
-    for _ in range(20):
-        bench.engine.tick()
-    mailbox.ready = Update(1, other, model)
-    bench.run()
-    k = boundary(bench, "a")
-    fresh = cuda_bench(load(folders[1], "cuda"))
-    fresh.submit("b", prompt_of(13) + bench.tokens("a")[:k], 50 - k)
-    fresh.run()
-    assert fresh.tokens("b") == bench.tokens("a")[k:]
+    after, expected = beside_a_fresh_engine(
+        bench, mailbox, Update(1, other, model), lambda: cuda_bench(load(folders[1], "cuda")), prompt_of(13)
+    )
+    assert after == expected
     assert mailbox.done[0][1] > 0
-    bench.close(), fresh.close()
 
 
 def test_step_times_lie_within_the_hosts_clock(folders, prompt_of):

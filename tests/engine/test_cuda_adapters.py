@@ -9,7 +9,7 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.messages import PutAdapter
 from rollout.models.lora_slots import random_adapter
 from rollout.models.peft_tensors import load_peft_folder
-from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
+from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, no_waiting, watch_compilation
 from tests.support.engine.harness import Bench, load
 from tests.support.models.families import make_checkpoint
 from tests.support.peft_adapters import make_adapter, merged
@@ -71,11 +71,8 @@ def test_steps_with_adapters_never_wait_for_the_device(folder):
         bench.submit(f"r{i}", prompt(20, i), 400, adapter=f"a{i % 2}")
     for _ in range(200):
         bench.engine.tick()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(60):
             bench.engine.tick()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     bench.run()
     bench.close()

@@ -14,7 +14,7 @@ from rollout.models import load_model
 from rollout.models.fallback.model import TransformersModel
 from tests.support.engine.cuda_harness import assert_one_launch_a_step, assert_steady
 from tests.support.engine.harness import Bench
-from tests.support.engine.updates import Mailbox, Update, boundary
+from tests.support.engine.updates import Mailbox, Update, beside_a_fresh_engine
 from tests.support.models.fallback import make_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no measured plan")]
@@ -115,17 +115,10 @@ def test_a_swap_is_seen_by_captured_steps(tmp_path: Path) -> None:
     model, other = (load(tmp_path / str(seed), "float32") for seed in (0, 1))
     mailbox = Mailbox()
     bench = bench_of(model, receiver=mailbox, kv_on_swap="recompute")
-    bench.submit("a", prompt_of(13, 1), 50)
-    for _ in range(20):
-        bench.engine.tick()
-    mailbox.ready = Update(1, other, model)
-    bench.run()
-    k = boundary(bench, "a")
-    fresh = bench_of(load(tmp_path / "1", "float32"))
-    fresh.submit("b", prompt_of(13, 1) + bench.tokens("a")[:k], 50 - k)
-    fresh.run()
-    assert fresh.tokens("b") == bench.tokens("a")[k:]
-    bench.close(), fresh.close()
+    after, expected = beside_a_fresh_engine(
+        bench, mailbox, Update(1, other, model), lambda: bench_of(load(tmp_path / "1", "float32")), prompt_of(13, 1)
+    )
+    assert after == expected
 
 
 def test_a_steady_step_is_one_launch_that_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

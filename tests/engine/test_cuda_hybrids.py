@@ -17,7 +17,13 @@ from rollout.engine.inspect import Inspector
 from rollout.engine.step import shared_pages
 from rollout.models.fused import FusedDecoder
 from tests.support.engine.conversation import Conversation
-from tests.support.engine.cuda_harness import assert_one_launch_a_step, assert_steady, load_bf16
+from tests.support.engine.cuda_harness import (
+    assert_one_launch_a_step,
+    assert_steady,
+    load_bf16,
+    no_allocation,
+    no_waiting,
+)
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import Bench, Completion, load
 from tests.support.engine.replay import replayed
@@ -169,13 +175,8 @@ def test_copies_of_states_are_bit_for_bit_and_allocate_and_synchronise_nothing(m
                 assert not queue.finished()[0].failure
 
     round_trip()  # kernels are loaded at their first use
-    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_allocation(), no_waiting():
         round_trip()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
     assert all(torch.equal(state[[7, 1]], was) for state, was in zip(states, before, strict=True))
     bench.close()
 

@@ -117,6 +117,21 @@ def _searches(state, top_k, top_p, vocab, MASS: tl.constexpr):
 
 
 @triton.jit
+def _has_limit(top_k, top_p, min_p, vocab):
+    """Whether one of the row's limits is on."""
+    return (top_k < vocab) | (top_p < float("inf")) | (min_p > 0.0)
+
+
+@triton.jit
+def _reads(searches, top_k, top_p, min_p, vocab, FIRST: tl.constexpr):
+    """Whether the launch reads the row. The first one also finds the largest logit, of every row with a limit."""
+    if FIRST:
+        return _has_limit(top_k, top_p, min_p, vocab)
+    else:
+        return searches
+
+
+@triton.jit
 def _take_histogram(state, digit):
     """The row's histogram, in the order of `digit`; clears it."""
     bins = state + _HISTOGRAM + digit
@@ -187,10 +202,7 @@ def _search_kernel(
     if MASS:
         best = _value_of(tl.load(state + _BEST))
     searches = _searches(state, top_k, top_p, vocab, MASS)
-    reads = searches
-    if FIRST:
-        reads = searches | (top_p < float("inf")) | (min_p > 0.0)
-    if reads:
+    if _reads(searches, top_k, top_p, min_p, vocab, FIRST):
         v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + row * V + v, mask=v < V, other=-float("inf"))
         key = _key_of(x)
@@ -243,10 +255,7 @@ def _merge_kernel(
     state = state_ptr + row * _WORDS
     FIRST: tl.constexpr = (not MASS) and SHIFT + BITS == 32
     searches = _searches(state, top_k, top_p, vocab, MASS)
-    reads = searches
-    if FIRST:
-        reads = searches | (top_p < float("inf")) | (min_p > 0.0)
-    if reads:
+    if _reads(searches, top_k, top_p, min_p, vocab, FIRST):
         digit = (1 << BITS) - 1 - tl.arange(0, 1 << BITS)
         own = _take_histogram(state, digit)
         best_key = tl.load(state + _BEST)
@@ -337,7 +346,7 @@ def _cut_kernel(
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, vocab)
-    if (top_k < vocab) | (top_p < float("inf")) | (min_p > 0.0):
+    if _has_limit(top_k, top_p, min_p, vocab):
         state = state_ptr + row * _WORDS
         best = _value_of(tl.load(state + _BEST))
         smallest, stay = _threshold(state, top_p, best)

@@ -7,6 +7,7 @@ import torch
 
 from rollout.engine.messages import PutAdapter
 from rollout.models.peft_tensors import load_peft_folder
+from tests.support.engine.cuda_harness import no_allocation, no_waiting
 from tests.support.engine.harness import Bench, load
 from tests.support.models.families import make_checkpoint
 from tests.support.peft_adapters import make_adapter, merged
@@ -69,13 +70,8 @@ def test_copying_allocates_and_synchronises_nothing(folders):
             assert not queue.finished()[0].failure
 
     round_trip()  # kernels are loaded at their first use
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_allocation(), no_waiting():
         round_trip()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     bench.close()
 
 

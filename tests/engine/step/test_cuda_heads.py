@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -39,6 +40,8 @@ PREDICTING = {
     "MiMo": partial(make_mimo, vocab_size=VOCAB, **FUSED_SIZES),
     "Glm4Moe": partial(make_variant, "Glm4Moe", vocab_size=VOCAB, moe_intermediate_size=128, **FUSED_SIZES),
 }
+#: By seed, length and tokens of a completion.
+Guesses = dict[tuple[int, int, tuple[int, ...]], list[int]]
 
 
 @pytest.fixture(scope="module", params=["EAGLE-3", *PREDICTING])
@@ -59,8 +62,8 @@ def load_drafted(folders):
     return load_model(settings, torch.device("cuda"), draft=folders[1], mtp="needed").model
 
 
-def run(bench: Bench) -> Bench:
-    submit(bench)
+def run(bench: Bench, submit_all: Callable[[Bench], object] = submit) -> Bench:
+    submit_all(bench)
     bench.run()
     bench.close()
     return bench
@@ -75,19 +78,29 @@ def test_its_guesses_by_kernels_are_those_of_torch(folders, monkeypatch):
         model.draft.fused = fused
         fields = {"deterministic": True, "fused_experts": True, "cuda_graphs": False}
         bench = Bench(model, make_device("cuda"), **HEADS, **fields)
+        prompts = [prompt_of(60 + 70 * i, i) for i in range(5)]
         with monkeypatch.context() as patch:
             if not fused:
                 patch.setattr(HeadDrafts, "_forward", _by_torch)
-            seen = watch_guesses(patch)
-            for i in range(5):
-                bench.submit(f"r{i}", prompt_of(60 + 70 * i, i), 40, sampling={"temperature": 0.0, "seed": i})
-            bench.run()
-        bench.close()
-        tokens = {done.seed: done.token_ids for done in bench.completions.values()}
-        found.append({(ints[SEED], ints[LENGTH], tuple(tokens[ints[SEED]])): guesses for ints, _, guesses in seen})
-    both = found[0].keys() & found[1].keys()
-    equal = sum(found[0][key][0] == found[1][key][0] for key in both)
-    assert len(both) > 50 and equal > 0.85 * len(both), (len(both), equal)
+            found.append(_guesses(bench, patch, prompts, 40, [0.0] * 5))
+    _assert_equal_first_guesses(*found, share=0.85)
+
+
+def _guesses(bench: Bench, patch, prompts: list[list[int]], length: int, temperatures: list[float]) -> Guesses:
+    """Runs the prompts, one a seed, and closes the bench."""
+    seen = watch_guesses(patch)
+    for i, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True)):
+        bench.submit(f"r{i}", prompt, length, sampling={"temperature": temperature, "seed": i})
+    bench.run()
+    bench.close()
+    tokens = completions_by_seed(bench)
+    return {(ints[SEED], ints[LENGTH], tuple(tokens[ints[SEED]])): guesses for ints, _, guesses in seen}
+
+
+def _assert_equal_first_guesses(one: Guesses, other: Guesses, share: float) -> None:
+    both = one.keys() & other.keys()
+    equal = sum(one[key][0] == other[key][0] for key in both)
+    assert len(both) > 50 and equal > share * len(both), (len(both), equal)
 
 
 def _by_torch(self, following_T, hidden_TH, batch, kv):
@@ -101,7 +114,7 @@ def test_deterministic_completions_are_equal_bit_for_bit(folders, monkeypatch, k
     fields = {"deterministic": True, "fused_experts": True, "kv_dtype": kv_dtype}
     plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields))
     if wrong is not None:  # guesses that are replayed by the host cannot be captured
-        replayed_guesses(monkeypatch, {done.seed: done.token_ids for done in plain.completions.values()}, wrong)
+        replayed_guesses(monkeypatch, completions_by_seed(plain), wrong)
         monkeypatch.setattr(HeadGraphs, "guess_size", lambda *_: None)
     bench = run(Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields))
     assert all_of(bench) == all_of(plain)
@@ -134,17 +147,10 @@ def test_captured_guesses_are_those_of_eager_steps(folders, monkeypatch):
     found = []
     for graphs in (True, False):
         bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS, cuda_graphs=graphs)
+        prompts = [prompt_of(60 + 7 * i, i) for i in range(5)]
         with monkeypatch.context() as patch:
-            seen = watch_guesses(patch)
-            for i in range(5):
-                bench.submit(f"r{i}", prompt_of(60 + 7 * i, i), 60, sampling={"temperature": 0.7 * i, "seed": i})
-            bench.run()
-        bench.close()
-        tokens = {done.seed: done.token_ids for done in bench.completions.values()}
-        found.append({(ints[SEED], ints[LENGTH], tuple(tokens[ints[SEED]])): guesses for ints, _, guesses in seen})
-    both = found[0].keys() & found[1].keys()
-    equal = sum(found[0][key][0] == found[1][key][0] for key in both)
-    assert len(both) > 50 and equal > 0.9 * len(both), (len(both), equal)
+            found.append(_guesses(bench, patch, prompts, 60, [0.7 * i for i in range(5)]))
+    _assert_equal_first_guesses(*found, share=0.9)
 
 
 #: By seed: sampling, and the stop tokens that are banned for a while.
@@ -202,10 +208,7 @@ def watch_logits(monkeypatch) -> list[tuple[list[int], list[float], list[int], t
 def test_guesses_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints(folders, monkeypatch):
     """A guess is the best token of the draft model's own logits, changed by penalties, biases and bans."""
     fields = {"deterministic": True, "fused_experts": True}
-    plain = Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields)
-    submit_ruled(plain)
-    plain.run()
-    plain.close()
+    plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields), submit_ruled)
     bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields)
     with monkeypatch.context() as patch:
         seen = watch_logits(patch)
@@ -240,16 +243,10 @@ def test_guesses_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
 def test_right_and_wrong_guesses_of_rows_with_rules_and_constraints_change_no_bit(folders, monkeypatch, wrong):
     fields = {"deterministic": True, "fused_experts": True}
-    plain = Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields)
-    submit_ruled(plain)
-    plain.run()
-    plain.close()
+    plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields), submit_ruled)
     replayed_guesses(monkeypatch, completions_by_seed(plain), wrong)
     monkeypatch.setattr(HeadGraphs, "guess_size", lambda *_: None)
-    bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields)
-    submit_ruled(bench)
-    bench.run()
-    bench.close()
+    bench = run(Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields), submit_ruled)
     assert all_of(bench) == all_of(plain)
     counters = bench.engine.roster.counters
     assert counters.accepted > 150 and (counters.accepted < counters.drafted or not wrong)

@@ -14,7 +14,7 @@ from rollout.models.fused import FusedDecoder
 from rollout.models.fused_experts import DecoderWithFusedExperts
 from tests.support.engine.cuda_harness import assert_steady, load_bf16, watch_compilation
 from tests.support.engine.harness import Bench
-from tests.support.engine.updates import Mailbox, Update, boundary
+from tests.support.engine.updates import Mailbox, Update, beside_a_fresh_engine
 from tests.support.models import sigmoid_router
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no measured plan")]
@@ -260,18 +260,11 @@ def test_a_swap_of_the_weights_is_seen_by_captured_steps(mixtrals):
     model, other = (load_bf16(folder) for folder in mixtrals)
     mailbox = Mailbox()
     bench = bench_of(model, receiver=mailbox, kv_on_swap="recompute")
-    bench.submit("a", prompt(13, 1), 50)
-    for _ in range(20):
-        bench.engine.tick()
-    mailbox.ready = Update(1, other, model)
-    bench.run()
-    k = boundary(bench, "a")
-    fresh = bench_of(load_bf16(mixtrals[1]))
-    fresh.submit("b", prompt(13, 1) + bench.tokens("a")[:k], 50 - k)
-    fresh.run()
+    after, expected = beside_a_fresh_engine(
+        bench, mailbox, Update(1, other, model), lambda: bench_of(load_bf16(mixtrals[1])), prompt(13, 1)
+    )
     # One token at least; later ones may part by rounding, since the first came from another step.
-    assert fresh.tokens("b")[:3] == bench.tokens("a")[k : k + 3]
-    bench.close(), fresh.close()
+    assert after[:3] == expected[:3]
 
 
 def test_the_experts_of_a_captured_step_can_be_looked_at(checkpoint):

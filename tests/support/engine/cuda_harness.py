@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,9 +48,8 @@ def assert_steady(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(20):
         bench.engine.tick()
     monkeypatch.setattr(_CudaClock, "_RENEW_MS", 0.5)  # every few steps instead of every few thousand
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    tick_without_waiting(bench)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    with no_allocation():
+        tick_without_waiting(bench)
     bench.run()
 
 
@@ -71,12 +72,27 @@ def assert_one_launch_a_step(bench: Bench, steps: int = 32) -> None:
 
 def tick_without_waiting(bench: Bench) -> None:
     """100 steps, and an error if one of them waits for the device other than by its event."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(100):
             bench.engine.tick()
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Inside, whatever waits for the device, other than by an event, is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def no_allocation() -> Iterator[None]:
+    """What stands inside allocates no device memory, not even from torch's own pool."""
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    yield
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
 def tokens_and_logprobs(bench: Bench) -> TokensAndLogprobs:

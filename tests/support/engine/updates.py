@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rollout.models.cut import kept_values
 from tests.support.engine.harness import Bench
 
@@ -48,6 +50,23 @@ def swap_in_the_middle(bench: Bench, mailbox: Mailbox, update: Update, ticks: in
         bench.engine.tick()
     mailbox.ready = update
     bench.run()
+
+
+def beside_a_fresh_engine(
+    bench: Bench, mailbox: Mailbox, update: Update, fresh_bench: Callable[[], Bench], prompt: list[int]
+) -> tuple[list[int], list[int]]:
+    """The greedy tokens of a completion after a swap in its middle, and the same tokens of an engine that began anew.
+
+    The second engine has only the new weights; its prompt ends with the tokens from before the swap. Closes both.
+    """
+    bench.submit("a", prompt, 50)
+    swap_in_the_middle(bench, mailbox, update, ticks=20)
+    swapped = boundary(bench, "a")
+    fresh = fresh_bench()
+    fresh.submit("b", prompt + bench.tokens("a")[:swapped], 50 - swapped)
+    fresh.run()
+    bench.close(), fresh.close()
+    return bench.tokens("a")[swapped:], fresh.tokens("b")
 
 
 def boundary(bench: Bench, name: str, index: int = 0) -> int:
