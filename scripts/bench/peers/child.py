@@ -25,6 +25,8 @@ def make_engine(job: Job) -> Engine:
     """The engine of a job, ready to generate. The modules of other engines are not imported."""
     if job.gpus > 1 and job.engine not in SHARDED:
         raise ValueError(f"{job.engine} runs on one GPU: with {job.gpus} take {' or '.join(SHARDED)}")
+    if job.workers > 1 and job.engine != "service":
+        raise ValueError(f"{job.engine} has no workers: with {job.workers} take service")
     if job.engine in ("ours", "ours-blocking", "ours-grouped", "ours-apart", "ours-fallback"):
         from scripts.bench.peers.ours_engine import OursEngine, group_experts, keep_shared_apart
 

@@ -91,7 +91,7 @@ def run_job(engine: Engine, job: Job) -> Iterator[Row]:
     """The rows of all experiments of a job, one by one as they come."""
     for name in job.experiments:
         for row in _EXPERIMENTS[name](engine, job):
-            yield {"experiment": name, **row}
+            yield {"experiment": name, **row, "kv_tokens": engine.capacity_tokens}
 
 
 def _decode(engine: Engine, job: Job) -> Iterator[Row]:

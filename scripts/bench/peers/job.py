@@ -27,7 +27,8 @@ class Job:
     engine: str = "ours"
     shape: str = "qwen3-8b"
     layers: int = 0  # the first ones of the shape; 0: all
-    gpus: int = 1  # that run the model together, of `service` and vLLM
+    gpus: int = 1  # of `service` and vLLM
+    workers: int = 1  # of `service`; each runs the model on its part of the GPUs, and they share the work
     experiments: tuple[str, ...] = ("decode",)
     device: str = "auto"
     rows: tuple[int, ...] = (1, 8, 32, 128)  # of decode and contexts
@@ -76,6 +77,13 @@ class Job:
     def to_json(self) -> str:
         """The job as JSON."""
         return json.dumps(dataclasses.asdict(self))
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that run one model together. Raises ValueError if the workers cannot have equally many."""
+        if self.gpus % self.workers:
+            raise ValueError(f"{self.gpus} GPUs are no equal parts for {self.workers} workers")
+        return self.gpus // self.workers
 
     @property
     def most_rows(self) -> int:

@@ -117,6 +117,8 @@ def test_the_30b_shape_reads_what_it_should():
 @pytest.mark.parametrize(
     ("shape", "parameters"),
     [
+        ("qwen3-32b", 32.76e9),
+        ("llama-3.1-70b", 70.55e9),
         ("qwen3.5-27b", 26.9e9),
         ("qwen3.5-35b-a3b", 34.7e9),
         ("gpt-oss-20b", 20.9e9),
@@ -268,6 +270,25 @@ def test_other_engines_do_the_same_work(engine: str):
     ]
 
 
+@pytest.mark.nightly
+def test_two_workers_share_the_long_job(tmp_path: Path, monkeypatch):
+    out = tmp_path / "peers.json"
+    sizes = "--job-rows 4 --job-prompts 2 --job-completions 3 --job-prompt 20 --job-scale 0.005".split()
+    engine = "--engines service --gpus 2 --workers 1 2 --experiments long_job --shapes toy --device cpu".split()
+    assert compare_peers.main(["--out", str(out), *engine, *sizes]) == 0
+    told = json.loads(out.read_text())
+    one, two = told["rows"]
+    assert (one["gpus"], one.get("workers")) == (2, None) and (two["gpus"], two["workers"]) == (2, 2)
+    assert one["tokens"] == two["tokens"] and 0 < two["tail_s"] < two["total_s"]
+    assert [fact["rows_of_a_worker"] for fact in told["facts"][1:]] == [4, 2]
+
+
+def test_workers_need_equal_parts_of_the_gpus(capsys):
+    with pytest.raises(SystemExit):
+        compare_peers.main("--out none --engines service --gpus 2 --workers 3".split())
+    assert "--workers 3 must divide --gpus 2" in capsys.readouterr().err
+
+
 # --- children and the report -----------------------------------------------------------------------------------------
 
 
@@ -318,6 +339,27 @@ def test_post_and_long_job_have_floors(tmp_path: Path):
     assert post["floor_s"] == pytest.approx(61, rel=0.02)
     # Its contexts add up to 3.8e9 tokens: two thirds of its floor are KV.
     assert job["floor_s"] == pytest.approx(180, rel=0.02)
+
+
+def test_one_worker_is_compared_with_two_that_share_the_long_job(tmp_path: Path, capsys):
+    path, job = tmp_path / "rows.json", Job(engine="service", gpus=2)
+    report = Report(path)
+    report.ceilings([{"ceilings": {"read_tbps": 4.0}}])
+    row = {"experiment": "long_job", "rows": 128, "completions": 256, "scale": 1.0, "tail_s": 20.0}
+    report.add(job, {**row, "total_s": 150.0})
+    report.add(Job(engine="service", gpus=2, workers=2), {**row, "total_s": 180.0})
+    report.add(Job(engine="vllm", gpus=2), {**row, "total_s": 300.0})
+    report.compare()
+    told = capsys.readouterr().out
+    assert "service 1.200x service of 2 workers" in told and "service 2.000x vllm" in told
+    one, two, _ = json.loads(path.read_text())["rows"]
+    need, lengths = step_bytes("qwen3-8b"), sorted(completion_lengths(), reverse=True)
+    assert one["floor_s"] == pytest.approx(job_floor(need, [256] * 256, completion_lengths(), 128, 8e12).total_s)
+    assert two["floor_s"] == job_floor(need, [256] * 128, lengths[::2], 64, 4e12).total_s
+    assert two["floor_s"] > one["floor_s"], "each worker reads all weights"
+    assert job.ranks == 2 and Job(gpus=2, workers=2).ranks == 1
+    with pytest.raises(ValueError, match="equal parts"):
+        print(Job(gpus=4, workers=3).ranks)
 
 
 def test_the_8b_shape_reads_what_it_should():
