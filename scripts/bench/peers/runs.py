@@ -39,11 +39,12 @@ _IDENTITY = (
     "requests",
     "completions",
     "scale",
+    "chance",
     "layers",
     "gpus",
     "workers",
 )
-_OURS = ("ours", "service")
+_OURS = ("ours", "ours-suffix", "ours-auto", "service")
 #: The figure for comparing engines, and whether a smaller one is better.
 _FIGURES = {
     "decode": ("ms", True),
@@ -54,6 +55,7 @@ _FIGURES = {
     "groups": ("total_s", True),
     "prefill": ("prefill_tokens_per_s", False),
     "arrivals": ("latency_s", True),
+    "repeats": ("ms", True),
 }
 
 
@@ -205,7 +207,7 @@ def floors(job: Job, row: Row, bandwidth: float) -> Row:
     need = step_bytes(row["shape"], layers=job.layers)
     if job.workers > 1:
         return _shared_floor(need, job, row, bandwidth)
-    if row["experiment"] in ("decode", "contexts"):
+    if row["experiment"] in ("decode", "contexts", "repeats"):  # one token a step: accepted drafts may beat it
         prompts = row["rows"] // row.get("completions", 1)  # the KV of each is read once
         context = prompts * row.get("context", row.get("prompt")) + row["rows"] * row["new"] / 2
         chosen = row.get("distinct_experts")
@@ -251,9 +253,11 @@ def _identity(row: Row) -> tuple[Any, ...]:
 
 
 def _is_peer(row: Row, other: Row) -> bool:
-    """Whether `other` is another project's engine, or the same one with more workers."""
+    """Whether `other` is another project's engine, the same one with more workers, or ours without speculation."""
     if other["engine"] == row["engine"]:
         return other.get("workers", 1) > row.get("workers", 1)
+    if row["engine"] in ("ours-suffix", "ours-auto") and other["engine"] == "ours":
+        return True
     return other["engine"] not in _OURS
 
 

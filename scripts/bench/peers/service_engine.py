@@ -29,6 +29,7 @@ class ServiceEngine:
 
     keeps_prefixes = True
     sees_tokens = False
+    can_repeat = False
 
     def __init__(self, job: Job) -> None:
         began_s = time.perf_counter()
@@ -47,7 +48,8 @@ class ServiceEngine:
             wandb=False,
         )
         self._client = RolloutClient(self._worker.endpoints, timeout_s=_TIMEOUT_S)
-        self.vocab = model_config(job.shape)["vocab_size"]
+        config = model_config(job.shape)
+        self.vocab, self.hidden = config["vocab_size"], config["hidden_size"]
         pages = [status["pages"]["total"] for status in self._client.statuses().values()]
         self.capacity_tokens = sum(pages) * engine.page_size
         self._facts = {
