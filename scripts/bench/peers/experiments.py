@@ -272,12 +272,14 @@ def _repeats(engine: Engine, job: Job) -> Iterator[Row]:
         engine.repeat(chance)
         for prompt, rows in product(job.repeat_prompts, job.rows):
             asked = {"rows": rows, "context": prompt, "new": job.repeat_new, "chance": chance}
-            needs = rows * (prompt + job.repeat_new + job.drafts + 2 * _PAGE_TOKENS)
+            needs = rows * -(-(prompt + job.repeat_new + job.drafts) // _PAGE_TOKENS) * _PAGE_TOKENS
             if needs > engine.capacity_tokens:
                 yield {**asked, "skipped": f"needs KV of {needs} tokens, there are {engine.capacity_tokens}"}
                 continue
             made = (rows, prompt, engine.hidden, engine.vocab, chance)
             best: Row = {}
+            if chance == job.repeat_chances[0]:
+                _repeat_run(engine, repeating_prompts(*made, next(seeds)), min(_WARM_TOKENS, job.repeat_new))
             for _ in range(job.repeats):
                 # New prompts: an engine may keep completions of old ones to draft from.
                 run = _repeat_run(engine, repeating_prompts(*made, next(seeds)), job.repeat_new)

@@ -68,7 +68,7 @@ class Job:
     arrivals_new: int = 256
     repeat_prompts: tuple[int, ...] = (1024,)  # tokens
     repeat_new: int = 512  # tokens of a completion
-    repeat_chances: tuple[float, ...] = (0.6, 0.8, 0.95)  # that the text goes on as before
+    repeat_chances: tuple[float, ...] = (0.8, 0.9, 0.96)  # that the text goes on as before
     drafts: int = 3  # of a row in a step, at most, where an engine speculates
     seeds_from: int = 0  # another number gives other prompts, that are not in a prefix cache yet
 

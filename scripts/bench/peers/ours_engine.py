@@ -170,7 +170,7 @@ class OursEngine:
         with torch.inference_mode():
             if not self._quiet:
                 outputs = [data for name, data in model.named_parameters() if is_output(name)]
-                quiet(outputs, model.embed, model.norm.weight)
+                quiet(outputs, len(spec.layers), model.embed, model.norm.weight)
             sharpen(model.lm_head, self.vocab, chance)
         self._quiet = True
 

@@ -16,7 +16,7 @@ Needs an output layer of its own, a plain final norm, and no softcap of the logi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,7 +33,9 @@ _SEED = 7
 #: Random tokens at the beginning of a prompt: no two prompts share a page of a prefix cache.
 _APART_TOKENS = 64
 #: The parameters that write into the residual stream, in this engine and in vLLM.
-_OUTPUTS = ("o_proj.weight", "down_proj.weight", "feed_forward.down", "w2_weight")
+_OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj", "feed_forward.down", "w2_weight")
+#: Rows of an embedding that are filled at once: a large one leaves little memory.
+_ROWS_AT_ONCE = 8192
 
 
 def places_of(hidden: int) -> int:
@@ -46,16 +48,22 @@ def is_output(name: str) -> bool:
     return name.endswith(_OUTPUTS)
 
 
-def quiet(outputs: Iterable[torch.Tensor], embed: torch.Tensor, norm: torch.Tensor) -> None:
-    """Make the outputs of layers small and fill embedding and final norm, all in place, once."""
+def quiet(outputs: Sequence[torch.Tensor], layers: int, embed: torch.Tensor, norm: torch.Tensor) -> None:
+    """Make the outputs of layers small and fill embedding and final norm, all in place, once.
+
+    Raises ValueError if a layer has fewer than two outputs, of attention and of what follows: some would stay loud.
+    """
     import torch
 
+    if len(outputs) < 2 * layers:
+        raise ValueError(f"{len(outputs)} outputs of {layers} layers were found: name the others in _OUTPUTS")
     for weight in outputs:
         weight.mul_(_QUIET)
     norm.fill_(1.0)
     codes = _codes(embed)
     places = (torch.arange(len(embed), device=embed.device) - FIRST_TOKEN) % len(codes)
-    embed.copy_(codes[places])
+    for rows, of_rows in zip(embed.split(_ROWS_AT_ONCE), places.split(_ROWS_AT_ONCE), strict=True):
+        rows.copy_(codes[of_rows])
 
 
 def sharpen(lm_head: torch.Tensor, vocab: int, chance: float) -> None:

@@ -111,6 +111,7 @@ class VllmEngine:
         )
         shape = model_config(job.shape)
         self.vocab, self.hidden = shape["vocab_size"], shape["hidden_size"]
+        self._layers = job.layers or shape["num_hidden_layers"]
         config = self._llm.llm_engine.vllm_config
         self.capacity_tokens = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
         self._facts = {
@@ -186,7 +187,8 @@ class VllmEngine:
 
     def repeat(self, chance: float) -> None:
         """Get the weights whose text repeats."""
-        self._llm.apply_model(partial(repeat_like_a_text, vocab=self.vocab, chance=chance, first=not self._quiet))
+        layers = 0 if self._quiet else self._layers
+        self._llm.apply_model(partial(repeat_like_a_text, vocab=self.vocab, chance=chance, quiet_layers=layers))
         self._quiet = True
 
     def close(self) -> None:
@@ -252,10 +254,10 @@ def capture_sizes(most_rows: int, drafts: int = 0) -> list[int]:
     return sorted(size * (drafts + 1) for size in rows if size <= most_rows)
 
 
-def repeat_like_a_text(model: Any, vocab: int, chance: float, first: bool) -> int:
-    """Give a filled model the weights of `peers.repeating`; `first` on the first call. Returns its outputs of layers.
+def repeat_like_a_text(model: Any, vocab: int, chance: float, quiet_layers: int) -> int:
+    """Give a filled model the weights of `peers.repeating`. Returns the number of its layers' outputs.
 
-    Raises ValueError if it lacks the parameters that are needed.
+    `quiet_layers` is its number of layers at the first call, then 0. Raises ValueError if parameters are missing.
     """
     import torch
 
@@ -264,11 +266,11 @@ def repeat_like_a_text(model: Any, vocab: int, chance: float, first: bool) -> in
     names = ("embed_tokens.weight", "lm_head.weight", "model.norm.weight")
     ends = [next((data for name, data in parameters.items() if name.endswith(end)), None) for end in names]
     embed, lm_head, norm = ends
-    if embed is None or lm_head is None or norm is None or not outputs:
-        raise ValueError(f"the model has not all of {', '.join(names)} and outputs of layers: {list(parameters)[:9]}")
+    if embed is None or lm_head is None or norm is None:
+        raise ValueError(f"the model has not all of {', '.join(names)}: {list(parameters)[:9]}")
     with torch.inference_mode():
-        if first:
-            quiet(outputs, embed, norm)
+        if quiet_layers:
+            quiet(outputs, quiet_layers, embed, norm)
         sharpen(lm_head, vocab, chance)
     return len(outputs)
 

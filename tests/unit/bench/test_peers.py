@@ -13,14 +13,28 @@ import pytest
 import torch
 from rollout_kernels.moe.dispatch import MoEShape, measured_table, moe_plan
 
-from scripts.bench import compare_peers
+from scripts.bench import compare_peers, shapes
 from scripts.bench.peers.experiments import Finished, run_job
 from scripts.bench.peers.floors import JobFloor, job_floor, step_floor_s
 from scripts.bench.peers.job import EXPERIMENTS, Job
-from scripts.bench.peers.ours_engine import OursEngine, engine_settings, group_experts, load_random
+from scripts.bench.peers.ours_engine import (
+    OursEngine,
+    engine_settings,
+    group_experts,
+    load_random,
+    speculation_changes,
+)
+from scripts.bench.peers.repeating import places_of, repeating_prompts
 from scripts.bench.peers.runs import Report, child_environment, run_child
-from scripts.bench.peers.vllm_engine import capture_sizes
-from scripts.bench.peers.workloads import Work, completion_lengths, long_job, nested_prompts, uniform_work
+from scripts.bench.peers.vllm_engine import capture_sizes, fill_like_a_model, repeat_like_a_text, speculative_config
+from scripts.bench.peers.workloads import (
+    FIRST_TOKEN,
+    Work,
+    completion_lengths,
+    long_job,
+    nested_prompts,
+    uniform_work,
+)
 from scripts.bench.shapes import StepBytes, model_config, step_bytes
 
 TOY = Job(
@@ -52,6 +66,9 @@ TOY = Job(
     arrivals_s=0.2,
     arrivals_prompt=40,
     arrivals_new=6,
+    repeat_prompts=(160,),
+    repeat_new=40,
+    repeat_chances=(0.9,),
 )
 
 
@@ -190,6 +207,8 @@ def test_every_experiment_runs_on_ours():
         "groups",
         "prefill",
         "arrivals",
+        "repeats",
+        "repeats",
     ]
     assert not any("skipped" in row for row in rows)
     assert all(row["ms"] > 0 and row["first_s"] < row["total_s"] for row in rows[:6])
@@ -214,6 +233,91 @@ def test_every_token_of_a_request_that_arrives_is_seen():
     engine.close()
     assert len(served.latencies_s) == len(served.first_s) == 3 and len(served.gaps_s) == 3 * 5
     assert 0 < min(served.first_s) < max(served.latencies_s)
+
+
+# --- text that repeats -----------------------------------------------------------------------------------------------
+
+
+def going_on(tokens: list[int], places: int) -> float:
+    """The share of tokens that are the next ones of the circle."""
+    nexts = [FIRST_TOKEN + (token - FIRST_TOKEN + 1) % places for token in tokens[:-1]]
+    return float(np.mean(np.equal(nexts, tokens[1:])))
+
+
+@pytest.mark.parametrize("shape", ["toy", "toy-moe"])
+def test_weights_of_repeating_text_give_the_chance_in_the_model_of_transformers(shape):
+    """As in vLLM: its models have the names of transformers' parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = model_config(shape)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+    fill_like_a_model(model)
+    vocab, places = config["vocab_size"], places_of(config["hidden_size"])
+    text = torch.tensor(repeating_prompts(2, 200, config["hidden_size"], vocab, 0.8, 3))
+    nexts = FIRST_TOKEN + (text - FIRST_TOKEN + 1) % places
+    for layers, chance in ((2, 0.8), (0, 0.6)):
+        assert repeat_like_a_text(model, vocab, chance, layers) == 2 * 2
+        with torch.inference_mode():
+            chances = model(text).logits.softmax(-1).gather(2, nexts[..., None])
+        assert chances.min() > chance - 0.05 and chances.max() < chance + 0.05
+
+
+def test_repeating_weights_need_the_names_of_a_model():
+    with pytest.raises(ValueError, match=r"embed_tokens.weight"):
+        repeat_like_a_text(torch.nn.Linear(4, 4), 100, 0.5, 2)
+
+
+def test_prompts_repeat_as_often_as_asked_for_and_begin_apart():
+    prompts = repeating_prompts(4, 1000, 4096, 50_000, 0.9, 1)
+    assert all(going_on(prompt[64:], 64) == pytest.approx(0.9, abs=0.04) for prompt in prompts)
+    assert len({token for prompt in prompts for token in prompt[:16]}) > 60
+    assert repeating_prompts(4, 1000, 4096, 50_000, 0.9, 2) != prompts
+
+
+@pytest.mark.parametrize(("name", "shape"), [("ours", "toy"), ("ours-suffix", "toy"), ("ours-suffix", "toy-moe")])
+def test_text_that_repeats_is_drafted(name: str, shape: str):
+    job = toy(engine=name, shape=shape, experiments=["repeats"], rows=[2], repeat_chances=[0.95])
+    engine = OursEngine(job, depth=2, changes=speculation_changes(job) if name != "ours" else None)
+    (row,) = run_job(engine, job)
+    told = [[int(token) for part in engine.completions[key] for token in part.token_ids] for key in ("0", "1")]
+    engine.close()
+    assert all(len(tokens) == 40 and going_on(tokens, 16) > 0.75 for tokens in told)
+    assert (row["rows"], row["context"], row["new"], row["chance"]) == (2, 160, 40, 0.95) and row["ms"] > 0
+    assert row["al"] == 1.0 if name == "ours" else row["al"] > 1.2 and row["drafted"] > row["accepted"] > 10
+
+
+def test_repeating_text_is_refused_where_it_cannot_be_made(monkeypatch):
+    monkeypatch.setitem(shapes._OWN, "toy-tied", {**shapes._OWN["toy"], "tie_word_embeddings": True})
+    engine = OursEngine(toy(), depth=1)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        engine.repeat(1.0)
+    engine.close()
+    tied = OursEngine(toy(shape="toy-tied"), depth=1)
+    with pytest.raises(ValueError, match="an output layer of its own"):
+        tied.repeat(0.9)
+    tied.close()
+    told = list(
+        run_child(
+            [toy(engine="ours", experiments=["repeats", "decode"]).to_json()],
+            sys.executable,
+            child_environment(None),
+            None,
+            time.monotonic() + 60,
+        )
+    )
+    assert "without other experiments" in told[0]["error"]
+
+
+def test_vllm_speculates_as_it_is_asked_to():
+    assert speculative_config(Job(engine="vllm")) is None
+    for engine, method in (("vllm-ngram", "ngram"), ("vllm-ngram-gpu", "ngram_gpu")):
+        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        assert speculative_config(Job(engine=engine, drafts=2)) == {
+            "method": method,
+            "num_speculative_tokens": 2,
+            **lookup,
+        }
+    assert set(capture_sizes(8, drafts=3)) == {4, 8, 16, 32}
 
 
 def test_ours_can_do_without_experts_by_output():
