@@ -14,6 +14,7 @@ import torch
 from rollout_kernels.moe.dispatch import MoEShape, measured_table, moe_plan
 
 from scripts.bench import compare_peers, shapes
+from scripts.bench.peers.child import make_engine
 from scripts.bench.peers.experiments import Finished, run_job
 from scripts.bench.peers.floors import JobFloor, job_floor, step_floor_s
 from scripts.bench.peers.job import EXPERIMENTS, Job
@@ -296,16 +297,11 @@ def test_repeating_text_is_refused_where_it_cannot_be_made(monkeypatch):
     with pytest.raises(ValueError, match="an output layer of its own"):
         tied.repeat(0.9)
     tied.close()
-    told = list(
-        run_child(
-            [toy(engine="ours", experiments=["repeats", "decode"]).to_json()],
-            sys.executable,
-            child_environment(None),
-            None,
-            time.monotonic() + 60,
-        )
-    )
-    assert "without other experiments" in told[0]["error"]
+    for wrong in ({"experiments": ["repeats", "decode"]}, {"engine": "vllm", "experiments": ["repeats"], "gpus": 2}):
+        with pytest.raises(ValueError, match="without other experiments"):
+            make_engine(toy(**wrong))
+    with pytest.raises(ValueError, match="vllm has no workers"):
+        make_engine(toy(engine="vllm", gpus=2, workers=2))
 
 
 def test_vllm_speculates_as_it_is_asked_to():
