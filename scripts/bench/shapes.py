@@ -36,6 +36,7 @@ _QWEN3: dict[str, Any] = {
 }
 _OWN: dict[str, dict[str, Any]] = {
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "qwen3-32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
     "qwen3-1.7b": {
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -291,6 +292,32 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "sliding_window": 1024,
         "tie_word_embeddings": True,
         "vocab_size": 262208,
+    },
+    "llama-3.1-70b": {
+        **_TOKENS,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
     },
     "olmo-3-7b": {
         **_TOKENS,

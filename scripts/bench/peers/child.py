@@ -15,7 +15,7 @@ import traceback
 from typing import Any
 
 from scripts.bench.peers.experiments import Engine, run_job
-from scripts.bench.peers.job import SHARDED, Job
+from scripts.bench.peers.job import SHARDED, VLLM, Job
 
 PREFIX = "ROW "
 _ERROR_CHARS = 500
@@ -25,6 +25,10 @@ def make_engine(job: Job) -> Engine:
     """The engine of a job, ready to generate. The modules of other engines are not imported."""
     if job.gpus > 1 and job.engine not in SHARDED:
         raise ValueError(f"{job.engine} runs on one GPU: with {job.gpus} take {' or '.join(SHARDED)}")
+    if "repeats" in job.experiments and (job.gpus > 1 or len(job.experiments) > 1):
+        raise ValueError("repeats has weights of its own, on one GPU: run it without other experiments")
+    if job.workers > 1 and job.engine != "service":
+        raise ValueError(f"{job.engine} has no workers: with {job.workers} take service")
     if job.engine in ("ours", "ours-blocking", "ours-grouped", "ours-apart", "ours-fallback"):
         from scripts.bench.peers.ours_engine import OursEngine, group_experts, keep_shared_apart
 
@@ -34,11 +38,15 @@ def make_engine(job: Job) -> Engine:
             keep_shared_apart()
         fallback = job.engine == "ours-fallback"
         return OursEngine(job, depth=1 if job.engine == "ours-blocking" else 2, fallback=fallback)
+    if job.engine in ("ours-suffix", "ours-auto"):
+        from scripts.bench.peers.ours_engine import OursEngine, speculation_changes
+
+        return OursEngine(job, depth=2, changes=speculation_changes(job))
     if job.engine == "service":
         from scripts.bench.peers.service_engine import ServiceEngine
 
         return ServiceEngine(job)
-    if job.engine == "vllm":
+    if job.engine in VLLM:
         from scripts.bench.peers.vllm_engine import VllmEngine
 
         return VllmEngine(job)
@@ -73,7 +81,7 @@ def say(row: dict[str, Any]) -> None:
 def measure(job: Job) -> int:
     """Make the engine, run its experiments, send every row; returns the exit status."""
     began_s = time.perf_counter()
-    if job.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+    if job.engine in VLLM and importlib.util.find_spec("vllm") is None:
         say({"skipped": "vllm is not importable"})
         return 0
     engine = make_engine(job)

@@ -8,6 +8,7 @@
     long_job    a trainer's step: 256 completions of log-normal lengths through 128 rows
     groups      many completions of each prompt, as one request for each prompt and as equal separate requests
     prefill     prompts of 4,096 tokens, one new token
+    repeats     text that repeats, with weights made for it: ms a token of a row, with and without speculation
     arrivals    requests that arrive at random times: latencies, and the gaps between the tokens of a completion
 
 Every row names the experiment and its sizes. Times are seconds unless the name says ms.
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from scripts.bench.peers.job import Job
+from scripts.bench.peers.repeating import repeating_prompts
 from scripts.bench.peers.workloads import (
     Work,
     arrival_times,
@@ -67,9 +69,11 @@ class Engine(Protocol):
     """An engine. It samples at temperature 1 and returns the log-prob of every token."""
 
     vocab: int
+    hidden: int  # width of the model
     capacity_tokens: int  # of KV
     keeps_prefixes: bool  # prompts seen before need no prefill
     sees_tokens: bool  # `serve` is there
+    can_repeat: bool  # `repeat` is there
 
     def generate(self, work: Work) -> Finished:
         """Make all completions of `work`, to their full lengths, all asked for at once."""
@@ -77,11 +81,17 @@ class Engine(Protocol):
     def serve(self, work: Work, arrivals_s: list[float]) -> Served:
         """Make all completions of `work`, each asked for at its time; every token is seen when it is there."""
 
+    def repeat(self, chance: float) -> None:
+        """Get the weights whose text repeats, at `chance`; only before all other work or after other chances."""
+
     def facts(self) -> Row:
         """Name, version and settings of the engine."""
 
     def last_steps(self) -> Row:
-        """The engine's own figures of the decode steps of the last `generate`; may be empty."""
+        """The engine's own figures of the decode steps of the last `generate`; may be empty.
+
+        An engine that speculates tells the tokens `drafted` and `accepted`.
+        """
 
     def close(self) -> None:
         """Release all resources."""
@@ -91,7 +101,7 @@ def run_job(engine: Engine, job: Job) -> Iterator[Row]:
     """The rows of all experiments of a job, one by one as they come."""
     for name in job.experiments:
         for row in _EXPERIMENTS[name](engine, job):
-            yield {"experiment": name, **row}
+            yield {"experiment": name, **row, "kv_tokens": engine.capacity_tokens}
 
 
 def _decode(engine: Engine, job: Job) -> Iterator[Row]:
@@ -253,6 +263,43 @@ def _arrivals(engine: Engine, job: Job) -> Iterator[Row]:
         }
 
 
+def _repeats(engine: Engine, job: Job) -> Iterator[Row]:
+    if not engine.can_repeat:
+        yield {"skipped": "cannot get weights whose text repeats"}
+        return
+    seeds = count(400 + job.seeds_from)
+    for chance in job.repeat_chances:
+        engine.repeat(chance)
+        for prompt, rows in product(job.repeat_prompts, job.rows):
+            asked = {"rows": rows, "context": prompt, "new": job.repeat_new, "chance": chance}
+            needs = rows * -(-(prompt + job.repeat_new + job.drafts) // _PAGE_TOKENS) * _PAGE_TOKENS
+            if needs > engine.capacity_tokens:
+                yield {**asked, "skipped": f"needs KV of {needs} tokens, there are {engine.capacity_tokens}"}
+                continue
+            made = (rows, prompt, engine.hidden, engine.vocab, chance)
+            best: Row = {}
+            if chance == job.repeat_chances[0]:
+                _repeat_run(engine, repeating_prompts(*made, next(seeds)), min(_WARM_TOKENS, job.repeat_new))
+            for _ in range(job.repeats):
+                # New prompts: an engine may keep completions of old ones to draft from.
+                run = _repeat_run(engine, repeating_prompts(*made, next(seeds)), job.repeat_new)
+                best = run if not best or run["ms"] < best["ms"] else best
+            yield {**asked, **best, "tokens_per_s": rows / best["ms"] * 1e3}
+
+
+def _repeat_run(engine: Engine, prompts: list[list[int]], new: int) -> Row:
+    """Milliseconds a token of a row without prefill, and the accepted length: tokens for each step of a row."""
+    rows = len(prompts)
+    first = Work(prompts, [1] * rows)
+    engine.generate(first)  # leaves the prompts in the prefix cache
+    first_s = engine.generate(first).total_s
+    total_s = engine.generate(Work(prompts, [new] * rows)).total_s
+    own = engine.last_steps()
+    steps = rows * (new - 1)  # of a row, one for each token that was no accepted draft
+    al = steps / (steps - own["accepted"]) if "accepted" in own else 1.0
+    return {"ms": (total_s - first_s) / (new - 1) * 1e3, "al": al, "first_s": first_s, "total_s": total_s, **own}
+
+
 _EXPERIMENTS: dict[str, Callable[[Engine, Job], Iterator[Row]]] = {
     "decode": _decode,
     "contexts": _contexts,
@@ -262,4 +309,5 @@ _EXPERIMENTS: dict[str, Callable[[Engine, Job], Iterator[Row]]] = {
     "groups": _groups,
     "prefill": _prefill,
     "arrivals": _arrivals,
+    "repeats": _repeats,
 }

@@ -12,11 +12,16 @@ from scripts.bench.peers.workloads import completion_lengths
 
 #: `ours-blocking` is our engine at pipeline depth 1, `ours-grouped` without experts by output (warp decode),
 #: `ours-apart` with shared experts apart from the others, `ours-fallback` with transformers' code as the model,
-#: `service` is our worker, measured by a client of its socket.
-ENGINES = ("ours", "ours-blocking", "ours-grouped", "ours-apart", "ours-fallback", "service", "vllm", "transformers")
+#: `ours-suffix` and `ours-auto` speculate, `service` is our worker, measured by a client of its socket. `vllm-ngram` is
+#: vLLM with its speculation by n-grams, `vllm-ngram-gpu` with those found on the GPU.
+ENGINES = (
+    *("ours", "ours-blocking", "ours-grouped", "ours-apart", "ours-fallback", "ours-suffix", "ours-auto", "service"),
+    *("vllm", "vllm-ngram", "vllm-ngram-gpu", "transformers"),
+)
+VLLM = ("vllm", "vllm-ngram", "vllm-ngram-gpu")
 #: Those that run a model on several GPUs here.
-SHARDED = ("service", "vllm")
-EXPERIMENTS = ("decode", "contexts", "post", "short", "long_job", "groups", "prefill", "arrivals")
+SHARDED = ("service", *VLLM)
+EXPERIMENTS = ("decode", "contexts", "post", "short", "long_job", "groups", "prefill", "arrivals", "repeats")
 _SLACK_TOKENS = 16
 
 
@@ -27,10 +32,11 @@ class Job:
     engine: str = "ours"
     shape: str = "qwen3-8b"
     layers: int = 0  # the first ones of the shape; 0: all
-    gpus: int = 1  # that run the model together, of `service` and vLLM
+    gpus: int = 1  # of `service` and vLLM
+    workers: int = 1  # of `service`; each runs the model on its part of the GPUs, and they share the work
     experiments: tuple[str, ...] = ("decode",)
     device: str = "auto"
-    rows: tuple[int, ...] = (1, 8, 32, 128)  # of decode and contexts
+    rows: tuple[int, ...] = (1, 8, 32, 128)  # of decode, contexts and repeats
     context_rows: tuple[int, ...] = ()  # of contexts, if they are others
     prompt: int = 128  # tokens; of decode and post
     new: int = 512  # tokens of a completion of decode
@@ -60,6 +66,10 @@ class Job:
     arrivals_s: float = 20.0  # how long requests arrive
     arrivals_prompt: int = 2048
     arrivals_new: int = 256
+    repeat_prompts: tuple[int, ...] = (1024,)  # tokens
+    repeat_new: int = 512  # tokens of a completion
+    repeat_chances: tuple[float, ...] = (0.8, 0.9, 0.96)  # that the text goes on as before
+    drafts: int = 3  # of a row in a step, at most, where an engine speculates
     seeds_from: int = 0  # another number gives other prompts, that are not in a prefix cache yet
 
     @classmethod
@@ -78,10 +88,17 @@ class Job:
         return json.dumps(dataclasses.asdict(self))
 
     @property
+    def ranks(self) -> int:
+        """GPUs that run one model together. Raises ValueError if the workers cannot have equally many."""
+        if self.gpus % self.workers:
+            raise ValueError(f"{self.gpus} GPUs are no equal parts for {self.workers} workers")
+        return self.gpus // self.workers
+
+    @property
     def most_rows(self) -> int:
         """Rows that the engine must be able to decode at once."""
         wanted = {"decode": max(self.rows), "contexts": max(self.context_rows or self.rows), "post": self.post_rows}
-        wanted |= {"groups": max(self.group_rows)}
+        wanted |= {"groups": max(self.group_rows), "repeats": max(self.rows)}
         return max(wanted.get(name, self.job_rows) for name in self.experiments)
 
     @property
@@ -96,6 +113,7 @@ class Job:
             "groups": max(self.group_prompts),
             "prefill": self.prefill_prompt,
             "arrivals": self.arrivals_prompt,
+            "repeats": max(self.repeat_prompts),
         }
         return max(wanted[name] for name in self.experiments)
 
@@ -111,6 +129,7 @@ class Job:
             "groups": max(self.group_prompts) + self.group_new,
             "prefill": self.prefill_prompt + 1,
             "arrivals": self.arrivals_prompt + self.arrivals_new,
+            "repeats": max(self.repeat_prompts) + self.repeat_new + self.drafts,
         }
         return max(wanted[name] for name in self.experiments) + _SLACK_TOKENS
 

@@ -30,6 +30,7 @@ from rollout.settings_sources import load_settings
 from scripts.bench.peers.arrivals import ArrivalLog
 from scripts.bench.peers.experiments import Finished, Row, Served
 from scripts.bench.peers.job import Job
+from scripts.bench.peers.repeating import is_output, quiet, sharpen
 from scripts.bench.peers.workloads import Work
 from scripts.bench.shapes import write_checkpoint, write_draft_checkpoint
 
@@ -53,6 +54,7 @@ class OursEngine:
 
     keeps_prefixes = True
     sees_tokens = True
+    can_repeat = True
 
     def __init__(
         self,
@@ -74,7 +76,8 @@ class OursEngine:
         made = settings.engine.expert_format, job.layers, fallback, group, draft
         loaded = load_random(job.shape, device.torch_device, *made)
         loaded_s = time.perf_counter()
-        self.vocab = loaded.spec.vocab
+        self._model, self._quiet = loaded.model, False
+        self.vocab, self.hidden = loaded.spec.vocab, loaded.spec.hidden
         self._depth = depth
         self._routing = routing
         self.use_adapters = adapters
@@ -84,6 +87,7 @@ class OursEngine:
         self._arrivals: ArrivalLog | None = None
         self._runs = 0
         self._steps_before = 0
+        self._drafts_before = 0, 0
         self._active_pct = 0.0
         links = local_links(settings, self._take)
         with stage("preparing decode steps") as advance:
@@ -106,6 +110,7 @@ class OursEngine:
         """Make all completions of `work`, to their full lengths, all asked for at once."""
         self._runs += 1
         prompts = [np.asarray(prompt, dtype=np.int32) for prompt in work.prompts]
+        self._drafts_before = self._drafts()
         self._ends, self._steps_before, self.completions = [], self.engine.meter.steps, {}
         began_s, idle_s = time.perf_counter(), self._idle_s()
         for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
@@ -157,6 +162,23 @@ class OursEngine:
                     raise RuntimeError(f"a completion ended as {event.finish.reason}: {event.finish.error}")
                 self._ends.append(now)
 
+    def repeat(self, chance: float) -> None:
+        """Get the weights whose text repeats. Raises ValueError for a model that cannot have them."""
+        model, spec = self._model, self._model.spec
+        if spec.tied or spec.unit_offset or spec.logit_softcap is not None:
+            raise ValueError("needs an output layer of its own, a plain final norm and no softcap: take another shape")
+        with torch.inference_mode():
+            if not self._quiet:
+                outputs = [data for name, data in model.named_parameters() if is_output(name)]
+                quiet(outputs, len(spec.layers), model.embed, model.norm.weight)
+            sharpen(model.lm_head, self.vocab, chance)
+        self._quiet = True
+
+    def _drafts(self) -> tuple[int, int]:
+        """The tokens that were drafted and accepted so far."""
+        counters = self.engine.roster.counters
+        return counters.drafted, counters.accepted
+
     def facts(self) -> Row:
         """Depth, seconds to load and to capture, size of the KV."""
         return self._facts
@@ -165,12 +187,17 @@ class OursEngine:
         """Wall time, device time, idle time and host work of the second half of the decode steps with all rows.
 
         Milliseconds; absent if the meter kept too few steps. Also the share of the run in which the device ran a step,
-        and for a mixture of experts the mean number of distinct experts per layer in the last captured step.
+        and for a mixture of experts the mean number of distinct experts per layer in the last captured step; with
+        speculation the tokens that were drafted and accepted in the run.
         """
         full = self.full_steps()
         most = full[0].rows if full else 0
         steady = steady_figures(full[len(full) // 2 :])
-        return {**steady, "active_pct": self._active_pct, **self._distinct_experts(most)}
+        figures = {**steady, "active_pct": self._active_pct, **self._distinct_experts(most)}
+        if self.engine.scheduler.speculation is not None:
+            drafted, accepted = (now - before for now, before in zip(self._drafts(), self._drafts_before, strict=True))
+            figures |= {"drafted": drafted, "accepted": accepted}
+        return figures
 
     def full_steps(self) -> list[StepTiming]:
         """The decode steps of the last run with all rows, as far as the meter kept them."""
@@ -252,6 +279,17 @@ def engine_settings(
         settings["state_snapshots"] = max(job.context_rows or job.rows) * len(job.contexts) + 1
     flags = {f"engine.{name}": value for name, value in {**settings, **(changes or {})}.items()}
     return load_settings(None, {}, flags).engine
+
+
+def speculation_changes(job: Job) -> dict[str, str]:
+    """The settings of `ours-suffix` and `ours-auto`: every row may have all drafts, in a captured step."""
+    drafts = job.most_rows * job.drafts
+    return {
+        "speculation": job.engine.removeprefix("ours-"),
+        "speculation_tokens": str(job.drafts),
+        "speculation_rows": str(drafts),
+        "cuda_graph_rows": str(job.most_rows + drafts),
+    }
 
 
 def steady_figures(steps: list[StepTiming]) -> Row:

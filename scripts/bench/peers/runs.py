@@ -23,7 +23,7 @@ from scripts.bench.peers.experiments import Row
 from scripts.bench.peers.floors import job_floor, step_floor_s
 from scripts.bench.peers.job import Job
 from scripts.bench.peers.workloads import completion_lengths
-from scripts.bench.shapes import step_bytes
+from scripts.bench.shapes import StepBytes, step_bytes
 
 _CHILD = "scripts.bench.peers.child"
 _TAIL_LINES = 25
@@ -39,10 +39,12 @@ _IDENTITY = (
     "requests",
     "completions",
     "scale",
+    "chance",
     "layers",
     "gpus",
+    "workers",
 )
-_OURS = ("ours", "service")
+_OURS = ("ours", "ours-suffix", "ours-auto", "service")
 #: The figure for comparing engines, and whether a smaller one is better.
 _FIGURES = {
     "decode": ("ms", True),
@@ -53,6 +55,7 @@ _FIGURES = {
     "groups": ("total_s", True),
     "prefill": ("prefill_tokens_per_s", False),
     "arrivals": ("latency_s", True),
+    "repeats": ("ms", True),
 }
 
 
@@ -157,14 +160,13 @@ class Report:
     def add(self, job: Job, row: Row) -> None:
         """Print a row and write it to the file."""
         named = {"shape": job.shape, "engine": job.engine, **({"layers": job.layers} if job.layers else {})}
-        if job.gpus > 1:
-            named["gpus"] = job.gpus
+        named |= {name: given for name in ("gpus", "workers") if (given := getattr(job, name)) > 1}
         if "facts" in row:
             self._keep_fact({"run": self._run, **named, **row["facts"]})
             return
         row = {**named, **row, "run": self._run}
         if self._bandwidth is not None and "experiment" in row and "skipped" not in row:
-            row |= floors(job, row, self._bandwidth * job.gpus)
+            row |= floors(job, row, self._bandwidth * job.ranks)
         print(json.dumps(_short(row)), flush=True)
         self._new.append(row)
         key = _identity(row)
@@ -172,17 +174,19 @@ class Report:
         self._write()
 
     def compare(self) -> None:
-        """Print the ratio of ours, or of our service, to another engine for each experiment that both have done."""
+        """Print the ratio of ours to another engine, or of one worker to several, where both have done the same."""
         for row in self._new:
             name, less_is_better = _FIGURES.get(row.get("experiment", ""), ("", True))
             if row["engine"] not in _OURS or name not in row:
                 continue
             for other in self._rows:
-                if other["engine"] not in _OURS and name in other and _same_work(row, other):
+                if name in other and _is_peer(row, other) and _same_work(row, other):
                     ratio = other[name] / row[name] if less_is_better else row[name] / other[name]
                     what = " ".join(f"{key} {row[key]}" for key in _IDENTITY[3:] if key in row)
                     when = "" if other["run"] == self._run else f" (measured in the run of {other['run']})"
                     ours, theirs = row["engine"], other["engine"]
+                    if "workers" in other:
+                        theirs = f"{theirs} of {other['workers']} workers"
                     print(f"{row['shape']} {row['experiment']} {what}: {ours} {ratio:.3f}x {theirs}{when}")
 
     def _keep_fact(self, fact: Row) -> None:
@@ -196,9 +200,14 @@ class Report:
 
 
 def floors(job: Job, row: Row, bandwidth: float) -> Row:
-    """The floor of a row and the row's ratio to it; empty if the work is not decoding."""
+    """The floor of a row and the row's ratio to it; empty if the work is not decoding.
+
+    `bandwidth` is that of the GPUs that run one model together. Of several workers each has an equal part of the rows.
+    """
     need = step_bytes(row["shape"], layers=job.layers)
-    if row["experiment"] in ("decode", "contexts"):
+    if job.workers > 1:
+        return _shared_floor(need, job, row, bandwidth)
+    if row["experiment"] in ("decode", "contexts", "repeats"):  # one token a step: accepted drafts may beat it
         prompts = row["rows"] // row.get("completions", 1)  # the KV of each is read once
         context = prompts * row.get("context", row.get("prompt")) + row["rows"] * row["new"] / 2
         chosen = row.get("distinct_experts")
@@ -213,8 +222,7 @@ def floors(job: Job, row: Row, bandwidth: float) -> Row:
     if row["experiment"] == "post":
         work = [row["prompt"]] * row["rows"], [row["new"]] * row["rows"]
     elif row["experiment"] == "long_job":
-        lengths = [max(16, int(n * row["scale"])) for n in completion_lengths(row["completions"])]
-        work = [job.job_prompt] * len(lengths), lengths
+        work = _long_job_sizes(job, row)
     else:
         return {}
     floor = job_floor(need, *work, row["rows"], bandwidth)
@@ -222,12 +230,39 @@ def floors(job: Job, row: Row, bandwidth: float) -> Row:
     return {"floor_s": floor.total_s, "over_floor": row["total_s"] / floor.total_s, **tail}
 
 
+def _shared_floor(need: StepBytes, job: Job, row: Row, bandwidth: float) -> Row:
+    """The floor of the long job that workers share evenly: every worker reads all weights. Others have none."""
+    if row["experiment"] != "long_job":
+        return {}
+    prompts, lengths = _long_job_sizes(job, row)
+    longest = sorted(lengths, reverse=True)  # dealt out by length, so that the parts are alike
+    rows = -(-row["rows"] // job.workers)
+    parts = [longest[i :: job.workers] for i in range(job.workers)]
+    total_s = max(job_floor(need, prompts[: len(part)], part, rows, bandwidth).total_s for part in parts)
+    return {"floor_s": total_s, "over_floor": row["total_s"] / total_s}
+
+
+def _long_job_sizes(job: Job, row: Row) -> tuple[list[int], list[int]]:
+    """Tokens of the prompts and of the completions."""
+    lengths = [max(16, int(n * row["scale"])) for n in completion_lengths(row["completions"])]
+    return [job.job_prompt] * len(lengths), lengths
+
+
 def _identity(row: Row) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in _IDENTITY)
 
 
+def _is_peer(row: Row, other: Row) -> bool:
+    """Whether `other` is another project's engine, the same one with more workers, or ours without speculation."""
+    if other["engine"] == row["engine"]:
+        return other.get("workers", 1) > row.get("workers", 1)
+    if row["engine"] in ("ours-suffix", "ours-auto") and other["engine"] == "ours":
+        return True
+    return other["engine"] not in _OURS
+
+
 def _same_work(a: Row, b: Row) -> bool:
-    return all(a.get(name) == b.get(name) for name in _IDENTITY if name != "engine")
+    return all(a.get(name) == b.get(name) for name in _IDENTITY if name not in ("engine", "workers"))
 
 
 def _short(row: Row) -> Row:

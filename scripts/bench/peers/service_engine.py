@@ -1,4 +1,4 @@
-"""The service as a trainer uses it: a worker process and the project's client."""
+"""The service as a trainer uses it: a worker process, or several that share the work, and the project's client."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ _LOG_CHARS = 4000
 
 
 class ServiceEngine:
-    """`rollout serve` with random weights of the job's shape, and one client."""
+    """`rollout serve` with random weights of the job's shape, and one client.
+
+    Several workers have the rows of the job together. The client chooses a worker for each request.
+    """
 
     keeps_prefixes = True
     sees_tokens = False
+    can_repeat = False
 
     def __init__(self, job: Job) -> None:
         began_s = time.perf_counter()
@@ -35,18 +39,24 @@ class ServiceEngine:
             write_checkpoint(job.shape, Path(self._folder.name), job.layers),
             load_format="random",
             device=job.device,
-            tensor_parallel=job.gpus,
-            max_rows=engine.max_rows,
+            tensor_parallel=job.ranks,
+            workers=job.workers,
+            max_rows=-(-engine.max_rows // job.workers),
             max_context_tokens=engine.max_context_tokens,
             kv_memory_fraction=engine.kv_memory_fraction,
             kv_memory_max_gib=engine.kv_memory_max_gib,
             wandb=False,
         )
-        self._client = RolloutClient(self._worker.endpoint, timeout_s=_TIMEOUT_S)
-        self.vocab = model_config(job.shape)["vocab_size"]
-        pages = self._client.status()["pages"]["total"]
-        self.capacity_tokens = pages * engine.page_size
-        self._facts = {"start_s": time.perf_counter() - began_s, "kv_tokens": self.capacity_tokens}
+        self._client = RolloutClient(self._worker.endpoints, timeout_s=_TIMEOUT_S)
+        config = model_config(job.shape)
+        self.vocab, self.hidden = config["vocab_size"], config["hidden_size"]
+        pages = [status["pages"]["total"] for status in self._client.statuses().values()]
+        self.capacity_tokens = sum(pages) * engine.page_size
+        self._facts = {
+            "start_s": time.perf_counter() - began_s,
+            "kv_tokens": self.capacity_tokens,
+            "rows_of_a_worker": -(-engine.max_rows // job.workers),
+        }
 
     def generate(self, work: Work) -> Finished:
         """Make all completions of `work`, to their full lengths, all asked for at once."""
@@ -73,7 +83,7 @@ class ServiceEngine:
         return Finished(ends)
 
     def facts(self) -> Row:
-        """Seconds until the worker was ready, and the size of its KV."""
+        """Seconds until the workers were ready, the size of their KV together, and the rows of each."""
         return self._facts
 
     def last_steps(self) -> Row:
@@ -81,7 +91,7 @@ class ServiceEngine:
         return {}
 
     def close(self) -> None:
-        """End the worker."""
+        """End the workers."""
         self._client.close()
         self._worker.stop()
         self._folder.cleanup()

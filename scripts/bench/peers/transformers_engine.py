@@ -32,6 +32,7 @@ class TransformersEngine:
 
     keeps_prefixes = False
     sees_tokens = False
+    can_repeat = False
 
     def __init__(self, job: Job) -> None:
         import transformers
@@ -46,7 +47,8 @@ class TransformersEngine:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if cuda else torch.float32)
         model.eval().requires_grad_(False)
         attention = choose_attention(model)
-        self.vocab = model_config(job.shape)["vocab_size"]
+        config = model_config(job.shape)
+        self.vocab, self.hidden = config["vocab_size"], config["hidden_size"]
         self._manager = start_manager(model, job, cuda)
         settings = self._manager.continuous_batching_config
         self.capacity_tokens = settings.num_blocks * _PAGE

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from scripts.bench.peers.arrivals import ArrivalLog
 from scripts.bench.peers.experiments import Finished, Row, Served
 from scripts.bench.peers.job import Job
+from scripts.bench.peers.repeating import is_output, quiet, sharpen
 from scripts.bench.peers.workloads import Work
 from scripts.bench.shapes import model_config, write_checkpoint
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _MEMORY_SHARE = 0.92
 _STD = 0.02
+_DRAFT_METRICS = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 _LEAST_CONTEXT = 4096  # a usual setting; a shorter one is not faster
 
 #: Language models that vLLM serves as a part of a model of text and images: its architecture and its model type.
@@ -52,10 +54,15 @@ ENVIRONMENT = {
 
 
 class VllmEngine:
-    """vLLM's `LLM`, stepped by hand so that the end of each completion is seen."""
+    """vLLM's `LLM`, stepped by hand so that the end of each completion is seen.
+
+    As `vllm-ngram` and `vllm-ngram-gpu` it speculates by n-grams of 1 to 3 tokens; the first of them works without
+    asynchronous scheduling only. It then counts its drafts, which needs its statistics.
+    """
 
     keeps_prefixes = True
     sees_tokens = True
+    can_repeat = True
 
     def __init__(self, job: Job) -> None:
         for name, value in ENVIRONMENT.items():
@@ -66,6 +73,8 @@ class VllmEngine:
         began_s = time.perf_counter()
         self._experts = count_experts() if job.count_experts else []
         max_context = max(job.most_context, _LEAST_CONTEXT)
+        speculation = speculative_config(job)
+        self._speculates, self._drafts_before, self._quiet = speculation is not None, (0, 0), False
         self._folder = tempfile.TemporaryDirectory()
         self._llm = vllm.LLM(
             model=str(write_config(job, Path(self._folder.name))),
@@ -76,15 +85,16 @@ class VllmEngine:
             max_num_seqs=job.most_rows,
             gpu_memory_utilization=_MEMORY_SHARE,
             tensor_parallel_size=job.gpus,
-            async_scheduling=True,
+            async_scheduling=job.engine != "vllm-ngram",
             enable_prefix_caching=True,
-            disable_log_stats=True,
+            disable_log_stats=not self._speculates,
+            speculative_config=speculation,
             generation_config="vllm",
             seed=0,
             attention_backend=os.environ.get("BENCH_VLLM_ATTENTION", "FLASH_ATTN"),
             compilation_config={
                 "cudagraph_mode": "FULL_AND_PIECEWISE",
-                "cudagraph_capture_sizes": capture_sizes(job.most_rows),
+                "cudagraph_capture_sizes": capture_sizes(job.most_rows, 0 if speculation is None else job.drafts),
             },
             **({"language_model_only": True} if job.shape in _INSIDE else {}),
             additional_config={"gdn_prefill_backend": "triton"},  # the other one needs flashinfer
@@ -99,7 +109,9 @@ class VllmEngine:
             logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self.vocab = model_config(job.shape)["vocab_size"]
+        shape = model_config(job.shape)
+        self.vocab, self.hidden = shape["vocab_size"], shape["hidden_size"]
+        self._layers = job.layers or shape["num_hidden_layers"]
         config = self._llm.llm_engine.vllm_config
         self.capacity_tokens = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
         self._facts = {
@@ -117,6 +129,7 @@ class VllmEngine:
         engine, tokens = self._llm.llm_engine, 0
         ends: list[float] = []
         self._rows = len(work.prompts) * work.n
+        self._drafts_before = self._drafts()
         began_s = time.perf_counter()
         for prompt, length in zip(work.prompts, work.lengths, strict=True):
             sampling = self._sampling(max_tokens=length, n=work.n)
@@ -153,11 +166,30 @@ class VllmEngine:
         return self._facts
 
     def last_steps(self) -> Row:
-        """The mean number of distinct experts per layer in the last step, if the job counts them."""
-        if not self._experts:
-            return {}
-        counts = [kept.experts_TK[: self._rows].unique().numel() for kept in self._experts]  # type: ignore[index]
-        return {"distinct_experts": statistics.mean(counts)}
+        """The drafts of the last run if it speculates, and the mean number of distinct experts per layer in the last
+        step if the job counts them.
+        """
+        figures: Row = {}
+        if self._speculates:
+            drafted, accepted = (now - before for now, before in zip(self._drafts(), self._drafts_before, strict=True))
+            figures |= {"drafted": drafted, "accepted": accepted}
+        if self._experts:
+            counts = [kept.experts_TK[: self._rows].unique().numel() for kept in self._experts]  # type: ignore[index]
+            figures |= {"distinct_experts": statistics.mean(counts)}
+        return figures
+
+    def _drafts(self) -> tuple[int, int]:
+        """The tokens that were drafted and accepted so far."""
+        if not self._speculates:
+            return 0, 0
+        told = {metric.name: metric.value for metric in self._llm.get_metrics() if metric.name in _DRAFT_METRICS}
+        return tuple(told.get(name, 0) for name in _DRAFT_METRICS)  # type: ignore[return-value]
+
+    def repeat(self, chance: float) -> None:
+        """Get the weights whose text repeats."""
+        layers = 0 if self._quiet else self._layers
+        self._llm.apply_model(partial(repeat_like_a_text, vocab=self.vocab, chance=chance, quiet_layers=layers))
+        self._quiet = True
 
     def close(self) -> None:
         """Leave the rest to the end of the process, which is quicker."""
@@ -204,10 +236,43 @@ def count_experts() -> list[_KeptExperts]:
     return kept
 
 
-def capture_sizes(most_rows: int) -> list[int]:
-    """Batch sizes to capture: all measured ones, and some between them to limit padding."""
-    sizes = {1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, *range(72, most_rows + 1, 8), most_rows}
-    return sorted(size for size in sizes if size <= most_rows)
+def speculative_config(job: Job) -> dict[str, Any] | None:
+    """How vLLM speculates; None: it does not."""
+    methods = {"vllm-ngram": "ngram", "vllm-ngram-gpu": "ngram_gpu"}
+    if job.engine not in methods:
+        return None
+    lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    return {"method": methods[job.engine], "num_speculative_tokens": job.drafts, **lookup}
+
+
+def capture_sizes(most_rows: int, drafts: int = 0) -> list[int]:
+    """Tokens of steps to capture: all measured numbers of rows, and some between them to limit padding.
+
+    Every row has `drafts` more tokens: vLLM captures only multiples of that many and one.
+    """
+    rows = {1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, *range(72, most_rows + 1, 8), most_rows}
+    return sorted(size * (drafts + 1) for size in rows if size <= most_rows)
+
+
+def repeat_like_a_text(model: Any, vocab: int, chance: float, quiet_layers: int) -> int:
+    """Give a filled model the weights of `peers.repeating`. Returns the number of its layers' outputs.
+
+    `quiet_layers` is its number of layers at the first call, then 0. Raises ValueError if parameters are missing.
+    """
+    import torch
+
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    outputs = [data for name, data in parameters.items() if is_output(name)]
+    names = ("embed_tokens.weight", "lm_head.weight", "model.norm.weight")
+    ends = [next((data for name, data in parameters.items() if name.endswith(end)), None) for end in names]
+    embed, lm_head, norm = ends
+    if embed is None or lm_head is None or norm is None:
+        raise ValueError(f"the model has not all of {', '.join(names)}: {list(parameters)[:9]}")
+    with torch.inference_mode():
+        if quiet_layers:
+            quiet(outputs, quiet_layers, embed, norm)
+        sharpen(lm_head, vocab, chance)
+    return len(outputs)
 
 
 def fill_like_a_model(model: Any) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 #: The lengths of the long job: log-normal and fixed, so that all runs and engines are comparable.
 _LENGTHS_SEED, _MEDIAN, _SIGMA, _SHORTEST, _LONGEST = 20261121, 3000.0, 0.8, 16, 16384
-_FIRST_TOKEN = 10
+FIRST_TOKEN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def tail_begin(ends: Sequence[float]) -> float:
 def random_prompts(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]]:
     """`count` prompts of `tokens` random token ids."""
     rng = np.random.default_rng([seed, count, tokens])
-    return rng.integers(_FIRST_TOKEN, vocab, (count, tokens)).tolist()
+    return rng.integers(FIRST_TOKEN, vocab, (count, tokens)).tolist()
 
 
 def uniform_work(rows: int, prompt: int, new: int, vocab: int, seed: int) -> Work:
@@ -59,7 +59,7 @@ def nested_prompts(rows: int, context: int, longest: int, vocab: int) -> list[li
     So an engine with a prefix cache prefills each token only once for all contexts up to `longest`.
     """
     return [
-        np.random.default_rng([7, row]).integers(_FIRST_TOKEN, vocab, longest)[:context].tolist() for row in range(rows)
+        np.random.default_rng([7, row]).integers(FIRST_TOKEN, vocab, longest)[:context].tolist() for row in range(rows)
     ]
 
 
@@ -78,7 +78,7 @@ def arrival_times(count: int, per_s: float, seed: int) -> list[float]:
 
 def long_job(vocab: int, prompts: int = 32, completions: int = 8, prompt: int = 256, scale: float = 1.0) -> Work:
     """A step of a trainer: groups of completions of very different lengths. `scale` shortens all of them."""
-    base = np.random.default_rng(7).integers(_FIRST_TOKEN, vocab, (prompts, prompt)).tolist()
+    base = np.random.default_rng(7).integers(FIRST_TOKEN, vocab, (prompts, prompt)).tolist()
     lengths = completion_lengths(prompts * completions)
     return Work(
         [base[i // completions] for i in range(prompts * completions)],

@@ -13,14 +13,29 @@ import pytest
 import torch
 from rollout_kernels.moe.dispatch import MoEShape, measured_table, moe_plan
 
-from scripts.bench import compare_peers
+from scripts.bench import compare_peers, shapes
+from scripts.bench.peers.child import make_engine
 from scripts.bench.peers.experiments import Finished, run_job
 from scripts.bench.peers.floors import JobFloor, job_floor, step_floor_s
 from scripts.bench.peers.job import EXPERIMENTS, Job
-from scripts.bench.peers.ours_engine import OursEngine, engine_settings, group_experts, load_random
+from scripts.bench.peers.ours_engine import (
+    OursEngine,
+    engine_settings,
+    group_experts,
+    load_random,
+    speculation_changes,
+)
+from scripts.bench.peers.repeating import places_of, repeating_prompts
 from scripts.bench.peers.runs import Report, child_environment, run_child
-from scripts.bench.peers.vllm_engine import capture_sizes
-from scripts.bench.peers.workloads import Work, completion_lengths, long_job, nested_prompts, uniform_work
+from scripts.bench.peers.vllm_engine import capture_sizes, fill_like_a_model, repeat_like_a_text, speculative_config
+from scripts.bench.peers.workloads import (
+    FIRST_TOKEN,
+    Work,
+    completion_lengths,
+    long_job,
+    nested_prompts,
+    uniform_work,
+)
 from scripts.bench.shapes import StepBytes, model_config, step_bytes
 
 TOY = Job(
@@ -52,6 +67,9 @@ TOY = Job(
     arrivals_s=0.2,
     arrivals_prompt=40,
     arrivals_new=6,
+    repeat_prompts=(160,),
+    repeat_new=40,
+    repeat_chances=(0.9,),
 )
 
 
@@ -117,6 +135,8 @@ def test_the_30b_shape_reads_what_it_should():
 @pytest.mark.parametrize(
     ("shape", "parameters"),
     [
+        ("qwen3-32b", 32.76e9),
+        ("llama-3.1-70b", 70.55e9),
         ("qwen3.5-27b", 26.9e9),
         ("qwen3.5-35b-a3b", 34.7e9),
         ("gpt-oss-20b", 20.9e9),
@@ -188,6 +208,8 @@ def test_every_experiment_runs_on_ours():
         "groups",
         "prefill",
         "arrivals",
+        "repeats",
+        "repeats",
     ]
     assert not any("skipped" in row for row in rows)
     assert all(row["ms"] > 0 and row["first_s"] < row["total_s"] for row in rows[:6])
@@ -212,6 +234,86 @@ def test_every_token_of_a_request_that_arrives_is_seen():
     engine.close()
     assert len(served.latencies_s) == len(served.first_s) == 3 and len(served.gaps_s) == 3 * 5
     assert 0 < min(served.first_s) < max(served.latencies_s)
+
+
+# --- text that repeats -----------------------------------------------------------------------------------------------
+
+
+def going_on(tokens: list[int], places: int) -> float:
+    """The share of tokens that are the next ones of the circle."""
+    nexts = [FIRST_TOKEN + (token - FIRST_TOKEN + 1) % places for token in tokens[:-1]]
+    return float(np.mean(np.equal(nexts, tokens[1:])))
+
+
+@pytest.mark.parametrize("shape", ["toy", "toy-moe"])
+def test_weights_of_repeating_text_give_the_chance_in_the_model_of_transformers(shape):
+    """As in vLLM: its models have the names of transformers' parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = model_config(shape)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+    fill_like_a_model(model)
+    vocab, places = config["vocab_size"], places_of(config["hidden_size"])
+    text = torch.tensor(repeating_prompts(2, 200, config["hidden_size"], vocab, 0.8, 3))
+    nexts = FIRST_TOKEN + (text - FIRST_TOKEN + 1) % places
+    for layers, chance in ((2, 0.8), (0, 0.6)):
+        assert repeat_like_a_text(model, vocab, chance, layers) == 2 * 2
+        with torch.inference_mode():
+            chances = model(text).logits.softmax(-1).gather(2, nexts[..., None])
+        assert chances.min() > chance - 0.05 and chances.max() < chance + 0.05
+
+
+def test_repeating_weights_need_the_names_of_a_model():
+    with pytest.raises(ValueError, match=r"embed_tokens.weight"):
+        repeat_like_a_text(torch.nn.Linear(4, 4), 100, 0.5, 2)
+
+
+def test_prompts_repeat_as_often_as_asked_for_and_begin_apart():
+    prompts = repeating_prompts(4, 1000, 4096, 50_000, 0.9, 1)
+    assert all(going_on(prompt[64:], 64) == pytest.approx(0.9, abs=0.04) for prompt in prompts)
+    assert len({token for prompt in prompts for token in prompt[:16]}) > 60
+    assert repeating_prompts(4, 1000, 4096, 50_000, 0.9, 2) != prompts
+
+
+@pytest.mark.parametrize(("name", "shape"), [("ours", "toy"), ("ours-suffix", "toy"), ("ours-suffix", "toy-moe")])
+def test_text_that_repeats_is_drafted(name: str, shape: str):
+    job = toy(engine=name, shape=shape, experiments=["repeats"], rows=[2], repeat_chances=[0.95])
+    engine = OursEngine(job, depth=2, changes=speculation_changes(job) if name != "ours" else None)
+    (row,) = run_job(engine, job)
+    told = [[int(token) for part in engine.completions[key] for token in part.token_ids] for key in ("0", "1")]
+    engine.close()
+    assert all(len(tokens) == 40 and going_on(tokens, 16) > 0.75 for tokens in told)
+    assert (row["rows"], row["context"], row["new"], row["chance"]) == (2, 160, 40, 0.95) and row["ms"] > 0
+    assert row["al"] == 1.0 if name == "ours" else row["al"] > 1.2 and row["drafted"] > row["accepted"] > 10
+
+
+def test_repeating_text_is_refused_where_it_cannot_be_made(monkeypatch):
+    monkeypatch.setitem(shapes._OWN, "toy-tied", {**shapes._OWN["toy"], "tie_word_embeddings": True})
+    engine = OursEngine(toy(), depth=1)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        engine.repeat(1.0)
+    engine.close()
+    tied = OursEngine(toy(shape="toy-tied"), depth=1)
+    with pytest.raises(ValueError, match="an output layer of its own"):
+        tied.repeat(0.9)
+    tied.close()
+    for wrong in ({"experiments": ["repeats", "decode"]}, {"engine": "vllm", "experiments": ["repeats"], "gpus": 2}):
+        with pytest.raises(ValueError, match="without other experiments"):
+            make_engine(toy(**wrong))
+    with pytest.raises(ValueError, match="vllm has no workers"):
+        make_engine(toy(engine="vllm", gpus=2, workers=2))
+
+
+def test_vllm_speculates_as_it_is_asked_to():
+    assert speculative_config(Job(engine="vllm")) is None
+    for engine, method in (("vllm-ngram", "ngram"), ("vllm-ngram-gpu", "ngram_gpu")):
+        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        assert speculative_config(Job(engine=engine, drafts=2)) == {
+            "method": method,
+            "num_speculative_tokens": 2,
+            **lookup,
+        }
+    assert set(capture_sizes(8, drafts=3)) == {4, 8, 16, 32}
 
 
 def test_ours_can_do_without_experts_by_output():
@@ -268,6 +370,25 @@ def test_other_engines_do_the_same_work(engine: str):
     ]
 
 
+@pytest.mark.nightly
+def test_two_workers_share_the_long_job(tmp_path: Path, monkeypatch):
+    out = tmp_path / "peers.json"
+    sizes = "--job-rows 4 --job-prompts 2 --job-completions 3 --job-prompt 20 --job-scale 0.005".split()
+    engine = "--engines service --gpus 2 --workers 1 2 --experiments long_job --shapes toy --device cpu".split()
+    assert compare_peers.main(["--out", str(out), *engine, *sizes]) == 0
+    told = json.loads(out.read_text())
+    one, two = told["rows"]
+    assert (one["gpus"], one.get("workers")) == (2, None) and (two["gpus"], two["workers"]) == (2, 2)
+    assert one["tokens"] == two["tokens"] and 0 < two["tail_s"] < two["total_s"]
+    assert [fact["rows_of_a_worker"] for fact in told["facts"][1:]] == [4, 2]
+
+
+def test_workers_need_equal_parts_of_the_gpus(capsys):
+    with pytest.raises(SystemExit):
+        compare_peers.main("--out none --engines service --gpus 2 --workers 3".split())
+    assert "--workers 3 must divide --gpus 2" in capsys.readouterr().err
+
+
 # --- children and the report -----------------------------------------------------------------------------------------
 
 
@@ -318,6 +439,27 @@ def test_post_and_long_job_have_floors(tmp_path: Path):
     assert post["floor_s"] == pytest.approx(61, rel=0.02)
     # Its contexts add up to 3.8e9 tokens: two thirds of its floor are KV.
     assert job["floor_s"] == pytest.approx(180, rel=0.02)
+
+
+def test_one_worker_is_compared_with_two_that_share_the_long_job(tmp_path: Path, capsys):
+    path, job = tmp_path / "rows.json", Job(engine="service", gpus=2)
+    report = Report(path)
+    report.ceilings([{"ceilings": {"read_tbps": 4.0}}])
+    row = {"experiment": "long_job", "rows": 128, "completions": 256, "scale": 1.0, "tail_s": 20.0}
+    report.add(job, {**row, "total_s": 150.0})
+    report.add(Job(engine="service", gpus=2, workers=2), {**row, "total_s": 180.0})
+    report.add(Job(engine="vllm", gpus=2), {**row, "total_s": 300.0})
+    report.compare()
+    told = capsys.readouterr().out
+    assert "service 1.200x service of 2 workers" in told and "service 2.000x vllm" in told
+    one, two, _ = json.loads(path.read_text())["rows"]
+    need, lengths = step_bytes("qwen3-8b"), sorted(completion_lengths(), reverse=True)
+    assert one["floor_s"] == pytest.approx(job_floor(need, [256] * 256, completion_lengths(), 128, 8e12).total_s)
+    assert two["floor_s"] == job_floor(need, [256] * 128, lengths[::2], 64, 4e12).total_s
+    assert two["floor_s"] > one["floor_s"], "each worker reads all weights"
+    assert job.ranks == 2 and Job(gpus=2, workers=2).ranks == 1
+    with pytest.raises(ValueError, match="equal parts"):
+        print(Job(gpus=4, workers=3).ranks)
 
 
 def test_the_8b_shape_reads_what_it_should():
