@@ -62,7 +62,10 @@ class GroupUpdates:
             self._start()
 
     async def gather(self, group: str, rows: Rows, packed_bytes: int | None) -> list[str]:
-        """Receive a part of an update from all workers' trainer; some of the tensors that the update still lacks."""
+        """Receive a part of an update from all workers' trainer; some of the tensors that the update still lacks.
+
+        Parts that hold nothing that workers use, such as layers for multi-token prediction, begin no update.
+        """
         async with self._one_at_a_time:
             part = {"action": "gather", "group": group, "part": self._parts, "tensors": rows}
             try:
@@ -70,10 +73,18 @@ class GroupUpdates:
             except BaseException:  # also a gateway that ends: the workers do not know which part comes next
                 self._start()
                 raise
+            if not replies[0]["gathered"]:
+                self._start()
+                return list(replies[0]["missing"])
             self._parts += 1
             self._rows = self._rows + rows
             self._missing = list(replies[0]["missing"])
             return self._missing
+
+    @property
+    def begun(self) -> bool:
+        """Whether an update is being gathered."""
+        return self._parts > 0
 
     async def finish(self, version: Any) -> int:
         """Put the gathered update in use as `version` or the next one; returns its version."""

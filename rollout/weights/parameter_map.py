@@ -134,6 +134,10 @@ class ParameterMap:
         written, _ = self._with_kept(_merge(intervals), self.names.kept_if_absent | self.names.optional)
         return [] if np.array_equal(written, self._whole) else self._missing(written)
 
+    def uses(self, manifest: Manifest) -> bool:
+        """Whether the worker has a use for any of the manifest's tensors."""
+        return bool(self._used(manifest))
+
     def _is_unused(self, name: str) -> bool:
         return name not in self.views and self.names.is_unused(name)
 

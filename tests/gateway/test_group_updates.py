@@ -129,6 +129,31 @@ def test_areals_names_and_a_paused_worker(client: httpx.Client, direct: RolloutC
     leave(client, sender, "areal")
 
 
+def test_tensors_without_a_use_may_come_before_and_after_an_update(
+    client: httpx.Client, direct: RolloutClient, sender: Trainer, tmp_path: Path
+) -> None:
+    names, before = sorted(tensors(1)), direct.status()["weights_version"]
+    save_file({"mtp.fc.weight": torch.ones(3, 2)}, tmp_path / "extra.safetensors")
+    extra = {"names": ["mtp.fc.weight"], "dtypes": ["float32"], "shapes": [[3, 2]], "group_name": "extra"}
+
+    def send(file: Path, body: dict[str, Any]) -> None:
+        sender.broadcast("extra", file, body["names"])
+        assert post(client, UPDATE, body)["success"] and sender.done() == {"ok": True}
+
+    join(client, sender, "extra")
+    for number, step in ((1, 2), (2, 1)):
+        post(client, "/pause_generation", {"mode": "retract"})
+        send(tmp_path / "extra.safetensors", extra)
+        assert direct.status()["weights_version"] == before + number - 1
+        send(FILES[step], told(step, names[:3], "extra"))
+        send(tmp_path / "extra.safetensors", extra)
+        send(FILES[step], told(step, names[3:], "extra"))
+        send(tmp_path / "extra.safetensors", extra)
+        post(client, "/continue_generation", {})
+        assert direct.status()["weights_version"] == before + number and counted(client) == TEXT[step]
+    leave(client, sender, "extra")
+
+
 def test_wrong_tensors_and_wrong_groups_leave_the_old_weights(
     client: httpx.Client, direct: RolloutClient, sender: Trainer, tmp_path: Path
 ) -> None:
