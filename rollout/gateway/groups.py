@@ -168,6 +168,8 @@ class Groups:
             return _succeeded(f"{len(body.names)} tensors have come, and the workers have no use for them.")
         if missing:
             return _succeeded(f"{len(body.names)} tensors have come; the update still lacks {missing[0]}.")
+        if waits_for := await self._updates.wait_for_more(body.weight_version):
+            return _succeeded(f"The update is whole; {waits_for[0]} may follow until generation continues.")
         version = await self._updates.finish(body.weight_version)
         return _succeeded(f"The update is whole and in use as version {version}.")
 

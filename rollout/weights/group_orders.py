@@ -18,6 +18,7 @@ from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES, Manifest, TensorEntry
 
 _MAX_PART = 1 << 20
 _MAX_PACKED = 1 << 62
+_LISTED = 4  # names in a reply
 
 Reply = Callable[[dict[str, Any]], None]
 
@@ -123,6 +124,7 @@ class GroupOrders:
             "op": "ok",
             "gathered": len(gathered.tensors) if used else 0,
             "missing": self._parameters.missing(gathered),
+            "left_out": self._parameters.left_out(gathered)[:_LISTED],
         }
 
     def _gathered(self, tensors: list[TensorEntry]) -> Manifest:

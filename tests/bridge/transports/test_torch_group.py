@@ -154,6 +154,19 @@ def test_parts_without_a_tensor_that_is_used_begin_no_update(caplog: pytest.LogC
     assert sum("mtp.fc.weight" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_an_answer_names_the_tensors_that_an_update_lacks_and_may_lack() -> None:
+    names = UpdateNames(frozenset({"norm.weight"}), optional=frozenset({"q.weight"}))
+    with Worker(idle_s=20, names=names) as worker, peer(worker) as trainer:
+        tensors = new_tensors(worker.model, 1)
+        late = {name: tensors.pop(name) for name in ("norm.weight", "q.weight")}
+        assert trainer.send(0, {name: tensors[name] for name in list(tensors)[1:]})["missing"]
+        answer = trainer.send(1, {name: tensors[name] for name in list(tensors)[:1]})
+        assert (answer["missing"], sorted(answer["left_out"])) == ([], ["norm.weight", "q.weight"])
+        for part, name in enumerate(late, 2):
+            answer = trainer.send(part, {name: late[name]})
+            assert (answer["missing"], answer["left_out"]) == ([], list(late)[part - 1 :])
+
+
 def test_tensors_that_do_not_fit_are_received_and_refused(worker: Worker) -> None:
     model, tensors = worker.model, new_tensors(worker.model, 1)
     with peer(worker) as trainer:
