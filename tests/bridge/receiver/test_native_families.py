@@ -22,7 +22,10 @@ _EXTRA = {"mtp.fc.weight": torch.ones(7, 3), "visual.patch_embed.proj.weight": t
 #: In every run: experts with inputs before outputs and biases; correction biases; convolutions of three names; a shared
 #: expert that is stored as two of the others.
 _ALWAYS = ("GptOss", "Glm4Moe", "OlmoHybrid", "Qwen2Moe")
-_OTHERS = ("DeepseekV3 moonlight", "DeepseekV2 groups", "MiniMaxM2", "Afmoe", "Qwen3_5Moe", "Qwen3Next", "DeepseekV3", "Gemma3", "Phi3", "mixtral")
+_OTHERS = (
+    *("DeepseekV3 moonlight", "DeepseekV2 groups"),
+    *("MiniMaxM2", "Afmoe", "Qwen3_5Moe", "Qwen3Next", "DeepseekV3", "Gemma3", "Phi3", "mixtral"),
+)
 
 
 def load(folder: Path) -> LoadedModel:
