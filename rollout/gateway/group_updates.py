@@ -5,7 +5,9 @@
     update      -->    gather  part 0, 1, ...         -->  receives what the trainer broadcasts now
     (finish)    -->    begin and commit               -->  swaps the gathered tensors in, between two steps
 
-Dialects without a `finish` (SGLang, AReaL) finish with the part that makes the update whole. Requests go on meanwhile.
+Dialects without a `finish` (SGLang, AReaL) finish with the part that makes the update whole. Tensors that it may lack,
+such as correction biases and draft models, might still follow: during a pause it waits for them, until generation
+continues. Requests go on meanwhile.
 """
 
 from __future__ import annotations
@@ -36,9 +38,12 @@ class GroupUpdates:
         self._rows: Rows = []  # of the update that is being gathered
         self._parts = 0
         self._missing: list[str] = []  # some of the tensors that it lacks
+        self._left_out: list[str] = []  # some of those that it lacks and may lack
+        self._waiting: tuple[Any] | None = None  # the version of a whole update that waits for these
 
     async def join(self, group: str, meeting: dict[str, Any], rank_offset: int, world_size: int) -> None:
         """Let all workers meet a trainer's group; returns when they have. Drops an unfinished update."""
+        await self.finish_waiting()
         endpoints = self._pool.endpoints
         if rank_offset < 1 or rank_offset + len(endpoints) > world_size:
             raise bad_request(
@@ -52,6 +57,7 @@ class GroupUpdates:
 
     async def leave(self, group: str) -> bool:
         """Let all workers leave a group; false if none was in it. Drops an unfinished update."""
+        await self.finish_waiting()
         self._start()
         replies = await self._ask([{"action": "leave", "group": group}] * len(self._pool.endpoints))
         return any(reply["left"] for reply in replies)
@@ -62,7 +68,12 @@ class GroupUpdates:
             self._start()
 
     async def gather(self, group: str, rows: Rows, packed_bytes: int | None) -> list[str]:
-        """Receive a part of an update from all workers' trainer; some of the tensors that the update still lacks."""
+        """Receive a part of an update from all workers' trainer; some of the tensors that the update still lacks.
+
+        Parts that hold nothing that workers use, such as layers for multi-token prediction, begin no update.
+        """
+        if self._waiting is not None and {row[0] for row in self._rows} & {row[0] for row in rows}:
+            await self.finish_waiting()  # these belong to the next one
         async with self._one_at_a_time:
             part = {"action": "gather", "group": group, "part": self._parts, "tensors": rows}
             try:
@@ -70,10 +81,30 @@ class GroupUpdates:
             except BaseException:  # also a gateway that ends: the workers do not know which part comes next
                 self._start()
                 raise
+            if not replies[0]["gathered"]:
+                self._start()
+                return list(replies[0]["missing"])
             self._parts += 1
             self._rows = self._rows + rows
-            self._missing = list(replies[0]["missing"])
+            self._missing, self._left_out = list(replies[0]["missing"]), list(replies[0]["left_out"])
             return self._missing
+
+    async def wait_for_more(self, version: Any) -> list[str]:
+        """Some of the tensors for which the whole update waits, to be `version`; empty if it is to be finished now."""
+        if self._left_out and await self._control.is_paused():
+            self._waiting = (version,)
+            return self._left_out
+        return []
+
+    async def finish_waiting(self) -> None:
+        """Finish an update that waits for tensors that it may lack."""
+        if self._waiting is not None:
+            await self.finish(*self._waiting)
+
+    @property
+    def begun(self) -> bool:
+        """Whether an update is being gathered."""
+        return self._parts > 0
 
     async def finish(self, version: Any) -> int:
         """Put the gathered update in use as `version` or the next one; returns its version."""
@@ -94,6 +125,7 @@ class GroupUpdates:
 
     def _start(self) -> None:
         self._rows, self._parts, self._missing = [], 0, []
+        self._left_out, self._waiting = [], None
 
     async def _publish(self, rows: Rows, version: int) -> None:
         try:

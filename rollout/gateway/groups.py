@@ -164,8 +164,12 @@ class Groups:
     async def _receive(self, body: TensorsBody) -> Response:
         packed_bytes = None if body.load_format is None else _WHOLE
         missing = await self._updates.gather(body.group_name, body.rows(), packed_bytes)
+        if not self._updates.begun:
+            return _succeeded(f"{len(body.names)} tensors have come, and the workers have no use for them.")
         if missing:
             return _succeeded(f"{len(body.names)} tensors have come; the update still lacks {missing[0]}.")
+        if waits_for := await self._updates.wait_for_more(body.weight_version):
+            return _succeeded(f"The update is whole; {waits_for[0]} may follow until generation continues.")
         version = await self._updates.finish(body.weight_version)
         return _succeeded(f"The update is whole and in use as version {version}.")
 

@@ -315,6 +315,7 @@ class SglangAdmin:
 
     async def resume(self, request: Request) -> Response:
         """`/continue_generation` and AReaL's; an error while an update lacks tensors: no other call ends updates."""
+        await self._updates.finish_waiting()
         self._updates.check_whole()
         await self._control.resume()
         return json_answer({"message": "Generation continued successfully.", "status": "ok"})

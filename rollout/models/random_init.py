@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from rollout_kernels.moe.quantize import quantize_to
@@ -42,10 +43,12 @@ def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None, progr
     gets (parameters done, parameters in all).
     """
     generator = torch.Generator(device=model.embed.device).manual_seed(seed)
-    if model.spec.shard is None:
+    if model.spec.shard is None and not _keeps_shared_apart(model):
         _fill(model, model.embed.dtype, generator)
         return
-    assert whole is not None
+    if whole is None:
+        assert model.spec.shard is None, "the values of a shard are made with the whole model"
+        whole = replace(model.spec, draft=None)
     outline = Decoder(whole, model.embed.dtype, torch.device("meta"))  # shapes without memory
     views, names = model.hf_views(), _names_by_storage(outline)
     for done, (parameter, values) in enumerate(_whole_values(outline, model, generator), 1):
@@ -55,6 +58,15 @@ def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None, progr
         if progress is not None:
             progress(done, len(names))
     _fill_draft(model, generator)
+
+
+def _keeps_shared_apart(model: Decoder) -> bool:
+    """Whether experts are codes, and a shared expert is kept apart that would else be stored with them.
+
+    Then its parameters are others than those of the model without codes, which has the same weights.
+    """
+    moe = model.spec.moe
+    return model.experts != "plain" and moe is not None and moe.shared_like_others > 0
 
 
 def _fill(model: Decoder, dtype: torch.dtype, generator: torch.Generator) -> None:

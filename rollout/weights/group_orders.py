@@ -6,7 +6,7 @@ checked against the model's parameters after it was received, so that a wrong up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.weights.parameter_map import ParameterMap
@@ -18,6 +18,7 @@ from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES, Manifest, TensorEntry
 
 _MAX_PART = 1 << 20
 _MAX_PACKED = 1 << 62
+_LISTED = 4  # names in a reply
 
 Reply = Callable[[dict[str, Any]], None]
 
@@ -25,9 +26,15 @@ Reply = Callable[[dict[str, Any]], None]
 class GroupOrders:
     """Answers the messages. Belongs to the receiver's thread. Its methods raise `RolloutError` or reply once."""
 
-    def __init__(self, parameters: ParameterMap, receivers: Mapping[str, TransportReceiver]) -> None:
+    def __init__(
+        self,
+        parameters: ParameterMap,
+        receivers: Mapping[str, TransportReceiver],
+        say_unused: Callable[[Sequence[str]], None],
+    ) -> None:
         self._parameters = parameters
         self._receivers = receivers
+        self._say_unused = say_unused
         self._unanswered: dict[int, Reply] = {}
         self._count = 0
 
@@ -109,7 +116,16 @@ class GroupOrders:
         except RolloutError as refusal:
             receiver.discard()
             return error_reply(refusal)
-        return {"op": "ok", "gathered": len(gathered.tensors), "missing": self._parameters.missing(gathered)}
+        used = self._parameters.uses(gathered)
+        if not used:  # they may come before an update, or after the part that made one whole
+            receiver.discard()
+            self._say_unused([entry.name for entry in gathered.tensors])
+        return {
+            "op": "ok",
+            "gathered": len(gathered.tensors) if used else 0,
+            "missing": self._parameters.missing(gathered),
+            "left_out": self._parameters.left_out(gathered)[:_LISTED],
+        }
 
     def _gathered(self, tensors: list[TensorEntry]) -> Manifest:
         """All parts so far. Raises `WeightsRejected` for tensors that the model has not, or that came before."""

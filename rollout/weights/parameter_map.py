@@ -129,10 +129,21 @@ class ParameterMap:
 
         Tensors that an update may leave out do not count.
         """
+        written, _ = self._written(manifest)
+        return [] if np.array_equal(written, self._whole) else self._missing(written)
+
+    def left_out(self, manifest: Manifest) -> list[str]:
+        """The tensors that the manifest, which passes `check_tensors`, lacks and may lack."""
+        return self._written(manifest)[1]
+
+    def _written(self, manifest: Manifest) -> tuple[np.ndarray, list[str]]:
         copied, _ = self._split_aliases(self._used(manifest))
         intervals, _ = _stack([(name, self._runs[name]) for name in copied])
-        written, _ = self._with_kept(_merge(intervals), self.names.kept_if_absent | self.names.optional)
-        return [] if np.array_equal(written, self._whole) else self._missing(written)
+        return self._with_kept(_merge(intervals), self.names.kept_if_absent | self.names.optional)
+
+    def uses(self, manifest: Manifest) -> bool:
+        """Whether the worker has a use for any of the manifest's tensors."""
+        return bool(self._used(manifest))
 
     def _is_unused(self, name: str) -> bool:
         return name not in self.views and self.names.is_unused(name)

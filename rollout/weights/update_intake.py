@@ -168,7 +168,7 @@ class UpdateIntake:
         self._endpoint = endpoint
         self._post = post
         self._said_unused = self._said_kept = False
-        self._groups = GroupOrders(parameters, receivers)
+        self._groups = GroupOrders(parameters, receivers, self._say_unused)
 
     # --- one round of the thread -------------------------------------------------------------------------------------
 
@@ -318,12 +318,16 @@ class UpdateIntake:
 
     def _say_differences(self, fit: Fit) -> None:
         """Log once which tensors updates have that are not used, and which ones they leave out."""
-        if fit.unused and not self._said_unused:
-            self._said_unused = True
-            _log.info("updates have %d tensors that are not used: %s", len(fit.unused), _first(fit.unused))
+        if fit.unused:
+            self._say_unused(fit.unused)
         if fit.kept and not self._said_kept:
             self._said_kept = True
             _log.info("updates leave out %d tensors, which keep their values: %s", len(fit.kept), _first(fit.kept))
+
+    def _say_unused(self, names: Sequence[str]) -> None:
+        if not self._said_unused:
+            self._said_unused = True
+            _log.info("updates have %d tensors that are not used: %s", len(names), _first(names))
 
     def _must_wait(self, adapter: str | None) -> bool:
         """Whether an update of this adapter (None: of the model) can't begin yet.

@@ -16,11 +16,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from rollout.demo.counting import check_completion
 from tests.support.bridge.group_trainer import Trainer, trainer
 from tests.support.gateway.harness import gateway, meet_by_gloo, post, refused
+from tests.support.models.variants import make_variant
 from tests.support.ports import free_port
 from tests.support.worker.harness import ONES, TEXTS, TWOS, launch, tensors, until
 from trainer_bridge.client.blocking import RolloutClient
@@ -127,6 +128,74 @@ def test_areals_names_and_a_paused_worker(client: httpx.Client, direct: RolloutC
         post(client, "/areal_continue_generation", {})
         assert direct.status()["weights_version"] == before + number and counted(client) == TEXT[step]
     leave(client, sender, "areal")
+
+
+def test_tensors_without_a_use_may_come_before_and_after_an_update(
+    client: httpx.Client, direct: RolloutClient, sender: Trainer, tmp_path: Path
+) -> None:
+    names, before = sorted(tensors(1)), direct.status()["weights_version"]
+    save_file({"mtp.fc.weight": torch.ones(3, 2)}, tmp_path / "extra.safetensors")
+    extra = {"names": ["mtp.fc.weight"], "dtypes": ["float32"], "shapes": [[3, 2]], "group_name": "extra"}
+
+    def send(file: Path, body: dict[str, Any]) -> None:
+        sender.broadcast("extra", file, body["names"])
+        assert post(client, UPDATE, body)["success"] and sender.done() == {"ok": True}
+
+    join(client, sender, "extra")
+    for number, step in ((1, 2), (2, 1)):
+        post(client, "/pause_generation", {"mode": "retract"})
+        send(tmp_path / "extra.safetensors", extra)
+        assert direct.status()["weights_version"] == before + number - 1
+        send(FILES[step], told(step, names[:3], "extra"))
+        send(tmp_path / "extra.safetensors", extra)
+        send(FILES[step], told(step, names[3:], "extra"))
+        send(tmp_path / "extra.safetensors", extra)
+        post(client, "/continue_generation", {})
+        assert direct.status()["weights_version"] == before + number and counted(client) == TEXT[step]
+    leave(client, sender, "extra")
+
+
+def test_tensors_that_may_be_absent_may_come_last_during_a_pause(sender: Trainer, tmp_path: Path) -> None:
+    """Correction biases of routers: an update is whole without them."""
+    model = make_variant("Glm4Moe", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    biases = [name for name in weights if name.endswith("e_score_correction_bias")]
+    names = [name for name in weights if name not in biases]
+    for name in biases:
+        weights[name] = torch.linspace(0.5, -0.5, 8)
+        model.get_buffer(name).copy_(weights[name])
+    save_file(weights, tmp_path / "new.safetensors")
+    prompt = [5, 17, 40, 3, 22, 61]
+
+    def send(client: httpx.Client, some: list[str]) -> None:
+        sender.broadcast("late", tmp_path / "new.safetensors", some)
+        body = {"names": some, "dtypes": ["float32"] * len(some), "shapes": [list(weights[n].shape) for n in some]}
+        assert post(client, UPDATE, body | {"group_name": "late"})["success"] and sender.done() == {"ok": True}
+
+    with (
+        launch(tmp_path / "model", log=tmp_path / "log", dtype="float32", page_size=4, kv_pages=40) as worker,
+        gateway([worker.endpoint]) as client,
+        RolloutClient(worker.endpoint, timeout_s=60) as direct,
+    ):
+        join(client, sender, "late")
+        for version, parts in ((1, [names, biases]), (2, [names]), (3, [names[:9], names[9:], biases[:1], biases[1:]])):
+            post(client, "/pause_generation", {"mode": "retract"})
+            for some in parts:
+                send(client, some)
+            post(client, "/continue_generation", {})
+            assert direct.status()["weights_version"] == version
+            found = direct.generate(prompt, max_tokens=12, temperature=0.0, stop={"ignore_eos": True}).completions[0]
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + found.token_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(-1).tolist() == found.token_ids.tolist()
+        send(client, names)
+        assert direct.status()["weights_version"] == 4  # without a pause it is in use at once
+        post(client, "/pause_generation", {"mode": "retract"})
+        send(client, names)
+        send(client, names)  # those of the next one
+        assert direct.status()["weights_version"] == 5
+        leave(client, sender, "late")
+        assert direct.status()["weights_version"] == 6
 
 
 def test_wrong_tensors_and_wrong_groups_leave_the_old_weights(

@@ -19,9 +19,13 @@ from trainer_bridge.publish.publisher import WeightPublisher
 
 #: Tensors of the prediction of several tokens at once, and of images; of GLM-4.5 the former are a layer after the last.
 _EXTRA = {"mtp.fc.weight": torch.ones(7, 3), "visual.patch_embed.proj.weight": torch.ones(3, 2)}
-#: In every run: experts with inputs before outputs and biases; correction biases; convolutions of three names.
-_ALWAYS = ("GptOss", "Glm4Moe", "OlmoHybrid")
-_OTHERS = ("MiniMaxM2", "Afmoe", "Qwen3_5Moe", "Qwen3Next", "DeepseekV3", "Gemma3", "Phi3", "mixtral")
+#: In every run: experts with inputs before outputs and biases; correction biases; convolutions of three names; a shared
+#: expert that is stored as two of the others.
+_ALWAYS = ("GptOss", "Glm4Moe", "OlmoHybrid", "Qwen2Moe")
+_OTHERS = (
+    *("DeepseekV3 moonlight", "DeepseekV2 groups"),
+    *("MiniMaxM2", "Afmoe", "Qwen3_5Moe", "Qwen3Next", "DeepseekV3", "Gemma3", "Phi3", "mixtral"),
+)
 
 
 def load(folder: Path) -> LoadedModel:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rollout.weights.parameter_map import UpdateNames
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.ports import free_port
@@ -128,6 +129,42 @@ def test_updates_in_parts_are_swapped_in_whole(worker: Worker, packed_bytes: int
     with WeightPublisher(worker.endpoint) as publisher:  # other ways still work
         publisher.publish(tensors := new_tensors(worker.model, 9), 9).applied(20)
     assert serves(worker.model, tensors)
+
+
+def test_parts_without_a_tensor_that_is_used_begin_no_update(caplog: pytest.LogCaptureFixture) -> None:
+    """Trainers send layers for multi-token prediction before or after the tensors that make an update whole."""
+    extra = {"mtp.fc.weight": torch.ones(7, 3), "mtp.norm.weight": torch.ones(5)}
+    with (
+        caplog.at_level("INFO"),
+        Worker(idle_s=20, names=UpdateNames(unused=("mtp.",))) as worker,
+        peer(worker) as trainer,
+    ):
+        for version in (1, 2):
+            tensors = new_tensors(worker.model, version)
+            first, *others = tensors
+            for _ in range(2):
+                answer = trainer.send(0, extra)
+                assert answer["gathered"] == 0 and answer["missing"]
+            trainer.send(0, {first: tensors[first]} | extra)
+            assert trainer.send(1, {name: tensors[name] for name in others})["missing"] == []
+            rows = rows_of({first: tensors[first]} | extra | {name: tensors[name] for name in others})
+            assert publish(worker, version, rows)["op"] == "ok"
+            assert trainer.send(0, extra)["gathered"] == 0
+            assert serves(worker.model, tensors) and worker.receiver.version == version
+    assert sum("mtp.fc.weight" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_an_answer_names_the_tensors_that_an_update_lacks_and_may_lack() -> None:
+    names = UpdateNames(frozenset({"norm.weight"}), optional=frozenset({"q.weight"}))
+    with Worker(idle_s=20, names=names) as worker, peer(worker) as trainer:
+        tensors = new_tensors(worker.model, 1)
+        late = {name: tensors.pop(name) for name in ("norm.weight", "q.weight")}
+        assert trainer.send(0, {name: tensors[name] for name in list(tensors)[1:]})["missing"]
+        answer = trainer.send(1, {name: tensors[name] for name in list(tensors)[:1]})
+        assert (answer["missing"], sorted(answer["left_out"])) == ([], ["norm.weight", "q.weight"])
+        for part, name in enumerate(late, 2):
+            answer = trainer.send(part, {name: late[name]})
+            assert (answer["missing"], answer["left_out"]) == ([], list(late)[part - 1 :])
 
 
 def test_tensors_that_do_not_fit_are_received_and_refused(worker: Worker) -> None:

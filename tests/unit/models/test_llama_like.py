@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rollout.config import ModelSettings
 from rollout.models import load_model
@@ -22,6 +21,7 @@ from rollout.models.registry import FAMILIES, spec_from_config
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
+from tests.support.models.mxfp4 import make_mxfp4
 from tests.support.models.paged import PROMPT, check
 from tests.support.models.variants import CONFIGS, SIZES, make_variant
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
@@ -96,25 +96,7 @@ def test_a_trainers_parameters_are_a_whole_update(stem: str, tmp_path: Path) -> 
 
 
 def test_experts_in_mxfp4_are_decoded_as_transformers_decodes_them(tmp_path: Path) -> None:
-    sizes = SIZES | CONFIGS["GptOss"][0] | {"hidden_size": 64, "intermediate_size": 32}
-    reference = make_checkpoint("GptOss", tmp_path, **sizes)
-    tensors = load_file(tmp_path / "model.safetensors")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, weight in reference.named_parameters():
-            if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                continue
-            experts, inputs, outputs = weight.shape
-            shape = (experts, outputs, inputs // 32, 16)
-            blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-            scales = torch.randint(118, 123, shape[:-1], generator=generator, dtype=torch.uint8)
-            weight.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
-            del tensors[name]
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    reference = make_mxfp4(tmp_path, hidden_size=64, intermediate_size=32)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     check(loaded, reference, fused=False)
     views = loaded.trainer_views()

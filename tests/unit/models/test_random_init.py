@@ -11,6 +11,8 @@ import torch
 
 from rollout.config import ModelSettings
 from rollout.models import LoadedModel, load_model
+from rollout.models.cut import kept_values
+from rollout.models.layers import SparseFeedForward
 from tests.support.models.families import make_model
 from tests.support.models.paged import PagedRunner
 
@@ -77,3 +79,25 @@ def test_every_parameter_is_filled_in_bfloat16(tmp_path: Path) -> None:
         assert bool(parameter.isfinite().all()), name
         if not name.endswith("bias"):
             assert 0.05 < parameter.float().square().mean().sqrt() < 3.0, name
+
+
+@pytest.mark.parametrize("shared", [32, 64, 48])
+def test_experts_in_codes_are_those_of_the_same_seed(shared: int, tmp_path: Path) -> None:
+    """Without codes the shared expert is stored with the others if its width is one of theirs or several."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"shared_expert_intermediate_size": shared}
+    plain = _random(tmp_path, "Qwen2Moe", dtype="bfloat16", **sizes)
+    settings = ModelSettings(path=str(tmp_path), load_format="random", dtype="bfloat16")
+    coded = load_model(settings, torch.device("cpu"), experts="mxfp8")
+    views = plain.trainer_views()
+    for name, view in coded.trainer_views().items():
+        if ".experts." not in name:
+            assert torch.equal(kept_values(view), kept_values(views[name])), name
+    for ours, theirs in zip(_experts(coded), _experts(plain), strict=True):
+        for projection in ("gate_up", "down"):
+            exact = theirs.weights(projection).dequantized()[:4]
+            assert (ours.weights(projection).dequantized() - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+def _experts(loaded: LoadedModel) -> list[SparseFeedForward]:
+    return [block for block in loaded.model.modules() if isinstance(block, SparseFeedForward)]

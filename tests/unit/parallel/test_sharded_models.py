@@ -20,6 +20,7 @@ from tests.support.models.families import FAMILIES, make_checkpoint
 from tests.support.models.hybrids import HYBRIDS, make_hybrid
 from tests.support.models.images import make_model
 from tests.support.models.latent import LATENT, make_latent
+from tests.support.models.mxfp4 import make_mxfp4
 from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.variants import CONFIGS, SIZES
 from tests.support.parallel.logits import join_logits
@@ -122,6 +123,18 @@ def test_logits_and_greedy_tokens_are_those_of_one_rank(
     assert len({*logits.argmax(-1).tolist(), *tokens}) > 1
     largest = max(values for *_, values in results)
     assert largest < sum(parameter.numel() for parameter in whole.model.parameters()) * (0.8 if size == 2 else 0.65)
+
+
+@pytest.mark.parametrize("width", [32, 256], ids=["whole experts", "parts of each"])
+def test_ranks_decode_their_part_of_experts_in_mxfp4(
+    width: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    reference = make_mxfp4(tmp_path, hidden_size=64, intermediate_size=width)
+    prompt = torch.tensor([[token % reference.config.vocab_size for token in PROMPT]])
+    with torch.no_grad():
+        exact = reference(prompt).logits[0]
+    for logits, *_ in start_ranks(2).run(_run_shard, tmp_path):
+        assert (logits - exact).abs().max() < 1e-4
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------
