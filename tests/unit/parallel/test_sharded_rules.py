@@ -124,7 +124,9 @@ def _truncate_by_kernel(group: TensorGroup, folder: Path | None) -> list[torch.T
 @interpreted
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("peers", [False, True], ids=["gathered", "over peers"])
+@pytest.mark.parametrize(
+    "peers", [pytest.param(False, marks=pytest.mark.nightly, id="gathered"), pytest.param(True, id="over peers")]
+)
 def test_kernels_of_ranks_keep_the_tokens_that_one_rank_keeps(
     peers: bool, size: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
