@@ -425,10 +425,7 @@ def serve(settings: Settings, restarts: int = 0) -> int:
                     settings.model, device.torch_device, advance, folder, experts, group, draft, settings.engine.mtp
                 )
             worker = Worker(settings, loaded, sinks, health, restarts, ranks)
-        except (
-            RuntimeError,
-            ConnectError,
-        ) as error:  # perhaps of a lost rank, which the watching thread finds
+        except (RuntimeError, ConnectError) as error:  # perhaps a rank was lost, which the watching thread finds
             if cause := ranks.wait_for_cause(_CAUSE_S):
                 raise ChildProcessError(f"the tensor group is lost: {cause}") from error
             raise

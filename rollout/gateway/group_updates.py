@@ -38,7 +38,7 @@ class GroupUpdates:
         self._rows: Rows = []  # of the update that is being gathered
         self._parts = 0
         self._missing: list[str] = []  # some of the tensors that it lacks
-        self._left_out: list[str] = []  # some of those that it lacks and may lack
+        self._left_out: list[str] = []  # some of the tensors that it lacks and may lack
         self._waiting: tuple[Any] | None = None  # the version of a whole update that waits for these
 
     async def join(self, group: str, meeting: dict[str, Any], rank_offset: int, world_size: int) -> None:

@@ -63,7 +63,7 @@ def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None, progr
 def _keeps_shared_apart(model: Decoder) -> bool:
     """Whether experts are codes, and a shared expert is kept apart that would else be stored with them.
 
-    Then its parameters are others than those of the model without codes, which has the same weights.
+    Then it has other parameters than the model without codes, though both have the same weights.
     """
     moe = model.spec.moe
     return model.experts != "plain" and moe is not None and moe.shared_like_others > 0

@@ -120,11 +120,12 @@ class GroupOrders:
         if not used:  # they may come before an update, or after the part that made one whole
             receiver.discard()
             self._say_unused([entry.name for entry in gathered.tensors])
+        lacks = self._parameters.lacks(gathered)
         return {
             "op": "ok",
             "gathered": len(gathered.tensors) if used else 0,
-            "missing": self._parameters.missing(gathered),
-            "left_out": self._parameters.left_out(gathered)[:_LISTED],
+            "missing": lacks.missing,
+            "left_out": lacks.left_out[:_LISTED],
         }
 
     def _gathered(self, tensors: list[TensorEntry]) -> Manifest:
@@ -135,7 +136,7 @@ class GroupOrders:
         if len(once) < len(tensors):
             names = [entry.name for entry in tensors]
             again = next(name for place, name in enumerate(names) if name in names[:place])
-            lacked = ", ".join(self._parameters.missing(manifest)) or "nothing"
+            lacked = ", ".join(self._parameters.lacks(manifest).missing) or "nothing"
             raise WeightsRejected(f"{again} came again before the update was in use; the update lacked {lacked}")
         return manifest
 

@@ -22,7 +22,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -76,6 +76,13 @@ class Fit:
     unused: tuple[str, ...] = ()  # in the manifest, and not copied
 
 
+class Lacks(NamedTuple):
+    """Tensors that an update lacks: some of those that it must have (none: it is whole), and those that it may lack."""
+
+    missing: list[str]
+    left_out: list[str]
+
+
 class ParameterMap:
     """The views that a worker offers, and the check whether a manifest covers its parameters exactly once.
 
@@ -124,22 +131,12 @@ class ParameterMap:
         if misshaped:
             raise _rejected("wrong shapes", misshaped, "send each tensor whole, in the checkpoint's shape")
 
-    def missing(self, manifest: Manifest) -> list[str]:
-        """Some of the tensors that would complete the manifest, which passes `check_tensors`; empty if it is whole.
-
-        Tensors that an update may leave out do not count.
-        """
-        written, _ = self._written(manifest)
-        return [] if np.array_equal(written, self._whole) else self._missing(written)
-
-    def left_out(self, manifest: Manifest) -> list[str]:
-        """The tensors that the manifest, which passes `check_tensors`, lacks and may lack."""
-        return self._written(manifest)[1]
-
-    def _written(self, manifest: Manifest) -> tuple[np.ndarray, list[str]]:
+    def lacks(self, manifest: Manifest) -> Lacks:
+        """What the manifest, which passes `check_tensors`, lacks of a whole update."""
         copied, _ = self._split_aliases(self._used(manifest))
         intervals, _ = _stack([(name, self._runs[name]) for name in copied])
-        return self._with_kept(_merge(intervals), self.names.kept_if_absent | self.names.optional)
+        written, kept = self._with_kept(_merge(intervals), self.names.kept_if_absent | self.names.optional)
+        return Lacks([] if np.array_equal(written, self._whole) else self._missing(written), kept)
 
     def uses(self, manifest: Manifest) -> bool:
         """Whether the worker has a use for any of the manifest's tensors."""

@@ -185,7 +185,7 @@ def _make_less_tame(model: Decoder, seed: int) -> None:
         sharper = dict.fromkeys(("q_proj.weight", "k_proj.weight"), _SHARPER)
     else:
         sharper = dict.fromkeys(("q_norm.weight", "k_norm.weight"), _SHARPER)
-    # A norm after a block makes its output of size 1, and embeddings may be much larger: those of likely tokens.
+    # A norm after a block makes its output of size 1. Embeddings of likely tokens may be much larger.
     outputs = tuple(f"{layer.names.mixer_output_norm}.weight" for layer in spec.layers if layer.norms == "around")
     outputs += tuple(f"{layer.names.feed_forward_output_norm}.weight" for layer in spec.layers if outputs)
     loudest = torch.linalg.vector_norm(model.embed, dim=1, dtype=torch.float32).max().item() * spec.hidden**-0.5

@@ -57,7 +57,7 @@ from scripts.bench.output import print_table, write_results
 from scripts.bench.peers.experiments import Row
 from scripts.bench.peers.floors import step_floor_s
 from scripts.bench.peers.job import Job
-from scripts.bench.peers.ours_engine import OursEngine, engine_settings, steady_figures
+from scripts.bench.peers.ours_engine import OursEngine, engine_settings, speculation_changes, steady_figures
 from scripts.bench.peers.workloads import Work, nested_prompts
 from scripts.bench.replay_drafter import ReplayDrafter, ReplayGuesses, chance_of
 from scripts.bench.shapes import SHAPES, StepBytes
@@ -276,10 +276,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.draft_rows = args.draft_rows or max(args.rows) * args.most
     args.step_rows = max(args.rows) + args.draft_rows
     args.changes = {
-        "speculation": "auto",
-        "speculation_tokens": str(args.most),
-        "speculation_rows": str(args.draft_rows),
-        "cuda_graph_rows": str(args.step_rows),
+        **speculation_changes("auto", max(args.rows), args.most, args.draft_rows),
         **({"speculation_model": "random"} if args.draft_model == "head" else {}),
         **dict(change.partition("=")[::2] for change in args.set),
     }

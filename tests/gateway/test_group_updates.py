@@ -192,7 +192,7 @@ def test_tensors_that_may_be_absent_may_come_last_during_a_pause(sender: Trainer
         assert direct.status()["weights_version"] == 4  # without a pause it is in use at once
         post(client, "/pause_generation", {"mode": "retract"})
         send(client, names)
-        send(client, names)  # those of the next one
+        send(client, names)  # these tensors belong to the next update
         assert direct.status()["weights_version"] == 5
         leave(client, sender, "late")
         assert direct.status()["weights_version"] == 6

@@ -41,7 +41,8 @@ def make_engine(job: Job) -> Engine:
     if job.engine in ("ours-suffix", "ours-auto"):
         from scripts.bench.peers.ours_engine import OursEngine, speculation_changes
 
-        return OursEngine(job, depth=2, changes=speculation_changes(job))
+        changes = speculation_changes(job.engine.removeprefix("ours-"), job.most_rows, job.drafts)
+        return OursEngine(job, depth=2, changes=changes)
     if job.engine == "service":
         from scripts.bench.peers.service_engine import ServiceEngine
 

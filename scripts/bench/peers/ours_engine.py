@@ -281,14 +281,14 @@ def engine_settings(
     return load_settings(None, {}, flags).engine
 
 
-def speculation_changes(job: Job) -> dict[str, str]:
-    """The settings of `ours-suffix` and `ours-auto`: every row may have all drafts, in a captured step."""
-    drafts = job.most_rows * job.drafts
+def speculation_changes(speculation: str, rows: int, drafts: int, draft_rows: int = 0) -> dict[str, str]:
+    """Settings of an engine whose steps with drafts are captured. `draft_rows` 0: every row may have all its drafts."""
+    draft_rows = draft_rows or rows * drafts
     return {
-        "speculation": job.engine.removeprefix("ours-"),
-        "speculation_tokens": str(job.drafts),
-        "speculation_rows": str(drafts),
-        "cuda_graph_rows": str(job.most_rows + drafts),
+        "speculation": speculation,
+        "speculation_tokens": str(drafts),
+        "speculation_rows": str(draft_rows),
+        "cuda_graph_rows": str(rows + draft_rows),
     }
 
 

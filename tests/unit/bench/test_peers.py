@@ -278,7 +278,11 @@ def test_prompts_repeat_as_often_as_asked_for_and_begin_apart():
 @pytest.mark.parametrize(("name", "shape"), [("ours", "toy"), ("ours-suffix", "toy"), ("ours-suffix", "toy-moe")])
 def test_text_that_repeats_is_drafted(name: str, shape: str):
     job = toy(engine=name, shape=shape, experiments=["repeats"], rows=[2], repeat_chances=[0.95])
-    engine = OursEngine(job, depth=2, changes=speculation_changes(job) if name != "ours" else None)
+    engine = OursEngine(
+        job,
+        depth=2,
+        changes=speculation_changes(name.removeprefix("ours-"), job.most_rows, job.drafts) if name != "ours" else None,
+    )
     (row,) = run_job(engine, job)
     told = [[int(token) for part in engine.completions[key] for token in part.token_ids] for key in ("0", "1")]
     engine.close()

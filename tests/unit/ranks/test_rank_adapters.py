@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -260,15 +261,21 @@ def test_a_folder_is_loaded_when_all_ranks_have_their_parts(start: Any, made: An
     assert weights.parts.keys() == group.follower.weights(1).parts.keys()
 
 
-def test_an_adapter_by_the_bridge_is_in_use_when_all_ranks_have_their_parts(start: Any, made: Any) -> None:
-    group, *_ = start()
-    spec, folder = made("qwen3")
+@contextmanager
+def sent_by_the_bridge(group: Group, spec: Any, folder: Path) -> Iterator[tuple[Worker, Any]]:
+    """A worker that receives an adapter from a publisher, and the update; the follower has its order."""
     tensors, config = load_file(folder / WEIGHTS), read_json(folder / CONFIG)
     shard = shard_spec(spec, 0, SIZE)
     target = AdapterTarget(shard, 4, torch.float32, False, AdapterRegistry(MOST), group.adapters)
     with Worker(adapters=target) as worker, WeightPublisher(worker.endpoint) as publisher:
         update = publisher.publish(tensors, 1, adapter="sent", adapter_config=config)
         until(lambda: group.reader.wait(0.0), "the order to the follower", 30)
+        yield worker, update
+
+
+def test_an_adapter_by_the_bridge_is_in_use_when_all_ranks_have_their_parts(start: Any, made: Any) -> None:
+    group, *_ = start()
+    with sent_by_the_bridge(group, *made("qwen3")) as (worker, update):
         with pytest.raises(RolloutTimeout):
             update.applied(EARLY_S)
         assert worker.updates == [] and worker.status()["state"] == "receiving"
@@ -280,13 +287,7 @@ def test_an_adapter_by_the_bridge_is_in_use_when_all_ranks_have_their_parts(star
 
 def test_an_adapter_by_the_bridge_that_a_follower_refuses_comes_into_use_nowhere(start: Any, made: Any) -> None:
     group, *_ = start(blind=True)
-    spec, folder = made("qwen3")
-    tensors, config = load_file(folder / WEIGHTS), read_json(folder / CONFIG)
-    shard = shard_spec(spec, 0, SIZE)
-    target = AdapterTarget(shard, 4, torch.float32, False, AdapterRegistry(MOST), group.adapters)
-    with Worker(adapters=target) as worker, WeightPublisher(worker.endpoint) as publisher:
-        update = publisher.publish(tensors, 1, adapter="sent", adapter_config=config)
-        until(lambda: group.reader.wait(0.0), "the order to the follower", 30)
+    with sent_by_the_bridge(group, *made("qwen3")) as (worker, update):
         group.carry_out()
         with pytest.raises(WeightsRejected, match="rank 1: ValueError"):
             update.applied(60)
