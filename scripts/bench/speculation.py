@@ -22,6 +22,9 @@ to read weights once and the KV of all rows once, and to read and write the stat
 over the bandwidth of a kernel that only reads, in the same run. With experts, every draft brings its own, under even
 routing. `--layers` cuts a shape to its first layers, so that it fits beside its states.
 
+`--job-scale` adds the long job (see `compare_peers`; 1: whole) with as many rows as --rows has at most, in the same
+modes. Its `speedup` is that of the total time, `tail_speedup` that of the last tenth of its completions.
+
 Prompts are random; they are prefilled once and come from the prefix cache then. At --temperature 100, the default,
 draws depend on seed and position nearly alone. So the recorded tokens stay right where rounding differs between steps
 of different sizes: `equal_pct` is the share of tokens that are as in the plain run. With `--set deterministic=true` all
@@ -40,6 +43,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,11 +58,11 @@ from rollout.settings_sources import SettingsError
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.decode import step_needs
 from scripts.bench.output import print_table, write_results
-from scripts.bench.peers.experiments import Row
-from scripts.bench.peers.floors import step_floor_s
+from scripts.bench.peers.experiments import Finished, Row
+from scripts.bench.peers.floors import job_floor, step_floor_s
 from scripts.bench.peers.job import Job
 from scripts.bench.peers.ours_engine import OursEngine, engine_settings, speculation_changes, steady_figures
-from scripts.bench.peers.workloads import Work, nested_prompts
+from scripts.bench.peers.workloads import Work, long_job, nested_prompts
 from scripts.bench.replay_drafter import ReplayDrafter, ReplayGuesses, chance_of
 from scripts.bench.shapes import SHAPES, StepBytes
 
@@ -68,7 +72,23 @@ _WARM_TOKENS, _SKIPPED_STEPS, _LEAST_STEPS = 8, 4, 8
 #: Pages that a row needs beside those of its context and its new tokens, in tokens.
 _SPARE_TOKENS = 64
 _LEAST_SAVED_BYTES = shared_pages.DRAFTS_LEAST_SAVED_BYTES
-_SHOWN = ("rows", "context", "mode", "aim", "al", "speedup", "step_ms", "device_ms", "idle_ms", "host_ms", "floor_ms")
+#: Makes the figures of a run from its work and its times; `tokens_per_s` is among them.
+Figures = Callable[[Work, Finished], Row]
+_SHOWN = (
+    "rows",
+    "context",
+    "mode",
+    "aim",
+    "al",
+    "speedup",
+    "step_ms",
+    "device_ms",
+    "idle_ms",
+    "host_ms",
+    "floor_ms",
+    "total_s",
+    "tail_speedup",
+)
 
 
 class TooFewStepsError(RuntimeError):
@@ -107,11 +127,11 @@ class Bench:
         """Leave the prompts in the prefix cache."""
         self.engine.generate(Work(prompts, [_WARM_TOKENS] * len(prompts)))
 
-    def plain(self, work: Work, context: int) -> tuple[Recorded, Row]:
+    def plain(self, work: Work, figures: Figures) -> tuple[Recorded, Row]:
         """A run without a drafter."""
-        return self._run(work, context, None)
+        return self._run(work, figures, None)
 
-    def drafted(self, work: Work, context: int, plain: Recorded, p: float, mode: str) -> Row:
+    def drafted(self, work: Work, figures: Figures, plain: Recorded, p: float, mode: str) -> Row:
         """A run with the drafts of `plain`, each right with probability `p`."""
         drafter, adapts = (
             ReplayDrafter(plain.tokens, p, self.engine.vocab, diverges=mode == "diverge"),
@@ -124,19 +144,29 @@ class Bench:
             recorded = [plain.tokens[str(i)] for i in range(len(plain.tokens))]
             speculation = Speculation(None, self._most, self._most_rows, costs, mode == "unpaid", heads=True)
             with ReplayGuesses(heads, recorded, p, self.engine.vocab):
-                run, row = self._run(work, context, speculation)
+                run, row = self._run(work, figures, speculation)
             return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
         speculation = Speculation(drafter, self._most, self._most_rows, costs, adapts)
-        run, row = self._run(work, context, speculation)
+        run, row = self._run(work, figures, speculation)
         return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
 
-    def _run(self, work: Work, context: int, speculation: Speculation | None) -> tuple[Recorded, Row]:
+    def _run(self, work: Work, figures: Figures, speculation: Speculation | None) -> tuple[Recorded, Row]:
         engine = self.engine.engine
         counters = engine.roster.counters
         before = counters.drafted, counters.accepted
         engine.scheduler.speculation = speculation
-        self.engine.generate(work)
+        finished = self.engine.generate(work)
         engine.scheduler.speculation = None
+        row = figures(work, finished)
+        row |= {"drafted": counters.drafted - before[0], "accepted": counters.accepted - before[1]}
+        told = self.engine.completions
+        recorded = {key: [token for delta in deltas for token in delta.token_ids] for key, deltas in told.items()}
+        logprobs = {key: np.concatenate([delta.logprobs for delta in deltas]) for key, deltas in told.items()}
+        tokens = {key: list(map(int, of)) for key, of in recorded.items()}
+        return Recorded(tokens, logprobs, row["tokens_per_s"]), row
+
+    def steady(self, context: int, work: Work, finished: Finished) -> Row:
+        """Figures of the steps with all rows, whose prompts have `context` tokens."""
         steps = [step for step in self.engine.full_steps() if not step.zombie_rows][_SKIPPED_STEPS:]
         if len(steps) < _LEAST_STEPS or steps[0].rows < len(work.prompts):
             together = steps[0].rows if steps else 0
@@ -145,29 +175,36 @@ class Bench:
             )
         rows, tokens = steps[0].rows, sum(step.tokens for step in steps[1:])
         assert steps[0].committed_at_s is not None and steps[-1].committed_at_s is not None
-        speed = tokens / (steps[-1].committed_at_s - steps[0].committed_at_s)
-        drafted, accepted = counters.drafted - before[0], counters.accepted - before[1]
-        figures = steady_figures(steps)
+        timing = steady_figures(steps)
         inputs = sum(step.input_tokens for step in steps) / len(steps)
         row: Row = {
             "al": tokens / (len(steps) - 1) / rows,
-            "tokens_per_s": speed,
-            "step_ms": figures.pop("steady_ms"),
-            **figures,
+            "tokens_per_s": tokens / (steps[-1].committed_at_s - steps[0].committed_at_s),
+            "step_ms": timing.pop("steady_ms"),
+            **timing,
             "steps": len(steps),
             "step_tokens": inputs,
-            "drafted": drafted,
-            "accepted": accepted,
         }
         if self._bandwidth is not None:
             reached = context + work.lengths[0] // 2
             distinct = self._need.even_experts(round(inputs))
             floor_s = step_floor_s(self._need, rows, rows * reached, self._bandwidth, distinct)
             row |= {"floor_ms": floor_s * 1e3, "over_floor": row["step_ms"] / (floor_s * 1e3)}
-        told = self.engine.completions
-        recorded = {key: [token for delta in deltas for token in delta.token_ids] for key, deltas in told.items()}
-        logprobs = {key: np.concatenate([delta.logprobs for delta in deltas]) for key, deltas in told.items()}
-        return Recorded({key: list(map(int, of)) for key, of in recorded.items()}, logprobs, speed), row
+        return row
+
+    def whole(self, rows: int, work: Work, finished: Finished) -> Row:
+        """Figures of a job from its start to its end, on this number of rows; the floor is that of plain steps."""
+        row: Row = {
+            "total_s": finished.total_s,
+            "tail_s": finished.tail_s(),
+            "tokens": work.tokens,
+            "tokens_per_s": work.tokens / finished.total_s,
+        }
+        if self._bandwidth is not None:
+            prompts = [len(prompt) for prompt in work.prompts]
+            floor = job_floor(self._need, prompts, work.lengths, rows, self._bandwidth)
+            row |= {"floor_s": floor.total_s, "tail_floor_s": floor.tail_s}
+        return row
 
 
 def measure(bench: Bench, args: argparse.Namespace, note: Callable[[Row], None]) -> None:
@@ -182,8 +219,9 @@ def measure(bench: Bench, args: argparse.Namespace, note: Callable[[Row], None])
             prompts = nested_prompts(rows, context, max(args.contexts), bench.engine.vocab)
             bench.warm(prompts)
             work = Work(prompts, [args.new] * rows)
+            figures = partial(bench.steady, context)
             try:
-                plain, row = bench.plain(work, context)
+                plain, row = bench.plain(work, figures)
             except TooFewStepsError as error:
                 note({**cell, "skipped": str(error)})
                 continue
@@ -193,9 +231,24 @@ def measure(bench: Bench, args: argparse.Namespace, note: Callable[[Row], None])
                 p = 0.0 if aim is None else chance_of(aim, args.most)
                 run = {**cell, "mode": mode, "aim": aim, "least_saved_mib": least}
                 try:
-                    note({**run, **bench.drafted(work, context, plain, p, mode)})
+                    note({**run, **bench.drafted(work, figures, plain, p, mode)})
                 except TooFewStepsError as error:
                     note({**run, "skipped": str(error)})
+
+
+def measure_job(bench: Bench, args: argparse.Namespace, note: Callable[[Row], None]) -> None:
+    """The long job, plain and with drafts; each run gives a row to `note`."""
+    rows = max(args.rows)
+    work = long_job(bench.engine.vocab, scale=args.job_scale)
+    cell = {"rows": rows, "job_scale": args.job_scale}
+    figures = partial(bench.whole, rows)
+    bench.warm(work.prompts)
+    plain, plain_row = bench.plain(work, figures)
+    note({**cell, "mode": "plain", **plain_row})
+    for mode, aim, _ in _runs(args):
+        p = 0.0 if aim is None else chance_of(aim, args.most)
+        row = bench.drafted(work, figures, plain, p, mode)
+        note({**cell, "mode": mode, "aim": aim, **row, "tail_speedup": plain_row["tail_s"] / row["tail_s"]})
 
 
 def _runs(args: argparse.Namespace) -> list[tuple[str, float | None, int | None]]:
@@ -230,6 +283,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_results(args.out, results, **facts, total_s=time.perf_counter() - began_s)
 
     measure(bench, args, note)
+    if args.job_scale:
+        measure_job(bench, args, note)
     engine.close()
     print_table(args.shape, [{name: row.get(name, "") for name in _SHOWN} for row in results if "skipped" not in row])
     if args.changes.get("deterministic") == "true" and not all(row.get("equal_bits", True) for row in results):
@@ -240,9 +295,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _job(args: argparse.Namespace) -> Job:
     # An engine takes no more KV than its rows need, so the pages to spare are part of the context.
-    context = max(args.contexts) + args.most + _SPARE_TOKENS
+    context = max(args.contexts, default=0) + args.most + _SPARE_TOKENS
     return Job(
-        shape=args.shape, rows=tuple(args.rows), prompt=context, new=args.new, device=args.device, layers=args.layers
+        shape=args.shape,
+        rows=tuple(args.rows),
+        prompt=context,
+        new=args.new,
+        device=args.device,
+        layers=args.layers,
+        experiments=("decode", "long_job") if args.job_scale else ("decode",),
+        job_rows=max(args.rows),
+        job_scale=args.job_scale,
     )
 
 
@@ -252,7 +315,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shape", choices=SHAPES, default="qwen3-8b")
     add("--layers", type=int, default=0, help="only the first layers of the shape; 0: all")
     add("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
-    add("--contexts", type=int, nargs="+", default=[4096], help="tokens of the prompts")
+    add("--contexts", type=int, nargs="*", default=[4096], help="tokens of the prompts; none: the long job alone")
     add("--new", type=int, default=256, help="tokens of a completion")
     add("--lengths", type=float, nargs="+", default=[1.7, 2.5, 3.3], help="accepted lengths of the drafts")
     add("--most", type=int, default=3, help="drafts of a row in a step")
@@ -268,6 +331,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--draft-rows", type=int, help="drafts of all rows in a step; by default --most for each row")
     add("--temperature", type=float, default=100.0)
     add("--least-saved", type=int, nargs="+", metavar="MIB", help="reads saved in a layer, from which on drafts share")
+    add("--job-scale", type=float, default=0.0, help="also run the long job with completions this much as long")
     add("--depth", type=int, choices=(1, 2), default=2)
     add("--device", default="auto")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine setting; repeatable")
