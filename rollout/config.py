@@ -222,12 +222,13 @@ class EngineSettings(_Section):
     mask_threads: int | None = Field(
         None, ge=1, le=64, description="threads that compute masks of constrained rows; none: half the cores"
     )
-    speculation: Literal["off", "suffix", "heads", "auto"] = Field(
+    speculation: Literal["off", "suffix", "ngram", "heads", "auto"] = Field(
         "off",
         description="draft tokens and verify several in one decode step; completions stay the same. suffix: what "
         "followed the last tokens before, in the row, in other completions of its prompt, and in earlier ones. "
+        "ngram: the same in the row alone, found on the device, so that it knows each token at once. "
         "heads: guesses of speculation_model, or of the checkpoint's own layers for multi-token prediction. auto: "
-        "suffix, and heads if there is a speculation_model or the checkpoint has such layers, for each row "
+        "suffix, and heads if there is a speculation_model or the checkpoint has such layers, else ngram; for each row "
         "what was right more often; and only as many drafts as pay, by acceptance and by the costs of steps on this "
         "device",
     )

@@ -49,7 +49,7 @@ from rollout.engine.sizing import (
     states_on_host,
     weight_bytes,
 )
-from rollout.engine.speculation.drafter import DRAFTERS
+from rollout.engine.speculation.drafter import DRAFTERS, guesser_of
 from rollout.engine.speculation.step_costs import StepCosts
 from rollout.engine.step.decode_costs import measure_decode_costs
 from rollout.engine.step.device_step import DeviceStep, make_forward
@@ -58,6 +58,7 @@ from rollout.engine.step.expert_trace import routing_shape
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
 from rollout.engine.step.head_drafts import HeadDrafts
 from rollout.engine.step.image_encoder import ImageEncoder
+from rollout.engine.step.ngram_drafts import NgramDrafts
 from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words, verify_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
@@ -258,7 +259,7 @@ def _build_steps(site: _Site, lasting: _Lasting | None, progress: Progress | Non
     check_row_state(engine, most_pages, model, device.free_bytes())
     adapters = _adapter_slots(site) if lasting is None else lasting.adapters
     states = _states(site) if lasting is None else lasting.kv.states
-    guesses = engine.speculation_tokens if guessing(engine, site.model) else 0
+    guesses = engine.speculation_tokens if guesser_of(engine, model) else 0
     rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, adapters is not None, guesses)
     chunk = chunk_tokens(engine, model)
     encoder = _image_encoder(site) if lasting is None else lasting.encoder
@@ -314,12 +315,7 @@ def _speculation(engine: EngineSettings, model: LanguageModel, costs: StepCosts 
     make = DRAFTERS.get("suffix" if adapts else engine.speculation)
     drafter = None if make is None else make(engine.speculation_kept_tokens)
     most = engine.speculation_tokens, engine.speculation_rows
-    return Speculation(drafter, *most, costs, adapts, guessing(engine, model))
-
-
-def guessing(engine: EngineSettings, model: LanguageModel) -> bool:
-    """Whether a draft model guesses."""
-    return engine.speculation in ("heads", "auto") and isinstance(model, Decoder) and model.draft is not None
+    return Speculation(drafter, *most, costs, adapts, guesser_of(engine, model))
 
 
 def _build_allocator(
@@ -380,10 +376,13 @@ def _build_executor(
     context = context_limit(settings, model)
     kv = _allocate_kv(model, _LEAST_PAGES, engine, states) if lasting is None else lasting.kv
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
-    heads = None
-    if guessing(engine, model):
-        heads = HeadDrafts(native(model), rows, engine.step_rows, engine.fused_experts)
-    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site), encoder, heads)
+    guesser: HeadDrafts | NgramDrafts | None = None
+    match guesser_of(engine, model):
+        case "heads":
+            guesser = HeadDrafts(native(model), rows, engine.step_rows, engine.fused_experts)
+        case "ngram":
+            guesser = NgramDrafts(rows)
+    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site), encoder, guesser)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else None
     streams = Streams.make(device, adapters is not None)
@@ -598,7 +597,8 @@ def _allocate_kv(
     memory: ReleasableMemory | None = None,
 ) -> KVCache:
     zeros, dtype = None if memory is None else memory.zeros, kv_dtype(engine, model)
-    return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states)
+    tokens = guesser_of(engine, model) == "ngram"
+    return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states, tokens)
 
 
 def _states(site: _Site) -> StatePool | None:

@@ -16,6 +16,7 @@ import torch
 
 from rollout.config import EngineSettings
 from rollout.engine.kv.allocator import pages_for
+from rollout.engine.speculation.drafter import guesser_of
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.engine.step.row_state import RowState
 from rollout.models.language_model import LanguageModel, native
@@ -228,7 +229,10 @@ def kv_pages(
     They are `engine.kv_pages`, or as many as fit into the memory, at most what all rows can use. Raises ValueError
     with the numbers when `kv_pages` do not fit, or when not even one page for each row fits.
     """
-    page_bytes = model.spec.kv_bytes_per_token(dtype) * settings.page_size
+    token_bytes = model.spec.kv_bytes_per_token(dtype)
+    if guesser_of(settings, model) == "ngram":
+        token_bytes += torch.int32.itemsize  # the token's id
+    page_bytes = token_bytes * settings.page_size
     if settings.kv_pages is not None:
         asked, left = settings.kv_pages * page_bytes, memory.free - memory.needs.total
         if asked > left:

@@ -30,7 +30,7 @@ from rollout.metrics.samples import Samples
 Kind = Literal["gauge", "counter", "histogram"]
 
 #: What drafts, by the names in metrics.
-DRAFTER_NAMES = {"suffix": "suffix matching", "heads": "the draft model"}
+DRAFTER_NAMES = {"suffix": "suffix matching", "ngram": "n-grams of the row", "heads": "the draft model"}
 #: Ages of what drafts come from, in weights versions, by the names in metrics; each up to the next one.
 DRAFT_AGES = {"0": 0, "1": 1, "2_to_4": 2, "5_up": 5}
 FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")

@@ -168,6 +168,7 @@ class KVCache:
     Keys and values of a layer may have different dimensions. Where values are in the keys, `v` has no dimension.
 
     Either in the model's dtype, or as e4m3 codes (uint8), and then with float32 scales [P, 2, G, S], keys' first.
+    With `tokens` a page also has the ids of its tokens: so drafts come from a text that only the device has.
     """
 
     k: list[torch.Tensor]
@@ -175,6 +176,7 @@ class KVCache:
     page_size: int
     scales: list[torch.Tensor] = field(default_factory=list)  # empty where there are no codes
     states: StatePool | None = None  # of the layers without KV
+    tokens: torch.Tensor | None = None  # int32 [P, S]; None where nothing reads them
 
     def layer(self, index: int) -> LayerKV:
         """The part that a layer reads and writes; `index` counts the layers that have KV."""
@@ -183,7 +185,17 @@ class KVCache:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the pool of pages; the first dimension of each is the page."""
-        return [*self.k, *(v for v in self.v if v.shape[-1]), *self.scales]
+        return [
+            *self.k,
+            *(v for v in self.v if v.shape[-1]),
+            *self.scales,
+            *([] if self.tokens is None else [self.tokens]),
+        ]
+
+    def note_tokens(self, kv_slots_T: torch.Tensor, tokens_T: torch.Tensor) -> None:
+        """Keep the ids of tokens at their places in the pages, if the pages have them."""
+        if self.tokens is not None:
+            self.tokens.view(-1).index_copy_(0, kv_slots_T.long(), tokens_T.int())
 
     @property
     def pages(self) -> int:
@@ -200,12 +212,13 @@ class KVCache:
         device: torch.device | str,
         zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
         states: StatePool | None = None,
+        tokens: bool = False,
     ) -> KVCache:
         """Allocate `pages` pages of `page_size` tokens, zeroed: attention masks hide values, but not NaN.
 
         `spec` says what each layer that has KV keeps of a token.
         `dtype` is the model's, or `torch.float8_e4m3fn` for codes and scales. `zeros` makes the tensors; by default
-        torch makes them on `device`. `states` is needed by a model that has states.
+        torch makes them on `device`. `states` is needed by a model that has states. `tokens`: pages have token ids.
         """
         coded = dtype == torch.float8_e4m3fn
         make = zeros or functools.partial(_zeros, device)
@@ -217,7 +230,8 @@ class KVCache:
         ]
         scale_shapes = [(pages, 2, shape.heads, page_size) for shape in spec.kv_shapes] if coded else []
         scales = [make(shape, torch.float32) for shape in scale_shapes]
-        return cls(k=k, v=v, page_size=page_size, scales=scales, states=states)
+        ids = make((pages, page_size), torch.int32) if tokens else None
+        return cls(k=k, v=v, page_size=page_size, scales=scales, states=states, tokens=ids)
 
 
 def _zeros(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

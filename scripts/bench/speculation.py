@@ -142,7 +142,7 @@ class Bench:
             heads = self.engine.engine.executor.step.heads
             assert heads is not None, "checked with the arguments"
             recorded = [plain.tokens[str(i)] for i in range(len(plain.tokens))]
-            speculation = Speculation(None, self._most, self._most_rows, costs, mode == "unpaid", heads=True)
+            speculation = Speculation(None, self._most, self._most_rows, costs, mode == "unpaid", "heads")
             with ReplayGuesses(heads, recorded, p, self.engine.vocab):
                 run, row = self._run(work, figures, speculation)
             return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}

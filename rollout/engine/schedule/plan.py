@@ -30,6 +30,7 @@ from rollout.engine.kv.encodings import Encodings
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.images import Encode, ImageTokens
 from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.speculation.drafter import Guesser
 
 _ADAPTER = Feature.ADAPTER.value
 
@@ -58,14 +59,10 @@ class Span(NamedTuple):
     prompt: PromptPart | None = None  # None: a decode row, whose token the device drew last
 
 
-#: The drafter whose drafts are guesses of a draft model.
-HEADS = "heads"
-
-
 class Drafts(NamedTuple):
     """The drafts of one decode row: `length` tokens of `path`, from the position that the row then has.
 
-    Guesses of a draft model have no path: the device has made them, and the host does not know them when it plans.
+    Guesses have no path: the device has made them, and the host does not know them when it plans.
     """
 
     seq: Sequence
@@ -74,12 +71,12 @@ class Drafts(NamedTuple):
     path: list[int]  # tokens expected from position `begin` on
     begin: int
     age: int | None = None  # versions between the weights that the path comes from and the step's; None: from none
-    drafter: str = "suffix"
+    drafter: Literal["suffix"] | Guesser = "suffix"
 
     @property
     def guessed(self) -> bool:
-        """True for guesses of a draft model."""
-        return self.drafter == HEADS
+        """True for guesses of the device."""
+        return self.drafter != "suffix"
 
     def tokens(self, position: int, width: int) -> list[int]:
         """The drafts if the first is at `position`, as `verify.set_up` takes them from a path padded to `width`."""
@@ -103,7 +100,7 @@ class Plan:
     #: (row, column of its page table, page) of a verify step; `opens` is empty then.
     pages: tuple[tuple[int, int, int], ...] = ()
     encodes: tuple[Encode, ...] = ()  # images that are encoded before the forward
-    #: Tokens that the draft model guesses for each row that draws; 0: it only reads the step; -1: it does not run.
+    #: Tokens that the device guesses for each row that draws; 0: a draft model only reads the step; -1: nothing runs.
     guesses: int = -1
 
     @property

@@ -315,7 +315,7 @@ def _refused_places(plan: Plan, accepted: list[int] | None) -> set[int]:
 
 
 def note_guesses(plan: Plan, guesses: list[list[int]]) -> None:
-    """Give the rows of a step the guesses that the draft model made after it."""
+    """Give the rows of a step the guesses that the device made after it."""
     drawing = (span.seq for span in plan.spans if span.draws)
     for seq, tokens in zip(drawing, guesses, strict=False):
         seq.known_guesses = tokens

@@ -1,18 +1,18 @@
 """Which decode rows get drafts in the next step, and how many.
 
-Drafts come from a drafter on the host, or from a draft model on the device.
+Drafts come from a drafter on the host, or from what guesses on the device: a draft model, or n-grams of the row.
 
 A drafter gives a path. It begins after the committed tokens of a row. The row's drafts begin later, where the row is
 once the steps in flight have run: each of them draws one token at least, and more if drafts are accepted. So a path is
 longer than the drafts.
 
-A draft model guesses after a step what the next step of each row may verify. The plan of the first step says that it
+The device guesses after a step what the next step of each row may verify. The plan of the first step says that it
 guesses, and sees to pages for the guesses; the plan of the second says how many of them become drafts. The host knows
 neither the guesses nor where the row is. Only masks of a constraint need the guesses: the host has them by then.
 
 With `adapts` rows draft only where the step costs less than the tokens that are expected of it: by how often the
 drafter was right for each row, and by the costs of steps. While no row drafts, only some plans ask the drafter; and the
-draft model guesses now and then for a few rows, as only verified guesses tell how good they are.
+device guesses now and then for a few rows, as only verified guesses tell how good they are.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout.engine.schedule.completion import Counters
-from rollout.engine.schedule.plan import HEADS, Drafts, Plan
+from rollout.engine.schedule.plan import Drafts, Plan
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.speculation.acceptance import Acceptance
-from rollout.engine.speculation.drafter import Drafter
+from rollout.engine.speculation.drafter import Drafter, Guesser
 from rollout.engine.speculation.step_costs import StepCosts, worthwhile
 
 #: Of so many plans one asks the drafter while drafts do not pay.
 _ASKED_EVERY = 8
-#: Of so many plans one has the draft model guess while its guesses do not pay, for so many rows.
+#: Of so many plans one has the device guess while its guesses do not pay, for so many rows.
 _PROBED_EVERY, _PROBED_ROWS = 64, 4
 _NO_POSITION = -1  # for a row without a path
 
@@ -48,11 +48,11 @@ class _Offer(NamedTuple):
 
     most: int
     acceptance: Acceptance
-    path: list[int] | None  # None: guesses of the draft model
+    path: list[int] | None  # None: guesses of the device
 
 
 class Speculation:
-    """Asks a drafter, and has a draft model guess.
+    """Asks a drafter, and has the device guess.
 
     Args:
         drafter: what guesses tokens on the host, if anything does.
@@ -60,7 +60,7 @@ class Speculation:
         most_rows: drafts of all rows in a step.
         costs: of decode steps; corrected by the steps that run.
         adapts: drafts only where they pay, else always.
-        heads: there is a draft model.
+        guesser: what guesses on the device, by its name as a drafter; None if nothing does.
     """
 
     def __init__(
@@ -70,26 +70,29 @@ class Speculation:
         most_rows: int,
         costs: StepCosts,
         adapts: bool = False,
-        heads: bool = False,
+        guesser: Guesser | None = None,
     ) -> None:
         self._drafter = drafter
         self._most = most
         self._most_rows = most_rows
         self._followed: dict[Sequence, Acceptance] = {}  # that the drafter knows
-        self._guessed: dict[Sequence, Acceptance] = {}  # that the draft model has guessed for
+        self._guessed: dict[Sequence, Acceptance] = {}  # that the device has guessed for
         self._costs = costs
         self._adapts = adapts
-        self._heads = heads
+        self._guesser = guesser
+        self._reads = guesser == "heads"  # every step, or its KV has holes
         self._all_rows, self._all_guesses = Acceptance(), Acceptance()
         self._resting = 0  # plans before the drafter is asked again
         self._unpaid = 0  # plans since guesses have paid
-        self._idle = -1  # what the draft model does while its guesses do not pay
+        self._idle = -1  # what it does while its guesses do not pay
         self._probing = False  # guesses of the last plan are verified whether or not they pay
 
     @property
     def prompt_guesses(self) -> int:
-        """What the draft model does after a step of prompts, as `Plan.guesses`: it reads them all."""
-        return -1 if not self._heads else 0 if self._unpaid else self._most
+        """What is guessed after a step of prompts, as `Plan.guesses`; a draft model reads them all."""
+        if self._guesser is None or (self._unpaid and not self._reads):
+            return -1
+        return 0 if self._unpaid else self._most
 
     def choose(self, seqs: list[Sequence], roster: Roster) -> Choice:
         """The drafts of a step of these rows, in their order; may give rows pages more for them."""
@@ -104,7 +107,7 @@ class Speculation:
 
     def launched(self, plan: Plan) -> None:
         """A plan is in flight: its rows have the guesses that follow it, and no older ones."""
-        if not self._heads:
+        if self._guesser is None:
             return
         guesses = max(plan.guesses, 0)
         for seq, _, _, draws, _ in plan.spans:
@@ -133,7 +136,7 @@ class Speculation:
 
     def _offers(self, seqs: list[Sequence]) -> dict[Sequence, _Offer]:
         """The better offer of each row that has any."""
-        offers = self._guess_offers(seqs) if self._heads else {}
+        offers = self._guess_offers(seqs) if self._guesser is not None else {}
         if self._drafter is None:
             return offers
         if self._resting:
@@ -198,8 +201,9 @@ class Speculation:
 
     def _draft(self, seq: Sequence, place: int, count: int, offer: _Offer, roster: Roster) -> Drafts:
         if offer.path is None:
-            age = max(roster.version - roster.draft_version, 0)
-            return Drafts(seq, place, count, [], _NO_POSITION, age, HEADS)
+            assert self._guesser is not None
+            age = max(roster.version - roster.draft_version, 0) if self._guesser == "heads" else None
+            return Drafts(seq, place, count, [], _NO_POSITION, age, self._guesser)
         assert self._drafter is not None
         source = self._drafter.source(seq)
         since = None if source is None else max(roster.version - source, 0)
@@ -212,9 +216,9 @@ class Speculation:
         return min(count, seq.kv.capacity - seq.kv.length - 1)
 
     def _guesses(self, seqs: list[Sequence]) -> int:
-        """What the draft model does after a step of these rows, as `Plan.guesses`."""
-        if not self._heads or not any(map(_may_guess, seqs)):
-            return -1 if not self._heads else 0
+        """What is guessed after a step of these rows, as `Plan.guesses`."""
+        if self._guesser is None or not any(map(_may_guess, seqs)):
+            return 0 if self._reads else -1
         if not self._adapts:
             return self._most
         if self._unpaid and (self._unpaid + 1) % _ASKED_EVERY:
@@ -231,7 +235,8 @@ class Speculation:
             return self._most
         # Guesses that would pay in a step of one row will pay when few rows are left: until then its KV is kept whole.
         alone = max(range(len(rows)), key=lambda i: chances[i][0])
-        self._idle = 0 if any(self._paying([chances[alone]], [rows[alone]], self._costs.guess_s(1))) else -1
+        alone_pays = any(self._paying([chances[alone]], [rows[alone]], self._costs.guess_s(1)))
+        self._idle = 0 if self._reads and alone_pays else -1
         return self._idle
 
     def _grow(self, seqs: list[Sequence], drafts: list[Drafts], guesses: int, roster: Roster) -> None:

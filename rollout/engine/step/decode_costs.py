@@ -38,9 +38,10 @@ def measure_decode_costs(executor: Executor, slot: Slot, max_rows: int) -> StepC
     sizes = sorted({*captured, *larger, max_rows})
     measured = {rows: _seconds(executor, slot, rows) for rows in sizes}
     guesses = {}
-    if (heads := executor.step.heads) is not None:
-        guesses = {rows: _seconds(executor, slot, rows, heads.most) for rows in sizes}
-        log.info("a draft model guesses", extra={"seconds_by_rows": {rows: round(s, 6) for rows, s in guesses.items()}})
+    if (guesser := executor.step.guesser) is not None:
+        guesses = {rows: _seconds(executor, slot, rows, guesser.most) for rows in sizes}
+        rounded = {rows: round(seconds, 6) for rows, seconds in guesses.items()}
+        log.info("the device guesses next tokens", extra={"seconds_by_rows": rounded})
     return StepCosts(measured, bool(captured), executor.step.shares_pages, guesses)
 
 
@@ -65,7 +66,7 @@ def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
 
 
 def _seconds(executor: Executor, slot: Slot, rows: int, guesses: int = 0) -> float:
-    """Of a plain step; with `guesses` only of the draft model after it."""
+    """Of a plain step; with `guesses` only of the guesses after it."""
     size = None if executor.graphs is None else executor.graphs.sizes.size_for(rows)
     padded = size or rows
     slot.staging.begin()

@@ -4,7 +4,7 @@
     decode     one token for each row, the last one of the row state; logits of the next
     prefill    the tokens of spans of any length; logits after those that draw
     sample     from logits to the tokens, in the row state and in the output
-    guess      the draft model reads the step and guesses the next tokens of its rows; where there is one
+    guess      the next tokens of the rows are guessed, by a draft model that reads the step or by n-grams
 
 The sampled token goes from `sample` into the row state (carry-over): the next step reads it there, whether or not the
 host has seen it. Inputs are a `StepInput` and device tensors; nothing here knows a sequence or the scheduler.
@@ -23,11 +23,12 @@ from rollout.engine.step import verify
 from rollout.engine.step.expert_trace import StepExperts
 from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.image_encoder import ImageEncoder
+from rollout.engine.step.ngram_drafts import NgramDrafts
 from rollout.engine.step.row_state import LAST, LENGTH, ROPE_DELTA, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.step.scores import StepScores
 from rollout.engine.step.upload import StepInput
-from rollout.models.batch import AttentionBatch, Chunk, HiddenTaps, KVCache, StepImages, WantedTokens
+from rollout.models.batch import AttentionBatch, Chunk, KVCache, StepImages, WantedTokens
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, experts_alone, obstacle, supports
 from rollout.models.fused_experts import DecoderWithFusedExperts
@@ -74,7 +75,7 @@ class DeviceStep:
         exact_sums: bool = False,
         shares_pages: bool = False,
         encoder: ImageEncoder | None = None,
-        heads: HeadDrafts | None = None,
+        guesser: HeadDrafts | NgramDrafts | None = None,
     ) -> None:
         self.model = model
         self.forward = forward
@@ -87,14 +88,16 @@ class DeviceStep:
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
         self.encoder = encoder
-        self.heads = heads
+        #: What guesses the next tokens of rows, if anything does; and the same if it is a draft model.
+        self.guesser = guesser
+        self.heads = guesser if isinstance(guesser, HeadDrafts) else None
         self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
-        if heads is not None and heads.reads_last_layer:
+        if self.heads is not None and self.heads.reads_last_layer:
             self.skips_unwanted = False
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same over another KV cache."""
-        more = self.adapters, self.exact_sums, self.shares_pages, self.encoder, self.heads
+        more = self.adapters, self.exact_sums, self.shares_pages, self.encoder, self.guesser
         return DeviceStep(self.model, self.forward, kv, self.rows, *more)
 
     def begin(self, step: StepInput) -> None:
@@ -161,6 +164,7 @@ class DeviceStep:
             columns=columns,
             table_BP=self.rows.step_pages,
         )
+        self.kv.note_tokens(begun.kv_slots_B, begun.token_ids_B)
         batch = AttentionBatch(
             positions_T=begun.positions_B,
             kv_slots_T=begun.kv_slots_B,
@@ -219,8 +223,9 @@ class DeviceStep:
             rows_B=rows_C,
             rope_positions=step["rope_positions"] if "rope_positions" in step else None,
             images=self._images(step) if "image_at" in step else None,
-            taps=None if header.guesses < 0 else self._prefill_taps(header.tokens),
+            taps=None if header.guesses < 0 or self.heads is None else self.heads.make_taps(header.tokens),
         )
+        self.kv.note_tokens(batch.kv_slots_T, step["tokens"])
         if self.heads is not None and batch.taps is not None:
             self.heads.prefilled(batch, batch.taps)
         if self.skips_unwanted and experts is None and not header.scored:
@@ -248,10 +253,6 @@ class DeviceStep:
             return None
         return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]
 
-    def _prefill_taps(self, tokens: int) -> HiddenTaps:
-        assert self.heads is not None, "a draft model guesses"
-        return self.heads.make_taps(tokens)
-
     def guess(
         self,
         step: StepInput,
@@ -259,9 +260,9 @@ class DeviceStep:
         accepted_R: torch.Tensor,
         graphs: HeadGraphs | None = None,
     ) -> torch.Tensor | None:
-        """Have the draft model read the step, whose tokens are drawn and accepted, and guess; see `HeadDrafts.run`."""
-        assert self.heads is not None, "a draft model guesses"
-        return self.heads.run(step, output_4R, accepted_R, self.kv, graphs)
+        """Guess after a step whose tokens are drawn and accepted; see `HeadDrafts.run`, `NgramDrafts.run`."""
+        assert self.guesser is not None, "something guesses"
+        return self.guesser.run(step, output_4R, accepted_R, self.kv, graphs)
 
     def _images(self, step: StepInput) -> StepImages:
         assert self.encoder is not None

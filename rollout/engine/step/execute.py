@@ -212,12 +212,12 @@ class Executor:
             self.run_guess(header, slot)
 
     def run_guess(self, header: Header, slot: Slot) -> None:
-        """Have the draft model read the slot's step, whose tokens are drawn, and guess, if the header says so."""
+        """Guess after the slot's step, whose tokens are drawn, if the header says so."""
         if header.guesses >= 0:
             graphs = None if self.graphs is None else self.graphs.heads
             rows_R = self.step.guess(StepInput(header, slot.input), slot.output, slot.accepted, graphs)
             if header.tells_guesses and rows_R is not None:
-                assert self.step.rows.guesses is not None, "a draft model guesses"
+                assert self.step.rows.guesses is not None, "something guesses"
                 slot.guesses[: len(rows_R)] = self.step.rows.guesses.index_select(0, rows_R)
 
     def _compare(self, header: Header, slot: Slot) -> None:

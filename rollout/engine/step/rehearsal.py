@@ -204,8 +204,8 @@ def _run(executor: Executor, slot: Slot, upload: Upload) -> None:
 
 
 def _guesses(executor: Executor) -> int:
-    heads = executor.step.heads
-    return -1 if heads is None else heads.most
+    guesser = executor.step.guesser
+    return -1 if guesser is None else guesser.most
 
 
 def _possible(executor: Executor, features: Feature) -> Feature:

@@ -15,7 +15,7 @@ import traceback
 from typing import Any
 
 from scripts.bench.peers.experiments import Engine, run_job
-from scripts.bench.peers.job import SHARDED, VLLM, Job
+from scripts.bench.peers.job import SHARDED, SPECULATING, VLLM, Job
 
 PREFIX = "ROW "
 _ERROR_CHARS = 500
@@ -38,7 +38,7 @@ def make_engine(job: Job) -> Engine:
             keep_shared_apart()
         fallback = job.engine == "ours-fallback"
         return OursEngine(job, depth=1 if job.engine == "ours-blocking" else 2, fallback=fallback)
-    if job.engine in ("ours-suffix", "ours-auto"):
+    if job.engine in SPECULATING:
         from scripts.bench.peers.ours_engine import OursEngine, speculation_changes
 
         changes = speculation_changes(job.engine.removeprefix("ours-"), job.most_rows, job.drafts)

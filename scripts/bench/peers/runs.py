@@ -21,7 +21,7 @@ import rollout
 from scripts.bench.peers.child import PREFIX
 from scripts.bench.peers.experiments import Row
 from scripts.bench.peers.floors import job_floor, step_floor_s
-from scripts.bench.peers.job import Job
+from scripts.bench.peers.job import SPECULATING, Job
 from scripts.bench.peers.workloads import completion_lengths
 from scripts.bench.shapes import StepBytes, step_bytes
 
@@ -44,7 +44,7 @@ _IDENTITY = (
     "gpus",
     "workers",
 )
-_OURS = ("ours", "ours-suffix", "ours-auto", "service")
+_OURS = ("ours", *SPECULATING, "service")
 #: The figure for comparing engines, and whether a smaller one is better.
 _FIGURES = {
     "decode": ("ms", True),
@@ -256,7 +256,7 @@ def _is_peer(row: Row, other: Row) -> bool:
     """Whether `other` is another project's engine, the same one with more workers, or ours without speculation."""
     if other["engine"] == row["engine"]:
         return other.get("workers", 1) > row.get("workers", 1)
-    if row["engine"] in ("ours-suffix", "ours-auto") and other["engine"] == "ours":
+    if row["engine"] in SPECULATING and other["engine"] == "ours":
         return True
     return other["engine"] not in _OURS
 

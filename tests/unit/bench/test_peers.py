@@ -275,7 +275,9 @@ def test_prompts_repeat_as_often_as_asked_for_and_begin_apart():
     assert repeating_prompts(4, 1000, 4096, 50_000, 0.9, 2) != prompts
 
 
-@pytest.mark.parametrize(("name", "shape"), [("ours", "toy"), ("ours-suffix", "toy"), ("ours-suffix", "toy-moe")])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("ours", "toy"), ("ours-suffix", "toy"), ("ours-ngram", "toy"), ("ours-suffix", "toy-moe")]
+)
 def test_text_that_repeats_is_drafted(name: str, shape: str):
     job = toy(engine=name, shape=shape, experiments=["repeats"], rows=[2], repeat_chances=[0.95])
     engine = OursEngine(

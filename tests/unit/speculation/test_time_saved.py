@@ -39,7 +39,7 @@ def plan(rows: int, drafts: int, guesses: int) -> Plan:
 def test_time_saved(drafts, guesses, tokens, saved_s, expected_s):
     """Two rows; plain steps take 1 s, verify steps of eight rows 2 s, guesses 0.25 s; this one took 1.75 s."""
     costs = Noted({2: 1.0, 8: 2.0}, padded=True, guesses={1: 0.25, 8: 0.25})
-    counters, speculation = Counters(), Speculation(None, 3, 64, costs, heads=True)
+    counters, speculation = Counters(), Speculation(None, 3, 64, costs, guesser="heads")
     speculation.ran(plan(2, drafts, guesses), tokens, 1.75, counters)
     assert (counters.saved_s, counters.expected_saved_s) == pytest.approx((saved_s, expected_s))
     assert costs.noted == pytest.approx((2, 200.0, 2 * drafts, 1.5 if guesses > 0 else 1.75))

@@ -1,0 +1,99 @@
+"""Guesses by n-grams on a GPU: one launch, a program for each row. The twin is in `ngrams`.
+
+Nothing here is specialized by the number of rows and the lengths of their texts, so the kernel is compiled once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout_kernels.step.ngrams import MOST_EQUAL, REACH
+
+_BLOCK = 1024  # places that a program looks at together
+
+
+@triton.jit(do_not_specialize=["stride_rows", "stride_pages"])
+def _guess_kernel(
+    rows_ptr,
+    ints_ptr,
+    pages_ptr,
+    tokens_ptr,
+    guesses_ptr,
+    stride_rows,
+    stride_pages,
+    INTS: tl.constexpr,
+    LAST: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    GUESSES: tl.constexpr,
+    GUESSES_2: tl.constexpr,
+    EQUAL: tl.constexpr,
+    REACH_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.load(rows_ptr + tl.program_id(0) * stride_rows)
+    length = tl.load(ints_ptr + row * INTS + LENGTH).to(tl.int32)
+    last = tl.load(ints_ptr + row * INTS + LAST).to(tl.int32)
+    table_ptr = pages_ptr + row * stride_pages
+    best = tl.zeros([BLOCK], tl.int64)  # equal tokens, then the place
+    for begin in range(tl.maximum(1, length + 1 - REACH_TOKENS), length + 1, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        alive = place <= length
+        equal = tl.zeros([BLOCK], tl.int64)
+        for j in tl.static_range(EQUAL):
+            at = place - 1 - j
+            alive = alive & (at >= 0)
+            page = tl.load(table_ptr + at // PAGE, mask=alive, other=0).to(tl.int64)
+            token = tl.load(tokens_ptr + page * PAGE + at % PAGE, mask=alive, other=-1)
+            wanted = last
+            if j > 0:
+                end = tl.maximum(length - j, 0)
+                wanted = tl.load(tokens_ptr + tl.load(table_ptr + end // PAGE).to(tl.int64) * PAGE + end % PAGE)
+            alive = alive & (token == wanted)
+            equal += alive.to(tl.int64)
+        best = tl.maximum(best, tl.where(equal > 0, equal * 4294967296 + place, 0))
+    found = tl.max(best, 0)
+    place = tl.where(found > 0, found % 4294967296, length).to(tl.int32)  # none: at the last token, which goes round
+    g = tl.arange(0, GUESSES_2)
+    at = place + g % (length + 1 - place)
+    there = (at < length) & (g < GUESSES)
+    page = tl.load(table_ptr + at // PAGE, mask=there, other=0).to(tl.int64)
+    token = tl.load(tokens_ptr + page * PAGE + at % PAGE, mask=there, other=0)
+    guess = tl.where(there, token, last).to(tl.int64)  # behind the pages is the last token
+    tl.store(guesses_ptr + row * GUESSES + g, guess, mask=g < GUESSES)
+
+
+def guess_by_ngrams(
+    rows_R: torch.Tensor,
+    ints_NI: torch.Tensor,
+    pages_NP: torch.Tensor,
+    tokens_PS: torch.Tensor,
+    guesses_NG: torch.Tensor,
+    *,
+    last: int,
+    length: int,
+) -> None:
+    """As `ngrams.guess_by_ngrams`, on a GPU."""
+    assert ints_NI.is_contiguous() and tokens_PS.is_contiguous() and guesses_NG.is_contiguous()
+    guesses = guesses_NG.shape[1]
+    _guess_kernel[(len(rows_R),)](
+        rows_R,
+        ints_NI,
+        pages_NP,
+        tokens_PS,
+        guesses_NG,
+        rows_R.stride(0),
+        pages_NP.stride(0),
+        INTS=ints_NI.shape[1],
+        LAST=last,
+        LENGTH=length,
+        PAGE=tokens_PS.shape[1],
+        GUESSES=guesses,
+        GUESSES_2=triton.next_power_of_2(guesses),
+        EQUAL=MOST_EQUAL,
+        REACH_TOKENS=REACH,
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )

@@ -1,0 +1,223 @@
+"""Drafts by n-grams that the device finds: right for the text so far, and no completion changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rollout.engine.messages import Cancel
+from rollout.engine.step.ngram_drafts import NgramDrafts
+from rollout.engine.step.row_state import LENGTH, PROMPT, SEED
+from tests.engine.test_invariants import run_watched
+from tests.engine.test_speculation import (
+    SAMPLED,
+    assert_same,
+    random_work,
+    run_work,
+    submit_all,
+    submit_free,
+)
+from tests.support.engine.adapted import make_adapters
+from tests.support.engine.constraints import SIZE, X, Y
+from tests.support.engine.drafting import row_by_row
+from tests.support.engine.harness import Bench, load, prompt_of
+from tests.support.engine.offloading import PAGE
+from tests.support.engine.replay import replayed
+from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
+from tests.support.kernels.grids import nightly
+from tests.support.ngrams import followed
+
+NGRAM = {"speculation": "ngram"}
+
+
+@pytest.fixture(scope="module")
+def plain(folders) -> Bench:
+    bench = Bench(load(folders[0]))
+    submit_all(bench)
+    bench.run()
+    bench.close()
+    return bench
+
+
+@pytest.fixture(scope="module")
+def adapters(hf_models, folders, tmp_path_factory):
+    return make_adapters(hf_models[0], folders[0], tmp_path_factory)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ngrams_change_nothing(model, plain, depth):
+    bench = Bench(model, **NGRAM, pipeline_depth=depth)
+    submit_all(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, plain)
+    counters = bench.engine.roster.counters
+    assert counters.drafted > 200 and counters.accepted > 5
+    assert counters.drafts_by_drafter["ngram"] == (counters.drafted, counters.accepted)
+
+
+def test_all_bits_are_equal_with_rows_computed_one_by_one(model, monkeypatch):
+    row_by_row(monkeypatch)
+    plain = Bench(model, max_rows=32)
+    submit_free(plain)
+    plain.run()
+    plain.close()
+    bench = Bench(model, **NGRAM, max_rows=32)
+    submit_free(bench)
+    bench.run()
+    bench.close()
+    assert_same(bench, plain, exact=True)
+    assert bench.engine.roster.counters.accepted > 5
+
+
+class Checked:
+    """Compares all guesses with those of the loop over the text, which a plain run has made."""
+
+    def __init__(self, monkeypatch, texts: dict[int, list[int]]) -> None:
+        self.texts, self.guesses, self.wrong = texts, 0, []
+        run = NgramDrafts.run
+
+        def check(drafts, *how):
+            rows_R = run(drafts, *how)
+            for row in [] if rows_R is None else rows_R.tolist():
+                ints = drafts.rows.ints[row].tolist()
+                if row and ints[SEED] in self.texts and ints[PROMPT]:
+                    text = self.texts[ints[SEED]][: ints[LENGTH] + 1]
+                    self.guesses += 1
+                    if drafts.rows.guesses[row].tolist() != followed(text, drafts.most):
+                        self.wrong.append((ints[SEED], ints[LENGTH]))
+            return rows_R
+
+        monkeypatch.setattr(NgramDrafts, "run", check)
+
+
+def prompt(i: int) -> list[int]:
+    """Of few different tokens, so that most n-grams came before."""
+    rng = random.Random(i // 2)  # every two are the same
+    return [rng.randrange(6) + 3 for _ in range(40)]
+
+
+def submit_eight(bench: Bench) -> None:
+    for i in range(8):
+        sampling = {"temperature": 0.7, "seed": 100 + 10 * i, "logit_bias": tuple((t, 6.0) for t in range(3, 9))}
+        bench.submit(f"r{i}", prompt(i), 50, sampling=sampling)
+
+
+def texts_of(bench: Bench) -> dict[int, list[int]]:
+    found = {}
+    for (name, _), completion in bench.completions.items():
+        found[completion.seed] = [*prompt(int(name[1:])), *completion.token_ids]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "preempted"),
+    [
+        ({"pipeline_depth": 1}, False),
+        ({"prefill_chunk_tokens": 16, "max_rows": 3}, False),
+        ({"kv_pages": 40, "page_size": PAGE}, True),
+        ({"kv_pages": 40, "page_size": PAGE, "host_kv_pages": 512}, True),
+    ],
+)
+def test_guesses_are_those_of_the_whole_text(folders, model, monkeypatch, fields, preempted):
+    """With prompts from the prefix cache, in pieces, and after rows gave their pages up."""
+    plain = Bench(load(folders[0]), kv_pages=600)
+    submit_eight(plain)
+    plain.run()
+    plain.close()
+    checked = Checked(monkeypatch, texts_of(plain))
+    fields = dict(fields)
+    if host_pages := fields.pop("host_kv_pages", 0):
+        page_bytes = (model.spec.kv_bytes_per_token(model.embed.dtype) + 4) * PAGE
+        fields["host_kv_gib"] = host_pages * page_bytes / 2**30
+    bench = Bench(model, **NGRAM, **{"kv_pages": 600, **fields})
+    submit_eight(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, plain)
+    assert checked.guesses > 100 and checked.wrong == []
+    counters = bench.engine.roster.counters
+    assert (counters.preemptions > 0) is preempted
+    assert counters.accepted > 40, "such texts repeat"
+
+
+@pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
+def test_a_swap_between_verify_steps(folders, hf_models, kv_on_swap):
+    mailbox = Mailbox()
+    bench = Bench(load(folders[0]), receiver=mailbox, kv_on_swap=kv_on_swap, recompute_fraction=1.0, **NGRAM)
+    for i in range(3):
+        bench.submit(f"r{i}", prompt(2 * i), 50, sampling={"temperature": 0.0, "seed": i})
+    model = bench.engine.executor.step.model
+    swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 7)
+    bench.close()
+    assert bench.engine.roster.counters.drafted > 20
+    for i in range(3):
+        done = bench.completions[f"r{i}", 0]
+        assert set(done.versions) == {0, 1}
+        assert done.token_ids == replayed(hf_models, prompt(2 * i), done)
+
+
+def test_auto_takes_both_and_leaves_the_worse_one(model, plain):
+    bench = Bench(model, speculation="auto")
+    submit_all(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, plain)
+    assert bench.engine.executor.step.guesser is not None
+
+
+def test_a_text_that_repeats_takes_fewer_steps(model):
+    """Also where the host would still be at the token before."""
+    turn = {"temperature": 0.0, "seed": 1, "logit_bias": ((5, 100.0),)}
+    steps = {}
+    for speculation in ("off", "ngram", "suffix"):
+        bench = Bench(model, speculation=speculation, speculation_tokens=4)
+        bench.submit("a", prompt_of(9), 60, sampling=turn)
+        bench.run()
+        assert bench.tokens("a") == [5] * 60
+        steps[speculation] = bench.engine.roster.counters.decode_rows
+        bench.close()
+    assert steps["off"] == 59 and steps["ngram"] <= steps["suffix"] < 20
+
+
+def test_cancels_leave_nothing_behind(model):
+    bench = Bench(model, **NGRAM)
+    for i in range(6):
+        bench.submit(f"r{i}", prompt(i), 60, sampling=SAMPLED, n=2)
+    for tick in range(40):
+        bench.engine.tick()
+        if tick % 6 == 3:
+            bench.engine.inbox.put(Cancel(("c", f"r{tick // 6}")))
+    run_watched(bench)
+    bench.close()
+
+
+@pytest.mark.parametrize("seed", [0, 1, *nightly(*range(2, 40))])
+def test_any_work_gives_what_it_gives_without(model, adapters, seed):
+    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows."""
+    rng = random.Random(seed)
+    host = rng.choice([0.0, 0.001])
+    fields, asked = random_work(rng, [None, None, [X, Y], [X, Y, SIZE]])
+    plain = Bench(model, **{**fields, "kv_pages": 600, "max_rows": 16})
+    run_work(plain, asked, adapters, random.Random(1))
+    bench = Bench(
+        model,
+        speculation=rng.choice(["ngram", "ngram", "auto"]),
+        speculation_tokens=rng.randint(1, 6),
+        speculation_rows=rng.choice([3, 16, 64]),
+        host_kv_gib=host,
+        **fields,
+    )
+    run_work(bench, asked, adapters, rng)
+    assert_same(bench, plain)
+
+
+def test_the_ids_of_tokens_are_part_of_a_page(model):
+    """What the pool of pages takes says so, and only where something reads them."""
+    plain, drafted = Bench(model), Bench(model, **NGRAM)
+    kv, theirs = drafted.engine.executor.step.kv, plain.engine.executor.step.kv
+    assert theirs.tokens is None and kv.tokens is not None
+    assert kv.tokens.shape == (kv.pages, kv.page_size) and kv.tensors[-1] is kv.tokens
+    plain.close()
+    drafted.close()
