@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rollout_kernels.step import guess_by_ngrams
 
 from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import PutAdapter
-from rollout.engine.step import shared_pages
+from rollout.engine.step import ngram_drafts, shared_pages
 from rollout.models.lora_slots import random_adapter
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation
 from tests.support.engine.drafting import drafting
@@ -85,6 +86,30 @@ def test_deterministic_completions_are_equal_bit_for_bit(folder, monkeypatch, kv
         assert counters.drafted > 100 and (counters.accepted > 50) == (wrong < 1)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_guesses_by_ngrams_change_no_bit_and_are_those_of_torch(folder, monkeypatch, kv_dtype):
+    fields = {**SIZES, "deterministic": True, "fused_experts": True, "kv_dtype": kv_dtype}
+    plain = run(Bench(load_bf16(folder), make_device("cuda"), **fields))
+    checked, search = [], ngram_drafts.guess_by_ngrams
+
+    def compare(rows_R, ints_NI, pages_NP, tokens_PS, guesses_NG, **columns):
+        search(rows_R, ints_NI, pages_NP, tokens_PS, guesses_NG, **columns)
+        expected_NG = guesses_NG.cpu()
+        guess_by_ngrams(rows_R.cpu(), ints_NI.cpu(), pages_NP.cpu(), tokens_PS.cpu(), expected_NG, **columns)
+        checked.append(torch.equal(expected_NG, guesses_NG.cpu()))
+
+    monkeypatch.setattr(ngram_drafts, "guess_by_ngrams", compare)
+    bench = Bench(load_bf16(folder), make_device("cuda"), speculation="ngram", **fields)
+    bias = tuple((token, 9.0) for token in range(20, 28))  # a text of few tokens, which repeats
+    for each in (bench, other := Bench(load_bf16(folder), make_device("cuda"), **fields)):
+        each.submit("few", prompt_of(300, 31), 150, sampling={"temperature": 1.0, "seed": 9, "logit_bias": bias}, n=2)
+    assert all_of(run(bench)) == all_of(run(other))
+    assert {key: all_of(bench)[key] for key in all_of(plain)} == all_of(plain)
+    assert len(checked) > 100 and all(checked)
+    counters = bench.engine.roster.counters
+    assert counters.drafted > 300 and counters.accepted > 40
+
+
 @pytest.mark.parametrize("slots", [0, 2])
 @pytest.mark.parametrize("shares", [True, False])
 def test_logprobs_are_those_of_plain_steps_up_to_rounding(folder, monkeypatch, shares, slots):
@@ -120,8 +145,13 @@ def test_logprobs_are_those_of_plain_steps_up_to_rounding(folder, monkeypatch, s
         assert (ours - theirs).abs().mean() < 0.03, key
 
 
-def test_verify_steps_are_captured_and_wait_for_nothing(folder, monkeypatch):
-    bench, _ = drafting(monkeypatch, load_bf16(folder), {}, 1.0, device=make_device("cuda"), **SIZES)
+@pytest.mark.parametrize("drafter", ["suffix", "ngram"])
+def test_verify_steps_are_captured_and_wait_for_nothing(folder, monkeypatch, drafter):
+    """The drafts of the first are all wrong."""
+    if drafter == "suffix":
+        bench, _ = drafting(monkeypatch, load_bf16(folder), {}, 1.0, device=make_device("cuda"), **SIZES)
+    else:
+        bench = Bench(load_bf16(folder), make_device("cuda"), speculation="ngram", **SIZES)
     headers, execute = [], bench.engine.executor.execute
     bench.engine.executor.execute = lambda upload, slot: (headers.append(upload.header), execute(upload, slot))
     compiled = watch_compilation(monkeypatch)
