@@ -168,7 +168,7 @@ class KVCache:
     Keys and values of a layer may have different dimensions. Where values are in the keys, `v` has no dimension.
 
     Either in the model's dtype, or as e4m3 codes (uint8), and then with float32 scales [P, 2, G, S], keys' first.
-    With `tokens` a page also has the ids of its tokens: so drafts come from a text that only the device has.
+    With `tokens`, a page also holds the ids of its tokens; drafts by n-grams are found there.
     """
 
     k: list[torch.Tensor]
@@ -193,7 +193,7 @@ class KVCache:
         ]
 
     def note_tokens(self, kv_slots_T: torch.Tensor, tokens_T: torch.Tensor) -> None:
-        """Keep the ids of tokens at their places in the pages, if the pages have them."""
+        """Store the ids of a step's tokens in the pages, if pages hold ids."""
         if self.tokens is not None:
             self.tokens.view(-1).index_copy_(0, kv_slots_T.long(), tokens_T.int())
 

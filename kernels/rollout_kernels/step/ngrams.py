@@ -1,18 +1,18 @@
-"""What followed the last tokens of a row before, in its own text, as the pages of its KV have it.
+"""Guesses the next tokens of a row by n-grams: it finds an earlier place in the row's text that looks like its end.
 
-    text      the tokens in the pages | the last token, whose KV is not written yet
-    place     where a token follows; equal are the tokens before a place and those at the end of the text, so many
-    guesses   from the place with most equal tokens on; of several it is the newest. At the end of the text they go on
-              from that place again: a text that repeats itself is expected to do so again
+    text      the token ids in the row's KV pages, then its last token, whose KV is not written yet
+    match     of a place: the number of equal tokens before the place and at the end of the text, at most `MOST_EQUAL`
+    guesses   the tokens from the place with the longest match on; of several such places, the newest one. When the
+              guesses reach the end of the text, they start at that place again: the text is expected to be periodic
 
-Where nothing is equal, each guess is the last token.
+Without any match, each guess is the last token.
 """
 
 from __future__ import annotations
 
 import torch
 
-#: Tokens that are compared at most, and tokens at the end of a text in which places are.
+#: The longest match, and the number of tokens at the end of a text that are searched.
 MOST_EQUAL, REACH = 8, 32_768
 
 
@@ -26,14 +26,14 @@ def guess_by_ngrams(
     last: int,
     length: int,
 ) -> None:
-    """Guess the next tokens of rows; without a wait.
+    """Guess the next tokens of rows. On a GPU it does not wait for the device.
 
     Args:
         rows_R: int64 rows that guess.
         ints_NI: int64 row state.
         pages_NP: int32 page tables.
         tokens_PS: int32 token ids of all pages; those of a row are written up to its length.
-        guesses_NG: int64, gets the guesses of these rows.
+        guesses_NG: int64; receives the guesses of these rows.
         last: column of `ints_NI` with the last token.
         length: column of `ints_NI` with the number of tokens in the pages.
     """
@@ -51,7 +51,7 @@ def guess_by_ngrams(
 
 
 def _follow(text_T: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` tokens expected after a text, int64."""
+    """The `count` guesses after a text, int64."""
     total = len(text_T)
     places_N = torch.arange(max(1, total - REACH), total)
     alive_N, equal_N = torch.ones_like(places_N, dtype=torch.bool), torch.zeros_like(places_N)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from rollout_kernels.step.ngrams import MOST_EQUAL, REACH
 
-_BLOCK = 1024  # places that a program looks at together
+_BLOCK = 1024  # places that a program compares at once
 
 
 @triton.jit(do_not_specialize=["stride_rows", "stride_pages"])
@@ -37,7 +37,7 @@ def _guess_kernel(
     length = tl.load(ints_ptr + row * INTS + LENGTH).to(tl.int32)
     last = tl.load(ints_ptr + row * INTS + LAST).to(tl.int32)
     table_ptr = pages_ptr + row * stride_pages
-    best = tl.zeros([BLOCK], tl.int64)  # equal tokens, then the place
+    best = tl.zeros([BLOCK], tl.int64)  # length of the match in the upper half, the place in the lower one
     for begin in range(tl.maximum(1, length + 1 - REACH_TOKENS), length + 1, BLOCK):
         place = begin + tl.arange(0, BLOCK)
         alive = place <= length
@@ -55,13 +55,13 @@ def _guess_kernel(
             equal += alive.to(tl.int64)
         best = tl.maximum(best, tl.where(equal > 0, equal * 4294967296 + place, 0))
     found = tl.max(best, 0)
-    place = tl.where(found > 0, found % 4294967296, length).to(tl.int32)  # none: at the last token, which goes round
+    place = tl.where(found > 0, found % 4294967296, length).to(tl.int32)  # no match: the last token again and again
     g = tl.arange(0, GUESSES_2)
     at = place + g % (length + 1 - place)
     there = (at < length) & (g < GUESSES)
     page = tl.load(table_ptr + at // PAGE, mask=there, other=0).to(tl.int64)
     token = tl.load(tokens_ptr + page * PAGE + at % PAGE, mask=there, other=0)
-    guess = tl.where(there, token, last).to(tl.int64)  # behind the pages is the last token
+    guess = tl.where(there, token, last).to(tl.int64)  # the text ends with the last token, after the pages
     tl.store(guesses_ptr + row * GUESSES + g, guess, mask=g < GUESSES)
 
 
@@ -75,7 +75,7 @@ def guess_by_ngrams(
     last: int,
     length: int,
 ) -> None:
-    """As `ngrams.guess_by_ngrams`, on a GPU."""
+    """`ngrams.guess_by_ngrams` on a GPU."""
     assert ints_NI.is_contiguous() and tokens_PS.is_contiguous() and guesses_NG.is_contiguous()
     guesses = guesses_NG.shape[1]
     _guess_kernel[(len(rows_R),)](

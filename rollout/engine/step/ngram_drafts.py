@@ -1,16 +1,16 @@
-"""N-grams on the device: after each step, what followed the last tokens of a row before, in the row itself.
+"""Drafts by n-grams on the device: what followed the last tokens of a row earlier in the same row.
 
-    step      forward (keeps token ids in the pages of the KV) | draw | accept | search
-                                                                            -> row state: guesses
-    next step                                  set_up: drafts = guesses | forward | draw | accept | ...
+    step      forward (stores token ids in the KV pages) | draw | accept | search
+                                                                       -> row state: guesses
+    next step                             set_up: drafts = guesses | forward | draw | accept | ...
 
-Everything runs on the compute stream, so the search begins at the newest token, which the host has not seen. A drafter
-on the host (`speculation/suffix_drafter.py`) knows more texts, but begins some tokens earlier: after a refused draft
-its path is wrong once more. Here it is not.
+Everything runs on the compute stream, so the search starts from the newest token, before the host has seen it. The
+suffix drafter on the host (`speculation/suffix_drafter.py`) knows more texts, but starts from the last committed token:
+after a refused draft, its next path is wrong as well.
 
-The token ids are where the KV is. So a row has those of a prompt that came from the prefix cache, too, and keeps them
-when its pages are copied to the host and back. Behind the window of a model whose layers all have one they may be those
-of another row: guesses from there are worse, and no token is.
+Token ids are stored by page, like KV. So a prompt from the prefix cache brings its ids along, and so do pages that come
+back from host memory. In a model whose layers all have a window, pages before the window may hold another row's ids.
+Then guesses are worse; drawn tokens are not affected.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rollout.models.batch import KVCache
 
 
 class NgramDrafts:
-    """Guesses for the rows of a row state, as many as it has places for."""
+    """Searches the texts of rows after a step; the guesses go into the row state `rows`."""
 
     def __init__(self, rows: RowState) -> None:
         assert rows.guesses is not None
         self.rows = rows
         self._guesses_RG = rows.guesses
-        #: Guesses of a row, where it guesses at all.
+        #: Guesses of a row after a step that guesses.
         self.most = rows.guesses.shape[1]
 
     def run(
@@ -42,7 +42,7 @@ class NgramDrafts:
         kv: KVCache,
         graphs: HeadGraphs | None = None,
     ) -> torch.Tensor | None:
-        """Guess after a step, as `HeadDrafts.run`; the row state and the pages of `kv` are all that it reads."""
+        """Guess after a step, like `HeadDrafts.run`. Reads only the row state and the pages of `kv`."""
         header = step.header
         if header.guesses == 0 or not header.draws:
             return None
