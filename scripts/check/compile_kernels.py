@@ -52,6 +52,7 @@ from rollout_kernels.sampling import VocabShard, triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
 from rollout_kernels.sampling.triton_draw import draw_and_advance
 from rollout_kernels.step import triton_begin, triton_drafts, triton_ngrams
+from rollout_kernels.step.ngrams import MOST_EQUAL, REACH
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -185,7 +186,8 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     accepting = (verified, row_ids, ints(rows), ints(257, dtype=long), state[0], ints(rows))
     yield "accept drafts", lambda: triton_drafts.accept_drafts(*accepting, last=0, length=1)
     searched = row_ids, state[0], ints(257, 1024), ints(4096, PAGE), ints(257, 3, dtype=long)
-    yield "guess by n-grams", lambda: triton_ngrams.guess_by_ngrams(*searched, last=0, length=1)
+    limits = {"last": 0, "length": 1, "most_equal": MOST_EQUAL, "reach": REACH}
+    yield "guess by n-grams", lambda: triton_ngrams.guess_by_ngrams(*searched, **limits)
     yield (
         "embed and rope",
         lambda: triton_elementwise.embed_rope(
