@@ -1,14 +1,16 @@
 """What speculation would have had accepted, counted on finished completions; needs no model and no GPU.
 
-    python -m scripts.check.shadow_acceptance rollouts.jsonl --k 1 3 7 --cost 8:0:4.1 --cost 8:3:4.3
+    python -m scripts.check.shadow_acceptance rollouts.jsonl --drafter suffix ngram --cost 8:0:4.1 --cost 8:3:4.3
 
-Drafts are accepted only where they equal the token that was drawn, so finished completions say what suffix matching
-would have had accepted. Guesses of a draft model depend on hidden states, which no completion has: a worker with
-`speculation = auto` measures them.
+Drafts are accepted only where they equal the token that was drawn, so finished completions say what `speculation =
+suffix` and `ngram` would have had accepted. Guesses of a draft model depend on hidden states, which no completion has:
+a worker with `speculation = auto` measures them.
 
-The script plays completions again: all completions of a group begin together, each step gives every unfinished one its
-accepted drafts and one token more, and the drafter is the engine's own. It sees the prompt, the row itself, the other
-completions of the group as they grow, and earlier completions of the same prompt in the order of the input.
+The script plays completions again: all completions of a group begin together, and each step gives every unfinished one
+its accepted drafts and one token more. --drafter says what drafts; each drafter plays all completions.
+    suffix  the engine's own: it sees the prompt, the row itself, the other completions of the group as they grow, and
+            earlier completions of the same prompt in the order of the input
+    ngram   by the rule of the device: it sees the prompt and the row itself
 
 Input, one or more of:
     a journal     of a client (`RolloutClient(journal=...)`), while no client has it open; it stays as it is. Its
@@ -19,10 +21,16 @@ Input, one or more of:
 A prompt is a list of token ids. A completion is such a list, a list of such lists, or a list of maps with `token_ids`;
 one record with several completions is a group, and so are neighbouring records of one completion with the same prompt.
 
-Output, for each k (drafts a step): drafted and accepted tokens, acceptance by place in the draft, tokens a step, and
-the part of the accepted tokens that came from each source. --groups adds each group's tokens a step, --json writes all
-of it. --late 1 (default) is a drafter on the host of a pipeline of two steps: it does not see the tokens of the step in
-flight, so its drafts also skip the place of a token that it guessed wrong. --late 0 is a drafter on the device.
+Output, for each drafter and k (drafts a step): drafted and accepted tokens, acceptance by place in the draft, tokens a
+step, and the part of the accepted tokens that came from each source. --groups adds each group's tokens a step, --json
+writes all of it.
+
+--late is for suffix. 1 (default) is the host of a pipeline of two steps: the drafter does not see the tokens of the
+step in flight, so its drafts also skip the place of a token that it guessed wrong. 0 is a pipeline of one step. N-grams
+are found on the device, which knows each token at once: they are never late.
+
+An engine differs at the end of a completion. It drafts beyond a stop, which it cannot foresee. In a pipeline of two
+steps it counts drafts in flight towards `max_tokens`, so its steps in the last 2 k tokens have fewer drafts than here.
 
 With a cost table (--cost ROWS:K:MS, or --costs FILE with a list of {"rows", "k", "ms"}) the output says how much faster
 decoding would be on that GPU: tokens a step, times the cost of a plain step over that of a verify step of as many rows.
@@ -36,10 +44,10 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -116,7 +124,76 @@ class Cost(NamedTuple):
     ms: float
 
 
-# --- playing completions again --------------------------------------------------------------------------------------
+# --- drafters ---------------------------------------------------------------------------------------------------------
+
+
+class PlayedDrafter(Protocol):
+    """Guesses tokens of completions that are played again. `key` is one completion."""
+
+    def guess(
+        self, key: Hashable, prompt: np.ndarray, tokens: Sequence[int], want: int
+    ) -> tuple[Match | None, list[int]]:
+        """At most `want` tokens expected after prompt and `tokens`, which only grow; and the place that they follow."""
+
+    def own_text(self, key: Hashable) -> int:
+        """A completion's own text, as `Match.text` names it. Text 0 is the prompt."""
+
+    def ended(self, key: Hashable) -> None:
+        """Nothing is added to this completion any more."""
+
+
+class NgramDrafter:
+    """Guesses as the device does, by the rule in `rollout_kernels.step.ngrams`.
+
+    Of a completion that has not ended, and of its prompt, a token takes about 1.2 KB.
+    """
+
+    def __init__(self) -> None:
+        from rollout_kernels.step import ngrams  # imports torch, which suffix matching does not need
+
+        self._most_equal, self._reach = ngrams.MOST_EQUAL, ngrams.REACH
+        self._rows: dict[Hashable, tuple[list[int], dict[tuple[int, ...], int]]] = {}
+
+    def guess(
+        self, key: Hashable, prompt: np.ndarray, tokens: Sequence[int], want: int
+    ) -> tuple[Match | None, list[int]]:
+        """As `PlayedDrafter.guess`. Takes the tokens that are new; where nothing is equal, it repeats the last one."""
+        if key not in self._rows:
+            self._rows[key] = [], {}
+            self._add(key, prompt.tolist())
+        text, newest = self._rows[key]
+        self._add(key, tokens[len(text) - len(prompt) :])
+        first = max(1, len(text) - self._reach)
+        for equal in range(min(self._most_equal, len(text) - 1), 0, -1):
+            place = newest.get(tuple(text[-equal:]), 0)
+            if place >= first:
+                break
+        else:
+            place, equal = len(text) - 1, 0
+        path = [text[place + i % (len(text) - place)] for i in range(want)]
+        return Match(0 if place < len(prompt) else self.own_text(key), place, equal), path
+
+    def _add(self, key: Hashable, tokens: Sequence[int]) -> None:
+        text, newest = self._rows[key]
+        for token in tokens:
+            for equal in range(1, min(self._most_equal, len(text)) + 1):
+                newest[tuple(text[-equal:])] = len(text)  # where `token` follows
+            text.append(token)
+
+    def own_text(self, key: Hashable) -> int:
+        """As `PlayedDrafter.own_text`."""
+        return 1
+
+    def ended(self, key: Hashable) -> None:
+        """As `PlayedDrafter.ended`."""
+        del self._rows[key]
+
+
+#: By name: makes a drafter that keeps this number of tokens, if it keeps any.
+DRAFTERS: dict[str, Callable[[int], PlayedDrafter]] = {"suffix": SuffixDrafter, "ngram": lambda _: NgramDrafter()}
+
+
+# --- playing completions again ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -129,13 +206,12 @@ class _Row:
     seen: int = 0  # of them, those that the drafter sees
 
 
-def play(groups: Iterable[Group], k: int, late: int, kept_tokens: int) -> list[Acceptance]:
-    """The acceptance of each group, in order, with drafts of up to `k` tokens by one drafter."""
-    drafter = SuffixDrafter(kept_tokens)
+def play(groups: Iterable[Group], drafter: PlayedDrafter, k: int, late: int = 0) -> list[Acceptance]:
+    """The acceptance of each group, in order, with drafts of up to `k` tokens by a new drafter."""
     return [_play_group(drafter, number, group, k, late) for number, group in enumerate(groups)]
 
 
-def _play_group(drafter: SuffixDrafter, number: int, group: Group, k: int, late: int) -> Acceptance:
+def _play_group(drafter: PlayedDrafter, number: int, group: Group, k: int, late: int) -> Acceptance:
     found = Acceptance(k)
     rows = [_Row((number, i), tokens) for i, tokens in enumerate(group.completions)]
     siblings: set[int] = set()
@@ -157,7 +233,7 @@ def _play_group(drafter: SuffixDrafter, number: int, group: Group, k: int, late:
     return found
 
 
-def _step(drafter: SuffixDrafter, row: _Row, prompt: np.ndarray, siblings: set[int], found: Acceptance) -> int:
+def _step(drafter: PlayedDrafter, row: _Row, prompt: np.ndarray, siblings: set[int], found: Acceptance) -> int:
     """One verify step of a row; returns the tokens that it draws."""
     unseen = row.done - row.seen
     match, path = drafter.guess(row.key, prompt, row.tokens[: row.seen], unseen + found.k)
@@ -357,20 +433,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("input", nargs="+", type=Path, help="journal, .jsonl file or folder of a dataset")
     parser.add_argument("--prompt-field", default="prompt_token_ids")
     parser.add_argument("--completion-field", default="completions")
+    parser.add_argument(
+        "--drafter", nargs="+", choices=DRAFTERS, default=["suffix"], help="what drafts; each plays alone"
+    )
     parser.add_argument("--k", nargs="+", type=int, default=[1, 3, 7], help="drafts a step")
-    parser.add_argument("--late", type=int, choices=(0, 1), default=1, help="steps whose tokens the drafter misses")
-    parser.add_argument("--kept-tokens", type=int, default=1_000_000, help="tokens of earlier prompts that are kept")
+    late_help = "steps whose tokens suffix does not see (default 1); ngram is on the device and sees all"
+    parser.add_argument("--late", type=int, choices=(0, 1), help=late_help)
+    kept_help = "tokens of earlier prompts that suffix keeps"
+    parser.add_argument("--kept-tokens", type=int, default=1_000_000, help=kept_help)
     parser.add_argument("--groups", action="store_true", help="print tokens a step of each group, too")
     parser.add_argument("--cost", action="append", default=[], help="ROWS:K:MS of a step; K 0 is a plain one")
     parser.add_argument("--costs", type=Path, help="JSON file with a list of costs")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)
     try:
-        args.k = sorted(set(args.k))
+        args.drafter, args.k = list(dict.fromkeys(args.drafter)), sorted(set(args.k))
         if args.k[0] < 1:
             raise InputError("--k is at least 1")
         if args.kept_tokens < 0:
             raise InputError("--kept-tokens is at least 0")
+        if "suffix" not in args.drafter and args.late:
+            raise InputError("--late 1 is for suffix: ngram drafts on the device, which knows each token at once")
+        args.late = 1 if args.late is None else args.late
         costs = [read_cost(text) for text in args.cost]
         if strange := [cost.k for cost in costs if cost.k not in (0, *args.k)]:
             raise InputError(
@@ -380,26 +464,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         groups = [group for path in args.input for group in read_groups(path, args.prompt_field, args.completion_field)]
         if not groups:
             raise InputError("the input has no finished completion")
-        by_group = {k: play(groups, k, args.late, args.kept_tokens) for k in args.k}
-        totals = [_total(k, by_group[k]) for k in args.k]
-        gains = speedups(totals, costs)
+        plays = {name: _play_all(groups, name, args) for name in args.drafter}
+        totals = {name: [_total(k, found) for k, found in by_k.items()] for name, by_k in plays.items()}
+        gains = _named({name: speedups(each, costs) for name, each in totals.items()})
     except (InputError, JournalFailed) as error:
         print(error, file=sys.stderr)
         return 1
-    print_table(f"{len(groups)} groups, drafter {args.late} step late", [total.row() for total in totals])
-    sources = [total.source_row() for total in totals]
+    rows = _named({name: [total.row() for total in each] for name, each in totals.items()})
+    print_table(f"{len(groups)} groups" + f", suffix {args.late} step late" * ("suffix" in plays), rows)
+    sources = _named({name: [total.source_row() for total in each] for name, each in totals.items()})
     print_table("sources of the accepted tokens, %", sources)
-    each = [
-        {"group": i, "completions": len(group.completions)} | {f"k={k}": by_group[k][i].tokens_a_step for k in args.k}
-        for i, group in enumerate(groups)
-    ]
+    by_group = _named({name: _group_rows(groups, by_k) for name, by_k in plays.items()})
     if args.groups:
-        print_table("tokens a step by group", each)
+        print_table("tokens a step by group", by_group)
     if gains:
         print_table("what it would be worth", gains)
     if args.json is not None:
-        write_results(args.json, [total.row() for total in totals], groups=each, sources=sources, speed_ups=gains)
+        write_results(args.json, rows, groups=by_group, sources=sources, speed_ups=gains)
     return 0
+
+
+def _play_all(groups: Sequence[Group], name: str, args: argparse.Namespace) -> dict[int, list[Acceptance]]:
+    """By k: the acceptance of each group with a drafter."""
+    late = args.late if name == "suffix" else 0
+    return {k: play(groups, DRAFTERS[name](args.kept_tokens), k, late) for k in args.k}
+
+
+def _group_rows(groups: Sequence[Group], by_k: dict[int, list[Acceptance]]) -> list[dict[str, Any]]:
+    return [
+        {"group": i, "completions": len(group.completions)} | {f"k={k}": by_k[k][i].tokens_a_step for k in by_k}
+        for i, group in enumerate(groups)
+    ]
+
+
+def _named(rows: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """For a table: the rows of all drafters, by name."""
+    return [{"drafter": name} | row for name, each in rows.items() for row in each]
 
 
 def _total(k: int, found: Iterable[Acceptance]) -> Acceptance:

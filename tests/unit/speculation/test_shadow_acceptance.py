@@ -7,8 +7,14 @@ import random
 
 import numpy as np
 import pytest
+import torch
+from rollout_kernels.step import guess_by_ngrams, ngrams
 
-from scripts.check.shadow_acceptance import Acceptance, Group, main, play, read_groups
+from rollout.engine.speculation.suffix_drafter import SuffixDrafter
+from scripts.check.shadow_acceptance import DRAFTERS, Acceptance, Group, NgramDrafter, main, play, read_groups
+from tests.support.engine.harness import Bench, load
+from tests.support.models.families import make_checkpoint
+from tests.support.ngrams import followed
 from trainer_bridge.client.journal import Journal
 from trainer_bridge.client.results import Chunk, GenerateResult, Timing, read_completion
 
@@ -24,14 +30,14 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 def test_text_without_repetition_yields_one_token_a_step():
-    found = play([group(text(200))], k=3, late=1, kept_tokens=10_000)[0]
+    found = play([group(text(200))], SuffixDrafter(10_000), k=3, late=1)[0]
     assert (found.steps, found.tokens, found.tokens_a_step) == (199, 199, 1.0)
 
 
 def test_an_epoch_later_every_draft_is_accepted():
     same = text(201)
     for late in (0, 1):
-        first, second = play([group(same), group(same)], k=3, late=late, kept_tokens=10_000)
+        first, second = play([group(same), group(same)], SuffixDrafter(10_000), k=3, late=late)
         assert first.tokens_a_step == 1.0
         assert second.steps == 50 and second.drafted == second.accepted and second.sources == {"earlier": 150}
 
@@ -39,7 +45,7 @@ def test_an_epoch_later_every_draft_is_accepted():
 def test_a_late_drafter_begins_one_step_later():
     first = text(43)
     again = [*first, *first[:23]]  # three tokens are drawn before a match is seen
-    early, late = (play([group(again)], 3, late, 10_000)[0] for late in (0, 1))
+    early, late = (play([group(again)], SuffixDrafter(10_000), 3, late)[0] for late in (0, 1))
     assert early.steps == 42 + 3 + 20 // 4 and early.sources == {"own": 15}
     assert late.steps == early.steps + 1
     assert early.tokens == late.tokens == len(again) - 1
@@ -47,15 +53,16 @@ def test_a_late_drafter_begins_one_step_later():
 
 def test_siblings_and_the_prompt_are_sources():
     same = text(60)
-    found = play([group(same, [same[0], *same])], k=2, late=0, kept_tokens=10_000)[0]
+    found = play([group(same, [same[0], *same])], SuffixDrafter(10_000), k=2)[0]
     assert found.sources["group"] > 0
-    copied = play([group([PROMPT[0], PROMPT[1], PROMPT[2], *PROMPT[3:]])], k=2, late=0, kept_tokens=10_000)[0]
+    copied = play([group([PROMPT[0], PROMPT[1], PROMPT[2], *PROMPT[3:]])], SuffixDrafter(10_000), k=2)[0]
     assert set(copied.sources) == {"prompt"}
 
 
-def test_totals_add_up():
+@pytest.mark.parametrize(("drafter", "late"), [("suffix", 0), ("suffix", 1), ("ngram", 0)])
+def test_totals_add_up(drafter, late):
     groups = [group(text(40, 1) * 2, text(40, 1)), group(text(50, 2)), group(text(40, 1))]
-    parts, total = play(groups, 3, 1, 10_000), Acceptance(3)
+    parts, total = play(groups, DRAFTERS[drafter](10_000), 3, late), Acceptance(3)
     for part in parts:
         total += part
         assert part.tokens == part.steps + sum(part.accepted)
@@ -66,8 +73,88 @@ def test_totals_add_up():
 
 def test_completions_beyond_the_kept_tokens_are_no_source():
     same = text(201)
-    kept, dropped = (play([group(same), group(same)], 3, 0, tokens)[1] for tokens in (10_000, 100))
+    kept, dropped = (play([group(same), group(same)], SuffixDrafter(tokens), 3)[1] for tokens in (10_000, 100))
     assert kept.tokens_a_step == 4.0 and dropped.tokens_a_step == 1.0
+
+
+# --- n-grams of the device ------------------------------------------------------------------------------------------
+
+
+def few_tokens(length: int, seed: int, different: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(different) + 3 for _ in range(length)]
+
+
+def grown(whole: list[int], prompt_length: int, want: int, most: int = 5):
+    """The texts of a completion that grows by up to `most` tokens a step, with what the drafter expects after each."""
+    rng, drafter, prompt = random.Random(0), NgramDrafter(), np.array(whole[:prompt_length], dtype=np.int32)
+    drafter.guess("a", prompt, [], 0)
+    seen = 1
+    while seen <= len(whole) - prompt_length:
+        yield whole[: prompt_length + seen], drafter.guess("a", prompt, whole[prompt_length:][:seen], want)[1]
+        seen += rng.randint(1, most)
+
+
+@pytest.mark.parametrize("different", [1, 2, 3, 6, 40, 100_000])
+@pytest.mark.parametrize("seed", range(3))
+def test_ngrams_are_those_of_the_loop(different, seed):
+    for text, path in grown(few_tokens(150, seed, different), (0, 1, 30)[seed], 1 + 3 * seed):
+        assert path == followed(text, 1 + 3 * seed)
+
+
+@pytest.mark.parametrize(("reach", "different"), [(ngrams.REACH, 3), (1, 2), (12, 40), (40, 4)])
+def test_ngrams_are_those_of_the_device(monkeypatch, reach, different):
+    """Also in a text that is longer than what is searched."""
+    monkeypatch.setattr(ngrams, "REACH", reach)
+    pages, guesses = torch.arange(50)[None], torch.zeros(1, 3, dtype=torch.int64)
+    for text, path in grown(few_tokens(180, 0, different), 30, 3):
+        tokens = torch.tensor(text + [0] * (200 - len(text)), dtype=torch.int32).view(50, 4)
+        row = torch.tensor([[text[-1], len(text) - 1]])
+        guess_by_ngrams(torch.tensor([0]), row, pages, tokens, guesses, last=0, length=1)
+        assert guesses[0].tolist() == path
+
+
+def test_ngrams_come_from_the_prompt_or_the_row_itself():
+    same = text(21)
+    epochs = play([group(same, same), group(same)], NgramDrafter(), 3)
+    assert [each.tokens_a_step for each in epochs] == [1.0, 1.0], "neither siblings nor earlier completions"
+    assert play([group([*same, *same])], NgramDrafter(), 3)[0].sources == {"own": 15}
+    assert set(play([group(PROMPT)], NgramDrafter(), 3)[0].sources) == {"prompt"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3", folder)
+    return folder
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ngrams_have_accepted_what_an_engine_has(checkpoint, depth, k):
+    """At each step; in a pipeline of two steps until drafts in flight count towards `max_tokens`."""
+    prompt, most = few_tokens(40, 0, 6), 80
+    bench = Bench(load(checkpoint), speculation="ngram", speculation_tokens=k, pipeline_depth=depth)
+    bias = tuple((token, 20.0) for token in range(3, 9))
+    bench.submit("a", prompt, most, sampling={"temperature": 0.3, "seed": 1, "logit_bias": bias})
+    counters, steps = bench.engine.roster.counters, {}
+    bench.engine.tick()
+    while bench.engine.busy:
+        bench.engine.tick()
+        steps[counters.decode_rows] = counters.accepted
+    bench.close()
+    tokens, compared = bench.tokens("a"), 0
+    assert len(tokens) == most
+    for rows, accepted in steps.items():
+        drawn = 1 + rows + accepted
+        if drawn <= most - 2 * k * (depth - 1):
+            (found,) = play([Group(np.array(prompt, dtype=np.int32), [tokens[:drawn]])], NgramDrafter(), k)
+            assert (found.steps, sum(found.accepted)) == (rows, accepted)
+            compared = accepted
+    assert compared > 5
+    if depth == 1:
+        assert drawn == most and sum(found.drafted) == counters.drafted
+        assert found.tokens_a_step == 1 + counters.accepted / counters.decode_rows
 
 
 # --- input and command ------------------------------------------------------------------------------------------------
@@ -132,6 +219,31 @@ def test_the_command_prices_what_was_accepted(tmp_path):
     assert gain["speed_up"] == pytest.approx(201 / 126 * 4 / 5)
 
 
+def test_the_command_plays_each_drafter(tmp_path):
+    record = json.dumps({"prompt_token_ids": PROMPT, "completions": [text(21) * 3]})
+    (tmp_path / "a.jsonl").write_text(f"{record}\n{record}")
+    costs = ["--cost", "8:0:4", "--cost", "8:3:5"]
+    out = tmp_path / "out.json"
+    options = ["--k", "3", "1", "--drafter", "ngram", "suffix", "ngram", *costs, "--groups", "--json", str(out)]
+    assert main([str(tmp_path / "a.jsonl"), *options]) == 0
+    written = json.loads(out.read_text())
+    both = [("ngram", 1), ("ngram", 3), ("suffix", 1), ("suffix", 3)]
+    for name in ("rows", "sources"):
+        assert [(row["drafter"], row["k"]) for row in written[name]] == both
+    assert [(one["drafter"], one["group"]) for one in written["groups"]] == [
+        *(("ngram", 0), ("ngram", 1)),
+        *(("suffix", 0), ("suffix", 1)),
+    ]
+    for gain, row in zip(written["speed_ups"], (written["rows"][1], written["rows"][3]), strict=True):
+        assert gain["drafter"] == row["drafter"] and gain["speed_up"] == pytest.approx(row["tokens_a_step"] * 4 / 5)
+
+
+def test_lateness_is_of_suffix(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt_token_ids": PROMPT, "completions": [[1, 2, 3]]}))
+    for options in (["--late", "0"], [], ["suffix", "--late", "1"]):
+        assert main([str(tmp_path / "a.jsonl"), "--drafter", "ngram", *options]) == 0
+
+
 @pytest.mark.parametrize(
     ("line", "options", "names"),
     [
@@ -156,6 +268,7 @@ def test_the_command_prices_what_was_accepted(tmp_path):
         ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--cost", "8:0:1", "--cost", "8:0:2"], "8 rows"),
         ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--costs", "no such file"], "no such file"),
         ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--kept-tokens", "-1"], "--kept-tokens"),
+        ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--drafter", "ngram", "--late", "1"], "--late"),
     ],
 )
 def test_unusable_input_is_an_error_that_names_it(tmp_path, capsys, line, options, names):
