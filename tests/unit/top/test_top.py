@@ -159,8 +159,8 @@ def test_drafts_have_lines_of_their_own_where_there_are_any():
         if at:
             (swaps,) = (i for i, line in enumerate(lines) if line.plain.startswith("  swaps"))
             text = " ".join(" ".join(line.plain for line in lines[at[0] : swaps]).split())
-            assert text.startswith("draft accepted 12.3%, suffix 12.3%, heads 12.3%, age 0 12.3%, age 1 12.3%")
-            for said in ("age 2 to 4 12.3%", "age 5 up 12.3%", "saved -45678.9 s", "expected 12.3 s"):
+            assert text.startswith("draft accepted 12.3%, suffix 12.3%, ngram 12.3%, heads 12.3%, age 0 12.3%")
+            for said in ("age 1 12.3%", "age 2 to 4 12.3%", "age 5 up 12.3%", "saved -45678.9 s", "expected 12.3 s"):
                 assert f"{said}," in text
             assert text.endswith("a step 12.3 tokens")
 
