@@ -12,8 +12,8 @@ file with the environment as `env -0` writes it. The output of an engine goes to
 `--engines service --gpus 2 --workers 1 2` measures one worker on both GPUs, and then two workers of one GPU each that
 share the work, as the client spreads it.
 
-`--experiments repeats --engines ours ours-suffix ours-ngram ours-auto vllm vllm-ngram vllm-ngram-gpu` measures speculation by what
-was said before, on text that repeats: the same weights make it in all engines.
+`--experiments repeats --engines ours ours-suffix ours-ngram ours-auto vllm vllm-ngram vllm-ngram-gpu` measures
+speculation by what was said before, on text that repeats: the same weights make it in all engines.
 """
 
 from __future__ import annotations

@@ -40,7 +40,17 @@ def guess_by_ngrams(
     if ints_NI.is_cuda:
         from rollout_kernels.step import triton_ngrams
 
-        triton_ngrams.guess_by_ngrams(rows_R, ints_NI, pages_NP, tokens_PS, guesses_NG, last=last, length=length)
+        triton_ngrams.guess_by_ngrams(
+            rows_R,
+            ints_NI,
+            pages_NP,
+            tokens_PS,
+            guesses_NG,
+            last=last,
+            length=length,
+            most_equal=MOST_EQUAL,
+            reach=REACH,
+        )
         return
     page_size = tokens_PS.shape[1]
     for row in rows_R.tolist():

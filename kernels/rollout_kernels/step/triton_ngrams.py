@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.step.ngrams import MOST_EQUAL, REACH
-
 _BLOCK = 1024  # places that a program looks at together
 
 
@@ -74,8 +72,10 @@ def guess_by_ngrams(
     *,
     last: int,
     length: int,
+    most_equal: int,
+    reach: int,
 ) -> None:
-    """As `ngrams.guess_by_ngrams`, on a GPU."""
+    """As `ngrams.guess_by_ngrams`, on a GPU; `most_equal` and `reach` are `MOST_EQUAL` and `REACH` there."""
     assert ints_NI.is_contiguous() and tokens_PS.is_contiguous() and guesses_NG.is_contiguous()
     guesses = guesses_NG.shape[1]
     _guess_kernel[(len(rows_R),)](
@@ -92,8 +92,8 @@ def guess_by_ngrams(
         PAGE=tokens_PS.shape[1],
         GUESSES=guesses,
         GUESSES_2=triton.next_power_of_2(guesses),
-        EQUAL=MOST_EQUAL,
-        REACH_TOKENS=REACH,
+        EQUAL=most_equal,
+        REACH_TOKENS=reach,
         BLOCK=_BLOCK,
         num_warps=8,
     )

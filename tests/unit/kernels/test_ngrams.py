@@ -41,10 +41,14 @@ class Rows:
         return self.guesses
 
 
+def by_kernel(*tensors: torch.Tensor, **columns: int) -> None:
+    triton_ngrams.guess_by_ngrams(*tensors, **columns, most_equal=MOST_EQUAL, reach=ngrams.REACH)
+
+
 ON_GPU = torch.cuda.is_available()
 BOTH = [
     pytest.param(ngrams.guess_by_ngrams, "cpu", id="torch"),
-    pytest.param(triton_ngrams.guess_by_ngrams, "cuda" if ON_GPU else "cpu", id="kernel"),
+    pytest.param(by_kernel, "cuda" if ON_GPU else "cpu", id="kernel"),
 ]
 
 
@@ -76,7 +80,6 @@ def test_more_equal_tokens_count_until_there_are_as_many_as_are_compared(by, dev
 @pytest.mark.parametrize(("by", "device"), BOTH)
 def test_only_the_end_of_a_long_text_is_searched(by, device, monkeypatch):
     monkeypatch.setattr(ngrams, "REACH", 64)
-    monkeypatch.setattr(triton_ngrams, "REACH", 64)
     filler = [100 + i for i in range(64)]
     texts = [[7, 8, *filler[:-2], 7], [7, 8, *filler[:-1], 7]]
     rows = Rows(texts, 1, 0, device)
@@ -101,7 +104,6 @@ def test_texts_of_all_lengths_around_the_ends_of_pages(by, device):
 def test_places_lie_within_reach_in_texts_of_several_blocks(by, device, reach, monkeypatch):
     """The only place with equal tokens is the last one within reach, or the first one beyond."""
     monkeypatch.setattr(ngrams, "REACH", reach)
-    monkeypatch.setattr(triton_ngrams, "REACH", reach)
     texts = []
     for total in (2510, 2600):
         for place in (total - reach, total - reach - 1):
@@ -144,11 +146,11 @@ def test_rows_may_be_a_column_and_the_padding_row_several_times(by, device):
 def test_a_search_over_long_texts_takes_a_small_part_of_a_step():
     rng = random.Random(0)
     rows = Rows([[rng.randrange(50) for _ in range(16_000)] for _ in range(64)], 3, 0, "cuda")
-    rows.guess(triton_ngrams.guess_by_ngrams)
+    rows.guess(by_kernel)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(20):
-        rows.guess(triton_ngrams.guess_by_ngrams)
+        rows.guess(by_kernel)
     end.record()
     end.synchronize()
     took_us = start.elapsed_time(end) / 20 * 1e3
