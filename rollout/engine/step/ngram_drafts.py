@@ -9,8 +9,8 @@ on the host (`speculation/suffix_drafter.py`) knows more texts, but begins some 
 its path is wrong once more. Here it is not.
 
 The token ids are where the KV is. So a row has those of a prompt that came from the prefix cache, too, and keeps them
-when its pages are copied to the host and back. Behind the window of a model whose layers all have one they may be those
-of another row: guesses from there are worse, and no token is.
+when its pages are copied to the host and back. Also a model whose layers all have a window keeps the pages of the whole
+text. All ranks of a tensor group have equal ids, so their guesses are equal.
 """
 
 from __future__ import annotations
