@@ -45,6 +45,8 @@ def by_kernel(*tensors: torch.Tensor, **columns: int) -> None:
     triton_ngrams.guess_by_ngrams(*tensors, **columns, most_equal=MOST_EQUAL, reach=ngrams.REACH)
 
 
+#: Tokens that are equal, in texts longer than two blocks of the kernel.
+PLACES = ((3, 2000), (1023, 1024), (1024, 1025), (2047, 2049), (100, 100 + 1024), (70, 70 + 2048))
 ON_GPU = torch.cuda.is_available()
 BOTH = [
     pytest.param(ngrams.guess_by_ngrams, "cpu", id="torch"),
@@ -120,14 +122,15 @@ def test_places_lie_within_reach_in_texts_of_several_blocks(by, device, reach, m
 
 @pytest.mark.parametrize(("by", "device"), BOTH)
 def test_the_newest_of_equal_places_is_found_across_blocks(by, device):
+    """Also where a block has them at the same place."""
     texts = []
-    for first, second in ((3, 2000), (1023, 1024), (1024, 1025), (2047, 2049)):
+    for first, second in PLACES:
         text = list(range(10, 2210))
         text[first], text[second], text[-1] = 5, 5, 5
         texts.append(text)
     rows = Rows(texts, 1, 1, device)
     guesses = rows.guess(by).tolist()
-    expected = [text[second + 1] for text, second in zip(texts, (2000, 1024, 1025, 2049), strict=True)]
+    expected = [text[second + 1] for text, second in zip(texts, (second for _, second in PLACES), strict=True)]
     assert [guess for (guess,) in [guesses[row] for row in rows.rows.tolist()]] == expected
 
 
