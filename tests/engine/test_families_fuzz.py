@@ -164,7 +164,7 @@ def assert_texts(bench: Sleeping, asked: list[Asked], hf_models: list[Any]) -> i
     return count
 
 
-def check_one(versions: Versions, seed: int) -> None:
+def check_one(versions: Versions, seed: int, **engine: Any) -> None:
     rng, rng_late = random.Random(seed), random.Random(seed)
     model, most_s = versions.models[0], rng.choice([0.0, 0.0, 0.002])
     delays = {name: (lambda: rng_late.random() * most_s) for name in LATE}
@@ -185,6 +185,7 @@ def check_one(versions: Versions, seed: int) -> None:
         prefill_chunk_tokens=rng.choice([16, 23, 200]),
         pipeline_depth=rng.choice([1, 2]),
         prefix_cache=rng.random() < 0.8,
+        **engine,
     )
     asked = requests_of(rng, model.spec.vocab)
     play(bench, asked, [first, versions.models[1]], rng)
@@ -212,3 +213,10 @@ def test_whatever_happens_tokens_are_those_of_their_text(name: str, seed: int, t
 @pytest.mark.parametrize("seed", nightly(*range(3, 25)))
 def test_whatever_happens_to_states(seed: int, tmp_path: Path) -> None:
     check_one(versions_of("Qwen3_5", tmp_path), seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"), [("Gemma3", 3), *nightly(*((name, seed) for name in _NATIVE for seed in (4, 5)))]
+)
+def test_whatever_happens_to_rows_that_draft_by_ngrams(name: str, seed: int, tmp_path: Path) -> None:
+    check_one(versions_of(name, tmp_path), seed, speculation="ngram" if seed % 2 else "auto")

@@ -67,6 +67,24 @@ def test_steps_take_their_share_before_kv_does(model):
     assert pages(model, 1000 * page, kv_memory_max_gib=30 * page / GIB) == 30
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("speculation", ["off", "suffix", "ngram", "auto"])
+def test_pages_are_as_large_as_they_are_counted(model, speculation, kv_dtype):
+    """Also where they have the ids of their tokens; in the memory of the device, and of the host."""
+    fields = {"speculation": speculation, "kv_dtype": kv_dtype, "page_size": 16}
+    bench = Bench(model, host_kv_gib=0.01, **fields)
+    step, mover = bench.engine.executor.step, bench.engine.executor.mover
+    page = sum(tensor[0].nbytes for tensor in step.kv.tensors)
+    dtype = torch.float32 if kv_dtype == "auto" else torch.float8_e4m3fn
+    ids = speculation in ("ngram", "auto")
+    assert page == 16 * (model.spec.kv_bytes_per_token(dtype) + 4 * ids)
+    assert mover.host_memory.page_bytes == page and mover.host_memory.pages == int(0.01 * GIB) // page
+    memory = DeviceMemory(0, 2 * 101 * page - 1, StepNeeds())
+    settings = EngineSettings(max_rows=4, kv_memory_fraction=0.5, **fields)
+    assert kv_pages(settings, model, dtype, CONTEXT, memory) == 100
+    bench.close()
+
+
 def test_on_a_cpu_most_of_the_memory_stays_free_unless_it_is_asked_for(model):
     page = page_bytes(model)
     assert pages(model, 400 * page) == 100

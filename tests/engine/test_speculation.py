@@ -645,6 +645,12 @@ class FixedCosts(StepCosts):
         pass
 
 
+def do_not_measure(monkeypatch: pytest.MonkeyPatch, measured=None, guesses=None) -> None:
+    """Have engines take steps and guesses to cost what is given, by rows; by default nothing but the step itself."""
+    costs = FixedCosts(measured or {1: 1.0, 72: 1.0}, padded=False, guesses=guesses or {})
+    monkeypatch.setattr("rollout.engine.build.measure_decode_costs", lambda *_: costs)
+
+
 @pytest.mark.parametrize(
     ("wrong", "costs", "drafts"),
     [(0.0, {1: 1.0, 72: 1.0}, True), (1.0, {1: 1.0, 72: 1.5}, False), (0.0, {1: 1.0, 72: 72.0}, False)],

@@ -1,10 +1,15 @@
-"""What n-grams of a text expect, by a loop."""
+"""What n-grams of a text expect, by a loop; and engines whose guesses are compared with that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import pytest
 from rollout_kernels.step.ngrams import MOST_EQUAL
+
+from rollout.engine.step.ngram_drafts import NgramDrafts
+from rollout.engine.step.row_state import LENGTH, PROMPT, SEED
+from tests.support.engine.harness import Bench
 
 
 def followed(text: Sequence[int], count: int) -> list[int]:
@@ -20,3 +25,32 @@ def followed(text: Sequence[int], count: int) -> list[int]:
         return [text[-1]] * count
     path = list(text[found:])
     return (path * count)[:count]
+
+
+def texts_of(plain: Bench, prompts: Mapping[str, Sequence[int]]) -> dict[int, list[int]]:
+    """The texts of all completions of a run without drafts, by the seed of their row."""
+    found = plain.completions.items()
+    return {completion.seed: [*prompts[name], *completion.token_ids] for (name, _), completion in found}
+
+
+class CheckedGuesses:
+    """Compares all guesses of an engine with those of the loop over the whole text, which a plain run has made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, texts: Mapping[int, Sequence[int]]) -> None:
+        self.texts = texts
+        self.guesses = 0
+        self.wrong: list[tuple[int, int]] = []  # seeds of rows, and tokens in their pages
+        run = NgramDrafts.run
+
+        def check(drafts, *how):
+            rows_R = run(drafts, *how)
+            for row in [] if rows_R is None else rows_R.tolist():
+                ints = drafts.rows.ints[row].tolist()
+                if row and ints[SEED] in self.texts and ints[PROMPT]:
+                    text = self.texts[ints[SEED]][: ints[LENGTH] + 1]
+                    self.guesses += 1
+                    if drafts.rows.guesses[row].tolist() != followed(text, drafts.most):
+                        self.wrong.append((ints[SEED], ints[LENGTH]))
+            return rows_R
+
+        monkeypatch.setattr(NgramDrafts, "run", check)

@@ -31,7 +31,10 @@ SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "nu
 #: Ranks and speculation of the second worker.
 CASES = [
     (2, "off"),
-    *(pytest.param(case, marks=pytest.mark.nightly) for case in [(2, "suffix"), (2, "heads"), (4, "off")]),
+    *(
+        pytest.param(case, marks=pytest.mark.nightly)
+        for case in [(2, "suffix"), (2, "ngram"), (2, "heads"), (4, "off")]
+    ),
 ]
 
 

@@ -101,7 +101,7 @@ class Speculation:
         wanted = self._wanted(offers, seqs) if offers else {}
         drafts = self._drafts(seqs, offers, wanted, roster) if any(wanted.values()) else []
         guesses = self._guesses(seqs)
-        if guesses > 0:
+        if guesses > 0 and self._reads:
             self._grow(seqs, drafts, guesses, roster)
         return Choice(drafts, guesses)
 

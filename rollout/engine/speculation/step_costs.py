@@ -5,7 +5,7 @@
 `measured` is a table from start-up: steps of this many rows with short contexts. Constant and slope correct it by the
 steps that were run: attention reads the context of each row, and a verify step sets drafts up. Plain and verify steps
 have a correction each. That of verify steps begins at the one of plain steps. A context counts again for each draft,
-unless attention reads shared pages once. What a draft model takes after a step is a table of its own, by rows.
+unless attention reads shared pages once. What guesses take after a step is a table of its own, by rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StepCosts:
         measured: seconds of a decode step by its rows; one entry at least.
         padded: a step takes as long as the next larger entry (captured sizes), else costs lie between two entries.
         shares: a row and its drafts read its context once, all together.
-        guesses: seconds that a draft model takes to read a step and to guess, by rows; empty without one.
+        guesses: seconds that it takes to guess after a step, by rows; a draft model reads it, too. Empty if none does.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StepCosts:
         return np.maximum(self._table(rows + drafts_N) + constant + slope * contexts_N / _UNIT, 1e-9)
 
     def guess_s(self, rows: int) -> float:
-        """Seconds that the draft model takes to guess for this number of rows."""
+        """Seconds that it takes to guess for this number of rows."""
         if not self._guesses:
             return 0.0
         return float(np.interp(rows, list(self._guesses), list(self._guesses.values())))
@@ -113,7 +113,7 @@ def worthwhile(
         context: sum of their contexts, tokens; of each row once.
         costs: of the steps.
         most: drafts of all rows.
-        guess_s: seconds that it takes a draft model to make them.
+        guess_s: seconds that guesses take.
     """
     chances_N = chances_MK.reshape(-1)
     order = np.argsort(-chances_N, kind="stable")[: min(most, np.count_nonzero(chances_N))]

@@ -9,8 +9,7 @@ suffix drafter on the host (`speculation/suffix_drafter.py`) knows more texts, b
 after a refused draft, its next path is wrong as well.
 
 Token ids are stored by page, like KV. So a prompt from the prefix cache brings its ids along, and so do pages that come
-back from host memory. In a model whose layers all have a window, pages before the window may hold another row's ids.
-Then guesses are worse; drawn tokens are not affected.
+back from host memory. All ranks of a tensor group hold equal ids, so their guesses are equal.
 """
 
 from __future__ import annotations

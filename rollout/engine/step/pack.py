@@ -47,7 +47,7 @@ _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, adap
 _SETUP_FEATURES = Feature.MIN_TOKENS | Feature.BIAS | Feature.PENALIZE
 _DRAFT_WORDS = 8
 _BEHIND_WORDS = 1  # of a row or a draft of a model with states: the drafts behind it
-_BASE_WORDS = 4  # of a row after whose step the draft model guesses: row and place as int64
+_BASE_WORDS = 4  # of a row after whose step the device guesses: row and place as int64
 _PAGE_WORDS = 3  # of a page that a verify step tells
 _SAVE_WORDS = 4  # of a row that ended and whose state is saved: row and place as int64
 

@@ -13,7 +13,7 @@
     banned  [rows, K]            stop ids, padded by repeating the first; banned until min_tokens
     adapters [rows]    int32     slot of the row's adapter, 0 for none; where adapters are served
     drafts  [rows]     int64     of a draft row: its draft
-    guesses [rows, G]  int64     the next tokens of the row as the draft model guesses them; where there is one
+    guesses [rows, G]  int64     the next tokens of the row as the device guesses them; where it does
 
 Row 0 is padding. The last rows are draft rows: for one step a draft row is a copy of a row that has drafts, some tokens
 ahead, with a draft as its last token (`verify.py`). The first step of a sequence sets its row up, from the `init_*` and

@@ -53,7 +53,7 @@ class Slot:
     ) -> None:
         """Buffers for steps of up to `max_rows` rows, drafts included; `speculates` if there may be any.
 
-        `guesses` are those of a draft model for each row. `fault` is the flag of the tensor group's peer buffers
+        `guesses` are those of the device for each row. `fault` is the flag of the tensor group's peer buffers
         (`PeerBuffers.fault`), if it has them.
         """
         self.staging = Staging(device.host_buffer((upload_words,), torch.int32))

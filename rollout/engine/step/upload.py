@@ -91,7 +91,7 @@ class Header(NamedTuple):
     ranked: bool = False  # they have ranks, too
     prompt_tops: bool = False  # and their likeliest tokens
     drafts: int = 0  # most drafts of a row; 0 in a step without drafts
-    #: Tokens that the draft model guesses for each row after the step; 0: it only reads the step; -1: it does not run.
+    #: Tokens that are guessed for each row after the step; 0: a draft model only reads the step; -1: nothing runs.
     guesses: int = -1
 
     @property

@@ -45,6 +45,8 @@ def by_kernel(*tensors: torch.Tensor, **columns: int) -> None:
     triton_ngrams.guess_by_ngrams(*tensors, **columns, most_equal=MOST_EQUAL, reach=ngrams.REACH)
 
 
+#: Tokens that are equal, in texts longer than two blocks of the kernel.
+PLACES = ((3, 2000), (1023, 1024), (1024, 1025), (2047, 2049), (100, 100 + 1024), (70, 70 + 2048))
 ON_GPU = torch.cuda.is_available()
 BOTH = [
     pytest.param(ngrams.guess_by_ngrams, "cpu", id="torch"),
@@ -85,6 +87,62 @@ def test_only_the_end_of_a_long_text_is_searched(by, device, monkeypatch):
     rows = Rows(texts, 1, 0, device)
     assert rows.guess(by)[rows.rows].flatten().tolist() == [8, 7]
     assert REACH > 16_384
+
+
+@pytest.mark.parametrize(("by", "device"), BOTH)
+def test_texts_of_all_lengths_around_the_ends_of_pages(by, device):
+    """Also empty ones, which have a last token alone, and texts of large ids."""
+    rng = random.Random(7)
+    ids = [2**24, 2**24 + 1, 2**31 - 1, 0]  # equal as float32, or as their low bits
+    texts = [[ids[rng.randrange(4)] for _ in range(length)] for length in range(1, 2 * PAGE + 4)]
+    rows = Rows(texts, 5, 0, device)
+    guesses = rows.guess(by).tolist()
+    for row, text in zip(rows.rows.tolist(), texts, strict=True):
+        assert guesses[row] == followed(text, 5), len(text)
+
+
+@pytest.mark.parametrize(("by", "device"), BOTH)
+@pytest.mark.parametrize("reach", [1, 2, 17, 1024, 1025, 2500])
+def test_places_lie_within_reach_in_texts_of_several_blocks(by, device, reach, monkeypatch):
+    """The only place with equal tokens is the last one within reach, or the first one beyond."""
+    monkeypatch.setattr(ngrams, "REACH", reach)
+    texts = []
+    for total in (2510, 2600):
+        for place in (total - reach, total - reach - 1):
+            text = list(range(10, 10 + total))
+            text[place - 1] = text[-1] = 5
+            texts.append(text)
+    rows = Rows(texts, 2, 0, device)
+    guesses = rows.guess(by).tolist()
+    for i, (row, text) in enumerate(zip(rows.rows.tolist(), texts, strict=True)):
+        place = len(text) - reach
+        found = [text[place], text[place + 1] if reach > 1 else text[place]]
+        assert guesses[row] == ([5, 5] if i % 2 else found)
+
+
+@pytest.mark.parametrize(("by", "device"), BOTH)
+def test_the_newest_of_equal_places_is_found_across_blocks(by, device):
+    """Also where a block has them at the same place."""
+    texts = []
+    for first, second in PLACES:
+        text = list(range(10, 2210))
+        text[first], text[second], text[-1] = 5, 5, 5
+        texts.append(text)
+    rows = Rows(texts, 1, 1, device)
+    guesses = rows.guess(by).tolist()
+    expected = [text[second + 1] for text, second in zip(texts, (second for _, second in PLACES), strict=True)]
+    assert [guess for (guess,) in [guesses[row] for row in rows.rows.tolist()]] == expected
+
+
+@pytest.mark.parametrize(("by", "device"), BOTH)
+def test_rows_may_be_a_column_and_the_padding_row_several_times(by, device):
+    """As the places of a verify step give them, and those of a rehearsal."""
+    rows = Rows([[4, 5, 6, 4, 5], [7]], 3, 0, device)
+    rows.ints[0, LENGTH], rows.ints[0, LAST] = 0, 9
+    first, second = rows.rows.tolist()
+    rows.rows = torch.tensor([[first, 0], [0, 0], [second, 0], [0, 0]], device=device)[:, 0]
+    guesses = rows.guess(by).tolist()
+    assert (guesses[first], guesses[second], guesses[0]) == ([6, 4, 5], [7] * 3, [9] * 3)
 
 
 @pytest.mark.gpu
