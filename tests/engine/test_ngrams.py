@@ -18,7 +18,7 @@ from tests.engine.test_speculation import (
     submit_free,
 )
 from tests.support.engine.adapted import make_adapters
-from tests.support.engine.constraints import SIZE, X, Y
+from tests.support.engine.constraints import SIZE, Cycle, X, Y
 from tests.support.engine.drafting import row_by_row
 from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.offloading import PAGE
@@ -54,6 +54,7 @@ def test_ngrams_change_nothing(model, plain, depth):
     counters = bench.engine.roster.counters
     assert counters.drafted > 200 and counters.accepted > 5
     assert counters.drafts_by_drafter["ngram"] == (counters.drafted, counters.accepted)
+    assert not any(map(any, counters.drafts_by_age)), "they come from no weights"
 
 
 def test_all_bits_are_equal_with_rows_computed_one_by_one(model, monkeypatch):
@@ -137,6 +138,20 @@ def test_auto_takes_both_and_leaves_the_worse_one(model, plain):
     bench.close()
     assert_same(bench, plain)
     assert bench.engine.executor.step.guesser is not None
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_follow_the_guesses_of_rows_with_a_constraint(model, depth):
+    """The host gets them with the tokens of their step."""
+    rows = {}
+    for speculation in ("off", "ngram"):
+        bench = Bench(model, speculation=speculation, speculation_tokens=5, pipeline_depth=depth)
+        bench.submit("a", prompt_of(9), 60, sampling=SAMPLED, constraint=Cycle([[10], [20], [30]]))
+        run_watched(bench)
+        bench.close()
+        assert bench.tokens("a") == [10, 20, 30] * 20
+        rows[speculation] = bench.engine.roster.counters.decode_rows
+    assert rows["off"] == 59 and rows["ngram"] < 20
 
 
 def test_auto_runs_plain_steps_while_guesses_do_not_pay(model, monkeypatch, plain):
