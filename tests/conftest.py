@@ -14,6 +14,9 @@ import pytest
 
 pytest.register_assert_rewrite("tests.support")  # asserts of helpers show their values, too
 
+# Imports and collection leave hardly any garbage, and the collector would scan all of it again and again.
+gc.disable()
+
 # Before torch loads. The tensors here are small, and a second thread spins on a core while it waits for the first: that
 # is many times slower beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,10 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)  # also in the process that only hands tests out, which collects none
+def pytest_runtestloop() -> None:
     """Objects made before the first test stay: the garbage collector need not visit them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from rollout_kernels.attention.paged import DecodePlan, paged_decode_attention, plan_decode
 
@@ -127,6 +126,9 @@ def expanded_attention(
         kv_b_HYR: products of each head with the latent, Y = N + V: of keys, then of values.
         scale: factor of the scores.
     """
+    # Here and not above: it imports torch._dynamo, which takes a second and which nothing else here needs.
+    from torch.nn.attention.bias import causal_lower_right
+
     rank, dim, heads = kv_b_HYR.shape[2], q_QHX.shape[2], q_QHX.shape[1]
     nope = dim - (cache_PS1L.shape[3] - rank)
     page_size = cache_PS1L.shape[1]

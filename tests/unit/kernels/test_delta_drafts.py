@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +16,8 @@ CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
 LAYERS, ROWS, FIRST, DRAFTS = 2, 6, 9, 8  # rows have the places 1 to 6, draft rows the numbers from 9
 NAN = float("nan")
 
+#: Width of the convolution, dtype, scale of beta.
+SIZES = [(4, torch.float32, 1.0), (2, torch.bfloat16, 2.0)]
 #: The rows of a step with their drafts, and how many of these are accepted. Row 0 is padding.
 STEPS: dict[str, list[tuple[int, int, int]]] = {
     "some": [(3, 2, 1), (1, 0, 0), (5, 3, 3), (2, 1, 0), (0, 0, 0), (0, 0, 0)],
@@ -81,10 +84,20 @@ def one_by_one_spans(places: torch.Tensor, positions: torch.Tensor, one_by_one: 
     return Spans(places, positions, (1,) * len(places), starts, True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("one_by_one", [True, False])
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("width", "dtype", "beta_scale"), [(4, torch.float32, 1.0), (2, torch.bfloat16, 2.0)])
+#: In the interpreter, "some" meets every kernel by both paths, and of the other steps one case a path runs every time.
+USUAL = {("one row", False, torch.bfloat16), ("none accepted", True, torch.float32)}
+
+
+def _cases() -> list[Any]:
+    """The whole grid; those that only the nightly run has are marked."""
+    cases = []
+    for kind, one_by_one, step, sizes in product(KINDS, [True, False], STEPS, SIZES):
+        always = kind == "twin" or DEVICE == "cuda" or step == "some" or (step, one_by_one, sizes[1]) in USUAL
+        cases.append(pytest.param(kind, one_by_one, step, *sizes, marks=() if always else pytest.mark.nightly))
+    return cases
+
+
+@pytest.mark.parametrize(("kind", "one_by_one", "step", "width", "dtype", "beta_scale"), _cases())
 def test_a_step_with_drafts_is_as_many_plain_steps(kind, one_by_one, step, width, dtype, beta_scale) -> None:
     of, device = KINDS[kind], DEVICE if kind == "kernel" else "cpu"
     exact = kind == "kernel" and (one_by_one or DEVICE == "cpu")  # else a step's tiles depend on its size
