@@ -4,8 +4,9 @@
 
 `measured` is a table from start-up: steps of this many rows with short contexts. Constant and slope correct it by the
 steps that were run: attention reads the context of each row, and a verify step sets drafts up. Plain and verify steps
-have a correction each. That of verify steps begins at the one of plain steps. A context counts again for each draft,
-unless attention reads shared pages once. What guesses take after a step is a table of its own, by rows.
+have a correction each. That of verify steps begins at the one of plain steps, and goes back there while only plain ones
+run: what they were at other rows must not keep rows from drafting. A context counts again for each draft, unless
+attention reads shared pages once. What guesses take after a step is a table of its own, by rows.
 """
 
 from __future__ import annotations
@@ -30,8 +31,14 @@ class _Correction:
 
     def add(self, context: float, seconds: float) -> None:
         x = np.array([1.0, context / _UNIT])
-        self._products = _KEPT * self._products + np.outer(x, x)
-        self._sums = _KEPT * self._sums + x * seconds
+        self.forget()
+        self._products += np.outer(x, x)
+        self._sums += x * seconds
+
+    def forget(self) -> None:
+        """Make what is known weigh less, as a step more does."""
+        self._products *= _KEPT
+        self._sums *= _KEPT
 
     def solve(self, assumed: np.ndarray) -> np.ndarray:
         """(constant, slope), near `assumed` where few steps are known."""
@@ -91,6 +98,7 @@ class StepCosts:
             self._verify.add(context, beyond)
         else:
             self._plain.add(context, beyond)
+            self._verify.forget()
             self._of_plain = self._plain.solve(np.zeros(2))
         self._of_verify = self._verify.solve(self._of_plain)
 

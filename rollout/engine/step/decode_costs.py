@@ -1,9 +1,10 @@
 """What decode steps take on this device, measured before an engine serves.
 
-A verify step runs first, which compiles and loads what only such steps launch. The rows hold different tokens, so with
-a mixture each chooses its own experts. Their contexts are one token: the row state, the KV of page 0, the states of
-linear attention and the slot are all that is written. The row state is as before afterwards, and no row reads a state
-that it has not written. Where the model has states, rows beyond those that have a place for one are drafts.
+A verify step runs first, which compiles and loads what only such steps launch. The rows hold different tokens in pages
+of their own, so with a mixture each chooses its own experts. Their contexts are one token: the row state, the KV of
+these pages, the states of linear attention and the slot are all that is written. The row state is as before afterwards,
+and no row reads KV or a state that it has not written. Where the model has states, rows beyond those that have a place
+for one are drafts.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _seconds(executor: Executor, slot: Slot, rows: int, guesses: int = 0) -> flo
     start, end, times_s = executor.device.event(), executor.device.event(), []
     for _ in range(_WARM + _TIMED):
         compute.run(functools.partial(step.receive, upload.words))
-        compute.run(functools.partial(_different_tokens, state, rows))
+        compute.run(functools.partial(_different_tokens, state, rows, executor.step.kv.pages))
         if guesses:
             compute.run(functools.partial(executor.run, step, slot))
             compute.record(start)
@@ -109,8 +110,11 @@ def _rows_and_drafts(executor: Executor, rows: int) -> tuple[list[int], list[int
     return numbers, drafts
 
 
-def _different_tokens(state: RowState, rows: int) -> None:
-    state.ints[1 : rows + 1, LAST] = _STRIDE * torch.arange(rows, device=state.ints.device) % state.vocab
+def _different_tokens(state: RowState, rows: int, pages: int) -> None:
+    """Rows with the same KV would soon be alike, and choose the same experts."""
+    number = torch.arange(rows, device=state.ints.device)
+    state.ints[1 : rows + 1, LAST] = _STRIDE * number % state.vocab
+    state.pages[1 : rows + 1, 0] = 1 + number % (pages - 1)
 
 
 def _as_before(state: RowState) -> None:

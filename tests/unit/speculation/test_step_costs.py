@@ -70,6 +70,17 @@ def test_verify_steps_are_assumed_to_cost_what_plain_ones_do_that_read_as_much(s
     assert assumed_s == pytest.approx(costs.plain_s(8, 50_000 if shares else 100_000))
 
 
+def test_what_verify_steps_of_many_rows_cost_is_forgotten_where_few_rows_run_plainly():
+    costs = StepCosts({1: 1e-3, 64: 1e-3}, padded=False)
+    for _ in range(100):
+        costs.ran(32, 0, 32, 9e-3)
+    assert worthwhile(chances(0.9, 1), 1, 0, costs, 64) == [0], "as dear as it was for 32 rows"
+    for _ in range(500):
+        costs.ran(1, 0, 0, 1e-3)
+    assert costs.verify_s(1, 0, np.array([3]))[0] == pytest.approx(1e-3, rel=0.05)
+    assert worthwhile(chances(0.9, 1), 1, 0, costs, 64) == [3]
+
+
 def test_long_contexts_that_are_read_once_do_not_keep_rows_from_drafting():
     for shares in (False, True):
         costs = StepCosts({1: 1e-3, 64: 1e-3}, padded=False, shares=shares)
