@@ -34,5 +34,5 @@ class StepOutput:
     scores: Scores | None = None  # where the step has any
     accepted: list[int] | None = None  # of a step with drafts: at the place of a row's own draw, how many of its drafts
     experts: np.ndarray | None = None  # int32 [tokens, words], of every token that went in; see `step/expert_trace`
-    #: Where masks need them: guesses of the device for each row that draws, in their order. Others follow them.
+    #: Guesses of the device after the step for each row that draws, in their order. Others may follow them.
     guesses: list[list[int]] | None = None

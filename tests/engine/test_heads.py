@@ -118,7 +118,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "go_on", accept_by_kernel)
 
 
-@pytest.mark.parametrize(("depth", "kernels"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("depth", "kernels"), [(2, False), (2, True), *nightly((1, False))])
 def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatch, depth, kernels):
     """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
     if kernels:
@@ -518,9 +518,9 @@ def test_auto_guesses_while_it_pays(folders, drafted, monkeypatch, wrong, measur
     assert accepted > 200 if pays else drafted_ < 130
 
 
-def test_auto_probes_a_draft_model_that_did_not_pay(folders, drafted, monkeypatch):
-    """A head that has become better is found again."""
-    monkeypatch.setattr(speculation, "_PROBED_EVERY", 4)
+def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monkeypatch):
+    """It guesses now and then while that does not pay."""
+    monkeypatch.setattr(speculation, "_UNPAID_SHARE", 0.05)
     plain = Bench(load(folders[0]), kv_pages=600)
     plain.submit("a", prompt_of(9), 300, sampling=SAMPLED)
     plain.run()
@@ -535,6 +535,26 @@ def test_auto_probes_a_draft_model_that_did_not_pay(folders, drafted, monkeypatc
     bench.close()
     assert bench.tokens("a") == right[bench.completions["a", 0].seed]
     assert bench.engine.roster.counters.drafts_by_drafter["heads"][1] > 60
+
+
+def test_auto_finds_the_one_row_whose_guesses_are_right(folders, drafted, monkeypatch):
+    """All rows are measured while none drafts, not only some."""
+    plain = Bench(load(folders[0]), kv_pages=600)
+    for i in range(8):
+        plain.submit(f"r{i}", prompt_of(9 + i), 150, sampling={**SAMPLED, "seed": i})
+    plain.run()
+    wrong = {seed: [(t + 1) % VOCAB for t in tokens] for seed, tokens in completions_by_seed(plain).items()}
+    right = plain.completions["r7", 0]
+    replayed_guesses(monkeypatch, {**wrong, right.seed: list(right.token_ids)}, 0.0)
+    costs(monkeypatch, {1: 1.0, 8: 1.0, 9: 1.05, 72: 72.0}, {1: 0.01, 8: 0.01})
+    bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
+    for i in range(8):
+        bench.submit(f"r{i}", prompt_of(9 + i), 150, sampling={**SAMPLED, "seed": i})
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, plain)
+    drafted_, accepted = bench.engine.roster.counters.drafts_by_drafter["heads"]
+    assert accepted > 20 and drafted_ < accepted + 20
 
 
 def test_both_drafters_in_auto_change_nothing(drafted, plain):

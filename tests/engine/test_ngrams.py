@@ -154,9 +154,10 @@ def test_masks_follow_the_guesses_of_rows_with_a_constraint(model, depth):
     assert rows["off"] == 59 and rows["ngram"] < 20
 
 
-def test_auto_runs_plain_steps_while_guesses_do_not_pay(model, monkeypatch, plain):
-    """Nothing is searched then, and uploads have nothing of drafts."""
-    do_not_measure(monkeypatch, {1: 1.0, 72: 72.0}, {1: 9.0, 8: 9.0})
+@pytest.mark.parametrize(("guess_s", "later"), [(0.01, True), (9.0, False)])
+def test_auto_runs_plain_steps_while_guesses_do_not_pay(model, monkeypatch, plain, guess_s, later):
+    """Cheap guesses are made now and then, to be compared with the tokens; uploads have nothing of drafts."""
+    do_not_measure(monkeypatch, {1: 1.0, 72: 72.0}, {1: guess_s, 8: guess_s})
     bench = Bench(model, speculation="auto")
     headers, execute = [], bench.engine.executor.execute
     bench.engine.executor.execute = lambda upload, slot: (headers.append(upload.header), execute(upload, slot))
@@ -166,6 +167,7 @@ def test_auto_runs_plain_steps_while_guesses_do_not_pay(model, monkeypatch, plai
     assert_same(bench, plain)
     guessing = [i for i, header in enumerate(headers) if header.guesses > 0]
     assert 0 < len(guessing) < len(headers) / 4 and all(header.guesses != 0 for header in headers)
+    assert any(not headers[i].layout for i in guessing) == later
     drafts = {"drafts", "pages", "verified", "paths", "bases"}
     of_drafts = [i for i, header in enumerate(headers) if drafts & header.sections.keys()]
     assert all(any(0 <= i - before <= 3 for before in guessing) for i in of_drafts)

@@ -211,8 +211,6 @@ class Scheduler:
         roster = self.roster
         if output.experts is not None:
             roster.allocator.note_experts(plan.prompt_copies, output.experts)
-        if output.guesses is not None:
-            note_guesses(plan, output.guesses)
         tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
         version, counters, leaving = plan.version, roster.counters, State.LEAVING
         end = 0  # place in the output after a row's tokens
@@ -255,11 +253,12 @@ class Scheduler:
             if seq.state is leaving and not seq.finalized:
                 roster.settle(seq)
         if plan.drafts:
-            assert output.accepted is not None and self.speculation is not None
+            assert output.accepted is not None
             for draft in plan.drafts:
-                accepted = output.accepted[draft.place]
-                counters.note_drafts(draft.drafter, draft.age, draft.length, accepted)
-                self.speculation.verified(draft, accepted)
+                counters.note_drafts(draft.drafter, draft.age, draft.length, output.accepted[draft.place])
+        if output.guesses is not None:
+            assert self.speculation is not None, "what had the device guess"
+            self.speculation.guessed(plan, output.guesses)
         if plan.kind == "decode":
             counters.decode_rows += plan.rows
         else:
@@ -312,13 +311,6 @@ def _refused_places(plan: Plan, accepted: list[int] | None) -> set[int]:
         assert accepted is not None
         refused.update(range(draft.place + accepted[draft.place] + 1, draft.place + draft.length + 1))
     return refused
-
-
-def note_guesses(plan: Plan, guesses: list[list[int]]) -> None:
-    """Give the rows of a step the guesses that the device made after it."""
-    drawing = (span.seq for span in plan.spans if span.draws)
-    for seq, tokens in zip(drawing, guesses, strict=False):
-        seq.known_guesses = tokens
 
 
 def note_scores(plan: Plan, scores: Scores, accepted: list[int] | None = None) -> None:

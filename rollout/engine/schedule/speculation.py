@@ -8,11 +8,12 @@ longer than the drafts.
 
 The device guesses after a step what the next step of each row may verify. The plan of the first step says that it
 guesses, and sees to pages for the guesses; the plan of the second says how many of them become drafts. The host knows
-neither the guesses nor where the row is. Only masks of a constraint need the guesses: the host has them by then.
+neither the guesses nor where the row is. The guesses arrive with the tokens of their step: masks of a
+constraint follow them, and the tokens that come next tell how good they were.
 
 With `adapts` rows draft only where the step costs less than the tokens that are expected of it: by how often the
-drafter was right for each row, and by the costs of steps. While no row drafts, only some plans ask the drafter; and the
-device guesses now and then for a few rows, as only verified guesses tell how good they are.
+drafter was right for each row, and by the costs of steps. While no row drafts, only some plans ask the drafter, and the
+device guesses now and then. All rows are measured so, those without drafts as well.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from rollout.engine.speculation.step_costs import StepCosts, worthwhile
 
 #: Of so many plans one asks the drafter while drafts do not pay.
 _ASKED_EVERY = 8
-#: Of so many plans one has the device guess while its guesses do not pay, for so many rows.
-_PROBED_EVERY, _PROBED_ROWS = 64, 4
+#: Part of the device's time that guesses take while they do not pay.
+_UNPAID_SHARE = 0.005
 _NO_POSITION = -1  # for a row without a path
 
 
@@ -84,8 +85,8 @@ class Speculation:
         self._all_rows, self._all_guesses = Acceptance(), Acceptance()
         self._resting = 0  # plans before the drafter is asked again
         self._unpaid = 0  # plans since guesses have paid
+        self._guessed_at = 0  # of these plans, the last after which the device guessed
         self._idle = -1  # what it does while its guesses do not pay
-        self._probing = False  # guesses of the last plan are verified whether or not they pay
 
     @property
     def prompt_guesses(self) -> int:
@@ -113,11 +114,13 @@ class Speculation:
         for seq, _, _, draws, _ in plan.spans:
             seq.guessed = guesses if draws else 0
 
-    def verified(self, draft: Drafts, accepted: int) -> None:
-        """The drafts of a row were compared with its tokens."""
-        acceptance = self._guessed.get(draft.seq)
-        if draft.guessed and acceptance is not None:
-            acceptance.note(accepted, min(accepted + 1, draft.length))
+    def guessed(self, plan: Plan, guesses: list[list[int]]) -> None:
+        """The guesses after a step have arrived, in the order of its rows that draw; its tokens are committed."""
+        drawing = (span.seq for span in plan.spans if span.draws)
+        for seq, tokens in zip(drawing, guesses, strict=False):
+            seq.known_guesses = tokens
+            if self._adapts and not seq.finalized:
+                self._acceptance(seq).follow(seq.tokens, len(seq.tokens), tokens)
 
     def ran(self, plan: Plan, tokens: int, seconds: float, counters: Counters) -> None:
         """A decode step was committed: it took this long on the device, and `tokens` of its tokens were kept."""
@@ -152,17 +155,17 @@ class Speculation:
         return offers
 
     def _guess_offers(self, seqs: list[Sequence]) -> dict[Sequence, _Offer]:
-        offers = {}
-        for seq in seqs:
-            if seq.guessed and _may_guess(seq):
-                if seq not in self._guessed:
-                    self._guessed[seq] = Acceptance(self._all_guesses)
-                offers[seq] = _Offer(seq.guessed, self._guessed[seq], None)
-        return offers
+        guessed = [seq for seq in seqs if seq.guessed and _may_guess(seq)]
+        return {seq: _Offer(seq.guessed, self._acceptance(seq), None) for seq in guessed}
+
+    def _acceptance(self, seq: Sequence) -> Acceptance:
+        """Of guesses for a row."""
+        if seq not in self._guessed:
+            self._guessed[seq] = Acceptance(self._all_guesses)
+        return self._guessed[seq]
 
     def _wanted(self, offers: dict[Sequence, _Offer], seqs: list[Sequence]) -> dict[Sequence, int]:
         """The drafts that each row with an offer should get, if its pages allow."""
-        probed, self._probing = self._probing, False
         if not self._adapts:
             return dict.fromkeys(offers, max(1, min(self._most, self._most_rows // len(offers))))
         chances = [(offer.acceptance.chance, offer.most) for offer in offers.values()]
@@ -170,8 +173,6 @@ class Speculation:
         counts = self._paying(chances, seqs, guess_s)
         if not any(counts):
             self._resting = _ASKED_EVERY - 1
-            if probed:
-                return dict.fromkeys([seq for seq in offers if offers[seq].path is None][:_PROBED_ROWS], self._most)
         return dict(zip(offers, counts, strict=True))
 
     def _paying(self, chances: list[tuple[float, int]], seqs: list[Sequence], guess_s: float) -> list[int]:
@@ -180,8 +181,7 @@ class Speculation:
         chances_M1 = np.array([chance for chance, _ in chances])[:, None]
         drafts_M1 = np.array([most for _, most in chances])[:, None]
         chances_MK = np.where(ahead_K <= drafts_M1, chances_M1**ahead_K, 0.0)
-        context = float(sum(seq.kv.length + 1 for seq in seqs))
-        return worthwhile(chances_MK, len(seqs), context, self._costs, self._most_rows, guess_s)
+        return worthwhile(chances_MK, len(seqs), _contexts(seqs), self._costs, self._most_rows, guess_s)
 
     # --- what they get ------------------------------------------------------------------------------------------------
 
@@ -224,14 +224,15 @@ class Speculation:
         if self._unpaid and (self._unpaid + 1) % _ASKED_EVERY:
             self._unpaid += 1
             return self._idle
-        rows = [seq for seq in seqs if _may_guess(seq)]
+        rows, guess_s = [seq for seq in seqs if _may_guess(seq)], self._costs.guess_s(len(seqs))
         chances = [(self._guessed.get(seq, self._all_guesses).chance, self._most) for seq in rows]
-        if any(self._paying(chances, seqs, self._costs.guess_s(len(seqs)))):
-            self._unpaid = 0
+        if any(self._paying(chances, seqs, guess_s)):
+            self._unpaid = self._guessed_at = 0
             return self._most
         self._unpaid += 1
-        if self._unpaid % _PROBED_EVERY == 0:
-            self._probing = True
+        plain_s = self._costs.plain_s(len(seqs), _contexts(seqs))
+        if guess_s <= (self._unpaid - self._guessed_at) * _UNPAID_SHARE * plain_s:
+            self._guessed_at = self._unpaid
             return self._most
         # Guesses that would pay in a step of one row will pay when few rows are left: until then its KV is kept whole.
         alone = max(range(len(rows)), key=lambda i: chances[i][0])
@@ -278,6 +279,11 @@ class Speculation:
             del self._followed[seq]
         for seq in [seq for seq in self._guessed if seq.finalized]:
             del self._guessed[seq]
+
+
+def _contexts(seqs: list[Sequence]) -> float:
+    """What attention reads for a step of these rows, tokens."""
+    return float(sum(seq.kv.length + 1 for seq in seqs))
 
 
 def _certain(seq: Sequence) -> int:

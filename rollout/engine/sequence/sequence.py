@@ -176,7 +176,7 @@ class Sequence:
         self.launched = self.drawn.known
         self.drafted = 0
         self.guessed = 0  # guesses of the device in its row state, once everything launched has run
-        self.known_guesses: list[int] = []  # these guesses, once the host knows them: for masks
+        self.known_guesses: list[int] = []  # the guesses after its last committed step that had any
         self.may_draft = True  # False once its constraint could not be followed along drafts
         self.check_at = 0  # tokens at which something is due again, if none of them stops it
         self.row = 0

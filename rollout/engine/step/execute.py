@@ -216,7 +216,7 @@ class Executor:
         if header.guesses >= 0:
             graphs = None if self.graphs is None else self.graphs.heads
             rows_R = self.step.guess(StepInput(header, slot.input), slot.output, slot.accepted, graphs)
-            if header.tells_guesses and rows_R is not None:
+            if rows_R is not None:
                 assert self.step.rows.guesses is not None, "something guesses"
                 slot.guesses[: len(rows_R)] = self.step.rows.guesses.index_select(0, rows_R)
 

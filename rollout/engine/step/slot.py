@@ -4,7 +4,7 @@
     input   [words] int32, pinned  -H2D->  [words] int32      one packed upload
     output  [4, rows] int32        <-D2H-  [4, rows] int32    token ids, and three log-probs as float bits
     accepted [rows] int32   <-D2H-  the same                  of verify steps, after the output; with speculation
-    guesses [rows, G] int32 <-D2H-  the same                  after these; read only where masks need them
+    guesses [rows, G] int32 <-D2H-  the same                  after these; where the device guesses
     experts [tokens, words] int32  <-D2H-  the same           of its tokens, after these; where they are kept
 
     h2d_done   the upload has arrived          start  compute begins (recorded after the wait on the upload)
@@ -119,7 +119,7 @@ class Slot:
             scores,
             self._accepted_host[: header.draws].tolist() if header.drafts else None,
             self._experts_host(header.tokens),
-            self._guesses_host[: header.draws].tolist() if header.tells_guesses else None,
+            self._guesses_host[: header.draws].tolist() if header.guesses > 0 else None,
         )
 
     def _experts_host(self, tokens: int) -> np.ndarray | None:

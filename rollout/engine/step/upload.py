@@ -51,7 +51,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.images import Encode
 
 #: Sections start at a multiple of this many int32 words: 16 bytes. Kernels are compiled anew for pointers that are less
@@ -61,7 +60,6 @@ _ALIGN = 4
 IN_ROW_STATE = -1
 #: int32 words that alignment adds to an upload at most: fewer than `_ALIGN` for each of fewer than 32 sections.
 ALIGNMENT_WORDS = 32 * (_ALIGN - 1)
-_CONSTRAIN = Feature.CONSTRAIN.value
 _TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
 
 
@@ -93,11 +91,6 @@ class Header(NamedTuple):
     drafts: int = 0  # most drafts of a row; 0 in a step without drafts
     #: Tokens that are guessed for each row after the step; 0: a draft model only reads the step; -1: nothing runs.
     guesses: int = -1
-
-    @property
-    def tells_guesses(self) -> bool:
-        """True if the host reads the guesses that are made after the step: masks may follow them."""
-        return self.guesses > 0 and bool(self.features & _CONSTRAIN)
 
     def to_fields(self) -> dict[str, Any]:
         """A map of integers, strings and lists, for a wire."""
