@@ -69,7 +69,7 @@ def assert_guessed(reference: Predicting, known_by_seed: dict[int, list[int]], s
     assert checked > 20
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [2, *nightly(1)])
 def test_guesses_are_those_of_the_reference(found, monkeypatch, depth):
     """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
     reference, folder = found

@@ -44,6 +44,7 @@ def reward_of_counts(completion_ids: list[list[int]], count: list[int], **column
     ]
 
 
+@pytest.mark.nightly  # also in the run of all integrations
 def test_grpo_learns_to_count_in_ten_steps(tmp_path: Path) -> None:
     make_model("Qwen3-VL", tmp_path / "model")
     add_processor(tmp_path / "model")
