@@ -7,6 +7,7 @@ version, so that the spans tell which life of it sampled a token.
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.worker.harness import ONES, check, launch, subprocess_environment, token_ids
 from tests.support.worker.journal_trainer import COMMON, REQUESTS, as_arrays
@@ -125,9 +127,14 @@ def test_eight_completions_of_16k_tokens_survive_two_kills_of_their_worker(morta
             check(f"{start}:", completion, {0: 1, 1: 1, 2: 1})
 
 
-def test_random_draws_go_on_as_if_no_worker_had_died(dice: Path, mortal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = 600
-    first, second = mortal(dice, 8 * tokens // 4), mortal(dice, 8 * tokens * 5 // 8)
+@pytest.mark.parametrize("speculation", ["ngram", *nightly("suffix")])
+def test_random_draws_go_on_as_if_no_worker_had_died(
+    dice: Path, mortal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculation: str
+) -> None:
+    """The first worker draws a token a step; the second verifies drafts, and also draws more than one."""
+    tokens, metrics = 600, tmp_path / "metrics.jsonl"
+    drafts = {"speculation": speculation, "jsonl": metrics, "interval_s": 0.1}
+    first, second = mortal(dice, 8 * tokens // 4), mortal(dice, 8 * tokens * 5 // 8, **drafts)
     first.wait_ready(), second.wait_ready()
     common = {"max_tokens": tokens, "stop": {"ignore_eos": True}, "stream_every": 16}
     asked: list[dict[str, Any]] = [
@@ -156,6 +163,7 @@ def test_random_draws_go_on_as_if_no_worker_had_died(dice: Path, mortal: Any, mo
         for one, other in zip(ours.completions, theirs.completions, strict=True):
             assert_same(one, other)
             assert len(one) == tokens
+    assert max(json.loads(line).get("speculation/accepted", 0) for line in metrics.read_text().splitlines()) > 20
 
 
 def test_a_member_of_a_group_that_had_not_begun_is_drawn_as_in_the_group(client: RolloutClient) -> None:
