@@ -68,6 +68,23 @@ _OWN: dict[str, dict[str, Any]] = {
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
     },
+    "qwen3-235b-a22b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 1536,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    },
     # For trying a benchmark without a GPU; the results mean nothing.
     "toy": {
         "hidden_size": 64,

@@ -136,6 +136,7 @@ def test_the_30b_shape_reads_what_it_should():
     ("shape", "parameters"),
     [
         ("qwen3-32b", 32.76e9),
+        ("qwen3-235b-a22b", 235.1e9),
         ("llama-3.1-70b", 70.55e9),
         ("qwen3.5-27b", 26.9e9),
         ("qwen3.5-35b-a3b", 34.7e9),

@@ -47,6 +47,17 @@ EVEN: dict[str, dict[str, Any]] = {
     "Glm4MoeLite": {"moe_intermediate_size": 20},
 }  # fmt: skip
 EXPERT_COUNTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
+#: As Llama 3.1 70B and Qwen3-235B-A22B over eight ranks: a KV head for each, and one for two ranks.
+EIGHT: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 128,
+        "vocab_size": 500,
+    },
+    "qwen3_moe": {
+        "num_attention_heads": 16, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 1024,
+    },
+}  # fmt: skip
 #: Experts that are cut by width.
 WIDE = {"qwen3_moe": {"moe_intermediate_size": 512}, "mixtral": {"intermediate_size": 512}}
 
@@ -113,16 +124,28 @@ def test_logits_and_greedy_tokens_are_those_of_one_rank(
     name: str, size: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
     Case(name, tmp_path)
-    whole = _load(tmp_path)
+    _check_shards(tmp_path, start_ranks(size), 0.8 if size == 2 else 0.65)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", EIGHT)
+def test_eight_ranks_compute_what_one_does(family: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:
+    make_checkpoint(family, tmp_path, 0, **EIGHT[family])
+    _check_shards(tmp_path, start_ranks(8), 0.5)
+
+
+def _check_shards(folder: Path, ranks: Ranks, share: float) -> None:
+    """Ranks compute the logits of one rank that has it all, and each has at most this share of the parameters."""
+    whole = _load(folder)
     logits, tokens = _logits(whole.model, whole.spec.vocab)
-    results = start_ranks(size).run(_run_shard, tmp_path)
+    results = ranks.run(_run_shard, folder)
     for shard_logits, shard_tokens, _ in results:
         assert torch.equal(shard_logits, results[0][0]), "ranks have other bits"
         assert (shard_logits - logits).abs().max() < 1e-4
         assert shard_tokens == tokens
     assert len({*logits.argmax(-1).tolist(), *tokens}) > 1
     largest = max(values for *_, values in results)
-    assert largest < sum(parameter.numel() for parameter in whole.model.parameters()) * (0.8 if size == 2 else 0.65)
+    assert largest < sum(parameter.numel() for parameter in whole.model.parameters()) * share
 
 
 @pytest.mark.parametrize("width", [32, 256], ids=["whole experts", "parts of each"])
