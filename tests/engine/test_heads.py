@@ -537,6 +537,29 @@ def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monke
     assert bench.engine.roster.counters.drafts_by_drafter["heads"][1] > 60
 
 
+@pytest.mark.parametrize(("length", "guess_s"), [(25, 0.25), *nightly((60, 0.25), (12, 0.05))])
+def test_auto_finds_better_guesses_of_short_completions(folders, drafted, monkeypatch, length, guess_s):
+    """What has come of a guess counts when its row ends, which may be before the device guesses again."""
+
+    def submit_many(bench: Bench) -> None:
+        for i in range(100):
+            bench.submit(f"r{i}", prompt_of(9 + i % 5, i), length, sampling={**SAMPLED, "seed": i})
+
+    plain = Bench(load(folders[0]), kv_pages=600)
+    submit_many(plain)
+    plain.run()
+    replayed_guesses(monkeypatch, completions_by_seed(plain), 0.0)
+    costs(monkeypatch, {1: 1.0, 8: 1.0, 72: 1.5}, {1: guess_s, 8: guess_s})
+    bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
+    assert bench.engine.scheduler.speculation is not None
+    bench.engine.scheduler.speculation._all_guesses.note(0, 400)  # all were wrong so far
+    submit_many(bench)
+    run_watched(bench)
+    bench.close()
+    assert_same(bench, plain)
+    assert bench.engine.roster.counters.drafts_by_drafter["heads"][1] > 300
+
+
 def test_auto_finds_the_one_row_whose_guesses_are_right(folders, drafted, monkeypatch):
     """All rows are measured while none drafts, not only some."""
     plain = Bench(load(folders[0]), kv_pages=600)

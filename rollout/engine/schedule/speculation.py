@@ -85,7 +85,7 @@ class Speculation:
         self._all_rows, self._all_guesses = Acceptance(), Acceptance()
         self._resting = 0  # plans before the drafter is asked again
         self._unpaid = 0  # plans since guesses have paid
-        self._guessed_at = 0  # of these plans, the last after which the device guessed
+        self._guessed_at = 0  # how many of these there were when the device last guessed
         self._idle = -1  # what it does while its guesses do not pay
 
     @property
@@ -119,7 +119,7 @@ class Speculation:
         drawing = (span.seq for span in plan.spans if span.draws)
         for seq, tokens in zip(drawing, guesses, strict=False):
             seq.known_guesses = tokens
-            if self._adapts and not seq.finalized:
+            if self._adapts and seq.may_draft and not seq.finalized:
                 self._acceptance(seq).follow(seq.tokens, len(seq.tokens), tokens)
 
     def ran(self, plan: Plan, tokens: int, seconds: float, counters: Counters) -> None:
@@ -225,19 +225,22 @@ class Speculation:
             self._unpaid += 1
             return self._idle
         rows, guess_s = [seq for seq in seqs if _may_guess(seq)], self._costs.guess_s(len(seqs))
+        if self._unpaid:
+            for seq, acceptance in self._guessed.items():
+                acceptance.settle(seq.tokens)
         chances = [(self._guessed.get(seq, self._all_guesses).chance, self._most) for seq in rows]
         if any(self._paying(chances, seqs, guess_s)):
             self._unpaid = self._guessed_at = 0
             return self._most
         self._unpaid += 1
-        plain_s = self._costs.plain_s(len(seqs), _contexts(seqs))
-        if guess_s <= (self._unpaid - self._guessed_at) * _UNPAID_SHARE * plain_s:
-            self._guessed_at = self._unpaid
-            return self._most
         # Guesses that would pay in a step of one row will pay when few rows are left: until then its KV is kept whole.
         alone = max(range(len(rows)), key=lambda i: chances[i][0])
         alone_pays = any(self._paying([chances[alone]], [rows[alone]], self._costs.guess_s(1)))
         self._idle = 0 if self._reads and alone_pays else -1
+        plain_s = self._costs.plain_s(len(seqs), _contexts(seqs))
+        if guess_s <= (self._unpaid - self._guessed_at) * _UNPAID_SHARE * plain_s:
+            self._guessed_at = self._unpaid
+            return self._most
         return self._idle
 
     def _grow(self, seqs: list[Sequence], drafts: list[Drafts], guesses: int, roster: Roster) -> None:
@@ -276,9 +279,9 @@ class Speculation:
             assert self._drafter is not None
             self._ask(seq, 0)  # tells its last tokens
             self._drafter.ended(seq)
-            del self._followed[seq]
+            self._followed.pop(seq).settle(seq.tokens, ended=True)
         for seq in [seq for seq in self._guessed if seq.finalized]:
-            del self._guessed[seq]
+            self._guessed.pop(seq).settle(seq.tokens, ended=True)
 
 
 def _contexts(seqs: list[Sequence]) -> float:

@@ -31,14 +31,23 @@ class Acceptance:
         return (self._hits + _OTHERS * assumed) / (self._tries + _OTHERS)
 
     def follow(self, tokens: Seq[int], begin: int, guess: Seq[int]) -> None:
-        """Compare the kept guess with the committed `tokens`; then keep `guess`, of those from `begin` on, if any."""
-        if self._guess:
-            come = tokens[self._begin : self._begin + len(self._guess)]
-            equal = next((i for i, (a, b) in enumerate(zip(come, self._guess, strict=False)) if a != b), len(come))
-            if equal == len(come) < len(self._guess):
-                return  # undecided
-            self.note(equal, min(equal + 1, len(self._guess)))
-        self._begin, self._guess = begin, tuple(guess)
+        """Compare the kept guess with the committed `tokens`; then keep `guess`, of those from `begin` on, if any.
+
+        While more tokens are needed to tell how far the kept one is right, it stays.
+        """
+        self.settle(tokens)
+        if not self._guess:
+            self._begin, self._guess = begin, tuple(guess)
+
+    def settle(self, tokens: Seq[int], ended: bool = False) -> None:
+        """Compare the kept guess with the committed `tokens`, to the end of which none come if the row has `ended`."""
+        come = tokens[self._begin : self._begin + len(self._guess)]
+        equal = next((i for i, (a, b) in enumerate(zip(come, self._guess, strict=False)) if a != b), len(come))
+        if equal == len(come) < len(self._guess) and not ended:
+            return
+        if come:
+            self.note(equal, min(equal + 1, len(come)))
+        self._guess = ()
 
     def note(self, accepted: int, tried: int) -> None:
         """Of `tried` drafts, which were all that counted, this many were right."""

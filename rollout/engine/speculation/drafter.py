@@ -4,8 +4,8 @@ A drafter is asked for a path: the tokens that it expects after the committed to
 takes its drafts from the path, at the position where the row is when the step runs. A wrong path costs time and changes
 no token.
 
-What guesses on the device is asked for nothing: the host does not know its guesses (`step/head_drafts.py`,
-`step/ngram_drafts.py`).
+What guesses on the device is asked for nothing: the host learns its guesses with the tokens of their step
+(`step/head_drafts.py`, `step/ngram_drafts.py`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
                                                                       -> row state: guesses
     next step                                      set_up: drafts = guesses | forward | draw | accept | ...
 
-Everything runs on the compute stream, so the next step verifies guesses that the host has never seen. If a step has
-rows with a constraint, its guesses come to the host with its tokens: the next masks wait for these anyway.
+Everything runs on the compute stream, so the next step verifies guesses that the host has not seen. They come to the
+host with the tokens of their step, which masks of constraints wait for anyway.
 
     read    all tokens of the step, at their positions: hidden states of the target, and the token that follows each.
             After a refused draft that token is a wrong one; the position is read again by the step that computes it.

@@ -100,3 +100,14 @@ def test_a_guess_is_compared_once_its_tokens_are_there():
     for i in range(5, 40):
         row.follow([1, 2, 3, 4, 5] + [6] * (i - 4), i + 1, [7, 7])
     assert row.chance < 0.1
+
+
+def test_what_has_come_of_a_guess_counts_when_its_row_ends():
+    row, text = Acceptance(), [1, 2, 3]
+    row.follow(text, 3, [4, 5, 6])
+    row.settle([*text, 4, 5])
+    assert row.chance == 0.5, "the third token may come"
+    row.settle([*text, 4, 5], ended=True)
+    assert row.chance == (2 + 4 * 0.5) / (2 + 4)
+    row.settle([*text, 4, 5, 6], ended=True)
+    assert row.chance == (2 + 4 * 0.5) / (2 + 4), "no guess counts twice"
