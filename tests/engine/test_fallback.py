@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -71,8 +72,11 @@ def test_prefill_and_decode_give_the_logits_of_eager_attention(made):
         step = {row: ids[row][position] for row in (0, 1) if position < len(ids[row])}
         for row, logits in runner.decode(step, padding=position % 3).items():
             ours[row].append(logits[None])
+    double = copy.deepcopy(reference).double()
     for row in (0, 1):
-        assert (torch.cat(ours[row]) - logits_of(reference, ids[row])).abs().max() < 1e-4
+        exact = logits_of(double, ids[row])
+        rounding = (logits_of(reference, ids[row]) - exact).abs().max()  # up to 2e-4 with GraniteMoe
+        assert (torch.cat(ours[row]) - exact).abs().max() < max(1e-4, 1.5 * rounding)
 
 
 def test_greedy_tokens_equal_transformers_through_preemptions_and_a_swap(made):
