@@ -63,6 +63,7 @@ class Inspector:
             adapters=None if adapters is None else tuple(adapters.registry.status()),
             tokens_per_s=tokens_per_s,
             gpu_active_pct=active_pct,
+            gpu_busy_s=meter.busy_s,
             preemptions=roster.counters.preemptions,
             prefix_hits={kind: roster.counters.prefix_hits[kind] for kind in PREFIX_HITS},
             uptime_s=now - engine.started_s,

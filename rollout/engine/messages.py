@@ -579,6 +579,7 @@ class EngineStatus:
     adapters: tuple[AdapterStatus, ...] | None = None  # None: this worker serves none
     tokens_per_s: float = 0.0
     gpu_active_pct: float = 0.0
+    gpu_busy_s: float = 0.0  # since start, in which the compute stream ran a step
     reclaimed: int = 0
     preemptions: int = 0
     prefix_hits: Mapping[str, int] = field(default_factory=dict)  # rows by `PrefixHit`, since start

@@ -136,6 +136,11 @@ class Meter:
 
     # --- readings -----------------------------------------------------------------------------------------------------
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the start in which the compute stream ran a step."""
+        return self._window.total_busy_s
+
     def rates(self, now: float | None = None) -> tuple[float, float]:
         """Active percent and tokens per second of the last 10 s, for status replies; ends no interval."""
         return self._window.read(self._clock() if now is None else now)
@@ -241,14 +246,14 @@ class Meter:
 
         Time that a step in flight has taken so far belongs to none: it is counted when the step is committed.
         """
-        unknown_s = now - self._started_s - self._window.total_busy_s - sum(idle_s.values())
+        unknown_s = now - self._started_s - self.busy_s - sum(idle_s.values())
         unknown_pct = max(0.0, percent(unknown_s, self._window.wall_s(now)))
         shares = self._idle_window.shares(now, idle_s)
         found_pct, left_pct = sum(shares.values()), max(0.0, 100.0 - active_pct - unknown_pct)
         return {cause: share * left_pct / found_pct if found_pct else 0.0 for cause, share in shares.items()}
 
     def _run_active_pct(self, now: float) -> float:
-        return min(100.0, percent(self._window.total_busy_s, now - self._started_s))
+        return min(100.0, percent(self.busy_s, now - self._started_s))
 
     def _run_shares(self, now: float, idle_s: dict[str, float]) -> dict[str, float]:
         wall_s = now - self._started_s
@@ -259,7 +264,7 @@ class Meter:
         run = self._run
         return Served(
             wall_s=now,
-            busy_s=self._window.total_busy_s,
+            busy_s=self.busy_s,
             tokens=run.tokens,
             decode_s=run.decode.total,
             decode_steps=run.decode.count,

@@ -44,7 +44,7 @@ def test_status_has_every_field(bench):
     assert status["rows"] == {"running": 2, "max": 8} and status["queue"] == {"waiting": 0, "max": 16, "clients": 0}
     assert status["pages"] == {"free": 5, "cached": 0, "used": 0, "total": 0}
     assert status["slots"] == {"in_flight": 0}
-    for name in ("tokens_per_s", "gpu_active_pct", "reclaimed", "preemptions", "uptime_s"):
+    for name in ("tokens_per_s", "gpu_active_pct", "gpu_busy_s", "reclaimed", "preemptions", "uptime_s"):
         assert status[name] == 0
     assert status["max_context_tokens"] == 1000 and status["eos_ids"] == [301] and status["vocab_size"] == 302
     assert status["results"] == {"stored": 0, "bytes": 0}

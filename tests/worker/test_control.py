@@ -165,6 +165,7 @@ def test_status_has_every_field_while_it_runs(client: RolloutClient, worker: Wor
     assert pages["free"] + pages["cached"] + pages["used"] == pages["total"]
     assert 0 <= status["slots"]["in_flight"] <= 2
     assert 0 < status["tokens_per_s"] < 1e6 and 0 < status["gpu_active_pct"] <= 100
+    assert 0 < status["gpu_busy_s"] < status["uptime_s"]
     assert status["reclaimed"] >= 0 and status["preemptions"] == 0 and status["uptime_s"] > 0
     assert (status["max_context_tokens"], status["vocab_size"], status["eos_ids"]) == (32_768, 16, [EOS])
     ops = {"generate", "cancel", "status", "ping", "pause", "resume", "shutdown", "weights"}

@@ -135,6 +135,7 @@ def status_reply(
         "adapters": None if status.adapters is None else [asdict(adapter) for adapter in status.adapters],
         "tokens_per_s": status.tokens_per_s,
         "gpu_active_pct": status.gpu_active_pct,
+        "gpu_busy_s": status.gpu_busy_s,
         "idle_pct": dict(status.idle_pct),
         "metrics": dict(status.metrics),
         "tokens": status.tokens,

@@ -207,6 +207,7 @@ def _long_job(engine: Engine, job: Job) -> Iterator[Row]:
         "total_s": finished.total_s,
         "tokens_per_s": work.tokens / finished.total_s,
         "tail_s": finished.tail_s(),
+        **engine.last_steps(),
     }
 
 

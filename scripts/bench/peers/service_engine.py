@@ -33,6 +33,7 @@ class ServiceEngine:
 
     def __init__(self, job: Job) -> None:
         began_s = time.perf_counter()
+        self._job, self._idle_gpu_s = job, 0.0
         self._folder = tempfile.TemporaryDirectory()
         engine = engine_settings(job, depth=2)
         self._worker = start_worker(
@@ -65,7 +66,7 @@ class ServiceEngine:
             for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))
         ]
         ends, done = [], []
-        began_s = time.perf_counter()
+        busy_before_s, began_s = self._busy_s(), time.perf_counter()
         try:
             for settled in self._client.generate_as_completed(
                 requests, temperature=1.0, stop={"ignore_eos": True}, timeout_s=_TIMEOUT_S
@@ -80,6 +81,7 @@ class ServiceEngine:
                 assert len(completion.token_ids) == work.lengths[index], "a completion is too short"
                 assert len(completion.logprobs) == work.lengths[index]
         self._client.ack([result.id for _, result in done])  # otherwise the worker keeps them
+        self._idle_gpu_s = self._job.gpus * ends[-1] - (self._busy_s() - busy_before_s)
         return Finished(ends)
 
     def facts(self) -> Row:
@@ -87,8 +89,12 @@ class ServiceEngine:
         return self._facts
 
     def last_steps(self) -> Row:
-        """Empty: a client does not see steps."""
-        return {}
+        """The seconds in which GPUs ran no step, over all GPUs, from the start of the last run to its end."""
+        return {"idle_gpu_s": self._idle_gpu_s}
+
+    def _busy_s(self) -> float:
+        """Seconds since the start in which GPUs ran steps, over all GPUs; the ranks of a worker run the same ones."""
+        return self._job.ranks * sum(status["gpu_busy_s"] for status in self._client.statuses().values())
 
     def close(self) -> None:
         """End the workers."""
