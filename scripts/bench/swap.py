@@ -5,6 +5,7 @@
     ... --trainer-device cuda:1 --transport nccl --plain-broadcast         two GPUs, compared with a plain broadcast
     ... --trainer-device cuda:0 cuda:1 --worker-device cuda:2 cuda:3       a trainer of two ranks, two workers
     ... --tensor-parallel 2 --trainer-device cuda:0                        a worker of two ranks, on the first two GPUs
+    ... --tensor-parallel 4 --trainer-layers 1 --limit-s 1800              a trainer with memory for one layer
     ... --updates 100 --new 16384                                          tokens that reveal their version
 
 A worker (`rollout serve` with random weights of the shape) and a trainer with its own tensors run as one process each.
@@ -15,6 +16,10 @@ worker's own figure. The floor is 2 x bytes over the bandwidth of a device copy,
 rows decode. If updates wait in pinned host memory, it is the bytes over the bandwidth of an upload. The ranks of a
 worker copy their parts at the same time: the floor of N ranks is that of an N-th of the bytes. `ready_s` is the time
 from the start of the worker until it serves.
+
+With --trainer-layers N the trainer has memory for the first N layers only, and layer i has the tensors of layer i mod
+N. All names are sent, so `bytes` is that of the whole model; `held_bytes` is what one rank of the trainer has. Except
+by nccl, rank 0 gathers the other ranks' parts through host memory: a large model needs a longer --limit-s.
 
 With --updates, greedy rows then run under weights that draw a different token for each version, and every token is
 compared with the version in its completion. The exit status is 1 if an update or a request failed, a token is wrong, or
@@ -42,7 +47,7 @@ from scripts.bench.shapes import SHAPES, kv_pages, model_config, write_checkpoin
 from scripts.bench.swap_pause import pause_of, usual_step
 from scripts.bench.swap_rows import Rows
 from scripts.bench.swap_trainer import Order, Trainer
-from scripts.bench.swap_weights import wrong_tokens
+from scripts.bench.swap_weights import held_names, tensor_shapes, wrong_tokens
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess, start_worker
 from trainer_bridge.transports.registry import TRANSPORTS
@@ -224,6 +229,7 @@ def many(bench: Bench, show: Callable[[dict[str, Any]], None]) -> bool:
 def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]], None]) -> bool:
     """Start worker and trainer, measure, and end them."""
     checkpoint = write_checkpoint(args.shape, folder / args.shape)
+    held_names(tensor_shapes(checkpoint), args.trainer_layers)  # raises ValueError before a large worker starts
     context = args.prompt + args.new
     settings = {
         "load_format": "random",
@@ -253,12 +259,14 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
             disk=str(folder / "updates"),
             limit_s=args.limit_s,
             store=str(folder / "store"),
+            layers=args.trainer_layers,
         )
         trainer = Trainer(order, args.trainer_device)
         try:
             bench = Bench(args, workers, trainer)
-            places = {"workers": len(workers), "ranks": len(args.trainer_device)}
+            places: dict[str, Any] = {"workers": len(workers), "ranks": len(args.trainer_device)}
             places |= {"tensor_parallel": args.tensor_parallel, "ready_s": ready_s}
+            places |= {"trainer_layers": args.trainer_layers} if args.trainer_layers else {}
             show({"shape": args.shape, "rows": args.rows, **places, **bench.facts})
             well = measure(bench, show) if args.repeat else True
             well &= many(bench, show) if args.updates else True
@@ -307,6 +315,12 @@ def main() -> int:
     parser.add_argument(
         "--trainer-device", nargs="+", default=None, help="devices of the trainer, if they differ; a rank for each"
     )
+    parser.add_argument(
+        "--trainer-layers",
+        type=int,
+        default=0,
+        help="layers that the trainer has memory for; the others have the same tensors; 0: all",
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of the worker, a device each")
     parser.add_argument("--limit-s", type=float, default=120.0, help="time limit of each operation, seconds")
     parser.add_argument("--out", type=Path, required=True)
@@ -315,6 +329,8 @@ def main() -> int:
         parser.error(
             f"{args.shape} cannot reveal its version, because its output layer is its embedding; take another shape"
         )
+    if args.trainer_layers < 0:
+        parser.error("--trainer-layers is a number of layers, or 0 for all")
     device = args.device or _device()
     if args.tensor_parallel > 1 and args.worker_device:
         parser.error("the ranks of --tensor-parallel take the first devices: leave --worker-device out")

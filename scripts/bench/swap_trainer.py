@@ -9,7 +9,8 @@
     {"do": "visible"}                      {}: from now on tokens reveal the version of the weights
     {"do": "memory"}                       {"resident_mib", "device_bytes" (in use on the GPU by all processes)}
 
-It ends with its input. With several ranks, each has its part of every tensor as in FSDP2.
+It ends with its input. With several ranks, each has its part of every tensor as in FSDP2. A trainer with memory for
+some layers only sends their tensors under the names of all layers (`scripts.bench.swap_weights`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from scripts.bench.memory import resident_mib
@@ -52,6 +53,7 @@ class Order:
     rank: int = 0
     ranks: int = 1
     store: str = ""  # file where several ranks meet
+    layers: int = 0  # that the trainer has memory for; 0: all
 
 
 class Trainer:
@@ -61,7 +63,7 @@ class Trainer:
         places = [replace(order, device=device, rank=i, ranks=len(devices)) for i, device in enumerate(devices)]
         self._ranks = [_RankProcess(place) for place in places]
         try:
-            self.facts = self._answer()  # `bytes`, `tensors`
+            self.facts = self._answer()  # `bytes` and `tensors` of an update, `held_bytes` of the first rank
         except BaseException:
             self.kill()
             raise
@@ -141,14 +143,20 @@ class _Rank:
         self._device = torch.device(order.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._tensors = shape_tensors(Path(order.folder), self._device)
-        if order.ranks > 1:
-            self._cut()
+        self._mesh = self._meet() if order.ranks > 1 else None
+        self._tensors = shape_tensors(Path(order.folder), self._device, order.layers, self._part)
         self._visible = False
         self._publishers: dict[str, WeightPublisher] = {}
 
     def facts(self) -> dict[str, Any]:
-        return {"bytes": sum(tensor.nbytes for tensor in self._tensors.values()), "tensors": len(self._tensors)}
+        tensors = self._tensors.values()
+        own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        memory = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in own}
+        return {
+            "bytes": sum(tensor.nbytes for tensor in tensors),  # as they travel: of every name
+            "tensors": len(tensors),
+            "held_bytes": sum(memory.values()),
+        }
 
     def publish(self, version: int, transport: str) -> dict[str, Any]:
         publisher = self._publisher(transport)
@@ -196,7 +204,7 @@ class _Rank:
         if self._order.ranks > 1:
             dist.destroy_process_group()
 
-    def _cut(self) -> None:
+    def _meet(self) -> DeviceMesh:
         order = self._order
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
@@ -204,12 +212,18 @@ class _Rank:
             rank=order.rank,
             world_size=order.ranks,
         )
-        mesh = init_device_mesh(self._device.type, (order.ranks,))
-        for name, tensor in self._tensors.items():
-            own = tensor.chunk(order.ranks)[order.rank].clone()
-            self._tensors[name] = DTensor.from_local(
-                own, mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride(), run_check=False
-            )
+        return init_device_mesh(self._device.type, (order.ranks,))
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of this rank, in memory of its own: the whole tensor can be freed."""
+        order = self._order
+        if self._mesh is None:
+            return tensor
+        parts = tensor.chunk(order.ranks)  # fewer if the tensor has fewer rows than there are ranks
+        own = parts[order.rank] if order.rank < len(parts) else tensor[:0]
+        return DTensor.from_local(
+            own.clone(), self._mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride(), run_check=False
+        )
 
     def _publisher(self, transport: str) -> WeightPublisher:
         order = self._order

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,16 @@ from scripts.bench.plain_broadcast import plain_seconds
 from scripts.bench.shapes import write_checkpoint
 from scripts.bench.swap_pause import pause_of, usual_step
 from scripts.bench.swap_trainer import Order, Trainer
-from scripts.bench.swap_weights import make_visible, shape_tensors, show, token_of, wrong_tokens
+from scripts.bench.swap_weights import (
+    held_names,
+    make_visible,
+    shape_tensors,
+    show,
+    tensor_shapes,
+    token_of,
+    wrong_tokens,
+)
+from trainer_bridge.transports.payload import Payload
 
 ORIGIN_S = 1_000_000.0
 
@@ -70,14 +81,16 @@ def test_without_steps_there_is_nothing_usual() -> None:
         usual_step(recorded(step(0.01, 7)))
 
 
-@pytest.mark.parametrize("shape", ["toy", "toy-moe"])
-def test_visible_weights_draw_the_token_of_their_version_and_a_mixture_another_one(shape: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shape", "layers"), [("toy", 0), ("toy-moe", 0), ("toy-moe", 1)])
+def test_visible_weights_draw_the_token_of_their_version_and_a_mixture_another_one(
+    shape: str, layers: int, tmp_path: Path
+) -> None:
     folder = write_checkpoint(shape, tmp_path)
     device = make_device("cpu")
     model = load_model(ModelSettings(path=str(folder), load_format="random"), device.torch_device).model
     engine = EngineSettings(max_rows=2, kv_pages=64, max_context_tokens=64, prefix_cache=False)
     driver = Driver(Settings(engine=engine), device, model)
-    tensors = shape_tensors(folder, torch.device("cpu"))
+    tensors = shape_tensors(folder, torch.device("cpu"), layers)
     make_visible(tensors)
 
     def drawn(name: str, version: int, leave_out: str = "") -> set[int]:
@@ -113,6 +126,61 @@ def test_a_tied_model_cannot_show_a_version(tmp_path: Path) -> None:
     del tensors["lm_head.weight"]
     with pytest.raises(ValueError, match="another shape"):
         make_visible(tensors)
+
+
+def test_layers_without_memory_have_the_tensors_of_others_and_are_sent_all_the_same(tmp_path: Path) -> None:
+    folder = write_checkpoint("toy-moe", tmp_path)
+    whole, few = (shape_tensors(folder, torch.device("cpu"), layers) for layers in (0, 1))
+    assert list(few) == list(whole) and all(few[name].shape == whole[name].shape for name in whole)
+    first = {name for name in few if ".layers.0." in name}
+    for name in first:
+        other = name.replace(".layers.0.", ".layers.1.")
+        assert few[other].data_ptr() == few[name].data_ptr() and whole[other].data_ptr() != whole[name].data_ptr()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in few.values()}
+    assert len(storages) == len(few) - len(first) == len({tensor.data_ptr() for tensor in whole.values()}) - len(first)
+
+    payload = Payload(few, 1, 1 << 20)
+    manifest = payload.manifest
+    assert manifest.tensor_bytes == sum(tensor.nbytes for tensor in whole.values())
+    out = torch.empty(manifest.total_bytes, dtype=torch.uint8)
+    for index in range(manifest.bucket_count):
+        payload.pack_bucket(index, out[manifest.bucket_span(index)[0] :])
+    for entry in manifest.tensors:
+        assert torch.equal(out[entry.offset : entry.end], few[entry.name].view(-1).view(torch.uint8))
+
+
+def test_only_one_tensor_is_whole_at_a_time(tmp_path: Path) -> None:
+    whole: list[weakref.ref[torch.Tensor]] = []
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        assert all(before() is None for before in whole)
+        whole.append(weakref.ref(tensor))
+        return tensor.chunk(2)[0].clone()
+
+    tensors = shape_tensors(write_checkpoint("toy", tmp_path), torch.device("cpu"), layers=1, part=part)
+    assert len(whole) == len({tensor.data_ptr() for tensor in tensors.values()}) < len(tensors)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "fits"),
+    [
+        ("qwen3-235b-a22b", 1, True),
+        ("qwen3-235b-a22b", 1000, True),
+        ("glm-4.5-air", 1, False),  # the first layer is dense
+        ("qwen3.5-27b", 4, True),  # three linear layers before each one of full attention
+        ("qwen3.5-27b", 3, False),
+    ],
+)
+def test_layers_share_memory_only_if_they_are_alike(shape: str, layers: int, fits: bool, tmp_path: Path) -> None:
+    shapes = tensor_shapes(write_checkpoint(shape, tmp_path))
+    if not fits:
+        with pytest.raises(ValueError, match="--trainer-layers"):
+            held_names(shapes, layers)
+        return
+    held = held_names(shapes, layers)
+    assert list(held) == list(shapes) and all(shapes[name] == shapes[source] for name, source in held.items())
+    layers_held = {name.split(".layers.")[1].split(".")[0] for name in held.values() if ".layers." in name}
+    assert len(layers_held) == min(layers, 94)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> tuple[int, list[dict]]:
@@ -207,6 +275,34 @@ def test_a_shape_that_cannot_show_its_version_is_refused_at_once(
 ) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path / "swap.json", "--shape", "qwen3-0.6b", "--updates", "5")
+
+
+@pytest.mark.nightly
+def test_a_trainer_without_memory_for_the_model_updates_all_of_a_worker_of_two_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    places = ("--shape", "toy-moe", "--tensor-parallel", "2", "--trainer-device", "cpu", "cpu", "--apply", "in_place")
+    more = ("--transport", "shm", "--repeat", "1", "--new", "2000", "--trainer-layers", "1")
+    status, (facts, *rows, _) = run(monkeypatch, tmp_path / "swap.json", *places, *more)
+    assert status == 0 and (facts["ranks"], facts["tensor_parallel"], facts["trainer_layers"]) == (2, 2, 1)
+    tensors = shape_tensors(write_checkpoint("toy-moe", tmp_path / "model"), torch.device("cpu"))
+    held = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers.1." not in name)
+    assert facts["bytes"] == sum(tensor.nbytes for tensor in tensors.values()) and facts["held_bytes"] == held / 2
+    assert [row["bytes"] for row in rows] == [facts["bytes"]] * 2
+
+
+@pytest.mark.nightly
+def test_a_trainer_may_have_more_ranks_than_a_tensor_has_rows(tmp_path: Path) -> None:
+    folder = write_checkpoint("toy-moe", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts": 2}))
+    order = Order(str(folder), ["tcp://127.0.0.1:1"], "", None, "", limit_s=60.0, store=str(tmp_path / "store"))
+    trainer = Trainer(order, ["cpu"] * 3)
+    try:
+        shapes = tensor_shapes(folder).values()
+        assert trainer.facts["bytes"] == 2 * sum(math.prod(shape) for shape in shapes)
+    finally:
+        trainer.close()
 
 
 @pytest.mark.gpu
