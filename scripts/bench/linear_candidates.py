@@ -43,6 +43,29 @@ SHAPES: dict[str, dict[str, tuple[int, int, Kind]]] = {
         "head": (75968, 4096, "whole"),
     },
     "30b-a3b-tp2": {"qkv": (2560, 2048, "parts"), "o": (2048, 2048, "parts"), "head": (75968, 2048, "whole")},
+    "32b-tp2": {
+        "qkv": (5120, 5120, "parts"),
+        "o": (5120, 4096, "parts"),
+        "gate_up": (25600, 5120, "silu"),
+        "down": (5120, 12800, "parts"),
+        "head": (75968, 5120, "whole"),
+    },
+    "70b-tp2": {
+        "qkv": (5120, 8192, "parts"),
+        "o": (8192, 4096, "parts"),
+        "gate_up": (28672, 8192, "silu"),
+        "down": (8192, 14336, "parts"),
+        "head": (64128, 8192, "whole"),
+    },
+    # On each of four GPUs.
+    "70b-tp4": {
+        "qkv": (2560, 8192, "parts"),
+        "o": (8192, 2048, "parts"),
+        "gate_up": (14336, 8192, "silu"),
+        "down": (8192, 7168, "parts"),
+        "head": (32064, 8192, "whole"),
+    },
+    "235b-a22b-tp4": {"qkv": (2304, 4096, "parts"), "o": (4096, 2048, "parts"), "head": (37984, 4096, "whole")},
     "1.7b": {
         "qkv": (4096, 2048, "parts"),
         "o": (2048, 2048, "parts"),

@@ -28,6 +28,8 @@ Bands = tuple[tuple[int, Config], ...]
 MOST_ROWS = 128
 _PROGRAMS = 132
 _MOST_SPLITS = 8
+#: Above 64 rows, tiles of 64 outputs were best for the measured shapes up to this size, and taller ones above it.
+_MOST_SHORT_OUTPUTS = 4096
 #: Loads of a warp of `triton_gemv`. They are unrolled, and more of them take long to compile.
 _MOST_LOADS = 64
 
@@ -183,8 +185,20 @@ def _other(outputs: int, inputs: int, kind: Kind) -> Bands:
     if cut is None or cut[1] < 64:  # tiles that are too narrow for the copy engine
         return _other_order(outputs, inputs, kind)
     split, block_k = cut
-    streamed = ((32, 64, block_k, 8, _PROGRAMS), (64 if kind == "whole" else MOST_ROWS, 64, 64, 8, _PROGRAMS))
-    return *_alone(inputs, kind), *_streamed(split, *streamed, stagger=kind == "silu")
+    few = ((32, 64, block_k, 8, _PROGRAMS), (64, 64, 64, 8, _PROGRAMS))
+    many = () if kind == "whole" else _many(outputs, inputs, kind, split)
+    return *_alone(inputs, kind), *_streamed(split, *few, stagger=kind == "silu"), *many
+
+
+def _many(outputs: int, inputs: int, kind: Kind, split: int) -> Bands:
+    """The band above 64 rows. Every tile reads all rows again, so tiles are taller where that leaves enough of them."""
+    if outputs <= _MOST_SHORT_OUTPUTS:
+        return _streamed(split, (MOST_ROWS, 64, 64, 8, _PROGRAMS), stagger=kind == "silu")
+    tiles, split = -(-outputs // 128), 1
+    if kind == "parts":
+        while tiles * split * 2 <= _PROGRAMS and inputs % (64 * split * 2) == 0:
+            split *= 2
+    return _streamed(split, (MOST_ROWS, 128, 64, 6, _PROGRAMS))
 
 
 def _alone(inputs: int, kind: Kind) -> Bands:

@@ -35,6 +35,23 @@ def test_an_unmeasured_shape_is_split_until_its_items_fill_half_of_the_chip():
     assert linear_config(1024, 4096, "silu", 100, deterministic=True) == LinearConfig(64, 64, 1, 4, 8, 132)
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "kind", "split"),
+    [
+        (5120, 8192, "parts", 2),
+        (8192, 14336, "parts", 2),
+        (14336, 5120, "parts", 1),
+        (8192, 64, "parts", 1),  # not enough inputs for two parts
+        (28672, 8192, "silu", 1),
+    ],
+)
+def test_above_64_rows_an_unmeasured_shape_of_many_outputs_gets_taller_tiles(outputs, inputs, kind, split):
+    for rows in (65, 128):
+        assert linear_config(outputs, inputs, kind, rows) == LinearConfig(128, 64, split, 4, 6, 132, True)
+        assert linear_config(4096, inputs, kind, rows).block_n == 64
+    assert linear_config(outputs, inputs, kind, 64).block_n == 64
+
+
 def test_one_row_of_an_unmeasured_shape_uses_gemv_if_whole_loads_divide_it():
     assert linear_config(1024, 4096, "parts", 1) == GemvConfig(at_once=16)
     assert linear_config(1024, 14336, "parts", 1) == GemvConfig(at_once=8)
