@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import weakref
@@ -25,7 +24,7 @@ import torch
 
 from rollout.weights.parameter_map import Fit
 from rollout.weights.swap_copies import copy_tensors
-from trainer_bridge.transports.cuda_ipc import runtime_path
+from trainer_bridge.transports.cuda_ipc import forget_last_error
 from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.manifest import Manifest
 
@@ -82,7 +81,7 @@ class Pins:
             self._pinned[address] = memory
         else:
             self._refused.add(address)
-            _forget_last_error()
+            forget_last_error()
             _log.warning("%d bytes of host memory cannot be pinned: CUDA error %d", memory.numel(), status)
 
     def __contains__(self, memory: torch.Tensor) -> bool:
@@ -107,13 +106,8 @@ def touch(memory: torch.Tensor, advance: Callable[[], object]) -> None:
 def _unpin(pinned: dict[int, torch.Tensor]) -> None:
     for address in pinned:
         if int(torch.cuda.cudart().cudaHostUnregister(address)):
-            _forget_last_error()
+            forget_last_error()
     pinned.clear()
-
-
-def _forget_last_error() -> None:
-    """Or torch would report it after its next kernel."""
-    ctypes.CDLL(runtime_path()).cudaGetLastError()
 
 
 def plan_copies(manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], stream: torch.Tensor) -> list[Copy]:

@@ -177,12 +177,26 @@ class _CudaBytes:
 
 
 def runtime_path() -> str:
-    """The path of the CUDA runtime that this process has loaded. Raises OSError if it has loaded none."""
+    """The path of a CUDA runtime that this process has loaded. Raises OSError if it has loaded none."""
+    return runtime_paths()[0]
+
+
+def runtime_paths() -> list[str]:
+    """The paths of all CUDA runtimes that this process has loaded: other packages may bring one beside torch's.
+
+    Memory is the same in all of them, and the last error is each one's own. Raises OSError if there is none.
+    """
     torch.cuda.init()
-    found = _LIBRARY.search(Path("/proc/self/maps").read_text())
-    if found is None:
+    found = list(dict.fromkeys(_LIBRARY.findall(Path("/proc/self/maps").read_text())))
+    if not found:
         raise OSError("no CUDA runtime library is loaded")
-    return found.group()
+    return found
+
+
+def forget_last_error() -> None:
+    """After an error that was handled: or torch would report it after its next kernel."""
+    for path in runtime_paths():
+        ctypes.CDLL(path).cudaGetLastError()
 
 
 def _low_words(fingerprints: Sequence[torch.Tensor]) -> list[int]:
