@@ -26,7 +26,9 @@ from scripts.bench.cuda_timing import graph_us
 SHAPES = {
     "qwen3-30b-a3b": MoEShape(experts=128, top_k=8, hidden=2048, inner=768),
     "qwen3-30b-a3b-tp2": MoEShape(experts=128, top_k=8, hidden=2048, inner=384),
+    "qwen3-30b-a3b-tp4": MoEShape(experts=128, top_k=8, hidden=2048, inner=192),
     "qwen3-235b-a22b": MoEShape(experts=128, top_k=8, hidden=4096, inner=1536),
+    "qwen3-235b-a22b-tp4": MoEShape(experts=128, top_k=8, hidden=4096, inner=384),
     "olmoe-1b-7b": MoEShape(experts=64, top_k=8, hidden=2048, inner=1024),
     "mixtral-8x7b": MoEShape(experts=8, top_k=2, hidden=4096, inner=14336),
     "qwen3.5-35b-a3b": MoEShape(experts=257, top_k=9, hidden=2048, inner=512),  # with the shared expert
