@@ -262,6 +262,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--clip", type=float, nargs=2, default=(0.2, 0.28), help="clip range of the ratio, below and above 1"
     )
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument(
+        "--speculation",
+        choices=("off", "suffix", "ngram", "auto"),
+        default="off",
+        help="of the worker that is started; the summary says how many drafts were accepted",
+    )
     parser.add_argument("--check-every", type=int, default=5, help="steps between two measurements of the mismatch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -271,6 +277,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--wandb", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--plot", type=Path, help="file for a picture of the run (needs matplotlib)")
     return parser.parse_args(argv)
+
+
+def speculation_totals(metrics: Path) -> dict[str, float]:
+    """What the worker's last line of metrics says of drafts."""
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    return {name: last[f"speculation/{name}"] for name in ("drafted", "accepted", "accepted_pct", "tokens_a_step")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -286,12 +298,16 @@ def main(argv: list[str] | None = None) -> int:
     flags: dict[str, Any] = {"device": args.worker_device or args.device, "load_format": "random", "wandb": False}
     flags |= {"dtype": "bfloat16" if args.device.startswith("cuda") else "float32", "kv_memory_max_gib": 4}
     flags |= {"max_rows": args.groups * args.group_size, "max_context_tokens": args.numbers + 16}
-    flags |= {"log_file": args.out / "worker.log", "jsonl": args.out / "worker.jsonl"}
+    flags |= {"log_file": args.out / "worker.log", "jsonl": args.out / "worker.jsonl", "speculation": args.speculation}
+    flags |= {"speculation_rows": min(4096, 3 * flags["max_rows"])}  # three drafts of each row
     with nullcontext() if args.endpoints else start_worker(args.out / "model", **flags) as worker:
         endpoints = args.endpoints or worker.endpoints
         with WeightPublisher(endpoints, keep=True) as publisher, BackgroundClient(endpoints, resume=True) as client:
             summary = train(trainer, task, client, publisher)
             summary["workers"] = [{name: told[name] for name in ("version", "state")} for told in publisher.status()]
+    if args.speculation != "off" and not args.endpoints:
+        summary["speculation"] = speculation_totals(args.out / "worker.jsonl")
+        print("speculation: " + ", ".join(f"{name} {value:g}" for name, value in summary["speculation"].items()))
     if args.wandb:
         wandb.finish()
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

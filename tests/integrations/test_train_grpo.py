@@ -87,14 +87,20 @@ def test_run_is_logged_and_drawn(run: tuple[Path, list[dict[str, Any]], dict[str
 
 
 @pytest.mark.nightly
-def test_without_staleness_a_run_repeats_itself(tmp_path: Path) -> None:
+def test_without_staleness_a_run_repeats_itself_with_speculation_too(tmp_path: Path) -> None:
     flags = {"--steps": 6, "--staleness": 0, "--seed": 3, "--groups": 4}
+    drafters = ("off", "off", "suffix", "ngram")
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda name: train(tmp_path / name, "--no-wandb", **flags), ("first", "second"))
-    told = [
-        [{k: v for k, v in step.items() if not k.startswith("time/")} for step in steps] for steps, _ in (first, second)
-    ]
+        runs = list(
+            pool.map(
+                lambda i: train(tmp_path / str(i), "--no-wandb", **flags, **{"--speculation": drafters[i]}), range(4)
+            )
+        )
+    told = [[{k: v for k, v in step.items() if not k.startswith("time/")} for step in steps] for steps, _ in runs]
     # Which completions share a batch is a matter of time, and a sum's last bit is one of the batch.
-    assert told[0] == [pytest.approx(step, rel=1e-3, abs=1e-6) for step in told[1]]
+    for other in told[1:]:
+        assert told[0] == [pytest.approx(step, rel=1e-3, abs=1e-6) for step in other]
+    drafted = [summary.get("speculation", {}).get("accepted", 0) for _, summary in runs]
+    assert drafted[:2] == [0, 0] and min(drafted[2:]) > 0
     assert {step["staleness/max"] for step in told[0]} == {0}
     assert max(step["policy/k3_kl"] for step in told[0]) < 1e-7  # on policy: the ratio is 1
