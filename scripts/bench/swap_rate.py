@@ -27,6 +27,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from scripts.bench.driver import random_prompt
 from scripts.bench.output import DEFAULT_FOLDER, write_results
 from scripts.bench.shapes import SHAPES, kv_pages, model_config, write_checkpoint
@@ -85,7 +87,7 @@ class Bench:
         self.args = args
         self.client = RolloutClient(endpoint, timeout_s=60.0)
         self.publisher = WeightPublisher(endpoint)
-        self._tensors = shape_tensors(checkpoint, "cpu")
+        self._tensors = shape_tensors(checkpoint, torch.device("cpu"))
         self._version = 1
 
     def measured(self, interval_s: float | None) -> dict[str, Any]:
