@@ -36,7 +36,7 @@ from typing import Any
 from trainer_bridge.publish.control_link import ControlLink, ask_all
 from trainer_bridge.publish.handle import PublishHandle, WorkerReport
 from trainer_bridge.publish.kept_update import KeptUpdate
-from trainer_bridge.publish.trainer_ranks import RELEASED, TrainerRanks
+from trainer_bridge.publish.trainer_ranks import TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice, transfer_all
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules
 from trainer_bridge.transports.payload import NamedTensors, Payload
@@ -94,9 +94,10 @@ class WeightPublisher:
             includes an update that failed because workers were unreachable or lost during it; its version cannot be
             used again. Default: False.
         collective: Every rank of torch.distributed's default group makes a publisher and calls `publish` with its part
-            (a `state_dict` of DTensors, as FSDP2 makes it) and `close`. Rank 0 talks to the workers and fetches the
-            other ranks' parts bucket by bucket. `held` and `applied` mean the same on all ranks. The default group is
-            not used for transfers. Default: False.
+            (a `state_dict` of DTensors, as FSDP2 makes it) and `close`. Rank 0 talks to the workers. With `nccl` each
+            rank sends its part; otherwise rank 0 collects the parts bucket by bucket. On one host its GPU reads them
+            out of memory that the other ranks' GPUs lend, at most 512 MiB each; else they cross host memory. `held`
+            and `applied` mean the same on all ranks. The default group is not used for transfers. Default: False.
     """
 
     def __init__(
@@ -332,14 +333,8 @@ class WeightPublisher:
         """Collect the tables of the other ranks' parts."""
         if self._ranks is None or payload.shards is None:
             return
-        ranks = self._ranks
         self._ranks.exchange(payload.shards, handle.version, payload.device)
-
-        def tell() -> None:
-            with contextlib.suppress(RolloutError):  # the rank's own handle reports it
-                ranks.tell(RELEASED)
-
-        payload.on_release = tell
+        payload.on_release = self._ranks.release
 
     def _tell_ranks(self, handle: PublishHandle) -> None:
         if self._ranks is not None and self._ranks.rank == 0:

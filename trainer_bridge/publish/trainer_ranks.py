@@ -2,6 +2,7 @@
 
     rank 0, publisher's thread                              ranks 1 to n, publisher's thread
     START version              == broadcast ==>             -- a table of the parts on this rank -->
+    LEND, BUCKET               == broadcast ==>             parts cross over GPU memory of one host (`lent_parts.py`)
     PIECE tensor, first, last  == broadcast ==>             -- these elements, from the ranks that own some -->
     WHOLE tensor               == broadcast ==>             -- the whole part, if parts are not runs of elements -->
     JOIN store, places         == broadcast ==>             owners broadcast their parts in a group (`nccl/ranks.py`),
@@ -9,8 +10,9 @@
     RELEASED                   == broadcast ==>             `held` returns
     DONE                       == broadcast ==>             `applied` returns or raises
 
-The ranks have a separate group (gloo over host memory), so nothing here touches the trainer's collectives. At most one
-bucket, or one tensor that is not cut along its first dimension, is gathered at a time.
+The ranks have a separate group (gloo over host memory), so nothing here touches the trainer's collectives. Parts come
+by PIECE and WHOLE only where ranks cannot lend buffers (tensors on CPUs, several hosts), and for tensors that are cut
+in two dimensions after the first. At most one bucket, or one such tensor, is gathered at a time.
 
 Supported are DTensors with Shard and Replicate placements, as FSDP2 makes them, and plain tensors, which rank 0 sends.
 """
@@ -19,9 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,17 +32,31 @@ import torch
 import torch.distributed as dist
 
 from trainer_bridge.publish.handle import PublishHandle, WorkerReport
+from trainer_bridge.publish.lent_parts import (
+    ANSWER_BYTES,
+    BorrowedParts,
+    LentBuffer,
+    answer,
+    buffer_bytes,
+    host_number,
+    ipc_memory,
+    map_buffers,
+    read_answer,
+)
 from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupError, device_name, local_address
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.ranks import take_part
 from trainer_bridge.transports.payload import Payload
-from trainer_bridge.transports.shards import HEADER, Shards
+from trainer_bridge.transports.shards import HEADER, LentParts, Shards
 from trainer_bridge.wire.errors import RolloutError, from_reply
+from trainer_bridge.wire.manifest import Manifest
 
-START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN = range(7)
+START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN, LEND, BUCKET = range(9)
 _ENDING = 1  # tag of a rank's report about its part in a group; commands and pieces have tag 0
 _COMMAND_S = 3600.0  # how long a rank waits for rank 0, whose last update may still be in transfer
 _KEY = "rollout-weights"
+
+_log = logging.getLogger(__name__)
 
 
 class TrainerRanks:
@@ -59,6 +76,13 @@ class TrainerRanks:
         self._broken: str | None = None
         self._part: threading.Thread | None = None  # in a group
         self._kept = KeptGroup()
+        self._memory_of = ipc_memory
+        self._buffer = LentBuffer()
+        self._borrowed: BorrowedParts | None = None  # rank 0, during an update
+        self._lenders: Sequence[int] = ()
+        self._requested = False  # a BUCKET that the lenders have not answered; they take no command before
+        self._packed: list[str] = []  # their answers to the last one: why not, or empty
+        self._not_lent = ""  # why ranks did not lend in an earlier update
         self.address = _address()
         cpu = torch.device("cpu")
         self._group = BroadcastGroup(
@@ -107,6 +131,55 @@ class TrainerRanks:
             for rank, out in parts:
                 self._receive(out, rank)
 
+    def borrow(self, lenders: Sequence[int], manifest: Manifest, device: torch.device) -> LentParts | None:
+        """Rank 0: have these ranks lend buffers, and map them until `release`; None if one of them cannot."""
+        nbytes = buffer_bytes(manifest)
+        handles, why_not = {}, ""
+        try:
+            if (memory := self._memory_of(device)) is None:
+                return None
+            with self._lock:
+                if lenders:
+                    self._tell((LEND, nbytes, host_number()))
+                for rank in lenders:
+                    handles[rank], reason = read_answer(self._answer(rank))
+                    why_not = why_not or (reason and f"rank {rank}: {reason}")
+            readers = {} if why_not else map_buffers(memory, handles, nbytes)
+        except OSError as error:
+            why_not = error.strerror or str(error)
+        if not why_not:
+            self._lenders = lenders
+            self._borrowed = BorrowedParts(self, readers, manifest)
+            return self._borrowed
+        if lenders:
+            self.tell(LEND)
+        if why_not != self._not_lent:
+            _log.warning("parts of weights come through host memory, many times slower than over GPUs: %s", why_not)
+        self._not_lent = why_not
+        return None
+
+    def request(self, start: int, end: int, at: int) -> None:
+        """Rank 0: have the lenders pack bytes `start` to `end` of the stream, from byte `at` of their buffers on."""
+        with self._lock:
+            self._tell((BUCKET, start, end, at))
+            self._requested, self._packed = True, ["it did not answer"] * len(self._lenders)
+
+    def wait_packed(self) -> None:
+        """Rank 0: return when the lenders have packed what was requested last."""
+        with self._lock:
+            self._receive_answers()
+        for rank, why_not in zip(self._lenders, self._packed, strict=True):
+            if why_not:
+                raise RolloutError(f"gather: rank {rank} cannot pack its part: {why_not}")
+
+    def release(self) -> None:
+        """Rank 0: free the tensors on the other ranks. Nothing reads what they lent any more, and it is unmapped."""
+        with contextlib.suppress(RolloutError):  # the rank's own handle reports it
+            self.tell(RELEASED)
+        if self._borrowed is not None:
+            self._borrowed.close()
+            self._borrowed = None
+
     def finish(self, handle: PublishHandle) -> None:
         """Rank 0: send the result of the update."""
         error = handle.error
@@ -135,13 +208,23 @@ class TrainerRanks:
                     self._broadcast(owners.view(-1))
                     shards.mine = owners[self.rank].bool().tolist()
                 case [op, index, first, last] if op == PIECE:
-                    data = shards.local_piece(index, first, last)
+                    with payload.on_side_stream():
+                        data = shards.local_piece(index, first, last)
                     if data is not None:
                         self._send(data)
                 case [op, index, *_] if op == WHOLE:
-                    data = shards.local_whole(index)
+                    with payload.on_side_stream():
+                        data = shards.local_whole(index)
                     if data is not None:
                         self._send(data)
+                case [op, nbytes, host, *_] if op == LEND:
+                    if not nbytes:
+                        self._buffer.free()
+                    elif any(shards.mine):
+                        self._send(_answer_of(self._lend, payload.device, nbytes, host))
+                case [op, start, end, at] if op == BUCKET:
+                    if any(shards.mine):
+                        self._send(_answer_of(self._buffer.pack, payload, start, end, at))
                 case [op, *_] if op == RELEASED:
                     payload.release()
                 case [op, length, *_] if op == JOIN:
@@ -155,6 +238,8 @@ class TrainerRanks:
 
     def close(self) -> None:
         """Leave the group; rank 0 tells the other ranks first. Belongs to the publisher's thread."""
+        if self._borrowed is not None:
+            self._borrowed.close()
         if self.rank == 0 and self._broken is None:
             with contextlib.suppress(RolloutError):  # they are gone
                 self.tell(CLOSE)
@@ -165,6 +250,7 @@ class TrainerRanks:
         ending = self._group.close(broken=self._broken is not None)
         if ending is not None:
             ending.join(END_S)
+        self._buffer.free()  # the last: rank 0 unmaps it when the group breaks in the middle of an update
 
     def stop(self) -> None:
         """End all waits. Any thread may call it."""
@@ -189,7 +275,21 @@ class TrainerRanks:
         self._broadcast(command.view(torch.uint8))
         return command.tolist()
 
+    def _lend(self, device: torch.device, nbytes: int, host: int) -> bytes:
+        return self._buffer.lend(self._memory_of(device), nbytes, host)
+
+    def _receive_answers(self) -> None:
+        if self._requested:
+            self._requested = False
+            self._packed = [read_answer(self._answer(rank))[1] for rank in self._lenders]
+
+    def _answer(self, rank: int) -> torch.Tensor:
+        data = torch.empty(ANSWER_BYTES, dtype=torch.uint8)
+        self._receive(data, rank)
+        return data
+
     def _tell(self, command: Sequence[int]) -> None:
+        self._receive_answers()
         data = torch.zeros(4, dtype=torch.int64)
         data[: len(command)] = torch.tensor(command, dtype=torch.int64)
         self._broadcast(data.view(torch.uint8))
@@ -213,6 +313,18 @@ class TrainerRanks:
         except GroupError as error:
             self._broken = f"{peer} cannot be reached: {error}"
             raise RolloutError(f"{phase}: {self._broken}") from error
+
+
+def _answer_of(work: Callable[..., bytes | None], *given: Any) -> torch.Tensor:
+    """Do what rank 0 asked for; the answer has the handle that `work` returns, if any, or says why not."""
+    try:
+        return answer(work(*given) or b"")
+    except (OSError, RolloutError) as error:
+        return answer(why_not=getattr(error, "strerror", None) or str(error))
+    # Rank 0 waits for an answer in any case.
+    except Exception as error:
+        _log.exception("a part of the weights cannot be packed")
+        return answer(why_not=repr(error))
 
 
 def _ending(result: dict[str, Any]) -> tuple[list[WorkerReport], RolloutError | None]:

@@ -8,7 +8,7 @@
 The order (in `transports.registry`) is by speed, with one exception: between two GPUs of one host nccl sends a large
 model in half the time of cuda_ipc. It still comes second, since it opens a port and its kernels must run on both GPUs
 at once. For tensors spread over several trainer ranks nccl is tried first: each rank sends its own parts, while for the
-others rank 0 fetches them.
+others rank 0 collects them.
 
 The choice is made by trying: a worker refuses in `begin`, before anything is sent, and the reason is kept. The next
 update starts from this result.

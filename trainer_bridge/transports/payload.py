@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from trainer_bridge.transports.shards import Shards, is_spread
-from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, typed_view
+from trainer_bridge.transports.shards import LentParts, Shards, is_spread
+from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, typed_view
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry, pack, usual_bucket_bytes
 
+#: (tensor, first, past the last element, out): writes these elements of a DTensor, as bytes.
+_Write = Callable[[int, int, int, torch.Tensor], None]
+
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+_log = logging.getLogger(__name__)
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -67,6 +73,8 @@ class Payload:
         self._kept: torch.Tensor | None = None
         self._starts = [entry.offset for entry in self.manifest.tensors]
         self._flat: tuple[int, torch.Tensor] | None = None
+        self._borrow = self.shards is not None  # rank 0 has not asked yet whether the other ranks lend
+        self._lent: LentParts | None = None
         self._packing = threading.Lock()  # senders of several transports pack at the same time
         self._readers = 1
         self._released = threading.Event()
@@ -133,8 +141,51 @@ class Payload:
         self._check_there()
         start, end = self.manifest.bucket_span(index)
         with self.on_side_stream():
-            self._pack(start, end, out, self._fetched)
+            try:
+                if (lent := self._lent_parts()) is not None:
+                    self._put_together(lent, index, start, end, out)
+                    return start, end
+            except torch.cuda.OutOfMemoryError as error:
+                _log.warning("a bucket of weights comes through host memory: %s", str(error).partition("\n")[0])
+            self._pack(start, end, out, self._fetch)
         return start, end
+
+    def _put_together(self, lent: LentParts, index: int, start: int, end: int, out: torch.Tensor) -> None:
+        """Write a bucket of parts that rank 0's GPU reads; if `out` is on the host, in memory of that GPU first."""
+        there = out.device == self.device
+        data = out if there else torch.empty(end - start, dtype=torch.uint8, device=self.device)
+        with lent.bucket(index):
+            self._pack(start, end, data, self._read_lent)
+        if not there:
+            out[: end - start].copy_(data, non_blocking=True)
+
+    def _lent_parts(self) -> LentParts | None:
+        """Access to the other ranks' parts in memory that they lend; None if there is none, or none is needed."""
+        if self._borrow:
+            self._borrow = False
+            assert self.shards is not None
+            if self.spread and self.shards.ranks is not None:
+                self._lent = self.shards.ranks.borrow(self.shards.lenders, self.manifest, self.device)
+        return self._lent
+
+    def pack_portion(self, start: int, end: int, out: torch.Tensor) -> None:
+        """Other ranks: write what rank 0 expects of bytes `start` to `end` of the stream, complete on return.
+
+        Of each tensor this rank's rows come one after the other, at the place where the tensor's bytes begin in `out`.
+        Raises `RolloutError` if the tensors were released.
+        """
+        with self._packing:
+            self._check_there()
+            assert self.shards is not None, "a collective publisher's payload knows its shards"
+            with self.on_side_stream():
+                for i, entry, lo, hi in self._overlap(start, end):
+                    at, itemsize = lo - start, DTYPE_BYTES[entry.dtype]
+                    for rows in self.shards.own_portion(i, *_elements(entry, lo, hi)) if self.shards.mine[i] else ():
+                        source, step = self.shards.own_bytes(i, rows)
+                        width = rows.width * itemsize
+                        copy_rows(Rows(0, width, width, rows.times), source, step, out[at:])
+                        at += width * rows.times
+            self._synchronize()
 
     def pack_pieces(
         self,
@@ -154,7 +205,7 @@ class Payload:
                 for start, end, at in pieces:
                     out[written:at].zero_()
                     written = at + end - start
-                    self._pack(start, end, out[at:written], self._own)
+                    self._pack(start, end, out[at:written], self._write_own)
                 for rows, at in columns:
                     out[written:at].zero_()
                     written = at + rows.width * rows.times
@@ -167,21 +218,24 @@ class Payload:
         own = self.shards.own_rows(i, (rows.start - entry.offset) // DTYPE_BYTES[entry.dtype], rows.times)
         out.view(own.dtype).view(own.shape).copy_(own, non_blocking=own.is_cuda)
 
-    def _pack(self, start: int, end: int, out: torch.Tensor, spread: Callable[[int, int, int], torch.Tensor]) -> None:
-        """Write bytes `start` to `end` of the stream; `spread` gives elements of a DTensor."""
-        first = bisect.bisect_right(self._starts, start) - 1
+    def _pack(self, start: int, end: int, out: torch.Tensor, spread: _Write) -> None:
+        """Write bytes `start` to `end` of the stream; `spread` writes elements of a DTensor."""
         written = 0
-        for i in range(first, len(self._tensors)):
-            entry = self.manifest.tensors[i]
-            if entry.offset >= end:
-                break
-            lo, hi = max(entry.offset, start), min(entry.end, end)
-            if lo >= hi:
-                continue
+        for i, entry, lo, hi in self._overlap(start, end):
             out[written : lo - start].zero_()  # padding between tensors: no byte of an old bucket is sent
             self._copy_piece(i, entry, lo, hi, out[lo - start : hi - start], spread)
             written = hi - start
         out[written : end - start].zero_()
+
+    def _overlap(self, start: int, end: int) -> Iterator[tuple[int, TensorEntry, int, int]]:
+        """The tensors that have bytes from `start` to `end` of the stream: index, entry, first byte, past the last."""
+        for i in range(bisect.bisect_right(self._starts, start) - 1, len(self._tensors)):
+            entry = self.manifest.tensors[i]
+            if entry.offset >= end:
+                return
+            lo, hi = max(entry.offset, start), min(entry.end, end)
+            if lo < hi:
+                yield i, entry, lo, hi
 
     def wait_packed(self) -> None:
         """Return when all packing that was started has finished."""
@@ -196,14 +250,41 @@ class Payload:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _fetched(self, i: int, first: int, last: int) -> torch.Tensor:
+    def _fetch(self, i: int, first: int, last: int, out: torch.Tensor) -> None:
         assert self.shards is not None
-        return self.shards.fetch(i, first, last)
+        out.copy_(self.shards.fetch(i, first, last).view(torch.uint8))  # which is freed on return
 
-    def _own(self, i: int, first: int, last: int) -> torch.Tensor:
+    def _write_own(self, i: int, first: int, last: int, out: torch.Tensor) -> None:
         assert self.shards is not None
         own = self.shards.own_run(i, first, last)
-        return self._fetched(i, first, last) if own is None else own
+        if own is None:
+            self._fetch(i, first, last, out)
+        else:
+            out.copy_(own.view(torch.uint8), non_blocking=own.is_cuda)
+
+    def _read_lent(self, i: int, first: int, last: int, out: torch.Tensor) -> None:
+        shards, lent, entry = self.shards, self._lent, self.manifest.tensors[i]
+        assert shards is not None and lent is not None
+        portions = shards.portions(i, first, last)
+        if portions is None:
+            self._fetch(i, first, last, out)
+            return
+        itemsize = DTYPE_BYTES[entry.dtype]
+        for rank, portion in portions:
+            byte = entry.offset + first * itemsize
+            for rows in portion:
+                place = Rows((rows.start - first) * itemsize, rows.step * itemsize, rows.width * itemsize, rows.times)
+                nbytes = place.width * place.times
+                if rank == 0:
+                    source, step = shards.own_bytes(i, rows)
+                    copy_rows(place, source, step, out)
+                elif place.times == 1:
+                    lent.read(rank, byte, out[place.start : place.start + nbytes])
+                else:
+                    together = torch.empty(nbytes, dtype=torch.uint8, device=out.device)
+                    lent.read(rank, byte, together)
+                    copy_rows(place, together, place.width, out)
+                byte += nbytes
 
     def host_copy(self, index: int) -> torch.Tensor:
         """Tensor number `index` as a contiguous copy in host memory. Complete on return."""
@@ -238,7 +319,8 @@ class Payload:
                 return
             self.wait_packed()  # a sender that failed may have begun to copy
             self._tensors = []
-            self._flat = self.shards = None
+            self._flat = self.shards = self._lent = None
+            self._borrow = False
             self._released.set()
         self.on_release()
 
@@ -253,17 +335,16 @@ class Payload:
         lo: int,
         hi: int,
         out: torch.Tensor,
-        spread: Callable[[int, int, int], torch.Tensor],
+        spread: _Write,
     ) -> None:
-        itemsize = DTYPE_BYTES[entry.dtype]
-        first, last = (lo - entry.offset) // itemsize, (hi - entry.offset) // itemsize
+        first, last = _elements(entry, lo, hi)
         if self.shards is not None and self.shards.spread(i):
-            piece = spread(i, first, last)
-        else:
-            if self._flat is None or self._flat[0] != i:
-                self._flat = (i, self._tensors[i].contiguous().view(-1))  # a copy only where it is not contiguous
-            piece = self._flat[1][first:last]
-        # Copied as bytes: a tensor may begin at any byte of a bucket part. A fetched piece is freed on return.
+            spread(i, first, last, out)
+            return
+        if self._flat is None or self._flat[0] != i:
+            self._flat = (i, self._tensors[i].contiguous().view(-1))  # a copy only where it is not contiguous
+        piece = self._flat[1][first:last]
+        # Copied as bytes: a tensor may begin at any byte of a bucket part.
         out.copy_(piece.view(torch.uint8), non_blocking=piece.is_cuda)
 
     @contextlib.contextmanager
@@ -285,6 +366,12 @@ def _checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {tensor.device}; move it to the CPU or a CUDA device")
     return tensor.detach()
+
+
+def _elements(entry: TensorEntry, lo: int, hi: int) -> tuple[int, int]:
+    """The elements of a tensor that bytes `lo` to `hi` of the stream are."""
+    itemsize = DTYPE_BYTES[entry.dtype]
+    return (lo - entry.offset) // itemsize, (hi - entry.offset) // itemsize
 
 
 def _side_stream(tensors: list[torch.Tensor]) -> tuple[torch.cuda.Stream | None, torch.cuda.Event | None]:

@@ -5,21 +5,26 @@
     several Shards                  each rank holds a box                             fetched tensor by tensor
     Replicate                       the lowest rank that holds a part sends it
 
-Rank 0 requests parts (`fetch`) and the other ranks answer (`local_piece`, `local_whole`); `trainer_ranks` carries the
-messages. In a group of trainer ranks and workers there are no requests: `senders` and `columns` name the owners, and
-each sends what it owns (`own_run`, `own_rows`).
+There are three ways. `trainer_ranks` carries the messages of the first two:
+
+    through the host        rank 0 requests parts (`fetch`), the other ranks answer (`local_piece`, `local_whole`)
+    through lent buffers    each rank packs its portion of a bucket (`own_portion`), rank 0 reads it (`portions`)
+    in a group              ranks send what they own to the workers (`senders`, `columns`, `own_run`, `own_rows`)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from trainer_bridge.transports.tensors import Rows, rows_within
 from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.manifest import Manifest
 
 HEADER = 3  # of a table: version, tensors, a digest of version, names, types and shapes
 _DEVICE = 5  # numbers after the header: the name of the GPU that has the parts
@@ -28,6 +33,19 @@ _DIGEST_DIGITS = 15  # that fit in 63 bits
 
 #: The part of a tensor that a rank holds: first index and size in each dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class LentParts(Protocol):
+    """Rank 0's access to the other ranks' parts of an update, in memory that rank 0's GPU reads.
+
+    Methods raise `RolloutError`. They are called with the stream current that packs the buckets.
+    """
+
+    def bucket(self, index: int) -> AbstractContextManager[None]:
+        """Have all ranks pack their portions of a bucket; they can be read inside."""
+
+    def read(self, rank: int, byte: int, out: torch.Tensor) -> None:
+        """Copy what a rank packed at the place of this byte of the stream, on the current stream."""
 
 
 class TrainerGroup(Protocol):
@@ -40,6 +58,9 @@ class TrainerGroup(Protocol):
 
     def fetch_whole(self, index: int, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Fill `parts`, pairs of a rank and memory for its whole part of a tensor."""
+
+    def borrow(self, lenders: Sequence[int], manifest: Manifest, device: torch.device) -> LentParts | None:
+        """Access to the parts of these ranks from `device`; None if they must come through the host."""
 
     def join(self, order: dict[str, Any]) -> None:
         """Make the ranks that have a place in a group join it."""
@@ -62,6 +83,7 @@ class Shards:
         self.locals = [tensor.to_local() if is_spread(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
         self.mine = [False] * len(self.shapes)
         self.devices: list[str] = []  # by rank: names of GPUs
+        self.lenders: list[int] = []  # rank 0: the other ranks that send parts
         self.ranks: TrainerGroup | None = None
         self.by_columns = False  # rank 0: the owners of columns send them in this update
         self._digest = int(digest[:_DIGEST_DIGITS], 16)
@@ -97,6 +119,7 @@ class Shards:
             if owners and sum(math.prod(sizes) for _, (_, sizes) in owners) != math.prod(shape):
                 raise RolloutError(f"prepare: the ranks' parts of tensor {index}, {list(shape)}, do not cover it")
             self._owners.append(owners)
+        self.lenders = [rank for rank in range(1, len(tables)) if mask[rank].any()]
         return mask
 
     def spread(self, index: int) -> bool:
@@ -147,6 +170,29 @@ class Shards:
         rows, _ = _as_rows(self.locals[index], box, shape)
         row = first // (math.prod(shape) // len(rows))
         return rows[row : row + times]
+
+    def portions(self, index: int, first: int, last: int) -> list[tuple[int, list[Rows]]] | None:
+        """Rank 0: the senders of elements `first` to `last`, and what each sends of them, as `own_portion` has it.
+
+        None if a part is a box of another kind.
+        """
+        layouts = [(rank, _layout(box, self.shapes[index])) for rank, box in self._owners[index]]
+        portions = [(rank, layout.portion(first, last)) for rank, layout in layouts if layout is not None]
+        return portions if portions and len(portions) == len(layouts) else None
+
+    def own_portion(self, index: int, first: int, last: int) -> list[Rows]:
+        """The part of these elements that this rank has: rows of elements of the tensor. No rows if it is none's."""
+        box = self.boxes[index]
+        layout = None if box is None else _layout(box, self.shapes[index])
+        return [] if layout is None else layout.portion(first, last)
+
+    def own_bytes(self, index: int, rows: Rows) -> tuple[torch.Tensor, int]:
+        """The bytes of this rank's part from the beginning of these rows on, and from each row to the next one."""
+        box, local = self.boxes[index], self.locals[index]
+        layout = None if box is None else _layout(box, self.shapes[index])
+        assert layout is not None, "only a part that has a portion"
+        flat = local.contiguous().view(-1)
+        return flat[layout.place(rows.start) :].view(torch.uint8), layout.width * local.element_size()
 
     def _in_runs(self, index: int) -> bool:
         return bool(self._owners[index]) and all(_is_run(box, self.shapes[index]) for _, box in self._owners[index])
@@ -221,6 +267,44 @@ def _box(tensor: Any) -> Box | None:
             f"a DTensor {list(tensor.shape)} has a part of shape {list(tensor.to_local().shape)}, not {sizes}"
         )
     return tuple(starts), tuple(sizes)
+
+
+class _Layout(NamedTuple):
+    """A part as columns of some rows of a matrix, in elements. It is a run if the columns are whole rows."""
+
+    row: int  # elements of a row of the matrix
+    begin: int  # the first column of the part
+    width: int  # columns of the part
+    top: int  # the first row of the part
+    rows: int  # of the part
+
+    def portion(self, first: int, last: int) -> list[Rows]:
+        """The elements of the part from `first` to `last`."""
+        lo, hi = max(first, self.top * self.row), min(last, (self.top + self.rows) * self.row)
+        if self.width == self.row:
+            return [Rows(lo, 0, hi - lo, 1)] if lo < hi else []
+        return list(rows_within(self.row, self.begin, self.begin + self.width, lo, hi))
+
+    def place(self, element: int) -> int:
+        """The place in the part of an element of the tensor."""
+        row, column = divmod(element, self.row)
+        return (row - self.top) * self.width + column - self.begin
+
+
+def _layout(box: Box, shape: tuple[int, ...]) -> _Layout | None:
+    """How a box lies in the tensor as a matrix; None if it is cut in several dimensions after the first."""
+    starts, sizes = box
+    cut = [dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]]
+    if len(cut) > 1:
+        return None
+    if not shape:
+        return _Layout(1, 0, 1, 0, 1)
+    dim = cut[0] if cut else 0
+    inner = math.prod(shape[dim + 1 :])
+    if not dim:
+        return _Layout(inner, 0, inner, starts[0], sizes[0])
+    rows = math.prod(shape[1:dim])  # of one index of the first dimension
+    return _Layout(shape[dim] * inner, starts[dim] * inner, sizes[dim] * inner, starts[0] * rows, sizes[0] * rows)
 
 
 def _is_run(box: Box, shape: tuple[int, ...]) -> bool:

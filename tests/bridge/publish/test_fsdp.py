@@ -50,9 +50,9 @@ def of_version(noted: list[list[int]], version: int) -> list[int]:
     return [nbytes for at, nbytes in noted if at == version]
 
 
-@pytest.mark.parametrize("transport", ["auto", "nccl", *nightly("disk")])
+@pytest.mark.parametrize("transport", ["auto", "nccl", "cuda_ipc", *nightly("disk")])
 def test_the_parts_of_all_ranks_arrive_as_one(faults: FaultServer, tmp_path: Path, transport: str) -> None:
-    with Worker() as worker:
+    with Worker(shared=tmp_path) as worker:
         seen = train(faults, [worker], transport, tmp_path)
         assert [update.version for update in worker.updates] == [1, 2, 3]
         tensors = load_file(tmp_path / "3.safetensors")
@@ -67,6 +67,8 @@ def test_the_parts_of_all_ranks_arrive_as_one(faults: FaultServer, tmp_path: Pat
         assert fetched == [0, 0, 0]
         packed = [sum(of_version(rank["packed"], 1)) for rank in seen]
         assert min(packed) > nbytes / 3 and nbytes <= sum(packed) < 1.5 * nbytes
+    elif transport == "cuda_ipc":  # rank 0 reads what the other rank lends
+        assert fetched == [0, 0, 0] and all(of_version(seen[0]["requested"], version) for version in (1, 2, 3))
     else:
         assert fetched == [nbytes] * 3
     if transport != "disk":
@@ -110,6 +112,26 @@ def test_ranks_on_two_gpus_send_their_parts_to_workers_on_two_others(
         assert rank["errors"] == [] and rank["transports"] == [["nccl", "nccl"]] * 3
         assert sum(of_version(rank["packed"], 1)) > nbytes / 3
     assert [sum(of_version(seen[0]["fetched"], version)) for version in (1, 2)] == [0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])
+def test_parts_of_a_rank_on_another_gpu_cross_to_the_gpu_of_trainer_and_worker(
+    faults: FaultServer, tmp_path: Path, transport: str
+) -> None:
+    with Worker(model=TinyModel(device="cuda:0"), idle_s=30.0) as worker:
+        seen = train(faults, [worker], transport, tmp_path, devices=("cuda:0", "cuda:1"))
+        torch.cuda.synchronize(0)
+        assert [update.version for update in worker.updates] == [1, 2, 3]
+        tensors = load_file(tmp_path / "3.safetensors")
+        assert serves(worker.model, {name: tensor.to("cuda:0") for name, tensor in tensors.items()})
+    for rank in seen:
+        assert rank["errors"] == [] and rank["transports"] == [[transport]] * 3
+    count = -(-max(start for _, start in seen[0]["requested"]) // BUCKET) + 1
+    for version in (1, 2, 3):
+        assert of_version(seen[0]["requested"], version) == [index * BUCKET for index in range(count)]
+        assert of_version(seen[0]["fetched"], version) == []
 
 
 def test_ranks_and_workers_meet_again_without_one_another_while_a_worker_takes_another_way(

@@ -4,6 +4,7 @@
     {"role": "worker", "port", "settings"}, and "folder" where `cuda_ipc` may come
     {"role": "rank", "endpoint", "rank", "publishes", "timeout_s", "folder"}
     {"role": "fsdp", ...}, {"role": "tensor parallel", ...}                  see `fsdp_trainer`
+    {"role": "lending", ...}                                                 see `lending_trainer`
 
 Each line is answered with the child's pid. A publisher does to itself what `fault` says when it gets to `phase`. Of two
 ranks of a trainer only those with `publishes` take part in the update; each writes what it saw as JSON.
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from tests.support.bridge.file_memory import share_from
 from tests.support.bridge.fsdp_trainer import train_fsdp, train_tensor_parallel
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, wait_for
+from tests.support.bridge.lending_trainer import train_lending
 from trainer_bridge.publish import transport_choice
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports import bucket_link, cuda_ipc, disk
@@ -152,6 +154,7 @@ _ROLES = {
     "rank": train,
     "fsdp": train_fsdp,
     "tensor parallel": train_tensor_parallel,
+    "lending": train_lending,
 }
 
 

@@ -44,8 +44,9 @@ class FileMemory:
         pass
 
     def reader(self, handle: bytes, nbytes: int) -> _Reader:
+        memory = self.open(handle, nbytes)
         self.readers += 1
-        return _Reader(self, self.open(handle, nbytes))
+        return _Reader(self, memory)
 
     def _map(self, name: str, nbytes: int) -> torch.Tensor:
         return torch.from_file(str(self._folder / name), shared=True, size=nbytes, dtype=torch.uint8)
@@ -71,3 +72,10 @@ def share_with(worker: Worker, folder: Path) -> None:
 def share_from(publisher: WeightPublisher, folder: Path) -> None:
     """Let a publisher send tensors on the CPU by `cuda_ipc`."""
     publisher._choice.senders["cuda_ipc"] = CudaIpcSender(None, FileMemory(folder))
+
+
+def lend_from(publisher: WeightPublisher, memory: FileMemory) -> None:
+    """Let a trainer's rank lend, or read, memory of files though its tensors are on the CPU."""
+    ranks = publisher._ranks
+    assert ranks is not None
+    ranks._memory_of = lambda device: memory

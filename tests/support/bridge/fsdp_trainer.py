@@ -3,10 +3,10 @@
     {"role": "fsdp", "rank", "endpoints", "transport", "candidates", "device", "folder", "fault"}
     {"role": "tensor parallel", "rank", "endpoints", "updates", "counting", "folder"}    see `train_tensor_parallel`
 
-a line for `fault_server`. `candidates` are the transports that `auto` tries, null: the usual ones. `fault` is what
-befalls rank 1 in version 2: "die" before it publishes, "die in group" after it has broadcast some buckets, "corrupt": a
-bit of what it broadcasts changes on its way. Each rank writes what it saw as JSON; rank 0 the whole tensors of each
-version, which are what a worker must serve.
+a line for `fault_server`. On CPUs "cuda_ipc" goes by files. `candidates` are the transports that `auto` tries, null:
+the usual ones. `fault` is what befalls rank 1 in version 2: "die" before it publishes, "die in group" after it has
+broadcast some buckets, "corrupt": a bit of what it broadcasts changes on its way. Each rank writes what it saw as JSON;
+rank 0 the whole tensors of each version, which are what a worker must serve.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.support.bridge.file_memory import FileMemory, lend_from, share_from
 from tests.support.bridge.harness import TinyModel, new_tensors
 from tests.support.worker.harness import tensors
 from trainer_bridge.publish import publisher as publisher_module
 from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.publish.trainer_ranks import TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice
 from trainer_bridge.transports.nccl.group import BroadcastGroup
 from trainer_bridge.transports.payload import Payload
@@ -55,7 +57,11 @@ def sharded_model(mesh: Any, device: torch.device) -> torch.nn.Module:
 
 def watch(seen: dict[str, Any], version: list[int], dies_in: int) -> None:
     """Note what is fetched and what is packed to be broadcast from here, by version; die in the middle of `dies_in`."""
-    fetch, pack = Shards.fetch, Payload.pack_pieces
+    fetch, pack, request = Shards.fetch, Payload.pack_pieces, TrainerRanks.request
+
+    def request_noted(self: TrainerRanks, start: int, end: int, place: int) -> None:
+        seen["requested"].append([version[0], start])
+        request(self, start, end, place)
 
     def fetch_noted(self: Shards, index: int, first: int, last: int) -> torch.Tensor:
         seen["fetched"].append([version[0], self.locals[index].element_size() * (last - first)])
@@ -69,6 +75,7 @@ def watch(seen: dict[str, Any], version: list[int], dies_in: int) -> None:
         pack(self, pieces, out, columns)
 
     Shards.fetch, Payload.pack_pieces = fetch_noted, pack_noted  # type: ignore[method-assign]
+    TrainerRanks.request = request_noted  # type: ignore[method-assign]
 
 
 def corrupt(version: list[int]) -> None:
@@ -102,6 +109,7 @@ def train_fsdp(order: dict[str, Any]) -> None:
     mesh = init_device_mesh(device.type, (RANKS,))
     model = sharded_model(mesh, device)
     seen: dict[str, Any] = {"versions": [], "transports": [], "errors": [], "fetched": [], "packed": []}
+    seen |= {"requested": []}
     publisher_module._ABORT_S = 20.0  # for which a worker on a busy machine may take to answer
     at = [0]
     watch(seen, at, dies_in=2 if fault == "die in group" and rank == 1 else 0)
@@ -118,6 +126,9 @@ def train_fsdp(order: dict[str, Any]) -> None:
         begin_s=30,
         stall_s=30,
     ) as publisher:
+        if device.type == "cpu" and order["transport"] == "cuda_ipc":
+            share_from(publisher, folder)
+            lend_from(publisher, FileMemory(folder))
         for version in (1, 2, 3):
             at[0] = version
             state = dict(model.state_dict())
@@ -185,7 +196,7 @@ def train_tensor_parallel(order: dict[str, Any]) -> None:
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (RANKS,))
-    seen: dict[str, Any] = {"versions": [], "fetched": [], "packed": []}
+    seen: dict[str, Any] = {"versions": [], "fetched": [], "packed": [], "requested": []}
     at = [0]
     watch(seen, at, dies_in=0)
     with WeightPublisher(

@@ -1,0 +1,197 @@
+"""Parts of an update that rank 0 reads out of GPU memory which the other trainer ranks lend; all on one host.
+
+    rank 0, packing buckets                                     ranks that send parts
+    LEND bytes, host                     == broadcast ==>       a buffer on the rank's GPU, room for two buckets
+    mapped                               <-- handle, or why not --
+    BUCKET 0, into the first half        == broadcast ==>       the rank's portion of the bucket is packed
+                                         <-- done, once the copies have run --
+    BUCKET 1, into the second half       == broadcast ==>       packed, while rank 0
+    reads bucket 0 into its own bucket                          reads
+    BUCKET 2, into the first half, once the reads of bucket 0 have run, ..
+    RELEASED: all buffers are unmapped   == broadcast ==>       the buffer is kept for the next update
+
+`trainer_ranks` carries the messages. A portion has each tensor's rows one after the other, at the tensor's place in the
+bucket, so no table is sent.
+
+Invariants:
+
+- A bucket is requested into a half only when all reads out of that half have run.
+- A rank answers when its copies have run, not when they are enqueued.
+- Buffers are mapped only during an update. CUDA does not define what happens to memory that is freed while another
+  process has it mapped, and a rank hears no commands between two updates, when it may close its publisher.
+- Either all ranks lend, or none: if one cannot, all parts of the update come through host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from trainer_bridge.transports.cuda_ipc import HANDLE_BYTES, CudaIpcMemory, IpcMemory, IpcReader
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.shm import boot_id
+from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.manifest import Manifest
+
+_REASON_BYTES = 256
+ANSWER_BYTES = HANDLE_BYTES + _REASON_BYTES
+_HOST_BYTES = 7  # fit in an int64
+
+
+@functools.cache
+def ipc_memory(device: torch.device) -> IpcMemory | None:
+    """Memory of a GPU that other processes can map; None for a CPU. Raises OSError if there is none."""
+    return CudaIpcMemory(device) if device.type == "cuda" else None
+
+
+def host_number() -> int:
+    """A number for this host, 0 if it cannot be told from others."""
+    name = boot_id()
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=_HOST_BYTES).digest()) if name else 0
+
+
+def answer(handle: bytes = b"", why_not: str = "") -> torch.Tensor:
+    """The answer to LEND or BUCKET, uint8 [ANSWER_BYTES]; `why_not` is empty unless the rank failed."""
+    reason = why_not.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+    return torch.frombuffer(bytearray(handle.ljust(HANDLE_BYTES, b"\0") + reason), dtype=torch.uint8)
+
+
+def read_answer(data: torch.Tensor) -> tuple[bytes, str]:
+    """The handle and the reason in an answer."""
+    raw = data.numpy().tobytes()
+    return raw[:HANDLE_BYTES], raw[HANDLE_BYTES:].rstrip(b"\0").decode(errors="replace")
+
+
+class LentBuffer:
+    """The buffer of a rank other than 0, kept from update to update."""
+
+    def __init__(self) -> None:
+        self._memory: IpcMemory | None = None  # that it was allocated from
+        self._buffer: torch.Tensor | None = None
+
+    def lend(self, memory: IpcMemory | None, nbytes: int, host: int) -> bytes:
+        """The handle of a buffer of at least so many bytes. Raises OSError if rank 0 cannot have one."""
+        if not host or host != host_number():
+            raise OSError(0, "it is not on the host of rank 0")
+        if memory is None:
+            raise OSError(0, "its tensors are not on a GPU")
+        if self._buffer is None or self._memory is not memory or self._buffer.numel() < nbytes:
+            self.free()
+            self._memory, self._buffer = memory, memory.allocate(nbytes)
+        return memory.handle(self._buffer)
+
+    def pack(self, payload: Payload, start: int, end: int, at: int) -> None:
+        """Pack this rank's portion of bytes `start` to `end` of the stream, from byte `at` of the buffer on."""
+        assert self._buffer is not None, "rank 0 has it mapped"
+        payload.pack_portion(start, end, self._buffer[at : at + end - start])
+
+    def free(self) -> None:
+        """Give it back. Rank 0 has it not mapped."""
+        if self._buffer is not None and self._memory is not None:
+            with contextlib.suppress(OSError):  # of a device that is gone
+                self._memory.free(self._buffer)
+        self._memory = self._buffer = None
+
+
+def map_buffers(memory: IpcMemory, handles: Mapping[int, bytes], nbytes: int) -> dict[int, IpcReader]:
+    """Rank 0: map all buffers, by rank. Raises OSError, with none mapped, if one cannot be."""
+    readers: dict[int, IpcReader] = {}
+    try:
+        for rank, handle in handles.items():
+            readers[rank] = memory.reader(handle, nbytes)
+    except OSError as error:
+        for reader in readers.values():
+            reader.close()
+        raise OSError(error.errno, f"rank 0 cannot map the memory of rank {rank}: {error.strerror}") from error
+    return readers
+
+
+def buffer_bytes(manifest: Manifest) -> int:
+    """Bytes that each rank lends for an update."""
+    return _room(manifest) * _halves(manifest)
+
+
+def _room(manifest: Manifest) -> int:
+    """Bytes of half a buffer."""
+    return max(1, min(manifest.bucket_bytes, manifest.total_bytes))
+
+
+def _halves(manifest: Manifest) -> int:
+    """Halves of a buffer that are used: one is enough for one bucket."""
+    return min(2, max(1, manifest.bucket_count))
+
+
+class Lenders(Protocol):
+    """The messages to the ranks that lend. Methods raise `RolloutError`."""
+
+    def request(self, start: int, end: int, at: int) -> None:
+        """Have all ranks pack bytes `start` to `end` of the stream, from byte `at` of their buffers on."""
+
+    def wait_packed(self) -> None:
+        """Return when all ranks have packed what was requested last."""
+
+
+class BorrowedParts:
+    """Rank 0's access to the buffers during one update; `LentParts` of `shards`. `readers` are the buffers by rank."""
+
+    def __init__(self, ranks: Lenders, readers: Mapping[int, IpcReader], manifest: Manifest) -> None:
+        self._ranks, self._readers, self._manifest = ranks, readers, manifest
+        self._room, self._halves = _room(manifest), _halves(manifest)
+        self._half = self._halves - 1  # into which a bucket was requested last
+        self._requested: int | None = None  # the bucket there, unless it was read
+        self._read: list[torch.cuda.Event | None] = [None, None]  # by half: after the reads out of it
+        self._begin = 0  # the place in the buffers of the stream's first byte, for the bucket that is read
+
+    @contextlib.contextmanager
+    def bucket(self, index: int) -> Iterator[None]:
+        """Have all ranks pack their portions of a bucket; they can be read inside. Meanwhile they pack the next one."""
+        if not self._readers:  # rank 0 has all parts
+            yield
+            return
+        if self._requested != index:
+            self._request(index)
+        half, self._requested = self._half, None
+        self._ranks.wait_packed()
+        self._begin = half * self._room - self._manifest.bucket_span(index)[0]
+        if index + 1 < self._manifest.bucket_count:
+            self._request(index + 1)
+        try:
+            yield
+        finally:
+            self._read[half] = _event()
+
+    def read(self, rank: int, byte: int, out: torch.Tensor) -> None:
+        """Copy what a rank packed at the place of this byte of the stream, on the current stream."""
+        try:
+            self._readers[rank].read(self._begin + byte, out)
+        except OSError as error:
+            raise RolloutError(f"gather: the part of rank {rank} cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Unmap the buffers; all reads have run."""
+        for reader in self._readers.values():
+            with contextlib.suppress(OSError):  # of a device that is gone
+                reader.close()
+        self._readers = {}
+
+    def _request(self, index: int) -> None:
+        self._half = (self._half + 1) % self._halves
+        if (read := self._read[self._half]) is not None:
+            read.synchronize()
+        start, end = self._manifest.bucket_span(index)
+        self._ranks.request(start, end, self._half * self._room)
+        self._requested = index
+
+
+def _event() -> torch.cuda.Event | None:
+    """An event after the work so far on the current stream; None without a GPU, where copies have run on return."""
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
