@@ -97,7 +97,9 @@ class PublishHandle:
             for other in others:
                 error.add_note(str(other))
         self.error = error
-        if not self._payload.wait_released(0):
-            self._held_error = error
-            self._payload.release()
-        self._done.set()
+        try:
+            if not self._payload.wait_released(0):
+                self._held_error = error
+                self._payload.release()
+        finally:
+            self._done.set()

@@ -18,7 +18,8 @@ Invariants:
 - A bucket is requested into a half only when all reads out of that half have run.
 - A rank answers when its copies have run, not when they are enqueued.
 - Buffers are mapped only during an update. CUDA does not define what happens to memory that is freed while another
-  process has it mapped, and a rank hears no commands between two updates, when it may close its publisher.
+  process has it mapped, and a rank hears no commands between two updates, when it may close its publisher. A rank that
+  closes in the middle of an update does not free its buffer.
 - Either all ranks lend, or none: if one cannot, all parts of the update come through host memory.
 """
 
@@ -27,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -73,6 +74,7 @@ class LentBuffer:
     def __init__(self) -> None:
         self._memory: IpcMemory | None = None  # that it was allocated from
         self._buffer: torch.Tensor | None = None
+        self._lent = False  # rank 0 may have it mapped
 
     def lend(self, memory: IpcMemory | None, nbytes: int, host: int) -> bytes:
         """The handle of a buffer of at least so many bytes. Raises OSError if rank 0 cannot have one."""
@@ -82,7 +84,8 @@ class LentBuffer:
             raise OSError(0, "its tensors are not on a GPU")
         if self._buffer is None or self._memory is not memory or self._buffer.numel() < nbytes:
             self.free()
-            self._memory, self._buffer = memory, memory.allocate(nbytes)
+            self._memory, self._buffer = memory, _allocate(memory, nbytes)
+        self._lent = True
         return memory.handle(self._buffer)
 
     def pack(self, payload: Payload, start: int, end: int, at: int) -> None:
@@ -90,12 +93,27 @@ class LentBuffer:
         assert self._buffer is not None, "rank 0 has it mapped"
         payload.pack_portion(start, end, self._buffer[at : at + end - start])
 
+    def take_back(self) -> None:
+        """Rank 0 has it not mapped any more."""
+        self._lent = False
+
     def free(self) -> None:
-        """Give it back. Rank 0 has it not mapped."""
-        if self._buffer is not None and self._memory is not None:
-            with contextlib.suppress(OSError):  # of a device that is gone
+        """Give it back; if rank 0 may have it mapped, with the end of the process."""
+        if self._buffer is not None and self._memory is not None and not self._lent:
+            with contextlib.suppress(OSError, RuntimeError):  # of a device that is gone
                 self._memory.free(self._buffer)
         self._memory = self._buffer = None
+
+
+def _allocate(memory: IpcMemory, nbytes: int) -> torch.Tensor:
+    """Memory to lend. If there is too little, torch gives back what it keeps for later. Raises OSError."""
+    try:
+        return memory.allocate(nbytes)
+    except OSError:
+        if not torch.cuda.is_initialized():
+            raise
+        torch.cuda.empty_cache()
+        return memory.allocate(nbytes)
 
 
 def map_buffers(memory: IpcMemory, handles: Mapping[int, bytes], nbytes: int) -> dict[int, IpcReader]:
@@ -104,11 +122,19 @@ def map_buffers(memory: IpcMemory, handles: Mapping[int, bytes], nbytes: int) ->
     try:
         for rank, handle in handles.items():
             readers[rank] = memory.reader(handle, nbytes)
-    except OSError as error:
-        for reader in readers.values():
-            reader.close()
+    except (OSError, RuntimeError) as error:
+        close_all(readers.values())
+        if not isinstance(error, OSError):
+            raise
         raise OSError(error.errno, f"rank 0 cannot map the memory of rank {rank}: {error.strerror}") from error
     return readers
+
+
+def close_all(readers: Iterable[IpcReader]) -> None:
+    """Unmap all of them."""
+    for reader in readers:
+        with contextlib.suppress(OSError, RuntimeError):  # of a device that is gone
+            reader.close()
 
 
 def buffer_bytes(manifest: Manifest) -> int:
@@ -174,10 +200,8 @@ class BorrowedParts:
 
     def close(self) -> None:
         """Unmap the buffers; all reads have run."""
-        for reader in self._readers.values():
-            with contextlib.suppress(OSError):  # of a device that is gone
-                reader.close()
-        self._readers = {}
+        readers, self._readers = self._readers, {}
+        close_all(readers.values())
 
     def _request(self, index: int) -> None:
         self._half = (self._half + 1) % self._halves

@@ -20,6 +20,7 @@ Supported are DTensors with Shard and Replicate placements, as FSDP2 makes them,
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -80,7 +81,7 @@ class TrainerRanks:
         self._buffer = LentBuffer()
         self._borrowed: BorrowedParts | None = None  # rank 0, during an update
         self._lenders: Sequence[int] = ()
-        self._requested = False  # a BUCKET that the lenders have not answered; they take no command before
+        self._answers: list[tuple[int, torch.Tensor, Callable[[float], None]]] = []  # to the last BUCKET, under way
         self._packed: list[str] = []  # their answers to the last one: why not, or empty
         self._not_lent = ""  # why ranks did not lend in an earlier update
         self.address = _address()
@@ -162,7 +163,10 @@ class TrainerRanks:
         """Rank 0: have the lenders pack bytes `start` to `end` of the stream, from byte `at` of their buffers on."""
         with self._lock:
             self._tell((BUCKET, start, end, at))
-            self._requested, self._packed = True, ["it did not answer"] * len(self._lenders)
+            self._packed = ["it did not answer"] * len(self._lenders)
+            # Received from now on: so a lender waits for commands, which `stop` ends, and never in a send.
+            for rank in self._lenders:
+                self._begin_answer(rank)
 
     def wait_packed(self) -> None:
         """Rank 0: return when the lenders have packed what was requested last."""
@@ -176,9 +180,9 @@ class TrainerRanks:
         """Rank 0: free the tensors on the other ranks. Nothing reads what they lent any more, and it is unmapped."""
         with contextlib.suppress(RolloutError):  # the rank's own handle reports it
             self.tell(RELEASED)
-        if self._borrowed is not None:
-            self._borrowed.close()
-            self._borrowed = None
+        borrowed, self._borrowed = self._borrowed, None
+        if borrowed is not None:
+            borrowed.close()
 
     def finish(self, handle: PublishHandle) -> None:
         """Rank 0: send the result of the update."""
@@ -219,6 +223,7 @@ class TrainerRanks:
                         self._send(data)
                 case [op, nbytes, host, *_] if op == LEND:
                     if not nbytes:
+                        self._buffer.take_back()
                         self._buffer.free()
                     elif any(shards.mine):
                         self._send(_answer_of(self._lend, payload.device, nbytes, host))
@@ -226,6 +231,7 @@ class TrainerRanks:
                     if any(shards.mine):
                         self._send(_answer_of(self._buffer.pack, payload, start, end, at))
                 case [op, *_] if op == RELEASED:
+                    self._buffer.take_back()
                     payload.release()
                 case [op, length, *_] if op == JOIN:
                     order = self._read_map(length)
@@ -250,7 +256,7 @@ class TrainerRanks:
         ending = self._group.close(broken=self._broken is not None)
         if ending is not None:
             ending.join(END_S)
-        self._buffer.free()  # the last: rank 0 unmaps it when the group breaks in the middle of an update
+        self._buffer.free()
 
     def stop(self) -> None:
         """End all waits. Any thread may call it."""
@@ -279,9 +285,15 @@ class TrainerRanks:
         return self._buffer.lend(self._memory_of(device), nbytes, host)
 
     def _receive_answers(self) -> None:
-        if self._requested:
-            self._requested = False
-            self._packed = [read_answer(self._answer(rank))[1] for rank in self._lenders]
+        answers, self._answers = self._answers, []
+        for rank, _, wait in answers:
+            self._do(functools.partial(wait, self._timeout_s), f"rank {rank}")
+        if answers:
+            self._packed = [read_answer(data)[1] for _, data, _ in answers]
+
+    def _begin_answer(self, rank: int) -> None:
+        data = torch.empty(ANSWER_BYTES, dtype=torch.uint8)
+        self._do(lambda: self._answers.append((rank, data, self._group.begin_receive(data, rank))), f"rank {rank}")
 
     def _answer(self, rank: int) -> torch.Tensor:
         data = torch.empty(ANSWER_BYTES, dtype=torch.uint8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -354,7 +355,8 @@ class Payload:
             yield
             return
         self._stream.wait_event(self._after)
-        with torch.cuda.stream(self._stream):
+        # Without the first, leaving the second would make the thread's device current, with a context there.
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             yield
 
 
@@ -382,4 +384,10 @@ def _side_stream(tensors: list[torch.Tensor]) -> tuple[torch.cuda.Stream | None,
         raise ValueError(f"the tensors are on CUDA devices {devices}; gather them on one before publishing")
     after = torch.cuda.Event()
     after.record(torch.cuda.current_stream(devices[0]))
-    return torch.cuda.Stream(devices[0]), after
+    return _stream_of(devices[0]), after
+
+
+@functools.cache
+def _stream_of(device: int) -> torch.cuda.Stream:
+    """The side stream of a GPU. One for all updates: torch reuses memory only on the stream that it was made for."""
+    return torch.cuda.Stream(device)

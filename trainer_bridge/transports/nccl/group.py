@@ -237,10 +237,22 @@ class BroadcastGroup:
 
         A timeout breaks the group. Raises `GroupError`.
         """
+        self.begin_receive(out, sender, tag)(timeout_s)
+
+    def begin_receive(self, out: torch.Tensor, sender: int, tag: int = 0) -> Callable[[float], None]:
+        """As `receive`, in two steps: the sender need not wait for the second, which takes the time limit."""
         try:
-            self._backend.recv([out], sender, tag).wait(timedelta(seconds=timeout_s))
+            work = self._backend.recv([out], sender, tag)
         except RuntimeError as error:
             raise GroupError(_first_line(error)) from error
+
+        def wait(timeout_s: float) -> None:
+            try:
+                work.wait(timedelta(seconds=timeout_s))
+            except RuntimeError as error:
+                raise GroupError(_first_line(error)) from error
+
+        return wait
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
