@@ -17,6 +17,7 @@ import torch
 from tests.support.bridge.fault_client import FaultServer
 from tests.support.bridge.file_memory import FileMemory
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
+from tests.support.bridge.lending_trainer import CLOSE_S
 from tests.support.kernels.grids import nightly
 from trainer_bridge.publish import lent_parts
 from trainer_bridge.publish.lent_parts import BorrowedParts, LentBuffer, answer, host_number, map_buffers, read_answer
@@ -47,14 +48,15 @@ def train(
     order = {"endpoints": [worker.endpoint for worker in workers], "folder": str(folder), "ranks": ranks}
     order |= {"bucket_bytes": bucket_bytes, "placements": placements, "fault": fault, "candidates": candidates}
     order["late"] = None if late is None else late.endpoint
-    files = [folder / f"rank-{rank}.json" for rank in range(ranks) if fault != "dies" or rank != 1]
+    lost = {"dies": 1, "stands still": 0}.get(fault)
+    files = [folder / f"rank-{rank}.json" for rank in range(ranks) if rank != lost]
     with ExitStack() as stack:
         for rank in range(ranks):
             stack.enter_context(faults.child(role="lending", rank=rank, **order))
         for file in files:
             wait_for(file.exists, f"the end of {file.stem}", 120)
     # A rank that cannot know whether rank 0 still reads its buffer leaves it to the end of the process.
-    assert len(list((folder / "lent").iterdir())) == (2 if fault == "dies" else 0)
+    assert len(list((folder / "lent").iterdir())) == (0 if lost is None else ranks - 1)
     seen = [json.loads(file.read_text()) for file in files]
     assert all(mapped == 0 for rank in seen for mapped in rank["mapped"])  # between two updates
     return seen
@@ -162,6 +164,12 @@ def test_a_rank_that_dies_while_it_packs_ends_the_update_and_the_old_weights_ser
         (error,) = rank["errors"]
         assert error.startswith("gather: ") and rank["versions"] == [1]
     assert "rank 1 cannot be reached" in seen[0]["errors"][0]
+
+
+def test_a_lender_can_close_while_rank_0_stands_still(faults: FaultServer, tmp_path: Path) -> None:
+    with shared_worker(tmp_path) as worker:
+        for rank in train(faults, [worker], tmp_path, ranks=3, fault="stands still"):
+            assert rank["closed_s"] < 4 * CLOSE_S and len(rank["errors"]) == 1 and rank["versions"] == [1]
 
 
 @pytest.mark.parametrize(("fault", "says"), [("cannot pack", "rank 1.*out of luck"), ("gives up", "it gives up")])

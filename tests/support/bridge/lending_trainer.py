@@ -16,6 +16,7 @@ a rank:
     "cannot pack"   rank 1 fails to pack a bucket of version 2
     "gives up"      rank 0's sender fails in version 2, with a bucket requested ahead
     "elsewhere"     the buckets of rank 0 are on another device than its tensors
+    "stands still"  rank 0 stops in version 2, with a bucket requested ahead, and the others close
     "no room"       rank 0 has no memory left to put the third part together
 
 Each rank writes what it saw as JSON.
@@ -24,10 +25,12 @@ Each rank writes what it saw as JSON.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,9 @@ from trainer_bridge.transports.cuda_ipc import CudaIpcSender
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shards import Shards
 from trainer_bridge.wire.errors import RolloutError
+
+LOSES_A_RANK = ("dies", "stands still")
+CLOSE_S = 5.0  # how long a rank waits for the others before it closes
 
 
 def state_of(placements: str, version: int, mesh: Any) -> dict[str, torch.Tensor]:
@@ -90,7 +96,13 @@ def fails(error: Exception) -> Any:
     return call
 
 
-def arm(fault: str, rank: int, last: int, memory: FileMemory, at: list[int]) -> None:
+def stop(folder: Path) -> None:
+    """Stop this process, once a file says so."""
+    (folder / "stopped").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def arm(fault: str, rank: int, last: int, memory: FileMemory, at: list[int], folder: Path) -> None:
     """Prepare what befalls this rank."""
     if fault == "no memory" and rank == last:
         memory.allocate = fails(OSError(2, "out of memory"))  # type: ignore[method-assign]
@@ -126,13 +138,13 @@ def arm(fault: str, rank: int, last: int, memory: FileMemory, at: list[int]) -> 
             read(self, *given)
 
         BorrowedParts.read = read_some  # type: ignore[method-assign]
-    if fault == "gives up" and rank == 0:
+    if fault in ("gives up", "stands still") and rank == 0:
         pack, calls = CudaIpcSender._pack, []
+        act = fails(RolloutError("it gives up")) if fault == "gives up" else functools.partial(stop, folder)
 
         def give_up(self: CudaIpcSender, *given: Any) -> Any:
             calls.append(at[0])
-            gives_up = calls[-1] == 2 and calls.count(2) == 2
-            return fails(RolloutError("it gives up"))() if gives_up else pack(self, *given)
+            return act() if calls[-1] == 2 and calls.count(2) == 2 else pack(self, *given)
 
         CudaIpcSender._pack = give_up  # type: ignore[method-assign]
 
@@ -184,7 +196,7 @@ def train_lending(order: dict[str, Any]) -> None:
     publisher_module._ABORT_S = 20.0  # for which a worker on a busy machine may take to answer
     at, memory = [0], FileMemory(folder / "lent")
     watch(seen, at)
-    arm(order["fault"], rank, ranks - 1, memory, at)
+    arm(order["fault"], rank, ranks - 1, memory, at, folder)
     logging.getLogger("trainer_bridge").addHandler(Warnings(seen["warnings"]))
     TransportChoice.candidates = lambda self, payload: ("shm",) if payload.again else order["candidates"]  # type: ignore[method-assign]
     with WeightPublisher(
@@ -192,7 +204,7 @@ def train_lending(order: dict[str, Any]) -> None:
         bucket_bytes=order["bucket_bytes"],
         collective=True,
         keep=order["late"] is not None,
-        begin_s=60,
+        begin_s=60 if order["fault"] != "stands still" else CLOSE_S,
         stall_s=60,
     ) as publisher:
         share_from(publisher, folder / "slots")
@@ -202,6 +214,11 @@ def train_lending(order: dict[str, Any]) -> None:
             try:
                 state = state_of(placements, version, mesh)
                 handle = publisher.publish(state, version)
+                if order["fault"] == "stands still" and version == 2:
+                    wait_for((folder / "stopped").exists, "rank 0 to stop", 60)
+                    began_s = time.monotonic()
+                    publisher.close()
+                    seen["closed_s"] = time.monotonic() - began_s
                 handle.held(60)
                 for tensor in state.values():
                     (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(-1)
@@ -212,7 +229,7 @@ def train_lending(order: dict[str, Any]) -> None:
                 seen["errors"].append(str(error))
                 with contextlib.suppress(RolloutError):
                     handle.applied(60)  # the end of it
-                if order["fault"] == "dies":
+                if order["fault"] in LOSES_A_RANK:
                     break
             seen["mapped"].append(memory.readers)
             seen["buffers"].append(len(list((folder / "lent").iterdir())))
@@ -222,6 +239,6 @@ def train_lending(order: dict[str, Any]) -> None:
     draft = folder / f"{rank}.part"
     draft.write_text(json.dumps(seen))
     draft.rename(folder / f"rank-{rank}.json")
-    if order["fault"] != "dies":
+    if order["fault"] not in LOSES_A_RANK:
         dist.barrier()
         dist.destroy_process_group()
