@@ -5,7 +5,7 @@
     ... --trainer-device cuda:1 --transport nccl --plain-broadcast         two GPUs, compared with a plain broadcast
     ... --trainer-device cuda:0 cuda:1 --worker-device cuda:2 cuda:3       a trainer of two ranks, two workers
     ... --tensor-parallel 2 --trainer-device cuda:0                        a worker of two ranks, on the first two GPUs
-    ... --tensor-parallel 4 --trainer-layers 1 --limit-s 1800              a trainer with memory for one layer
+    ... --tensor-parallel 4 --trainer-layers 1                             a trainer with memory for one layer
     ... --updates 100 --new 16384                                          tokens that reveal their version
 
 A worker (`rollout serve` with random weights of the shape) and a trainer with its own tensors run as one process each.
@@ -18,8 +18,8 @@ worker copy their parts at the same time: the floor of N ranks is that of an N-t
 from the start of the worker until it serves.
 
 With --trainer-layers N the trainer has memory for the first N layers only, and layer i has the tensors of layer i mod
-N. All names are sent, so `bytes` is that of the whole model; `held_bytes` is what one rank of the trainer has. Except
-by nccl, rank 0 gathers the other ranks' parts through host memory: a large model needs a longer --limit-s.
+N. All names are sent, so `bytes` is that of the whole model; `held_bytes` is what one rank of the trainer has. On a
+CPU, or if a warning says so, the other ranks' parts cross host memory: a large model then needs a longer --limit-s.
 
 With --updates, greedy rows then run under weights that draw a different token for each version, and every token is
 compared with the version in its completion. The exit status is 1 if an update or a request failed, a token is wrong, or
