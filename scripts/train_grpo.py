@@ -280,7 +280,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def speculation_totals(metrics: Path) -> dict[str, float]:
-    """What the worker's last line of metrics says of drafts."""
+    """The counts of drafts in the worker's last line of metrics."""
     last = json.loads(metrics.read_text().splitlines()[-1])
     return {name: last[f"speculation/{name}"] for name in ("drafted", "accepted", "accepted_pct", "tokens_a_step")}
 

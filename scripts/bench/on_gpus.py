@@ -3,7 +3,7 @@
     PYTHONPATH=.:kernels python -m scripts.bench.on_gpus PLAN --out FOLDER [--seconds 560] [--gpus 4]
 
 PLAN has a line for each run: how many GPUs, its limit in seconds, a name, and the command, in which {out} is FOLDER.
-Empty lines and those that begin with # are left out.
+Empty lines, and lines that begin with #, are left out.
 
     4 300 tp4_235b python -m scripts.bench.compare_peers --gpus 4 --shapes qwen3-235b-a22b --out {out}/tp4_235b.json
     2 200 tp2_8b   python -m scripts.bench.compare_peers --gpus 2 --shapes qwen3-8b --out {out}/tp2_8b.json
@@ -21,13 +21,14 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from scripts.bench.peers.runs import end_group
 
 _POLL_S = 0.1
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
@@ -58,7 +59,10 @@ def read_plan(text: str, out: Path, gpus: int) -> list[Run]:
     """The runs of a plan. Raises ValueError with the line that is wrong."""
     runs: list[Run] = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = shlex.split(line, comments=True)
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
         if not words:
             continue
         if len(words) < 4 or not words[0].isdigit() or not words[1].isdigit():
@@ -82,7 +86,11 @@ class _Process:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
         with (out / f"{run.name}.log").open("wb") as log:
             self._process = subprocess.Popen(
-                run.command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                run.command,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # can be killed as a group; a new session would outlive an interrupted command
             )
 
     def ended(self, now_s: float, end_s: float) -> Ended | None:
@@ -96,11 +104,7 @@ class _Process:
 
     def kill(self) -> None:
         """End it and what it has started."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
+        end_group(self._process)
 
 
 def run_all(runs: Sequence[Run], out: Path, gpus: int, seconds: float) -> list[Ended]:

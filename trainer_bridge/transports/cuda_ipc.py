@@ -184,7 +184,7 @@ def runtime_path() -> str:
 def runtime_paths() -> list[str]:
     """The paths of all CUDA runtimes that this process has loaded: other packages may bring one beside torch's.
 
-    Memory is the same in all of them, and the last error is each one's own. Raises OSError if there is none.
+    Memory is the same in all of them, but each keeps its own last error. Raises OSError if no runtime is loaded.
     """
     torch.cuda.init()
     found = list(dict.fromkeys(_LIBRARY.findall(Path("/proc/self/maps").read_text())))

@@ -181,7 +181,7 @@ class Shards:
         return portions if portions and len(portions) == len(layouts) else None
 
     def own_portion(self, index: int, first: int, last: int) -> list[Rows]:
-        """The part of these elements that this rank has: rows of elements of the tensor. No rows if it is none's."""
+        """The part of these elements that this rank has, as rows of elements of the tensor; empty if it has none."""
         box = self.boxes[index]
         layout = None if box is None else _layout(box, self.shapes[index])
         return [] if layout is None else layout.portion(first, last)

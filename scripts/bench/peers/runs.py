@@ -109,7 +109,7 @@ def run_child(
         yield {"error": "ran out of time"}
         status = 1
     finally:
-        _end_group(process)
+        end_group(process)
         if log is not None:
             log.write_text("".join(talk))
     if status != 0:
@@ -129,8 +129,8 @@ def _next_line(lines: queue.SimpleQueue[str | None], deadline_s: float) -> str |
         raise TimeoutError from None
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """Kill the child and its processes; afterwards the memory of the GPU is free."""
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and its group; afterwards the memory of the GPU is free."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

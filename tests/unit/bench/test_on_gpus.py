@@ -1,4 +1,4 @@
-"""Runs that share the GPUs of a host: their order, their GPUs, their limits, and what is told of them."""
+"""Runs that share the GPUs of a host: their order, their GPUs, their limits, and the report about them."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ def test_what_did_not_begin_in_time_is_told(tmp_path: Path) -> None:
         ("1 60 name\n", "line 1"),
         ("\nmany 60 name true\n", "line 2"),
         ("8 60 name true\n", "8 GPUs"),
+        ("1 60 name 'true\n", "line 1: No closing quotation"),
         ("1 60 a/b true\n", "a/b"),
         ("1 60 a true\n1 60 a true\n", "line 2"),
     ],
