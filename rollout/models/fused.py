@@ -322,8 +322,8 @@ class FusedDecoder:
             return add_rms_norm(residual_TH, None, weight_H, spec.eps, None, spec.unit_offset)
         parts, correction, partial = added
         if partial:
-            peers = self._model.group.peers
-            if peers is not None and peers.fits(len(residual_TH), spec.hidden, residual_TH.dtype):
+            peers = self._model.group.peers_for(len(residual_TH), spec.hidden, residual_TH.dtype)
+            if peers is not None:
                 return all_reduce_norm(residual_TH, parts, weight_H, spec.eps, peers, spec.unit_offset)
             parts = self._all_reduced(parts, residual_TH.dtype)
         return add_rms_norm(residual_TH, parts, weight_H, spec.eps, correction, spec.unit_offset)
@@ -331,8 +331,9 @@ class FusedDecoder:
     def _all_reduced(self, parts_STH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of the parts over all ranks, as one part."""
         group = self._model.group
-        if group.peers is not None and group.peers.fits(parts_STH.shape[1], parts_STH.shape[2], dtype):
-            return all_reduce_rows(parts_STH, group.peers, dtype)[None]
+        peers = group.peers_for(*parts_STH.shape[1:], dtype)
+        if peers is not None:
+            return all_reduce_rows(parts_STH, peers, dtype)[None]
         return group.all_reduce(sum_of_parts(parts_STH, dtype))[None]
 
     def _product(

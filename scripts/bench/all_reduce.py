@@ -1,10 +1,10 @@
-"""Latency of sums over the GPUs of one host, inside a captured graph: ours, ours with residual and norm, NCCL, torch.
+"""Latency of sums over the GPUs of one host, inside a captured graph: ours, with residual and norm or without, NCCL's.
 
     python -m scripts.bench.all_reduce [--gpus 2] [--width 4096] [--calls 64] [--out FILE]
 
 One process a GPU. A graph holds many calls; the median of its replays, divided by the calls, is the latency of one.
-Before that each way is checked: the sum against float64, and that all ranks have the same bits. "nccl, then norm" is
-what the fused kernel replaces. torch's one-shot kernel (`--torch`) reads memory of its own, so a copy to it is a part
+Before that each way is checked: the sum against float64, and that all ranks have the same bits. "words" and "rows" are
+the two forms of buffers. "nccl, then norm" is what the fused kernel replaces. torch's one-shot kernel (`--torch`) reads memory of its own, so a copy to it is a part
 of its time.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ Work = Callable[[torch.Tensor], torch.Tensor]
 class Bench:
     """One rank's measurements."""
 
-    def __init__(self, group: TensorGroup, peers: PeerBuffers, args: argparse.Namespace) -> None:
-        self.group, self.peers, self.args, self.device = group, peers, args, group.device
+    def __init__(self, group: TensorGroup, args: argparse.Namespace) -> None:
+        self.group, self.args, self.device = group, args, group.device
+        connect = partial(connect_peers, dist.group.WORLD, group.device, MOST_ROWS, args.width // 2)
+        self.forms: dict[str, PeerBuffers] = {"words": connect(), "rows": connect(flagged=True)}
         generator = torch.Generator(self.device).manual_seed(1)
         self.weight = torch.rand(args.width, generator=generator, device=self.device).add_(0.5).bfloat16()
 
@@ -55,15 +58,18 @@ class Bench:
         """From this rank's part to a sum, by name."""
         residual = self.inputs(rows, 7)[1]
 
-        def ours_with_norm(x: torch.Tensor) -> torch.Tensor:
-            return all_reduce_norm(residual, x[None], self.weight, EPS, self.peers)
+        def with_norm(peers: PeerBuffers, x: torch.Tensor) -> torch.Tensor:
+            return all_reduce_norm(residual, x[None], self.weight, EPS, peers)
+
+        def alone(peers: PeerBuffers, x: torch.Tensor) -> torch.Tensor:
+            return all_reduce_rows(x[None], peers)
 
         def nccl_and_norm(x: torch.Tensor) -> torch.Tensor:
             return add_rms_norm(residual, self.nccl(x)[None], self.weight, EPS)
 
         ways: dict[str, Work] = {"nccl": self.nccl, "nccl, then norm": nccl_and_norm}
-        if rows <= MOST_ROWS:
-            ways = {"ours": lambda x: all_reduce_rows(x[None], self.peers), "ours with norm": ours_with_norm} | ways
+        for form, peers in self.forms.items() if rows <= MOST_ROWS else ():
+            ways |= {form: partial(alone, peers), f"{form}, norm": partial(with_norm, peers)}
         symmetric = self.symmetric(rows)
         return ways if symmetric is None else ways | {"torch one-shot": symmetric}
 
@@ -90,19 +96,22 @@ class Bench:
         exact = self.group.all_gather(part).double().sum(0)
         errors = {}
         sums: dict[str, Work] = {"nccl": lambda x: self.nccl(x.clone())}
-        if rows <= MOST_ROWS:
-            sums["ours"] = lambda x: all_reduce_rows(x[None], self.peers)
         for name, work in sums.items():
             errors[name] = self._error(work(part), exact)
-        if rows <= MOST_ROWS:
+        for form, peers in self.forms.items() if rows <= MOST_ROWS else ():
+            errors[form] = self._error(all_reduce_rows(part[None], peers), exact)
             stream = residual.clone()
-            normed = all_reduce_norm(stream, part[None], self.weight, EPS, self.peers)
+            normed = all_reduce_norm(stream, part[None], self.weight, EPS, peers)
             total = residual.double() + exact
-            errors["ours, residual"] = self._error(stream, total)
+            errors[f"{form}, residual"] = self._error(stream, total)
             scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS)
-            errors["ours with norm"] = self._error(normed, total * scale * self.weight.double())
-        assert self.peers.fault.item() == 0, "a peer's words did not come"
+            errors[f"{form}, norm"] = self._error(normed, total * scale * self.weight.double())
+        self.assert_all_came()
         return errors
+
+    def assert_all_came(self) -> None:
+        """Raises AssertionError if this rank waited in vain."""
+        assert all(peers.fault.item() == 0 for peers in self.forms.values()), "a peer's part did not come"
 
     def _error(self, found: torch.Tensor, exact: torch.Tensor) -> float:
         ranks = self.group.all_gather(found)
@@ -124,20 +133,20 @@ class Bench:
 
 def measure(group: TensorGroup, args: argparse.Namespace) -> None:
     """One rank."""
-    bench = Bench(group, connect_peers(dist.group.WORLD, group.device, MOST_ROWS, args.width // 2), args)
+    bench = Bench(group, args)
     found = []
     for rows in args.rows:
         row: dict[str, Any] = {"rows": rows, "KB": rows * args.width * 2 / 1024}
         checked = bench.check(rows)
         for name, work in bench.ways(rows).items():
             row[f"{name}, us"] = bench.latency_us(work, rows)
-            assert bench.peers.fault.item() == 0, "a peer's words did not come"
+            bench.assert_all_came()
         found.append(row | {f"error: {name}": error for name, error in checked.items()})
         if group.rank == 0:
             print(json.dumps(found[-1]), flush=True)
     if group.rank == 0:
-        shown = ("ours, us", "ours with norm, us", "nccl, us", "nccl, then norm, us", "torch one-shot, us")
-        table = [{key: row.get(key, "") for key in ("rows", "KB", *shown)} for row in found]
+        shown = [f"{way}, us" for way in ("words", "words, norm", "rows", "rows, norm", "nccl", "nccl, then norm")]
+        table = [{key: row.get(key, "") for key in ("rows", "KB", *shown, "torch one-shot, us")} for row in found]
         print_table(f"{args.gpus} GPUs, width {args.width}", table)
         write_results(args.out, found, gpus=args.gpus, width=args.width, calls=args.calls)
 

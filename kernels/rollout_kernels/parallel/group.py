@@ -11,6 +11,7 @@ CPU, NCCL on GPUs. All ranks must call the same operations in the same order, wi
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 #: Rows that are added over peers' memory; more rows, as in prefills, by NCCL.
 MOST_PEER_ROWS = 256
+#: Bytes that a rank sends its peers for a sum, up to which words are faster than flagged rows.
+MOST_WORD_BYTES = 256 << 10
 #: Words of a histogram that is exchanged over peers' memory: two for each of 2048 bins, and one more.
 HISTOGRAM_WORDS = 2 * 2048 + 1
 
@@ -35,7 +38,8 @@ class TensorGroup:
         self.size = size
         self.device = torch.device("cpu") if device is None else device
         # Where the ranks have been prepared for them:
-        self.peers: PeerBuffers | None = None  # for sums of few rows
+        self.peers: PeerBuffers | None = None  # for small sums
+        self.large_peers: PeerBuffers | None = None  # for the other sums of few rows; shares the flag of `peers`
         self.histogram_peers: PeerBuffers | None = None  # for histograms of few rows that are truncated
 
     @staticmethod
@@ -63,6 +67,14 @@ class TensorGroup:
 
     def prepare(self, width: int, dtype: torch.dtype) -> None:
         """Get ready for sums of rows of `width` values, and for draws. All ranks call this before the first one."""
+
+    def peers_for(self, rows: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
+        """The buffers over which rows of `width` values are added, or None if they do not go over peers' memory."""
+        if self.peers is not None and self.peers.fits(rows, width, dtype):
+            return self.peers
+        if self.large_peers is not None and self.large_peers.fits(rows, width, dtype):
+            return self.large_peers
+        return None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of `x` over the ranks, in its dtype; added in float32. The sum may take the memory of `x`."""
@@ -121,26 +133,29 @@ class NcclGroup(TensorGroup):
         values = 2 if dtype.itemsize == 2 else 1
         if self.peers is not None or width % values:
             return
-        peers, histogram_peers, problem = None, None, None
+        words, connect = width // values, partial(connect_peers, self._processes, self.device)
+        few = max(1, min(MOST_PEER_ROWS, MOST_WORD_BYTES // ((self.size - 1) * 4 * words)))
+        connected: list[PeerBuffers] = []
+        problem = None
         try:
-            peers = connect_peers(self._processes, self.device, MOST_PEER_ROWS, width // values)
-            histogram_peers = connect_peers(
-                self._processes, self.device, MOST_PEER_ROWS, HISTOGRAM_WORDS, fault=peers.fault
-            )
+            connected.append(connect(MOST_PEER_ROWS, words, flagged=True))
+            connected.append(connect(few, words, beside=connected[0]))
+            connected.append(connect(MOST_PEER_ROWS, HISTOGRAM_WORDS, beside=connected[0]))
         except RuntimeError as error:
             problem = error
-        connected = torch.tensor([int(histogram_peers is not None)], device=self.device)
-        if bool(self.all_gather(connected).all()):  # all ranks take the same way
-            self.peers, self.histogram_peers = peers, histogram_peers
+        all_connected = torch.tensor([int(problem is None)], device=self.device)
+        if bool(self.all_gather(all_connected).all()):  # all ranks take the same way
+            self.large_peers, self.peers, self.histogram_peers = connected
         else:
             log.warning("sums over ranks are slow: the GPUs cannot reach each other's memory: %s", problem or "a peer")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `TensorGroup.all_reduce`. NCCL chooses the order of more than two ranks; all have the same bits."""
-        if self.peers is not None and x.dim() == 2 and self.peers.fits(x.shape[0], x.shape[1], x.dtype):
+        peers = self.peers_for(*x.shape, x.dtype) if x.dim() == 2 else None
+        if peers is not None:
             from rollout_kernels.parallel.triton_all_reduce import all_reduce_rows
 
-            return all_reduce_rows(x.contiguous()[None], self.peers)
+            return all_reduce_rows(x.contiguous()[None], peers)
         # The sum of two values is rounded once either way. NCCL rounds each partial sum of more to their dtype.
         total = x.contiguous() if self.size == 2 or x.dtype == torch.float32 else x.float()
         dist.all_reduce(total, group=self._processes)

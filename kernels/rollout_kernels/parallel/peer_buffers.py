@@ -1,20 +1,25 @@
 """Memory that the ranks of a host write to each other: each rank's buffer, and the addresses of all of them.
 
-A word is 8 bytes: 4 of data, and the number of the exchange. The hardware writes it at once, so a reader that finds the
-number finds the data. No other signal is needed, and a word takes one way over the link.
-
     buffer of rank 1   [2 turns, ranks, rows, words]
                             |      |
                             |      from rank 0 | from rank 1 (unused) | from rank 2 ...
                             exchanges of a row use both turns alternately
 
+A buffer has one of two forms:
+
+    words    A word is 8 bytes: 4 of data, and the number of the exchange. The hardware writes it at once, so a reader
+             that finds the number finds the data. A word takes one way over the link and needs no other signal.
+    flagged  A row is its data, and then its flag, which gets the number of the exchange after the data has arrived. So
+             half as many bytes cross, but the sender has to wait for its data: better for large sums.
+
 Invariants:
 
-- An exchange writes words of the turn that the exchange before it did not use. A rank ends an exchange when it has all
-  words of it, so its peers have begun it, and have read all of the exchange before. Nothing is overwritten unread.
+- A rank ends an exchange of a row when it has all parts of it, so its peers have begun it, and have read all of the
+  exchange before, in whatever buffer. An exchange writes to the turn that the exchange before it did not use. Nothing
+  is overwritten unread.
 - The number of an exchange is counted for each row, on the device: graphs can be replayed. All ranks exchange the same
-  rows in the same order, so the counters agree.
-- A word with a negative number has a row in it that its sender knows to be wrong.
+  rows in the same order, so the counters agree. Buffers that are used by turns share their counters.
+- A negative number says that the sender knows the row to be wrong.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ import torch.distributed as dist
 
 #: Turns: how many exchanges of a row have a place in a buffer.
 TURNS = 2
+#: Int32 values after the data of a flagged row. The first is the flag; the others keep rows aligned.
+TAIL = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +41,31 @@ class PeerBuffers:
     """One rank's buffer, the addresses of all ranks' buffers in this process, and its counters."""
 
     rank: int
-    words_2RMW: torch.Tensor  # int64, zero at first
+    memory_2RMW: torch.Tensor  # zero at first; int64: words; int32: flagged rows, the last TAIL values are not data
     addresses_R: torch.Tensor  # int64, on the device
     exchanges_M: torch.Tensor  # int32: how many exchanges each row has had
-    fault: torch.Tensor  # int32 [1]: 1 + the rank whose words did not come, or were wrong; then nothing waits any more
+    fault: torch.Tensor  # int32 [1]: 1 + the rank whose part did not come, or was wrong; then nothing waits any more
     owner: Any = None  # keeps the peers' memory mapped
 
     @property
     def size(self) -> int:
         """Ranks."""
-        return self.words_2RMW.shape[1]
+        return self.memory_2RMW.shape[1]
 
     @property
     def rows(self) -> int:
         """Rows that an exchange may have."""
-        return self.words_2RMW.shape[2]
+        return self.memory_2RMW.shape[2]
+
+    @property
+    def flagged(self) -> bool:
+        """True if a row has one number, False if each of its words has."""
+        return self.memory_2RMW.dtype == torch.int32
 
     @property
     def words(self) -> int:
-        """Words of a row."""
-        return self.words_2RMW.shape[3]
+        """Most pieces of four bytes that a row may have."""
+        return self.memory_2RMW.shape[3] - (TAIL if self.flagged else 0)
 
     def fits(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         """True if an exchange of `rows` rows of `width` values is possible."""
@@ -64,41 +76,61 @@ class PeerBuffers:
     def of(
         cls,
         rank: int,
-        words_2RMW: torch.Tensor,
+        memory_2RMW: torch.Tensor,
         addresses: list[int],
         owner: Any = None,
-        fault: torch.Tensor | None = None,
+        beside: PeerBuffers | None = None,
     ) -> PeerBuffers:
-        """Buffers whose memory is connected already: `addresses` has one of each rank's `words_2RMW`.
+        """Buffers whose memory is connected already: `addresses` has one of each rank's `memory_2RMW`.
 
-        `fault` is the flag of other buffers of this rank, which these share.
+        `beside` are other buffers of this rank, with as many rows or more. These share their counters and their flag.
         """
-        device = words_2RMW.device
+        device = memory_2RMW.device
+        assert beside is None or beside.exchanges_M.numel() >= memory_2RMW.shape[2]
         return cls(
             rank,
-            words_2RMW,
+            memory_2RMW,
             torch.tensor(addresses, dtype=torch.int64, device=device),
-            torch.zeros(words_2RMW.shape[2], dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device) if fault is None else fault,
+            torch.zeros(memory_2RMW.shape[2], dtype=torch.int32, device=device)
+            if beside is None
+            else beside.exchanges_M,
+            torch.zeros(1, dtype=torch.int32, device=device) if beside is None else beside.fault,
             owner,
         )
 
 
+def buffer_shape(ranks: int, rows: int, words: int, flagged: bool) -> tuple[int, int, int, int]:
+    """The shape of `PeerBuffers.memory_2RMW` for rows of `words` pieces of four bytes."""
+    return TURNS, ranks, rows, -(-words // TAIL) * TAIL + TAIL if flagged else words
+
+
 def connect_peers(
-    processes: dist.ProcessGroup, device: torch.device, rows: int, words: int, fault: torch.Tensor | None = None
+    processes: dist.ProcessGroup,
+    device: torch.device,
+    rows: int,
+    words: int,
+    flagged: bool = False,
+    beside: PeerBuffers | None = None,
 ) -> PeerBuffers:
     """Buffers on the GPUs of a host, which read and write each other's memory over NVLink. All ranks call this.
 
-    No multicast is used. `fault` is the flag of other buffers, which these share. Raises RuntimeError if the GPUs
-    cannot reach each other's memory.
+    No multicast is used. Raises RuntimeError if the GPUs cannot reach each other's memory.
+
+    Args:
+        processes: the ranks, connected by NCCL.
+        device: the GPU of this rank.
+        rows: most rows of an exchange.
+        words: most pieces of four bytes of a row.
+        flagged: the form of the buffers.
+        beside: as in `PeerBuffers.of`.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    shape = (TURNS, processes.size(), rows, words)
-    words_2RMW = symmetric_memory.empty(*shape, dtype=torch.int64, device=device)
-    words_2RMW.zero_()
-    handle = symmetric_memory.rendezvous(words_2RMW, processes)
-    addresses = [handle.get_buffer(rank, shape, torch.int64).data_ptr() for rank in range(processes.size())]
+    shape, dtype = buffer_shape(processes.size(), rows, words, flagged), torch.int32 if flagged else torch.int64
+    memory_2RMW = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+    memory_2RMW.zero_()
+    handle = symmetric_memory.rendezvous(memory_2RMW, processes)
+    addresses = [handle.get_buffer(rank, shape, dtype).data_ptr() for rank in range(processes.size())]
     torch.cuda.synchronize(device)
     dist.barrier(processes, device_ids=[device.index])  # no rank writes before all have zeroed their memory
-    return PeerBuffers.of(processes.rank(), words_2RMW, addresses, handle, fault)
+    return PeerBuffers.of(processes.rank(), memory_2RMW, addresses, handle, beside)

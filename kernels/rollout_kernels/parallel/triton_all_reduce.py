@@ -1,17 +1,18 @@
 """The sum of few rows over the ranks of a host, alone or with the residual sum and the norm that follow it.
 
     each program, for its row:
-        parts of the product  -> added, rounded to the dtype, written to every peer as words with the exchange's number
-        words of every peer   -> read until all have this number
+        parts of the product  -> added, rounded to the dtype, written to every peer with the exchange's number
+        parts of every peer   -> read once they have this number
         all ranks' rows       -> added in float32 in the order of the ranks [-> residual -> norm]
 
-A word's data and number arrive together (`peer_buffers`), so an exchange takes one way over the link, and neither a
-barrier nor a fence. Everything that a program reads of its peers is in this GPU's own memory.
+The number is in every word, or in a flag that is written after the row (`peer_buffers`). A word's data and number
+arrive together, so such an exchange takes one way over the link, and neither a barrier nor a fence. Everything that a
+program reads of its peers is in this GPU's own memory. The sums have the same bits either way.
 
 Rounding is that of `all_reduce` and `add_rms_norm` one after the other. So a step may take either way.
 
-Waiting is bounded: after `MOST_SPINS` reads of missing words a program sets `PeerBuffers.fault` to 1 plus the rank that
-did not send, and no program of this rank waits any more. Missing values are NaN. A program whose row has a missing
+Waiting is bounded: after `MOST_SPINS` reads of missing numbers a program sets `PeerBuffers.fault` to 1 plus the rank
+that did not send, and no program of this rank waits any more. Missing values are NaN. A program whose row has a missing
 value sends the row with negative numbers from then on, and a peer that finds one sets its own flag. So no sum of a rank
 whose flag is not set has a wrong value in it. The host looks at the flag before it uses the results of a step.
 
@@ -32,9 +33,9 @@ from rollout_kernels.common.triton_math import (
     narrow,
     wait_for_last,
 )
-from rollout_kernels.parallel.peer_buffers import PeerBuffers
+from rollout_kernels.parallel.peer_buffers import TAIL, PeerBuffers
 
-#: Reads of missing words, each of half a microsecond or more: over 10 seconds.
+#: Reads of missing numbers, each of half a microsecond or more: over 10 seconds.
 MOST_SPINS = 20_000_000
 
 
@@ -80,6 +81,37 @@ def receive_words(at, live, number, fault_ptr, most_spins, RANK: tl.constexpr):
 
 
 @triton.jit
+def receive_flag(at, number, fault_ptr, most_spins, RANK: tl.constexpr):
+    """Wait until a row of rank RANK has this number: whether it came, and 1 if it did not.
+
+    The states are those of `receive_words`. One thread reads and tells the others, so all threads agree.
+    """
+    sent = tl.atomic_add(at, 0, sem="acquire", scope="sys")
+    state = tl.where(sent == number, 0, tl.where(sent < 0, 1, 2))
+    spins = 0
+    while state == 2:
+        sent = tl.atomic_add(at, 0, sem="acquire", scope="sys")
+        fault = tl.atomic_add(fault_ptr, 0, sem="relaxed")
+        state = tl.where(sent == number, 0, tl.where((sent < 0) | (fault != 0), 1, 2))
+        spins += 1
+        if (state == 2) & (spins >= most_spins):
+            state = 1
+    if state == 1:
+        tl.atomic_cas(fault_ptr, 0, 1 + RANK)  # the first cause stays
+    return sent == number, state
+
+
+@triton.jit
+def _from(memory, rank, turn, row, rows, row_words, RANKS: tl.constexpr, FLAGGED: tl.constexpr):
+    """Where a buffer has the row that rank `rank` sent at this turn."""
+    if FLAGGED:  # addresses and sizes of rows are multiples of 16 bytes
+        first = tl.multiple_of(memory.to(tl.pointer_type(tl.int32)), 16)
+        return tl.multiple_of(first + ((turn * RANKS + rank) * rows + row) * row_words, 16)
+    else:
+        return memory.to(tl.pointer_type(tl.int64)) + ((turn * RANKS + rank) * rows + row) * row_words
+
+
+@triton.jit
 def _row_at(first_ptr, at, halves, PAIRS: tl.constexpr):
     """Pointers to a row's values, two a word if they have 16 bits: [W, 2], or [W]."""
     if PAIRS:
@@ -110,6 +142,8 @@ def _all_reduce_kernel(
     NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     PAIRS: tl.constexpr,
+    FLAGGED: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -136,22 +170,36 @@ def _all_reduce_kernel(
         data = low | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     else:
         data = own.to(tl.int32, bitcast=True)
-    word = (data.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
     turn = (number & 1).to(tl.int64)
     for step in tl.static_range(1, RANKS):
-        peer = tl.load(addresses_ptr + (RANK + step) % RANKS).to(tl.pointer_type(tl.int64))
-        send_words(peer + ((turn * RANKS + RANK) * most_rows + row) * row_words + w, word, live_W)
+        peer = tl.load(addresses_ptr + (RANK + step) % RANKS)
+        to = _from(peer, RANK, turn, row, most_rows, row_words, RANKS, FLAGGED)
+        if FLAGGED:
+            tl.store(to + w, data, mask=live_W)
+        else:
+            word = (data.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+            send_words(to + w, word, live_W)
+    if FLAGGED:
+        tl.debug_barrier()  # all threads have written
+        for step in tl.static_range(1, RANKS):
+            peer = tl.load(addresses_ptr + (RANK + step) % RANKS)
+            to = _from(peer, RANK, turn, row, most_rows, row_words, RANKS, FLAGGED)
+            tl.atomic_xchg(to + row_words - TAIL, number, sem="release", scope="sys")
     if NORM:
         x = tl.load(_row_at(residual_ptr + row * H, w, halves, PAIRS), mask=live, other=0.0).to(tl.float32)
-    mine = tl.load(addresses_ptr + RANK).to(tl.pointer_type(tl.int64))
+    mine = tl.load(addresses_ptr + RANK)
     total = tl.zeros_like(added)
     lost = 0
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             total += own.to(tl.float32)
         else:
-            at = mine + ((turn * RANKS + rank) * most_rows + row) * row_words + w
-            data, came, missed = receive_words(at, live_W, number, fault_ptr, most_spins, rank)
+            at = _from(mine, rank, turn, row, most_rows, row_words, RANKS, FLAGGED)
+            if FLAGGED:
+                came, missed = receive_flag(at + row_words - TAIL, number, fault_ptr, most_spins, rank)
+                data = tl.load(at + w, mask=live_W, other=0, cache_modifier=".cg")
+            else:
+                data, came, missed = receive_words(at + w, live_W, number, fault_ptr, most_spins, rank)
             lost = lost | missed
             if PAIRS:
                 low = (data & 65535).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
@@ -198,7 +246,7 @@ def _launch(
         peers.exchanges_M,
         peers.fault,
         rows,
-        peers.words,
+        peers.memory_2RMW.shape[3],
         peers.rows,
         eps,
         most_spins,
@@ -210,6 +258,8 @@ def _launch(
         NORM=residual_MH is not None,
         UNIT_OFFSET=unit_offset,
         PAIRS=pairs,
+        FLAGGED=peers.flagged,
+        TAIL=TAIL,
         num_warps=max(1, min(16, block // 64)),
         **follow_options(out_MH.device),
     )
@@ -225,7 +275,7 @@ def all_reduce_rows(
         parts_SMH: contiguous; several parts are added in float32 first.
         peers: with room for M rows of H values.
         dtype: of the sum, to which each rank rounds its own first; None: that of the parts.
-        most_spins: reads of missing words before the fault flag is set.
+        most_spins: reads of missing numbers before the fault flag is set.
     """
     out_MH = torch.empty(parts_SMH.shape[1:], dtype=dtype or parts_SMH.dtype, device=parts_SMH.device)
     return _launch(parts_SMH, out_MH, None, None, 0.0, False, peers, most_spins)
@@ -249,7 +299,7 @@ def all_reduce_norm(
         eps: of the norm.
         peers: with room for M rows of H values.
         unit_offset: the weights are stored less 1.
-        most_spins: reads of missing words before the fault flag is set.
+        most_spins: reads of missing numbers before the fault flag is set.
 
     Returns:
         The norm of the new residual, [M, H] in its dtype.

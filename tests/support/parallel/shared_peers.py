@@ -7,21 +7,26 @@ from pathlib import Path
 
 import torch
 from rollout_kernels.parallel import TensorGroup
-from rollout_kernels.parallel.peer_buffers import TURNS, PeerBuffers
+from rollout_kernels.parallel.peer_buffers import PeerBuffers, buffer_shape
 
 
 def share_buffers(
-    group: TensorGroup, folder: Path, rows: int, words: int, fault: torch.Tensor | None = None
+    group: TensorGroup,
+    folder: Path,
+    rows: int,
+    words: int,
+    flagged: bool = False,
+    beside: PeerBuffers | None = None,
 ) -> PeerBuffers:
-    """Connected buffers, with the flag of others if it is given; all ranks call this with an empty folder."""
-    shape = (TURNS, group.size, rows, words)
-    group.all_gather(torch.zeros(1))  # the folder is empty on every rank
+    """Connected buffers, beside others if they are given; all ranks call this with a folder that has no others."""
+    shape, dtype = buffer_shape(group.size, rows, words, flagged), torch.int32 if flagged else torch.int64
+    group.all_gather(torch.zeros(1))  # the folder is ready on every rank
     mapped = []
     for rank in range(group.size):
-        file = folder / f"rank-{rank}"
+        file = folder / f"rank-{rank}-{'rows' if flagged else 'words'}"
         if rank == group.rank:
-            file.write_bytes(bytes(8 * math.prod(shape)))
+            file.write_bytes(bytes(dtype.itemsize * math.prod(shape)))
         group.all_gather(torch.zeros(1))  # the file has its size before others map it
-        whole = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=torch.int64)
+        whole = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype)
         mapped.append(whole.view(shape))
-    return PeerBuffers.of(group.rank, mapped[group.rank], [memory.data_ptr() for memory in mapped], mapped, fault)
+    return PeerBuffers.of(group.rank, mapped[group.rank], [memory.data_ptr() for memory in mapped], mapped, beside)

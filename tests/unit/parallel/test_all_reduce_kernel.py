@@ -24,8 +24,8 @@ def _parts(rank: int, exchange: int, rows: int, width: int, parts: int = 1) -> t
     return torch.randn(parts, rows, width, generator=torch.Generator().manual_seed(100 * exchange + rank))
 
 
-def _sums(group: TensorGroup, folder: Path, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    peers = share_buffers(group, folder, 4, width)
+def _sums(group: TensorGroup, folder: Path, width: int, dtype: torch.dtype, flagged: bool) -> list[torch.Tensor]:
+    peers = share_buffers(group, folder, 4, width, flagged)
     found = []
     for exchange, rows in enumerate(ROWS):
         parts = _parts(group.rank, exchange, rows, width).to(dtype)
@@ -34,13 +34,17 @@ def _sums(group: TensorGroup, folder: Path, width: int, dtype: torch.dtype) -> l
     return found
 
 
+FORMS = pytest.mark.parametrize("flagged", [False, True], ids=["words", "flagged"])
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_are_added_in_float32_in_the_order_of_the_ranks(
-    dtype: torch.dtype, size: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+    dtype: torch.dtype, flagged: bool, size: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
     width = 44
-    results = start_ranks(size).run(_sums, tmp_path, width, dtype)
+    results = start_ranks(size).run(_sums, tmp_path, width, dtype, flagged)
     for exchange, rows in enumerate(ROWS):
         total = torch.zeros(rows, width)
         for rank in range(size):
@@ -52,17 +56,20 @@ def test_sums_are_added_in_float32_in_the_order_of_the_ranks(
 def _norms(
     group: TensorGroup, folder: Path, width: int, dtype: torch.dtype, parts: int, unit_offset: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    peers = share_buffers(group, folder, 4, width)
+    large = share_buffers(group, folder, 4, width, flagged=True)
+    small = share_buffers(group, folder, 2, width, beside=large)
     weight = torch.linspace(0.5, 1.5, width).to(dtype)
     found = []
     for exchange, rows in enumerate(ROWS):
         residual = _parts(50, exchange, rows, width)[0].to(dtype)
         product = _parts(group.rank, exchange, rows, width, parts)
         product = product.to(dtype) if parts == 1 else product
+        peers = small if small.fits(rows, width, dtype) else large
         normed = all_reduce_norm(residual, product, weight, EPS, peers, unit_offset)
         expected = _parts(50, exchange, rows, width)[0].to(dtype) + group.all_reduce(product.sum(0).to(dtype))
         found.append((residual - expected, normed - rms_norm(expected, weight, EPS, unit_offset)))
-    assert peers.fault.item() == 0
+    assert small.fault.item() == large.fault.item() == 0
+    assert large.exchanges_M.tolist() == [sum(row < rows for rows in ROWS) for row in range(4)]
     return found
 
 
@@ -78,8 +85,8 @@ def test_the_norm_over_ranks_is_a_sum_and_a_norm_that_follow_each_other(
             assert normed.abs().max() < atol
 
 
-def _without_a_peer(group: TensorGroup, folder: Path) -> tuple[int, int, list[int]]:
-    peers = share_buffers(group, folder, 4, 16)
+def _without_a_peer(group: TensorGroup, folder: Path, flagged: bool) -> tuple[int, int, list[int]]:
+    peers = share_buffers(group, folder, 4, 16, flagged)
     parts = torch.ones(1, 2, 16)
     before = int(peers.fault)
     if group.rank == 0:  # the other rank does not come
@@ -91,36 +98,41 @@ def _without_a_peer(group: TensorGroup, folder: Path) -> tuple[int, int, list[in
     return before, int(peers.fault), exchanges
 
 
+@FORMS
 def test_a_missing_rank_sets_the_flag_and_nothing_waits_any_more(
-    tmp_path: Path, start_ranks: Callable[[int], Ranks]
+    flagged: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
-    first, second = start_ranks(2).run(_without_a_peer, tmp_path)
+    first, second = start_ranks(2).run(_without_a_peer, tmp_path, flagged)
     assert first == (0, 2, [2, 2, 0, 0]) and second == (0, 0, [0, 0, 0, 0])
 
 
-def _with_a_late_rank(group: TensorGroup, folder: Path) -> list[tuple[int, list[bool]]]:
-    peers = share_buffers(group, folder, 4, 16)
+def _with_a_late_rank(group: TensorGroup, folder: Path, first: bool, then: bool) -> list[tuple[int, list[bool]]]:
+    large = share_buffers(group, folder, 4, 16, flagged=True)
+    small = share_buffers(group, folder, 4, 16, beside=large)
     found = []
 
-    def exchange(rows: int) -> None:
+    def exchange(rows: int, flagged: bool) -> None:
+        peers = large if flagged else small
         total = all_reduce_rows(torch.ones(1, rows, 16), peers, most_spins=1 << 40 if late else 200)
         found.append((int(peers.fault), total.isnan().any(-1).tolist()))
 
     late = group.rank == 1
     if not late:
-        exchange(2)
+        exchange(2, first)
     group.all_gather(torch.zeros(1))  # the other has waited in vain
     if late:
-        exchange(2)  # with what the other sent before
+        exchange(2, first)  # with what the other sent before
     group.all_gather(torch.zeros(1))
-    exchange(4)
+    exchange(4, then)
     return found
 
 
+@pytest.mark.parametrize(("first", "then"), [(False, False), (True, True), (False, True), (True, False)])
 def test_what_a_rank_knows_to_be_wrong_sets_the_flag_of_its_peer(
-    tmp_path: Path, start_ranks: Callable[[int], Ranks]
+    first: bool, then: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
-    early, late = start_ranks(2).run(_with_a_late_rank, tmp_path)
+    """Also if the next sum goes over buffers of the other form (`flagged` or not)."""
+    early, late = start_ranks(2).run(_with_a_late_rank, tmp_path, first, then)
     assert early[0] == (2, [True, True]) and early[1][0] == 2
     # Its first sum is whole, so no flag is set. The second one has rows of the other in it that are not.
     assert late[0] == (0, [False, False])

@@ -46,14 +46,15 @@ def _load(folder: Path, dtype: str, group: TensorGroup | None = None) -> Decoder
 
 def _by_kernels(group: TensorGroup, folder: Path, shared: Path | None, dtype: str) -> torch.Tensor:
     model = _load(folder, dtype, group)
-    if shared is not None:  # room for decode steps; prefills are larger
-        group.peers = share_buffers(group, shared, 4, model.spec.hidden)
+    if shared is not None:  # room for decode steps, in one form or the other; prefills are larger
+        group.large_peers = share_buffers(group, shared, 4, model.spec.hidden, flagged=True)
+        group.peers = share_buffers(group, shared, 1, model.spec.hidden, beside=group.large_peers)
     try:
         found = _steps(model, FusedDecoder(model))
         assert group.peers is None or (group.peers.fault.item() == 0 and group.peers.exchanges_M[0].item() > 0)
         return found
     finally:
-        group.peers = None
+        group.peers = group.large_peers = None
 
 
 @pytest.mark.parametrize(
