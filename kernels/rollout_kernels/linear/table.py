@@ -185,9 +185,20 @@ def _other(outputs: int, inputs: int, kind: Kind) -> Bands:
     if cut is None or cut[1] < 64:  # tiles that are too narrow for the copy engine
         return _other_order(outputs, inputs, kind)
     split, block_k = cut
-    few = ((32, 64, block_k, 8, _PROGRAMS), (64, 64, 64, 8, _PROGRAMS))
+    few = _streamed(split, (32, 64, block_k, 8, _PROGRAMS), stagger=kind == "silu")
     many = () if kind == "whole" else _many(outputs, inputs, kind, split)
-    return *_alone(inputs, kind), *_streamed(split, *few, stagger=kind == "silu"), *many
+    return *_alone(inputs, kind), *few, *_some(outputs, kind, split, block_k), *many
+
+
+def _some(outputs: int, kind: Kind, split: int, block_k: int) -> Bands:
+    """The band above 32 rows."""
+    if kind == "parts":
+        return _streamed(split, (64, 64, block_k, 6, _PROGRAMS))
+    if kind == "whole":
+        return _streamed(split, (64, 128, block_k, 4, _PROGRAMS))
+    if outputs // 256 >= _PROGRAMS * 3 // 4:
+        return _streamed(split, (64, 256, 64, 5, _PROGRAMS))
+    return _streamed(split, (64, 64, 64, 8, _PROGRAMS), stagger=True)
 
 
 def _many(outputs: int, inputs: int, kind: Kind, split: int) -> Bands:

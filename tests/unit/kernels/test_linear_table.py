@@ -49,7 +49,23 @@ def test_above_64_rows_an_unmeasured_shape_of_many_outputs_gets_taller_tiles(out
     for rows in (65, 128):
         assert linear_config(outputs, inputs, kind, rows) == LinearConfig(128, 64, split, 4, 6, 132, True)
         assert linear_config(4096, inputs, kind, rows).block_n == 64
-    assert linear_config(outputs, inputs, kind, 64).block_n == 64
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "kind", "config"),
+    [
+        (5120, 8192, "parts", LinearConfig(64, 128, 1, 4, 6, 132, True)),
+        (1024, 4096, "parts", LinearConfig(64, 128, 8, 4, 6, 132, True)),
+        (28672, 8192, "silu", LinearConfig(256, 64, 1, 4, 5, 132, True)),
+        (25600, 5120, "silu", LinearConfig(256, 64, 1, 4, 5, 132, True)),  # 100 tiles
+        (14336, 8192, "silu", LinearConfig(64, 64, 1, 4, 8, 132, True, True)),  # 56 would be too few
+        (64128, 8192, "whole", LinearConfig(128, 128, 1, 4, 4, 132, True)),
+        (1024, 192, "parts", LinearConfig(64, 64, 1, 4, 6, 132, True)),
+    ],
+)
+def test_from_33_to_64_rows_an_unmeasured_shape_gets_the_tiles_of_its_kind(outputs, inputs, kind, config):
+    for rows in (33, 64):
+        assert linear_config(outputs, inputs, kind, rows) == config
 
 
 def test_one_row_of_an_unmeasured_shape_uses_gemv_if_whole_loads_divide_it():
