@@ -64,6 +64,7 @@ from rollout.process.progress import both, stage
 from rollout.process.python_lock import hand_over_soon
 from rollout.process.watchdog import Watchdog
 from rollout.ranks.devices import check_devices, rank_device
+from rollout.ranks.follower_processes import FollowerProcesses
 from rollout.ranks.orders import ring_bytes
 from rollout.ranks.processes import ConnectError, OwnProgress, Ranks
 from rollout.ranks.start import PREPARING
@@ -394,8 +395,10 @@ class Worker:
         say(ready)
 
 
-def serve(settings: Settings, restarts: int = 0) -> int:
+def serve(settings: Settings, restarts: int = 0, followers: FollowerProcesses | None = None) -> int:
     """Run a worker until it is shut down; returns the exit status. `restarts` counts a supervisor's restarts.
+
+    `followers` are the processes of the other ranks, if they run already.
 
     Raises `SettingsError` for settings that are wrong for any model, and ValueError or OSError if model, machine and
     settings do not fit together. Every message says what to change.
@@ -414,7 +417,7 @@ def serve(settings: Settings, restarts: int = 0) -> int:
         with stage(f"fetching {settings.engine.speculation_model}") as advance:
             draft = fetch_draft(settings, advance)
     check_cut(settings.model, folder, settings.engine.tensor_parallel)
-    ranks = Ranks(settings, folder, draft)
+    ranks = Ranks(settings, folder, draft, followers)
     try:
         try:
             group = ranks.connect(device.torch_device)

@@ -187,14 +187,17 @@ def _serve(settings: Settings, restarts: int) -> int:
     set_up(settings.log_level, settings.log_format, worker_name())  # before the imports, which may warn
     from rollout.process.garbage_collection import loading_libraries
     from rollout.process.progress import stage
+    from rollout.ranks.follower_processes import FollowerProcesses
 
+    size = settings.engine.tensor_parallel
+    followers = FollowerProcesses(size - 1) if size > 1 else None  # they import libraries, too
     with stage("loading libraries", quiet=True), loading_libraries():
         import zmq
 
         from rollout.worker import serve
 
     try:
-        return serve(settings, restarts)
+        return serve(settings, restarts, followers)
     except SettingsError:
         raise
     except (ValueError, OSError, zmq.ZMQError) as error:

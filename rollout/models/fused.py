@@ -331,7 +331,7 @@ class FusedDecoder:
     def _all_reduced(self, parts_STH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of the parts over all ranks, as one part."""
         group = self._model.group
-        peers = group.peers_for(*parts_STH.shape[1:], dtype)
+        peers = group.peers_for(parts_STH.shape[1], parts_STH.shape[2], dtype)
         if peers is not None:
             return all_reduce_rows(parts_STH, peers, dtype)[None]
         return group.all_reduce(sum_of_parts(parts_STH, dtype))[None]

@@ -1,6 +1,7 @@
-"""The process of a follower begins here: `python -m rollout.ranks.entry`, with what it must know on stdin.
+"""The process of a follower begins here: `python -m rollout.ranks.entry PARENT`, the process of rank 0.
 
-First of all it makes sure that it ends with rank 0, before the imports, which take seconds.
+First of all it makes sure that it ends with rank 0, before the imports, which take seconds. Then it reads from stdin
+what it must know. Nothing there means that rank 0 has ended.
 """
 
 from __future__ import annotations
@@ -10,20 +11,19 @@ import json
 import os
 import signal
 import sys
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Run a follower that rank 0 has started."""
-    told: dict[str, Any] = json.load(sys.stdin.buffer)
-    _end_with(told["parent"])
+    _end_with(int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then ends this process
         signal.signal(number, signal.SIG_IGN)
     from rollout.ranks.follower import follow
 
-    follow(told)
+    if told := sys.stdin.buffer.read():
+        follow(json.loads(told))
 
 
 def _end_with(parent: int) -> None:

@@ -1,6 +1,6 @@
 """Rank 0's side of a tensor group: starts the followers, connects with them, watches them, ends them.
 
-    start       a process each, with inherited memory (ring, reports, relay of updates) and an eventfd
+    start       a process each (`follower_processes.py`), perhaps before this one has imported its libraries
     connect     a process group over a file store in a private folder: gloo on a CPU, NCCL on GPUs; no port is opened
     lead        the followers are ready: size the ring, give orders
     watch       a thread: a rank that ended or hangs is the end of the group (`watch.py`; at the start `start.py`)
@@ -12,12 +12,9 @@ back and ends, and a supervisor starts it again. The kernel ends the followers w
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -39,10 +36,11 @@ from rollout.ranks.adapters import RankAdapters
 from rollout.ranks.compiling import compiling, watch_compilations
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
+from rollout.ranks.follower_processes import FollowerProcesses
 from rollout.ranks.ordered_work import WORK_NUMBERS
 from rollout.ranks.orders import Orders
 from rollout.ranks.reports import NUMBERS, Number, Reports
-from rollout.ranks.ring import RingWriter, SharedMemory
+from rollout.ranks.ring import RingWriter
 from rollout.ranks.start import CONNECTING, LOADING, READY, StartLook, StartPlace, StartProgress, StartWatch
 from rollout.ranks.updates import RankUpdates
 from rollout.ranks.watch import FollowerLook, GroupLook, GroupWatch, Lane, LaneName
@@ -53,7 +51,6 @@ _LOOK_S = 0.25
 #: Of loading a checkpoint and capturing steps. A follower that ends or hangs meanwhile is noticed before.
 _CONNECT_S = 3600.0
 _READY_POLL_S = 0.02
-_KILL_WAIT_S = 5.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _BEATS_TO_SETTLE = 3
 #: Read by the nccl backend when it is made. The loss of a rank must not end rank 0, which has tokens to return.
@@ -85,20 +82,23 @@ class OwnProgress:
 class Ranks:
     """The tensor group of a worker, seen from rank 0. Of one rank it has no followers and does nothing.
 
-    The constructor starts the followers, which load from the folders `checkpoint` and `draft`. `failure` says why the
-    group is lost, or is empty.
+    The constructor has the followers load from the folders `checkpoint` and `draft`; it starts them, if `followers` are
+    not given. `failure` says why the group is lost, or is empty.
     """
 
-    def __init__(self, settings: Settings, checkpoint: Path | None = None, draft: Path | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        checkpoint: Path | None = None,
+        draft: Path | None = None,
+        followers: FollowerProcesses | None = None,
+    ) -> None:
         self.size = settings.engine.tensor_parallel
         self.failure = ""
         self.group = TensorGroup.single()
         self.updates: RankUpdates | None = None
         self.orders: Orders | None = None
         self._settings = settings
-        self._folders = {"checkpoint": None if checkpoint is None else str(checkpoint)}
-        self._folders["draft"] = None if draft is None else str(draft)
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._own_start = (CONNECTING, 0, 0)
         self.start = StartProgress(self._set_own_start)
         self._closing = threading.Event()
@@ -106,21 +106,14 @@ class Ranks:
         self._progress: Callable[[], OwnProgress] = OwnProgress
         if self.size == 1:
             return
-        count = self.size - 1
         self._folder = ScratchFolder("rollout-ranks-")
-        self._ring = SharedMemory.create("rollout-ring", 0)  # sized by `lead`
-        table = SharedMemory.create("rollout-reports", count * Reports.line_bytes())
-        self.reports = Reports(table, count)
-        self._relayed = SharedMemory.create("rollout-update", 0)
-        self._manifest = SharedMemory.create("rollout-manifest", 0)
-        self._eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
-        self._adapters = SharedMemory.create("rollout-adapters", 0)
-        inherited = {"ring": self._ring, "reports": table, "relayed": self._relayed, "manifest": self._manifest}
-        inherited["adapters"] = self._adapters
-        shared = {name: memory.descriptor for name, memory in inherited.items()}
-        for rank, eventfd in enumerate(self._eventfds, 1):
-            self._processes.append(self._start(rank, {**shared, "eventfd": eventfd}))
-        self._watch_rules = GroupWatch(count, settings.engine.rank_stall_s)
+        self._followers = FollowerProcesses(self.size - 1) if followers is None else followers
+        self.reports = Reports(self._followers.memories["reports"], self.size - 1)
+        facts: dict[str, Any] = {"folder": str(self._folder.path), "settings": settings.model_dump(mode="json")}
+        for name, folder in (("checkpoint", checkpoint), ("draft", draft)):
+            facts[name] = None if folder is None else str(folder)
+        self._followers.tell(facts)
+        self._watch_rules = GroupWatch(self.size - 1, settings.engine.rank_stall_s)
         self._start_rules = StartWatch(settings.engine.rank_start_stall_s)
         watch_compilations()
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -142,8 +135,9 @@ class Ranks:
         while min(self.reports.get("ready")) == 0:
             self.check()
             time.sleep(_READY_POLL_S)
-        self._ring.grow(ring_bytes, reserve=True)
-        ring = RingWriter(self._ring, self._eventfds, lambda: self.reports.get("position"), lambda: bool(self.failure))
+        memory, eventfds = self._followers.memories["ring"], self._followers.eventfds
+        memory.grow(ring_bytes, reserve=True)
+        ring = RingWriter(memory, eventfds, lambda: self.reports.get("position"), lambda: bool(self.failure))
         self.orders = Orders(ring, version, self.reports, self._settle, self.updates)
         return self.orders
 
@@ -152,8 +146,8 @@ class Ranks:
         if self.size == 1:
             return None
         self.updates = RankUpdates(
-            self._relayed,
-            self._manifest,
+            self._followers.memories["relayed"],
+            self._followers.memories["manifest"],
             self.reports,
             lambda: self.orders,
             device,
@@ -170,7 +164,8 @@ class Ranks:
         spec, dtype = native(model).spec, model.embed.dtype
         limits = (engine.adapter_rank, dtype, engine.max_adapters, self.reports)
         device = model.embed.device
-        return RankAdapters(self._adapters, spec, *limits, lambda: self.orders, device, lambda: self.failure)
+        memory = self._followers.memories["adapters"]
+        return RankAdapters(memory, spec, *limits, lambda: self.orders, device, lambda: self.failure)
 
     def watch(self, on_lost: Callable[[str], None], progress: Callable[[], OwnProgress]) -> None:
         """Have `on_lost` called, on the watching thread, once the group is lost. Before, the process ends at once.
@@ -193,7 +188,7 @@ class Ranks:
         ordered, swapped = (0, 0) if orders is None else (orders.ordered, orders.swapped)
         names: tuple[Number, ...] = ("sequence", "launched", "done", "swapped")
         followers = zip(
-            [process.pid for process in self._processes],
+            self._followers.pids,
             self._watch_rules.silent_s,
             *(self.reports.get(name) for name in names),
             strict=True,
@@ -205,7 +200,7 @@ class Ranks:
     def wait_for_cause(self, seconds: float) -> str:
         """Why the group is lost, once the watching thread knows it; empty if it does not in time."""
         until_s = time.monotonic() + seconds
-        while not self.failure and self._processes and time.monotonic() < until_s:
+        while not self.failure and self.size > 1 and time.monotonic() < until_s:
             time.sleep(_READY_POLL_S)
         return self.failure
 
@@ -214,29 +209,8 @@ class Ranks:
         if self._closing.is_set() or self.size == 1:
             return
         self._closing.set()
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            try:
-                process.wait(_KILL_WAIT_S)
-            except subprocess.TimeoutExpired:  # in a driver call that cannot be interrupted
-                log.warning("a follower does not end", extra={"pid": process.pid})
+        self._followers.kill()
         self._folder.close()
-
-    def _start(self, rank: int, shared: dict[str, int]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "rollout.ranks.entry"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=list(shared.values()))
-        assert process.stdin is not None
-        told = {
-            "rank": rank,
-            "parent": os.getpid(),
-            "folder": str(self._folder.path),
-            "shared": shared,
-            **self._folders,
-        }
-        process.stdin.write(json.dumps({**told, "settings": self._settings.model_dump(mode="json")}).encode())
-        process.stdin.close()
-        return process
 
     def _end_at_once(self, failure: str) -> None:
         """End the process in its start: no client waits yet, and this rank may wait for the lost one for ever."""
@@ -268,7 +242,7 @@ class Ranks:
         own, orders = self._progress(), self.orders
         columns = {name: self.reports.get(name) for name in NUMBERS}
         followers, on_cpu = [], self.group.device.type == "cpu"
-        for number, process in enumerate(self._processes):
+        for number, process in enumerate(self._followers.running):
             at = {name: column[number] for name, column in columns.items()}
             main = _thread_stat(process.pid, process.pid)
             compute_s = _thread_stat(process.pid, at["thread"]).cpu_s
@@ -303,7 +277,7 @@ class Ranks:
     def _look_at_start(self) -> list[StartLook]:
         columns = [self.reports.get(name) for name in ("stage", "stage_done", "stage_total")]
         reported = [self._own_start, *zip(*columns, strict=True)]
-        pids = [os.getpid(), *(process.pid for process in self._processes)]
+        pids = [os.getpid(), *self._followers.pids]
         on_cpu = rank_device(self._settings.model.device, 0) == "cpu"
         return [
             look_at_start(pid, stage, done, total, on_cpu)

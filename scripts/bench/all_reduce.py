@@ -4,8 +4,8 @@
 
 One process a GPU. A graph holds many calls; the median of its replays, divided by the calls, is the latency of one.
 Before that each way is checked: the sum against float64, and that all ranks have the same bits. "words" and "rows" are
-the two forms of buffers. "nccl, then norm" is what the fused kernel replaces. torch's one-shot kernel (`--torch`) reads memory of its own, so a copy to it is a part
-of its time.
+the two forms of buffers. "nccl, then norm" is what the fused kernel replaces. torch's one-shot kernel (`--torch`) reads
+memory of its own, so a copy to it is a part of its time.
 """
 
 from __future__ import annotations

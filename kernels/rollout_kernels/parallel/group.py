@@ -151,7 +151,7 @@ class NcclGroup(TensorGroup):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `TensorGroup.all_reduce`. NCCL chooses the order of more than two ranks; all have the same bits."""
-        peers = self.peers_for(*x.shape, x.dtype) if x.dim() == 2 else None
+        peers = self.peers_for(x.shape[0], x.shape[1], x.dtype) if x.dim() == 2 else None
         if peers is not None:
             from rollout_kernels.parallel.triton_all_reduce import all_reduce_rows
 

@@ -42,6 +42,8 @@ from trainer_bridge.wire.errors import RolloutError
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL"  # the first bytes of a ZMTP greeting
 _RESTART_LIMIT_S = 90.0
 _LOSS_EVERY_S = 30.0
+#: Seconds that a worker of several ranks serves between two losses, so that requests make progress.
+_SERVES_S = 12.0
 #: What ends a worker, and the signal that does it.
 LOSSES = {"rank killed": signal.SIGKILL, "rank stopped": signal.SIGSTOP, "worker killed": signal.SIGKILL}
 _BATCH = 25
@@ -95,10 +97,16 @@ class Faults:
         self._weights = {step: load_file(path / "model.safetensors") for step, path in self._checkpoints.items()}
         self._version = 0
         self._publishing = asyncio.Lock()
+        self._losing = asyncio.Lock()
+        self._ends_s = float("inf")
         self._tasks: set[asyncio.Task] = set()
 
     async def run(self, plan: list[Planned], began_s: float) -> None:
-        """Cause every fault at its time; returns when all are over."""
+        """Cause every fault at its time; returns when all are over.
+
+        Losses of ranks wait for each other. Those that would come after the last other fault are left out.
+        """
+        self._ends_s = began_s + max(fault.at_s for fault in plan)
         for fault in plan:
             await asyncio.sleep(max(0.0, began_s + fault.at_s - time.monotonic()))
             task = asyncio.create_task(self._happen(fault))
@@ -139,18 +147,21 @@ class Faults:
         await self._until_back(place, before)
 
     async def _lose(self, place: Place, loss: int) -> None:
-        """Lose a rank of a worker, once it serves."""
-        while place.down:
-            await asyncio.sleep(0.1)
-        before, (kind, number) = self._worker.pids[place.index], list(LOSSES.items())[loss % len(LOSSES)]
-        if before is None:
-            return
-        async with AsyncRolloutClient(place.direct, timeout_s=30.0) as client:
-            ranks = (await client.status())["ranks"]
-        place.down = True
-        os.kill(ranks[0]["pid"] if kind == "worker killed" else ranks[1 + loss % (len(ranks) - 1)]["pid"], number)
-        self._ledger.faults[kind] += 1
-        await self._until_back(place, before)
+        """Lose a rank of a worker, once the last loss is over and it has served for a while."""
+        async with self._losing:
+            while place.down or time.monotonic() < place.back_s + _SERVES_S:
+                await asyncio.sleep(0.1)
+            if time.monotonic() > self._ends_s:
+                return
+            before, (kind, number) = self._worker.pids[place.index], list(LOSSES.items())[loss % len(LOSSES)]
+            if before is None:
+                return
+            async with AsyncRolloutClient(place.direct, timeout_s=30.0) as client:
+                ranks = (await client.status())["ranks"]
+            place.down = True
+            os.kill(ranks[0]["pid"] if kind == "worker killed" else ranks[1 + loss % (len(ranks) - 1)]["pid"], number)
+            self._ledger.faults[kind] += 1
+            await self._until_back(place, before)
 
     async def _until_back(self, place: Place, before: int) -> None:
         killed_s = time.monotonic()
