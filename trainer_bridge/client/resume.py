@@ -341,14 +341,15 @@ class Resumer:
 
     def _add(self, call: ResumedCall, part: ResumedCompletion, chunk: Chunk) -> None:
         """Take new tokens, write them down, and see whether the worker has given the completion back."""
-        handed_back = None if call.cancelled else _handed_back(chunk.part)
+        handed_back = _handed_back(chunk.part)
         if handed_back is not None:
-            chunk = replace(chunk, part=replace(chunk.part, finish_reason=None, stop=None, error=None))
+            reason: FinishReason | None = "cancelled" if call.cancelled else None
+            chunk = replace(chunk, part=replace(chunk.part, finish_reason=reason, stop=None, error=None))
         endpoint = None if part.leg is None else part.leg.endpoint
         chunk = call.take(part, chunk)
         if self.journal is not None:
             self.journal.add(call.id, chunk)
-        if handed_back is not None:
+        if handed_back is not None and not call.cancelled:
             self._suspend(call, part, handed_back, endpoint)
 
     def _leg_done(self, call: ResumedCall, leg: ClientCall, result: GenerateResult) -> None:

@@ -177,8 +177,9 @@ class ResumedCall(ClientCall):
 
     def conclude(self) -> GenerateResult:
         """The result, once every completion is done."""
-        results = list(self.results.values())
-        if self.resumes == 0 and len(results) == 1:
+        results, completions = list(self.results.values()), self.completions()
+        # The completions of a worker that gave them back may have ended here: by a cancel, or by their deadline.
+        if self.resumes == 0 and len(results) == 1 and _ends(results[0].completions) == _ends(completions):
             return replace(results[0], id=self.id)
         # A worker that gave a completion back may say its last word after the one that went on has ended.
         newest = max(self.results, key=lambda leg: leg.started, default=None)
@@ -187,7 +188,7 @@ class ResumedCall(ClientCall):
         known = len(prompt) if isinstance(prompt, np.ndarray) else 0
         return GenerateResult(
             id=self.id,
-            completions=self.completions(),
+            completions=completions,
             prompt_tokens=max([known, *(result.prompt_tokens for result in results)]),
             cached_tokens=max([0, *(result.cached_tokens for result in results)]),
             timing=self._timing(),
@@ -215,6 +216,10 @@ class ResumedCall(ClientCall):
             for name in ("queued_s", "prefill_s", "decode_s")
         }
         return Timing(**longest, total_s=time.time() - self.started_unix_s)
+
+
+def _ends(completions: list[Completion]) -> list[tuple[FinishReason | None, str | None]]:
+    return [(completion.finish_reason, completion.error) for completion in completions]
 
 
 def _all_known(prompt_logprobs: np.ndarray | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,39 @@ def test_the_deadline_passes_without_a_worker_too(connect: Connect, serve: Serve
     worker = serve(Model(3, reach=(4,), fail=vanish))
     result = connect(worker.endpoint, resume=True).generate([1], max_tokens=8, seed=SEED, deadline_s=1.0)
     assert result.completions[0].finish_reason == "deadline"
+    check(result.completions[0], SEEDS[0], 4, [(3, 4)])
+
+
+@pytest.mark.parametrize("reason", ["error", "cancelled"])
+def test_the_deadline_has_passed_when_a_worker_gives_it_back(connect: Connect, serve: Serve, reason: str) -> None:
+    def late(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        time.sleep(0.3)
+        hand_back(reason)(worker, peer, header)
+
+    worker = serve(Model(3, reach=(4,), fail=late))
+    result = connect(worker.endpoint, resume=True).generate([1], max_tokens=8, seed=SEED, deadline_s=0.2)
+    assert (result.completions[0].finish_reason, result.completions[0].error) == ("deadline", None)
+    check(result.completions[0], SEEDS[0], 4, [(3, 4)])
+    assert (result.resumes, result.prompt_tokens, result.endpoint) == (0, 1, worker.endpoint)
+
+
+@pytest.mark.parametrize("reason", ["error", "cancelled"])
+def test_a_cancelled_request_that_a_worker_gives_back_is_cancelled(
+    connect: Connect, serve: Serve, reason: str
+) -> None:
+    release = threading.Event()
+
+    def wait(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        release.wait(10.0)
+        hand_back(reason)(worker, peer, header)
+
+    worker = serve(Model(3, reach=(4,), fail=wait))
+    stream = connect(worker.endpoint, resume=True).generate([1], max_tokens=8, seed=SEED, stream="tokens")
+    assert [next(stream).offset for _ in range(2)] == [0, 2]
+    threading.Timer(0.2, release.set).start()
+    stream.cancel()
+    result = stream.wait()
+    assert (result.completions[0].finish_reason, result.completions[0].error) == ("cancelled", None)
     check(result.completions[0], SEEDS[0], 4, [(3, 4)])
 
 
