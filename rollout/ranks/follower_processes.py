@@ -46,7 +46,7 @@ class FollowerProcesses:
             try:
                 process.stdin.write(json.dumps(told).encode())
                 process.stdin.close()
-            except BrokenPipeError:  # it has ended; whoever watches the processes says so
+            except BrokenPipeError:  # the follower has ended, which the watch of the processes reports
                 log.debug("a follower ended before it was told what to run", extra={"rank": rank})
 
     def kill(self) -> None:

@@ -84,7 +84,7 @@ def receive_words(at, live, number, fault_ptr, most_spins, RANK: tl.constexpr):
 def receive_flag(at, number, fault_ptr, most_spins, RANK: tl.constexpr):
     """Wait until a row of rank RANK has this number: whether it came, and 1 if it did not.
 
-    The states are those of `receive_words`. One thread reads and tells the others, so all threads agree.
+    The states are the ones of `receive_words`. One thread reads and tells the others, so all threads agree.
     """
     sent = tl.atomic_add(at, 0, sem="acquire", scope="sys")
     state = tl.where(sent == number, 0, tl.where(sent < 0, 1, 2))

@@ -300,9 +300,7 @@ def test_the_deadline_has_passed_when_a_worker_gives_it_back(connect: Connect, s
 
 
 @pytest.mark.parametrize("reason", ["error", "cancelled"])
-def test_a_cancelled_request_that_a_worker_gives_back_is_cancelled(
-    connect: Connect, serve: Serve, reason: str
-) -> None:
+def test_a_cancelled_request_that_a_worker_gives_back_is_cancelled(connect: Connect, serve: Serve, reason: str) -> None:
     release = threading.Event()
 
     def wait(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
