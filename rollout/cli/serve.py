@@ -27,6 +27,8 @@ DESCRIPTION = (
 )
 #: Seconds between the end of a drain and SIGKILL, after the parent has ended.
 PARENT_GRACE_S = 30.0
+#: Most ranks that import libraries at once. More are started when the settings have been checked.
+_RANKS_AT_ONCE = 8
 _WORKER = (sys.executable, "-m", "rollout.cli.main", "serve")
 
 
@@ -189,8 +191,12 @@ def _serve(settings: Settings, restarts: int) -> int:
     from rollout.process.progress import stage
     from rollout.ranks.follower_processes import FollowerProcesses
 
-    size = settings.engine.tensor_parallel
-    followers = FollowerProcesses(size - 1) if size > 1 else None  # they import libraries, too
+    size, followers = settings.engine.tensor_parallel, None
+    if 1 < size <= _RANKS_AT_ONCE:
+        try:
+            followers = FollowerProcesses(size - 1)
+        except OSError as error:
+            raise CommandError(str(error)) from error
     with stage("loading libraries", quiet=True), loading_libraries():
         import zmq
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 #: Rows that are added over peers' memory; more rows, as in prefills, by NCCL.
 MOST_PEER_ROWS = 256
-#: Bytes that a rank sends its peers for a sum, up to which words are faster than flagged rows.
+#: Bytes that a rank sends its peers for a sum, up to which words are faster than flagged rows; measured for two ranks.
 MOST_WORD_BYTES = 256 << 10
 #: Words of a histogram that is exchanged over peers' memory: two for each of 2048 bins, and one more.
 HISTOGRAM_WORDS = 2 * 2048 + 1

@@ -18,7 +18,9 @@ Invariants:
   exchange before, in whatever buffer. An exchange writes to the turn that the exchange before it did not use. Nothing
   is overwritten unread.
 - The number of an exchange is counted for each row, on the device: graphs can be replayed. All ranks exchange the same
-  rows in the same order, so the counters agree. Buffers that are used by turns share their counters.
+  rows in the same order, so the counters agree. Buffers that are used by turns share their counters. After 2^31
+  exchanges of a row, which take half a day or more, numbers begin anew: a place is only believed wrongly if it was
+  unused for exactly as long.
 - A negative number says that the sender knows the row to be wrong.
 """
 

@@ -40,6 +40,13 @@ MOST_SPINS = 20_000_000
 
 
 @triton.jit
+def next_number(exchanges_at):
+    """The number of a row's next exchange. After 2^31 - 1 comes 2, which has the other turn, and is not negative."""
+    number = tl.load(exchanges_at)
+    return tl.where(number == 0x7FFFFFFF, 2, number + 1)
+
+
+@triton.jit
 def send_words(at, word, live):
     """Store words, each at once and visible to the other GPUs of the host."""
     if INTERPRETED:
@@ -159,7 +166,7 @@ def _all_reduce_kernel(
         weight = tl.load(_row_at(weight_ptr, w, halves, PAIRS), mask=live, other=0.0).to(tl.float32)
     let_next_begin()
     wait_for_last()
-    number = tl.load(exchanges_ptr + row) + 1
+    number = next_number(exchanges_ptr + row)
     added = tl.load(_row_at(parts_ptr + row * H, w, halves, PAIRS), mask=live, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         added += tl.load(_row_at(parts_ptr + (part * rows + row) * H, w, halves, PAIRS), mask=live, other=0.0)
@@ -175,7 +182,8 @@ def _all_reduce_kernel(
         peer = tl.load(addresses_ptr + (RANK + step) % RANKS)
         to = _from(peer, RANK, turn, row, most_rows, row_words, RANKS, FLAGGED)
         if FLAGGED:
-            tl.store(to + w, data, mask=live_W)
+            if number > 0:  # a row that is wrong is not sent: a late peer may still read an earlier one, with its flag
+                tl.store(to + w, data, mask=live_W)
         else:
             word = (data.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
             send_words(to + w, word, live_W)

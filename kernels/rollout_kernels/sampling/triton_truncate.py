@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_math import last_to_arrive
-from rollout_kernels.parallel.triton_all_reduce import MOST_SPINS, receive_words, send_words
+from rollout_kernels.parallel.triton_all_reduce import MOST_SPINS, next_number, receive_words, send_words
 from rollout_kernels.sampling.reference import SamplingRows
 from rollout_kernels.sampling.sharded import VocabShard
 from rollout_kernels.sampling.sharded_truncation import DIGITS
@@ -264,7 +264,7 @@ def _merge_kernel(
         if PEERS:
             live = tl.where(searches, digit, -1) >= 0
             one = digit == 0
-            number = tl.load(exchanges_ptr + row) + 1
+            number = next_number(exchanges_ptr + row)
             turn = (number & 1).to(tl.int64)
             stamp = number.to(tl.int64) << 32
             for step in tl.static_range(1, RANKS):

@@ -150,9 +150,9 @@ class Faults:
         """Lose a rank of a worker, once the last loss is over and it has served for a while."""
         async with self._losing:
             while place.down or time.monotonic() < place.back_s + _SERVES_S:
+                if time.monotonic() > self._ends_s:
+                    return
                 await asyncio.sleep(0.1)
-            if time.monotonic() > self._ends_s:
-                return
             before, (kind, number) = self._worker.pids[place.index], list(LOSSES.items())[loss % len(LOSSES)]
             if before is None:
                 return

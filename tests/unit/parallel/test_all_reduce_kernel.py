@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from rollout_kernels import rms_norm
-from rollout_kernels.parallel import TensorGroup
+from rollout_kernels.parallel import TensorGroup, triton_all_reduce
 from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 
 from tests.support.parallel.ranks import Ranks
@@ -137,3 +138,51 @@ def test_what_a_rank_knows_to_be_wrong_sets_the_flag_of_its_peer(
     # Its first sum is whole, so no flag is set. The second one has rows of the other in it that are not.
     assert late[0] == (0, [False, False])
     assert late[1][0] == 1 and late[1][1][:2] == [True, True]
+
+
+def _past_the_last_number(group: TensorGroup, folder: Path, flagged: bool) -> list[tuple[int, int, bool]]:
+    peers = share_buffers(group, folder, 2, 16, flagged)
+    peers.exchanges_M.fill_((1 << 31) - 4)
+    group.all_gather(torch.zeros(1))
+    found = []
+    for exchange in range(8):
+        if (exchange + group.rank) % 2:  # one rank waits, then the other
+            time.sleep(0.05)
+        total = all_reduce_rows(torch.full((1, 2, 16), float(exchange)), peers)
+        found.append((int(peers.exchanges_M[0]), int(peers.fault), bool((total == 2 * exchange).all())))
+    return found
+
+
+@FORMS
+def test_after_the_last_number_a_row_goes_on(
+    flagged: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    numbers = [(1 << 31) - 3, (1 << 31) - 2, (1 << 31) - 1, 2, 3, 4, 5, 6]
+    for found in start_ranks(2).run(_past_the_last_number, tmp_path, flagged):
+        assert found == [(number, 0, True) for number in numbers]
+
+
+def _with_half_a_row(group: TensorGroup, folder: Path, flagged: bool) -> tuple[list[float], int]:
+    peers = share_buffers(group, folder, 1, 16, flagged)
+
+    def exchange(value: float) -> list[float]:
+        return all_reduce_rows(torch.full((1, 1, 16), value), peers, most_spins=50)[0].tolist()
+
+    if group.rank == 1:
+        exchange(1.0)  # in vain: it sends no right row any more
+        exchange(5.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_all_reduce, "TAIL", 1)  # the number does not arrive at its place, whatever else does
+            exchange(777.0)
+    group.all_gather(torch.zeros(1))
+    found = exchange(1.0) if group.rank == 0 else []
+    group.all_gather(torch.zeros(1))
+    return found, int(peers.fault)
+
+
+@FORMS
+def test_a_late_rank_reads_what_was_right_or_sets_its_flag(
+    flagged: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    (late, fault), _ = start_ranks(2).run(_with_half_a_row, tmp_path, flagged)
+    assert late == [2.0] * 16 or fault == 2

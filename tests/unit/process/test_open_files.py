@@ -53,13 +53,20 @@ def test_one_that_stays_too_low_is_an_error_that_says_what_is_needed(ranks: int,
     assert f"may open {least - 1} files" in told and f"needs {least}," in told and "ulimit -n" in told
 
 
-def test_a_worker_does_not_start_with_too_few() -> None:
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        ("-n 100", "may open 100 files, and a worker of 2 ranks needs 256"),
+        ("-f 0", "the ranks cannot share 0.0 MiB of memory"),  # of the size of files
+    ],
+)
+def test_a_worker_does_not_start_with_too_few(limit: str, told: str) -> None:
     command = rollout("serve", str(ONES), "--tensor-parallel=2", "--device=cpu", "--bind=tcp://127.0.0.1:0")
     ended = subprocess.run(
-        ["sh", "-c", 'ulimit -n 100; exec "$@"', "sh", *command],
+        ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", *command],
         env=subprocess_environment(),
         capture_output=True,
         text=True,
     )
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert "may open 100 files, and a worker of 2 ranks needs 256" in ended.stderr
+    assert told in ended.stderr and ended.stderr.count("\n") == 1
