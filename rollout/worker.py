@@ -416,7 +416,7 @@ def serve(settings: Settings, restarts: int = 0, followers: FollowerProcesses | 
     if settings.engine.speculation_model is not None:
         with stage(f"fetching {settings.engine.speculation_model}") as advance:
             draft = fetch_draft(settings, advance)
-    check_cut(settings.model, folder, settings.engine.tensor_parallel)
+    check_cut(settings.model, folder, settings.engine.tensor_parallel, settings.engine.expert_format)
     ranks = Ranks(settings, folder, draft, followers)
     try:
         try:

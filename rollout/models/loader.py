@@ -48,7 +48,7 @@ from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
 from rollout.models.registry import is_native, spec_from_config
 from rollout.models.shard import shard_spec
-from rollout.models.spec import DraftSpec, ModelSpec
+from rollout.models.spec import DraftSpec, ModelSpec, MoESpec
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +142,11 @@ def load_model(
     return LoadedModel(model, folder, defaults, dtype)
 
 
-def check_cut(settings: ModelSettings, folder: Path, ranks: int) -> None:
-    """Raise as `load_model` does if the model cannot be cut into so many shards, from its configuration alone."""
+def check_cut(settings: ModelSettings, folder: Path, ranks: int, experts: Format = "plain") -> None:
+    """Raise as `load_model` does if the model cannot be cut into so many shards, from its configuration alone.
+
+    Raises ValueError also for `experts` whose scales are of whole rows, which parts of an expert's width would change.
+    """
     if ranks == 1:
         return
     check_links(folder)
@@ -151,7 +154,13 @@ def check_cut(settings: ModelSettings, folder: Path, ranks: int) -> None:
     if not is_native(architecture, settings.model_impl):
         raise ValueError(_no_shards(architecture, ranks))
     choose_factors(config.get_text_config(), settings.longrope)
-    shard_spec(_read_spec(folder, config, architecture, settings.images), 0, ranks)
+    spec = shard_spec(_read_spec(folder, config, architecture, settings.images), 0, ranks)
+    blocks = [layer.feed_forward for layer in spec.layers]
+    if experts == "fp8_row" and any(isinstance(block, MoESpec) and block.width_cut for block in blocks):
+        raise ValueError(
+            f"expert_dtype = fp8_row has a scale for a row of weights, and {ranks} ranks cut these rows: use fp8_block "
+            "or mxfp8"
+        )
 
 
 def _read_spec(folder: Path, config: Any, architecture: str, images: bool) -> ModelSpec:

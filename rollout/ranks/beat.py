@@ -6,14 +6,17 @@ Its own thread, so that a long launch, a compilation or a large update does not 
 means that the whole process does. Whether the loop and the device go on is told by the other numbers (`watch.py`).
 
 A follower whose flag is set (`PeerBuffers.fault`), or whose device fails, ends here, also while its loop waits for the
-device.
+device. It also kills rank 0 if that process is stopped for `SILENT_S`: its clients would wait, and nobody else can tell
+them. A supervisor then starts the group again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +27,8 @@ from rollout.engine.device.streams import Device
 from rollout.engine.step.slot import Slot
 from rollout.ranks.compiling import compiling
 from rollout.ranks.reports import Reports
-from rollout.ranks.watch import BEAT_S
+from rollout.ranks.thread_stat import thread_stat
+from rollout.ranks.watch import BEAT_S, SILENT_S
 from rollout.weights.swap_copies import parts_done
 
 log = logging.getLogger(__name__)
@@ -33,10 +37,13 @@ _FAILED = 1
 
 
 class Beat:
-    """Beats from its construction on; looks at the device from `serve` on."""
+    """Beats from its construction on; looks at the device from `serve` on.
 
-    def __init__(self, reports: Reports, number: int) -> None:
-        self._reports, self._number = reports, number
+    `rank_0` is the process that is killed if it is stopped; None: none is.
+    """
+
+    def __init__(self, reports: Reports, number: int, rank_0: int | None = None) -> None:
+        self._reports, self._number, self._rank_0 = reports, number, rank_0
         self._progress: DeviceProgress | None = None
         threading.Thread(target=self._run, name="beat", daemon=True).start()
 
@@ -46,7 +53,14 @@ class Beat:
 
     def _run(self) -> None:
         pause, reports, me = threading.Event(), self._reports, self._number
+        stopped_s, looked_s = 0.0, time.monotonic()
         while not pause.wait(BEAT_S):
+            # A machine that was stopped as a whole counts for as long as this thread ran.
+            now_s = time.monotonic()
+            passed_s, looked_s = min(now_s - looked_s, 2 * BEAT_S), now_s
+            stopped_s = stopped_s + passed_s if self._rank_0_is_stopped() else 0.0
+            if stopped_s > SILENT_S:
+                self._end_rank_0()
             try:
                 reports.set(me, "compiling", compiling())
                 if self._progress is not None:
@@ -63,6 +77,15 @@ class Beat:
         if (lost := progress.lost_rank()) is not None:
             self._reports.set(self._number, "fault", 1 + lost)
             self._end(f"rank {lost} did not send its part of a sum in time, or sent a wrong one")
+
+    def _rank_0_is_stopped(self) -> bool:
+        return self._rank_0 is not None and thread_stat(self._rank_0, self._rank_0).state == "T"
+
+    def _end_rank_0(self) -> None:
+        assert self._rank_0 is not None
+        log.critical("rank 0 (process %d) has been stopped for %g s: it is killed", self._rank_0, SILENT_S)
+        os.kill(self._rank_0, signal.SIGKILL)
+        os._exit(_FAILED)
 
     def _end(self, reason: str) -> None:
         self._reports.say(self._number, "end", reason)

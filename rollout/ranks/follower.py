@@ -182,7 +182,7 @@ def follow(told: dict[str, Any]) -> None:
     set_up(settings.log_level, settings.log_format, f"{worker_name()} rank {rank}")
     shared = {name: SharedMemory(descriptor) for name, descriptor in told["shared"].items() if name != "eventfd"}
     reports, number = Reports(shared["reports"], settings.engine.tensor_parallel - 1), rank - 1
-    beat = Beat(reports, number)
+    beat = Beat(reports, number, None if settings.engine.rank_stall_s is None else os.getppid())
 
     def report(stage: int, done: int, total: int) -> None:
         for name, value in (("stage", stage), ("stage_total", total), ("stage_done", done)):

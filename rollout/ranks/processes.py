@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from rollout.ranks.orders import Orders
 from rollout.ranks.reports import NUMBERS, Number, Reports
 from rollout.ranks.ring import RingWriter
 from rollout.ranks.start import CONNECTING, LOADING, READY, StartLook, StartPlace, StartProgress, StartWatch
+from rollout.ranks.thread_stat import thread_stat
 from rollout.ranks.updates import RankUpdates
 from rollout.ranks.watch import FollowerLook, GroupLook, GroupWatch, Lane, LaneName
 
@@ -51,7 +52,6 @@ _LOOK_S = 0.25
 #: Of loading a checkpoint and capturing steps. A follower that ends or hangs meanwhile is noticed before.
 _CONNECT_S = 3600.0
 _READY_POLL_S = 0.02
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _BEATS_TO_SETTLE = 3
 #: Read by the nccl backend when it is made. The loss of a rank must not end rank 0, which has tokens to return.
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -244,8 +244,8 @@ class Ranks:
         followers, on_cpu = [], self.group.device.type == "cpu"
         for number, process in enumerate(self._followers.running):
             at = {name: column[number] for name, column in columns.items()}
-            main = _thread_stat(process.pid, process.pid)
-            compute_s = _thread_stat(process.pid, at["thread"]).cpu_s
+            main = thread_stat(process.pid, process.pid)
+            compute_s = thread_stat(process.pid, at["thread"]).cpu_s
             followers.append(
                 FollowerLook(
                     pid=process.pid,
@@ -271,7 +271,7 @@ class Ranks:
             busy=own.busy,
             lanes=own.lanes,
             compiling=compiling() > 0,
-            compute_s=_thread_stat(os.getpid(), own.thread).cpu_s if on_cpu else None,
+            compute_s=thread_stat(os.getpid(), own.thread).cpu_s if on_cpu else None,
         )
 
     def _look_at_start(self) -> list[StartLook]:
@@ -325,30 +325,9 @@ def _lanes(at: Mapping[Number, int]) -> dict[LaneName, Lane]:
     return lanes
 
 
-class _ThreadStat(NamedTuple):
-    """What the system says of a thread; a state of "" if it has ended."""
-
-    state: str = ""
-    user_s: float = 0.0  # CPU time in its own code
-    kernel_s: float = 0.0  # and in the kernel
-
-    @property
-    def cpu_s(self) -> float:
-        """Its CPU time."""
-        return self.user_s + self.kernel_s
-
-
-def _thread_stat(pid: int, thread: int) -> _ThreadStat:
-    try:
-        fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended
-        return _ThreadStat()
-    return _ThreadStat(fields[0], int(fields[11]) / _TICKS_PER_S, int(fields[12]) / _TICKS_PER_S)
-
-
 def look_at_start(pid: int, stage: int, done: int, total: int, on_cpu: bool) -> StartLook:
     """What is seen of a process that has reported its stage, with parts done and parts in all."""
-    main = _thread_stat(pid, pid)
+    main = thread_stat(pid, pid)
     cpu_s = main.cpu_s if on_cpu or stage <= CONNECTING else main.kernel_s
     place = StartPlace(stage, total > 0, done)
     return StartLook(place, total, _read_bytes(pid), main.state == "D", cpu_s)

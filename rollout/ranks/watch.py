@@ -23,6 +23,7 @@ A healthy group must not be ended, however slow it is:
 - A rank on a CPU computes steps in a thread. While such a thread uses CPU time, the ranks are slow, not hung. So is a
   main thread.
 - If all ranks have completed what they were given, the loop of rank 0 hangs. The watchdog of the worker finds that.
+  A stopped rank 0 is found by the followers (`beat.py`).
 """
 
 from __future__ import annotations

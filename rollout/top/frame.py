@@ -135,7 +135,8 @@ def _metrics(status: Any) -> str:
 
 def _drafts(status: Any, width: int) -> list[Text]:
     """The same of drafts, if there are any."""
-    if not status.get("metrics", {}).get("speculation/drafted"):
+    values = status.get("metrics", {})
+    if not (values.get("speculation/accepted_pct") or values.get("speculation/saved_s")):
         return []
     words = "draft " + ", ".join(value.replace(" ", "\xa0") for value in _values(status, of_drafts=True))
     said = textwrap.wrap(words, max(20, width - 2), subsequent_indent="      ")[:_DRAFT_LINES]

@@ -139,9 +139,10 @@ def test_the_bits_of_a_row_are_the_same_twice_and_whatever_else_runs(tmp_path: P
 
 
 @pytest.fixture
-def counting(tmp_path: Path) -> Any:
-    """A group that counts."""
+def counting(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    """A group that counts, with these settings, too."""
     flags: dict[str, Any] = {"tensor_parallel": 2, "device": "cuda", "max_rows": 8, "max_context_tokens": 32_768}
+    flags |= getattr(request, "param", {})
     with launch(log=tmp_path / "log", ready_timeout_s=START_S, **flags) as worker:
         yield worker
 
@@ -255,6 +256,7 @@ def test_a_rank_that_hangs_in_an_update_is_found_while_steps_go_on(
     assert until(lambda: worker.returncode is not None, "the end") and worker.returncode == 3
 
 
+@pytest.mark.parametrize("counting", [{"rank_stall_s": "none"}], indirect=True)  # or the follower would kill rank 0
 def test_no_wrong_token_is_committed_after_rank_0_was_stopped(counting: WorkerProcess) -> None:
     """The other GPU waits in a kernel, in vain if the stop came before the launch; the group may or may not go on."""
     with RolloutClient(counting.endpoint, timeout_s=120) as client:

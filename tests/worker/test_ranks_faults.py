@@ -48,7 +48,7 @@ from tests.support.worker.lost_ranks import (
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.wire.errors import RolloutError, RolloutTimeout
+from trainer_bridge.wire.errors import ConnectionLost, RolloutError, RolloutTimeout
 
 NIGHTLY = [pytest.param(*case, marks=pytest.mark.nightly) for case in KILL_AND_STOP]
 
@@ -175,14 +175,33 @@ def test_an_idle_worker_notices_that_a_follower_is_lost(
     assert is_gone(follower)
 
 
-@pytest.mark.nightly
-def test_a_group_whose_rank_0_was_stopped_goes_on(start_ranks: Callable[..., WorkerProcess]) -> None:
+def test_a_stopped_rank_0_is_killed_and_its_clients_know(start_ranks: Callable[..., WorkerProcess]) -> None:
     worker = start_ranks()
+    (follower,) = followers_of(worker.pid)
+    with RolloutClient(worker.endpoint, timeout_s=PATIENCE_S) as client:
+        stream = client.generate("17:", **LONG)
+        read(stream, 20)
+        os.kill(worker.pid, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        with pytest.raises(ConnectionLost):
+            stream.wait()
+        assert time.monotonic() - stopped_s < KNOWN_S
+    assert ended(worker) == -signal.SIGKILL and is_gone(follower)
+    assert f"rank 0 (process {worker.pid}) has been stopped" in worker.log_path.read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("stall_s", "stopped_s"), [("8", 3.0), ("none", 12.0)])
+def test_a_group_whose_rank_0_was_stopped_goes_on(
+    start_ranks: Callable[..., WorkerProcess], stall_s: str, stopped_s: float
+) -> None:
+    """After a moment, or without a limit at any time."""
+    worker = start_ranks(rank_stall_s=stall_s)
     with RolloutClient(worker.endpoint, timeout_s=PATIENCE_S) as client:
         stream = client.generate("17:", **LONG | {"max_tokens": 1000})
         next(stream)
         os.kill(worker.pid, signal.SIGSTOP)
-        time.sleep(12.0)  # longer than a follower may be stopped
+        time.sleep(stopped_s)
         os.kill(worker.pid, signal.SIGCONT)
         (completion,) = stream.wait().completions
     assert (completion.finish_reason, len(completion)) == ("length", 1000)

@@ -151,8 +151,6 @@ def test_rank_0_that_is_killed_in_a_commit_leaves_no_follower(
 def test_a_fault_while_the_supervisor_starts_the_group_again(
     start_ranks: StartRanks, points: Points, scratch: Path, victim: str, number: signal.Signals
 ) -> None:
-    if victim == "rank 0" and number == STOP:
-        pytest.skip("a person may look at a worker that is stopped, so the supervisor leaves it alone")
     env = {**points.environment, "TMPDIR": str(scratch)}
     worker = start_ranks(supervise=True, restart_backoff_s=0.1, env=env)
     (pid,) = worker.pids

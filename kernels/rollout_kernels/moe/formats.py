@@ -34,6 +34,8 @@ def scale_shape(experts: int, outputs: int, inputs: int, format: Format, halves:
         return experts, outputs
     if format == "mxfp8":
         return experts, outputs, inputs // GROUP
+    if format != "fp8_block":
+        raise ValueError(f"{format!r} is no format of experts: {', '.join(FORMATS)}")
     return experts, halves * -(-(outputs // halves) // BLOCK), -(-inputs // BLOCK)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from rollout.config import ModelSettings
 from rollout.models import Decoder, LoadedModel, load_model
 from rollout.models.cut import CutView, kept_values, whole_shape
+from rollout.models.loader import check_cut
 from rollout.weights.destination import InPlaceDestination
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.models.families import FAMILIES, make_checkpoint
@@ -201,8 +202,9 @@ def _names_of(loaded: LoadedModel, alternative: int) -> list[str]:
     ("name", "experts"),
     [
         ("qwen2", "plain"), ("qwen3_moe", "plain"), ("qwen3_moe wide", "plain"), ("Phi3", "plain"), ("GptOss", "plain"),
-        ("GptOss wide", "plain"), ("Afmoe", "plain"), ("Glm4Moe wide", "plain"), ("Coded", "fp8"), ("Coded", "mxfp8"),
-        ("Qwen3_5", "plain"), ("Qwen3Next", "plain"), ("OlmoHybrid", "plain"), ("DeepseekV3", "plain"),
+        ("GptOss wide", "plain"), ("Afmoe", "plain"), ("Glm4Moe wide", "plain"), ("Coded", "fp8_block"),
+        ("Coded", "mxfp8"), ("Qwen3_5", "plain"), ("Qwen3Next", "plain"), ("OlmoHybrid", "plain"),
+        ("DeepseekV3", "plain"),
     ],
 )  # fmt: skip
 def test_an_update_of_whole_tensors_fills_a_shard(
@@ -273,6 +275,20 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(
     make(family, tmp_path, **changes)
     for message in start_ranks(2).run(_load_as_shard, tmp_path):
         assert reason in message and "2 shards" in message
+
+
+@pytest.mark.parametrize(("width", "refused"), [(512, True), (44, False)])  # cut by width; whole experts
+def test_experts_with_a_scale_for_a_row_are_not_cut_by_width(width: int, refused: bool, tmp_path: Path) -> None:
+    """A rank's part of a row would have a scale of its own, and so other values than one rank has."""
+    make_checkpoint("mixtral", tmp_path, **EVEN["mixtral"] | {"intermediate_size": width})
+    settings = ModelSettings(path=str(tmp_path))
+    for experts in ("plain", "mxfp8", "fp8_block"):
+        check_cut(settings, tmp_path, 2, experts)  # type: ignore[arg-type]
+    if not refused:
+        check_cut(settings, tmp_path, 2, "fp8_row")
+        return
+    with pytest.raises(ValueError, match="fp8_row has a scale for a row .* use fp8_block or mxfp8"):
+        check_cut(settings, tmp_path, 2, "fp8_row")
 
 
 def test_a_shard_takes_whole_tensors_only(tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:

@@ -149,9 +149,9 @@ def test_drafts_have_lines_of_their_own_where_there_are_any():
     """They fit into 80 columns: acceptance by drafter and by age, tokens a step, time saved and expected."""
     assert VIEW.status is not None
     of_drafts = [metric for metric in TOP_METRICS if metric.name.startswith("speculation/")]
-    for drafted in (0, 10_000):
-        values = {metric.name: 12.3 for metric in of_drafts} | {"speculation/drafted": drafted, "step/decode_ms": 1.0}
-        values["speculation/saved_s"] = -45678.9
+    for drafted in (0, 1):
+        values = {metric.name: 12.3 * drafted for metric in of_drafts} | {"step/decode_ms": 1.0}
+        values["speculation/saved_s"] = -45678.9 * drafted
         lines = frame([WorkerView(ENDPOINT, {**VIEW.status, "metrics": values})], Screen(), 80, 24)
         assert all(line.cell_len == 80 for line in lines)
         at = [i for i, line in enumerate(lines) if line.plain.startswith("  draft ")]
