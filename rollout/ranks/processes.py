@@ -101,7 +101,7 @@ class Ranks:
         self._settings = settings
         self._own_start = (CONNECTING, 0, 0)
         self.start = StartProgress(self._set_own_start)
-        self._closing = threading.Event()
+        self._closing, self._closes = threading.Event(), threading.Lock()
         self._on_lost: Callable[[str], None] = self._end_at_once
         self._progress: Callable[[], OwnProgress] = OwnProgress
         if self.size == 1:
@@ -205,12 +205,13 @@ class Ranks:
         return self.failure
 
     def close(self) -> None:
-        """End the followers. Idempotent."""
-        if self._closing.is_set() or self.size == 1:
-            return
-        self._closing.set()
-        self._followers.kill()
-        self._folder.close()
+        """End the followers. Idempotent: the main thread and the watching one may both call it, and both wait."""
+        with self._closes:
+            if self._closing.is_set() or self.size == 1:
+                return
+            self._closing.set()
+            self._followers.kill()
+            self._folder.close()
 
     def _end_at_once(self, failure: str) -> None:
         """End the process in its start: no client waits yet, and this rank may wait for the lost one for ever."""
