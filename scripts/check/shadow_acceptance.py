@@ -462,7 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         costs += [] if args.costs is None else read_costs(args.costs)
         groups = [group for path in args.input for group in read_groups(path, args.prompt_field, args.completion_field)]
-        if not groups:
+        if not any(tokens for group in groups for tokens in group.completions):
             raise InputError("the input has no finished completion")
         plays = {name: _play_all(groups, name, args) for name in args.drafter}
         totals = {name: [_total(k, found) for k, found in by_k.items()] for name, by_k in plays.items()}

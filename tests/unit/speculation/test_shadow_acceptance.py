@@ -256,6 +256,7 @@ def test_lateness_is_of_suffix(tmp_path):
         ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--cost", "8:3:5.0"], "plain"),
         ('{"prompt_token_ids": [1], "completions": [1, 2]}', ["--k", "0"], "--k"),
         ("", [], "no finished completion"),
+        ('{"prompt_token_ids": [1], "completions": []}', [], "no finished completion"),
         (b"\xff\xfe", [], "a.jsonl"),
         ("[" * 100_000, [], "line 1"),
         ('{"prompt_token_ids": [' + "9" * 5000 + '], "completions": [1]}', [], "line 1"),
