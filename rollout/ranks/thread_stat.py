@@ -1,4 +1,4 @@
-"""What the system says of a thread of a process: its state, and its CPU time."""
+"""The state of a thread and its CPU time, as the system reports them."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
 from rollout_kernels.norm_rope import triton_elementwise, triton_turn
 from rollout_kernels.parallel import TensorGroup
 from rollout_kernels.parallel.group import HISTOGRAM_WORDS
-from rollout_kernels.parallel.peer_buffers import PeerBuffers, buffer_shape
+from rollout_kernels.parallel.peer_buffers import PeerBuffers, buffer_layout
 from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 from rollout_kernels.sampling import VocabShard, triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
@@ -197,10 +197,8 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     yield "norm", lambda: triton_elementwise.add_rms_norm(residual, floats(2, rows, shape.hidden), norm, 1e-6)
     for ranks in (2, 8):
         for flagged, form in ((False, "words"), (True, "rows")):
-            memory = ints(
-                *buffer_shape(ranks, rows, shape.hidden // 2, flagged), dtype=torch.int32 if flagged else long
-            )
-            peers = PeerBuffers(0, memory, ints(ranks, dtype=long), ints(rows), ints(1))
+            sizes, dtype = buffer_layout(ranks, rows, shape.hidden // 2, flagged)
+            peers = PeerBuffers(0, ints(*sizes, dtype=dtype), ints(ranks, dtype=long), ints(rows), ints(1))
             normed = residual, floats(2, rows, shape.hidden), norm, 1e-6, peers
             yield f"norm over {ranks} ranks, {form}", lambda a=normed: all_reduce_norm(*a)
             yield f"sum over {ranks} ranks, {form}", lambda a=(residual[None], peers): all_reduce_rows(*a)

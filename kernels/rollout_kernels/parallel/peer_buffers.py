@@ -101,9 +101,11 @@ class PeerBuffers:
         )
 
 
-def buffer_shape(ranks: int, rows: int, words: int, flagged: bool) -> tuple[int, int, int, int]:
-    """The shape of `PeerBuffers.memory_2RMW` for rows of `words` pieces of four bytes."""
-    return TURNS, ranks, rows, -(-words // TAIL) * TAIL + TAIL if flagged else words
+def buffer_layout(ranks: int, rows: int, words: int, flagged: bool) -> tuple[tuple[int, int, int, int], torch.dtype]:
+    """Shape and dtype of `PeerBuffers.memory_2RMW` for rows of `words` pieces of four bytes."""
+    if flagged:
+        return (TURNS, ranks, rows, -(-words // TAIL) * TAIL + TAIL), torch.int32
+    return (TURNS, ranks, rows, words), torch.int64
 
 
 def connect_peers(
@@ -128,7 +130,7 @@ def connect_peers(
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    shape, dtype = buffer_shape(processes.size(), rows, words, flagged), torch.int32 if flagged else torch.int64
+    shape, dtype = buffer_layout(processes.size(), rows, words, flagged)
     memory_2RMW = symmetric_memory.empty(*shape, dtype=dtype, device=device)
     memory_2RMW.zero_()
     handle = symmetric_memory.rendezvous(memory_2RMW, processes)

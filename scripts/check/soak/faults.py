@@ -104,7 +104,7 @@ class Faults:
     async def run(self, plan: list[Planned], began_s: float) -> None:
         """Cause every fault at its time; returns when all are over.
 
-        Losses of ranks wait for each other. Those that would come after the last other fault are left out.
+        Losses of ranks wait for each other. A loss that would come after the last other fault is left out.
         """
         self._ends_s = began_s + max(fault.at_s for fault in plan)
         for fault in plan:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from rollout_kernels.parallel import TensorGroup
-from rollout_kernels.parallel.peer_buffers import PeerBuffers, buffer_shape
+from rollout_kernels.parallel.peer_buffers import PeerBuffers, buffer_layout
 
 
 def share_buffers(
@@ -19,7 +19,7 @@ def share_buffers(
     beside: PeerBuffers | None = None,
 ) -> PeerBuffers:
     """Connected buffers, beside others if they are given; all ranks call this with a folder that has no others."""
-    shape, dtype = buffer_shape(group.size, rows, words, flagged), torch.int32 if flagged else torch.int64
+    shape, dtype = buffer_layout(group.size, rows, words, flagged)
     group.all_gather(torch.zeros(1))  # the folder is ready on every rank
     mapped = []
     for rank in range(group.size):

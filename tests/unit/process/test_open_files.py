@@ -60,7 +60,7 @@ def test_one_that_stays_too_low_is_an_error_that_says_what_is_needed(ranks: int,
         ("-f 0", "the ranks cannot share 0.0 MiB of memory"),  # of the size of files
     ],
 )
-def test_a_worker_does_not_start_with_too_few(limit: str, told: str) -> None:
+def test_a_worker_does_not_start_with_a_limit_that_is_too_low(limit: str, told: str) -> None:
     command = rollout("serve", str(ONES), "--tensor-parallel=2", "--device=cpu", "--bind=tcp://127.0.0.1:0")
     ended = subprocess.run(
         ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", *command],
