@@ -1,7 +1,8 @@
 """Whether this process compiles a kernel now: Triton does so at the first use, which may be long after the start.
 
 A compilation takes seconds, in which a healthy rank launches nothing. So it is not counted as time without progress.
-Triton does not tell of the end of a compilation that fails, so one counts for `MOST_S` at the most.
+Triton does not tell of the end of a compilation that fails, so one counts for `MOST_S` at the most. Kernels that are
+compiled ahead of their use do not count: threads compile them, and a process that uses CPU time makes progress.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def watch_compilations() -> None:
 def begins(**facts: Any) -> bool:
     """Triton's hook before a compilation; true would stop it."""
     global _running, _begun_s
+    if facts.get("is_manual_warmup"):
+        return False
     if not compiling():  # one before may have failed
         _running = 0
     _running, _begun_s = _running + 1, time.monotonic()
@@ -43,4 +46,5 @@ def begins(**facts: Any) -> bool:
 def ended(**facts: Any) -> None:
     """Triton's hook after one."""
     global _running
-    _running = max(0, _running - 1)
+    if not facts.get("is_manual_warmup"):
+        _running = max(0, _running - 1)

@@ -15,6 +15,7 @@ import torch
 
 from rollout.engine.sequence.sequence import Sequence, row_seed
 from rollout.engine.step.head_drafts import HeadDrafts
+from rollout.engine.step.ngram_drafts import NgramDrafts
 from rollout.engine.step.row_state import LENGTH, PROMPT, SEED
 from rollout.engine.step.upload import StepInput
 
@@ -82,19 +83,18 @@ class ReplayDrafter:
 
 
 class ReplayGuesses:
-    """Puts recorded tokens in the place of a draft model's guesses, on the device. Steps take the draft model's time.
+    """Puts recorded tokens in the place of the device's guesses. Steps take the time of what guesses there.
 
     Args:
-        heads: runs the draft model of an engine whose requests have the seeds 0, 1, ... and one completion each.
+        guesser: guesses in an engine whose requests have the seeds 0, 1, ... and one completion each.
         recorded: tokens of the requests, in this order.
         p: as `ReplayDrafter`.
         vocab: token ids.
     """
 
-    def __init__(self, heads: HeadDrafts, recorded: Seq[Seq[int]], p: float, vocab: int) -> None:
-        self._heads, self._run = heads, heads.run
-        device = heads.positions_B.device
-        most = heads.most
+    def __init__(self, guesser: HeadDrafts | NgramDrafts, recorded: Seq[Seq[int]], p: float, vocab: int) -> None:
+        self._guesser, self._run = guesser, guesser.run
+        device, most = guesser.rows.ints.device, guesser.most
         rows = []
         for i, tokens in enumerate(recorded):
             right = np.asarray([*tokens, *[0] * most], dtype=np.int64)
@@ -107,17 +107,18 @@ class ReplayGuesses:
         self._ahead_G = torch.arange(1, most + 1, device=device)
 
     def __enter__(self) -> None:
-        self._heads.run = self._replay  # type: ignore[method-assign]
+        self._guesser.run = self._replay  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        self._heads.run = self._run  # type: ignore[method-assign]
+        self._guesser.run = self._run  # type: ignore[method-assign]
 
-    def _replay(self, step: StepInput, output_4R: torch.Tensor, accepted_B: torch.Tensor, *how: Any) -> None:
-        self._run(step, output_4R, accepted_B, *how)
+    def _replay(self, step: StepInput, output_4R: torch.Tensor, accepted_B: torch.Tensor, *how: Any) -> Any:
+        guessed = self._run(step, output_4R, accepted_B, *how)
         if step.header.guesses > 0:
-            rows = self._heads.rows
+            rows = self._guesser.rows
             ints_RI, (requests, length) = rows.ints, self._tokens_NL.shape
             request_R = torch.searchsorted(self._seeds_N, ints_RI[:, SEED].contiguous()).clamp_(max=requests - 1)
             at_RG = (ints_RI[:, LENGTH] - ints_RI[:, PROMPT])[:, None] + self._ahead_G
             assert rows.guesses is not None
             rows.guesses.copy_(self._tokens_NL[request_R[:, None], at_RG.clamp_(0, length - 1)])
+        return guessed

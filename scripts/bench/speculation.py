@@ -7,14 +7,15 @@ so that a verify step of --most drafts yields an accepted length (AL, the step's
 each number of rows and each context there are these runs:
 
     plain     speculation is off
-    auto      drafts where they pay by acceptance and costs, as `speculation = auto`
+    auto      drafts where they pay by acceptance and costs, as `speculation = auto`, which has the device guess by
+              n-grams, too, where it has no draft model
     always    drafts in every step, as `speculation = suffix`
     diverge   auto, and after its first wrong token the rest of a path is wrong, too. So it is with real drafters: at a
               pipeline of depth 2 a refused draft costs those of the next step as well
     nothing   auto, and every draft is wrong: the price of a drafter that is never right
     heads     with --draft-model only: a random EAGLE-3 head guesses after every step, and recorded tokens take the
               place of its guesses, on the device. So it is `speculation = heads` with a head that is right so often
-    unpaid    with --draft-model only: `speculation = auto` with such a head, and every guess is wrong
+    unpaid    auto with what guesses on the device alone, and every guess is wrong: such a head, or else n-grams
 
 `speedup` is tokens a second over those of the plain run, by the wall time between the commits of the first and last
 step with all rows; `al` the tokens that these steps yielded for a row, whatever was asked for. `floor_ms` is the time
@@ -51,9 +52,11 @@ import torch
 
 from rollout.engine.messages import SamplingParams
 from rollout.engine.schedule.speculation import Speculation
+from rollout.engine.speculation.drafter import Guesser
 from rollout.engine.speculation.step_costs import StepCosts
 from rollout.engine.step import shared_pages
 from rollout.engine.step.decode_costs import measure_decode_costs
+from rollout.engine.step.ngram_drafts import NgramDrafts
 from rollout.settings_sources import SettingsError
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.decode import step_needs
@@ -138,15 +141,17 @@ class Bench:
             mode != "always",
         )
         costs = copy.deepcopy(self.costs)  # what it learns is forgotten
+        guesser = self.engine.engine.executor.step.guesser
+        kind: Guesser | None = None if guesser is None else "ngram" if isinstance(guesser, NgramDrafts) else "heads"
         if mode in _GUESSED:
-            heads = self.engine.engine.executor.step.heads
-            assert heads is not None, "checked with the arguments"
+            assert guesser is not None, "checked with the arguments"
             recorded = [plain.tokens[str(i)] for i in range(len(plain.tokens))]
-            speculation = Speculation(None, self._most, self._most_rows, costs, mode == "unpaid", "heads")
-            with ReplayGuesses(heads, recorded, p, self.engine.vocab):
+            speculation = Speculation(None, self._most, self._most_rows, costs, mode == "unpaid", kind)
+            with ReplayGuesses(guesser, recorded, p, self.engine.vocab):
                 run, row = self._run(work, figures, speculation)
             return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
-        speculation = Speculation(drafter, self._most, self._most_rows, costs, adapts)
+        kind = kind if adapts and kind == "ngram" else None
+        speculation = Speculation(drafter, self._most, self._most_rows, costs, adapts, kind)
         run, row = self._run(work, figures, speculation)
         return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
 
@@ -344,8 +349,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         **({"speculation_model": "random"} if args.draft_model == "head" else {}),
         **dict(change.partition("=")[::2] for change in args.set),
     }
-    if not args.draft_model and any(mode in _GUESSED for mode in args.modes):
-        parser.error(f"the modes {' and '.join(_GUESSED)} need --draft-model")
+    if not args.draft_model and "heads" in args.modes:
+        parser.error("the mode heads needs --draft-model")
     try:
         for length in args.lengths:
             chance_of(length, args.most)

@@ -164,6 +164,12 @@ class DecodeGraphs:
         facts = {"graphs": self.count - before, "took_s": took_s, "first_runs_s": round(warm_up_s, 1)}
         log.info("captured decode steps as graphs", extra=facts)
 
+    def warm_up(self, slot: Slot) -> None:
+        """Run, on padding, what the captures of all sizes will launch."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for size in reversed(self.sizes.whole):
+                self._warm_up(slot, size)
+
     @property
     def count(self) -> int:
         """Graphs that are captured."""

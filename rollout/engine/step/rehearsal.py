@@ -1,7 +1,8 @@
 """The largest steps that an engine can have, run once before it serves, on padding and a KV cache of two pages.
 
-They compile and load every kernel of prefill and of sampling, so that nothing is compiled while serving, and they take
-the memory that such steps will take. All rows are row 0 and all pages page 0; both are as before afterwards.
+They load every kernel of prefill and of sampling, so that nothing is compiled while serving, and they take the memory
+that such steps will take. On a GPU they run once more before, without their kernels, which are compiled meanwhile. All
+rows are row 0 and all pages page 0; both are as before afterwards.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rollout_kernels.attention.segments import no_segments
 from rollout_kernels.attention.triton_prefill import SHORT_CHUNK
 
 from rollout.engine.sequence.features import PLAIN, Feature
+from rollout.engine.step.compile_ahead import kernels_compiled_ahead
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.scores import scored_multiple
@@ -143,16 +145,22 @@ def measure_steps(
     executor.device.synchronize()
     torch.cuda.empty_cache()
     before = _free_bytes()
+    graphs = None if graph_rows is None else DecodeGraphs(executor.step, executor.compute, max_context, graph_rows)
+    if isinstance(executor.step.model, Decoder):  # the code of a fallback model may compute with what kernels return
+        with kernels_compiled_ahead(executor.device.torch_device):
+            rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
+            if graphs is not None:
+                graphs.warm_up(slots[0])
+        torch.cuda.empty_cache()
     rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
     activations = before - _free_bytes()
-    graphs = 0 if graph_rows is None else _measure_graphs(executor, slots, max_context, graph_rows)
+    of_graphs = 0 if graphs is None else _measure_graphs(graphs, slots)
     torch.cuda.empty_cache()
-    return StepNeeds(_FRAGMENTATION * max(activations, 0), max(graphs, 0))
+    return StepNeeds(_FRAGMENTATION * max(activations, 0), max(of_graphs, 0))
 
 
-def _measure_graphs(executor: Executor, slots: list[Slot], max_context: int, graph_rows: int) -> int:
+def _measure_graphs(graphs: DecodeGraphs, slots: list[Slot]) -> int:
     before = _free_bytes()
-    graphs = DecodeGraphs(executor.step, executor.compute, max_context, graph_rows)
     *smaller, largest = graphs.sizes.whole
     graphs.capture(slots, sizes=[largest])
     first = before - _free_bytes()

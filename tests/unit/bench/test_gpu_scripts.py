@@ -94,15 +94,20 @@ def test_the_benchmark_of_drafts_compares_all_modes_with_plain_steps(tmp_path):
         "--least-saved",
         "0",
         "999",
+        "--modes",
+        "auto",
+        "always",
+        "nothing",
+        "unpaid",
     )
     assert load_script("bench.speculation").main(["--shape", "toy", "--device", "cpu", *sizes, "--out", str(out)]) == 0
     lines = json.loads(out.read_text())["rows"]
     assert [(line["rows"], line.get("mode")) for line in lines] == [
-        (rows, mode) for rows in (1, 2) for mode in ("plain", "auto", "always", "always", "nothing")
+        (rows, mode) for rows in (1, 2) for mode in ("plain", "auto", "always", "always", "nothing", "unpaid")
     ]
     always = [line for line in lines if line["mode"] == "always"]
     assert all(line["al"] > 1.5 and line["equal_pct"] > 90 for line in always)
-    assert all(line["accepted"] == 0 for line in lines if line["mode"] == "nothing")
+    assert all(line["accepted"] == 0 for line in lines if line["mode"] == "unpaid")
     assert always[0]["steps"] < lines[0]["steps"] / 1.5
 
 

@@ -23,3 +23,14 @@ def test_a_compilation_that_fails_is_forgotten_in_time(monkeypatch: pytest.Monke
     assert compiling.compiling()
     compiling.ended()
     assert not compiling.compiling()
+
+
+def test_what_is_compiled_ahead_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_running", 0)
+    compiling.begins(is_manual_warmup=True)
+    assert not compiling.compiling()
+    compiling.begins(is_manual_warmup=False)
+    compiling.ended(is_manual_warmup=True)
+    assert compiling.compiling()
+    compiling.ended(is_manual_warmup=False)
+    assert not compiling.compiling()

@@ -1,0 +1,71 @@
+"""Kernels that are compiled before the first step: what stands in for what they would have written, and who asks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from rollout.engine.step.compile_ahead import ZeroedTensors, _kind
+
+#: A kernel is launched twice where launches only compile, and then for real; its compilations are counted.
+LAUNCHES = """
+    import torch, triton
+    import triton.language as tl
+    from triton import knobs
+    from rollout.engine.step.compile_ahead import kernels_compiled_ahead
+
+    @triton.jit
+    def add_one(x, n, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        tl.store(x + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+
+    compiled = []
+    knobs.runtime.jit_cache_hook = lambda **facts: compiled.append(facts["repr"]) and None
+    x, device = torch.zeros(64, device="cuda"), torch.device("cuda", torch.cuda.current_device())
+    with kernels_compiled_ahead(device):
+        add_one[1,](x, 64, BLOCK=64)
+        add_one[1,](x.clone(), 64, BLOCK=64)
+        add_one[1,](x, 64, BLOCK=128)
+    assert not x.any(), "nothing ran"
+    assert len(compiled) == 2, compiled
+    add_one[1,](x, 64, BLOCK=64)
+    add_one[1,](x, 64, BLOCK=128)
+    assert (x == 2).all(), x
+    assert len(compiled) == 2, "both were there"
+    add_one[1,](x.double(), 64, BLOCK=64)
+    assert len(compiled) == 3, "another dtype"
+"""
+
+
+def test_memory_that_nobody_wrote_holds_zeros():
+    dirt = [torch.full((4096,), 7, dtype=torch.int32) for _ in range(8)]
+    like = dirt[0].clone()
+    del dirt
+    with torch.inference_mode(), ZeroedTensors():
+        made = [torch.empty(4096, dtype=torch.int32), torch.empty_like(like), like.new_empty(4096)]
+        made += [torch.empty_strided((64, 64), (1, 64), dtype=torch.int32), like.new_empty_strided((64,), (2,))]
+        kept = torch.full((3,), 5)
+    assert not any(tensor.any() for tensor in made)
+    assert kept.tolist() == [5, 5, 5]
+    assert (like == 7).all()
+
+
+def test_layers_ask_for_one_kernel():
+    weights = [torch.zeros(8, 16) for _ in range(2)]
+    assert _kind((weights[0], 16, True)) == _kind((weights[1], 16, True))
+    assert _kind(weights[0]) != _kind(weights[0].half()), "another dtype"
+    assert _kind(weights[0]) != _kind(weights[0].view(-1)[1:]), "another alignment"
+    assert _kind(1) != _kind(True), "Triton compiles for 1, and for true"
+    assert _kind((1, (weights[0], 2))) == _kind((1, (weights[1], 2)))
+
+
+@pytest.mark.gpu
+def test_launches_compile_and_do_not_run(tmp_path):
+    script = tmp_path / "launches.py"
+    script.write_text(textwrap.dedent(LAUNCHES))
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
