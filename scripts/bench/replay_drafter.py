@@ -95,9 +95,9 @@ class ReplayGuesses:
     def __init__(self, guesser: HeadDrafts | NgramDrafts, recorded: Seq[Seq[int]], p: float, vocab: int) -> None:
         self._guesser, self._run = guesser, guesser.run
         device, most = guesser.rows.ints.device, guesser.most
-        rows = []
+        rows, length = [], max(map(len, recorded)) + most
         for i, tokens in enumerate(recorded):
-            right = np.asarray([*tokens, *[0] * most], dtype=np.int64)
+            right = np.asarray([*tokens, *[0] * (length - len(tokens))], dtype=np.int64)
             wrong = np.random.default_rng([0, i]).random(len(right)) >= p
             rows.append(np.where(wrong, (right + 1) % vocab, right))
         seeds = np.array([row_seed(i, 0) for i in range(len(recorded))], dtype=np.int64)

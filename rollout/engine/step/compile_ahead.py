@@ -49,7 +49,7 @@ def kernels_compiled_ahead(device: torch.device) -> Iterator[None]:
 
     On an error within, what was asked for is still compiled. Raises what Triton raises for a kernel that is wrong.
     """
-    from triton import AsyncCompileMode
+    from triton import AsyncCompileMode, FutureKernel
     from triton.runtime.jit import JITFunction
 
     began_s, mine = time.perf_counter(), threading.get_ident()
@@ -67,7 +67,7 @@ def kernels_compiled_ahead(device: torch.device) -> Iterator[None]:
 
         return launch
 
-    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         with AsyncCompileMode(pool), ZeroedTensors():
             JITFunction.__getitem__ = launch_of
             try:
@@ -75,10 +75,13 @@ def kernels_compiled_ahead(device: torch.device) -> Iterator[None]:
             finally:
                 del JITFunction.__getitem__  # the inherited one again
         ran_s = time.perf_counter() - began_s
-        kernels = {id(kernel): kernel for kernel in map(_compiled, asked.values())}
-        list(pool.map(_load, kernels.values()))
+        # Others were there before.
+        made = {id(kernel): kernel.result() for kernel in asked.values() if isinstance(kernel, FutureKernel)}
+        list(pool.map(_build_launcher, made.values()))
+    for kernel in made.values():
+        assert kernel.run is not None  # loads the kernel, and what launches it
     took_s = round(time.perf_counter() - began_s, 1)
-    log.info("compiled the kernels", extra={"kernels": len(kernels), "took_s": took_s, "ran_s": round(ran_s, 1)})
+    log.info("compiled the kernels", extra={"kernels": len(made), "took_s": took_s, "ran_s": round(ran_s, 1)})
 
 
 def _kind(value: Any) -> object:
@@ -93,11 +96,11 @@ def _kind(value: Any) -> object:
     return type(value), value
 
 
-def _compiled(kernel: Any) -> Any:
-    """The kernel behind what a launch returned: it may stand for one that was compiled in a thread."""
-    return kernel.result() if hasattr(kernel, "result") else kernel
+def _build_launcher(kernel: Any) -> None:
+    """Have a C compiler build what launches the kernel, for Triton's cache.
 
+    It is loaded later: while threads load such modules, all of one name, Python can give a thread that of another.
+    """
+    from triton.runtime import driver
 
-def _load(kernel: Any) -> None:
-    """Build what launches the kernel, which calls a C compiler, and load its code to the device."""
-    assert kernel.run is not None
+    driver.active.launcher_cls(kernel.src, kernel.metadata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,8 @@ import torch
 
 from rollout.engine.step.compile_ahead import ZeroedTensors, _kind
 
-#: A kernel is launched twice where launches only compile, and then for real; its compilations are counted.
+#: Kernels are launched where launches only compile, and then for real; compilations are counted. Two kinds of arguments
+#: take two modules of one name to launch them, which threads must not mix up.
 LAUNCHES = """
     import torch, triton
     import triton.language as tl
@@ -23,21 +25,29 @@ LAUNCHES = """
         at = tl.arange(0, BLOCK)
         tl.store(x + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
 
-    compiled = []
+    @triton.jit
+    def add_all(x, a, b, c, d, n, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        tl.store(x + at, tl.load(x + at, mask=at < n) + a + b + c + d, mask=at < n)
+
+    def launch(x):
+        for block in BLOCKS:
+            add_one[1,](x, 64, BLOCK=block)
+            add_all[1,](x, 2, 3.5, 4, 5.5, 64, BLOCK=block)
+
+    compiled, BLOCKS = [], (64, 128, 256, 512)
     knobs.runtime.jit_cache_hook = lambda **facts: compiled.append(facts["repr"]) and None
     x, device = torch.zeros(64, device="cuda"), torch.device("cuda", torch.cuda.current_device())
     with kernels_compiled_ahead(device):
-        add_one[1,](x, 64, BLOCK=64)
-        add_one[1,](x.clone(), 64, BLOCK=64)
-        add_one[1,](x, 64, BLOCK=128)
+        launch(x)
+        launch(x.clone())
     assert not x.any(), "nothing ran"
-    assert len(compiled) == 2, compiled
-    add_one[1,](x, 64, BLOCK=64)
-    add_one[1,](x, 64, BLOCK=128)
-    assert (x == 2).all(), x
-    assert len(compiled) == 2, "both were there"
+    assert len(compiled) == 8, compiled
+    launch(x)
+    assert (x == 64).all(), x
+    assert len(compiled) == 8, "all were there"
     add_one[1,](x.double(), 64, BLOCK=64)
-    assert len(compiled) == 3, "another dtype"
+    assert len(compiled) == 9, "another dtype"
 """
 
 
@@ -67,5 +77,7 @@ def test_layers_ask_for_one_kernel():
 def test_launches_compile_and_do_not_run(tmp_path):
     script = tmp_path / "launches.py"
     script.write_text(textwrap.dedent(LAUNCHES))
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    cold = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, str(script)]
+    ran = subprocess.run(command, env=cold, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
