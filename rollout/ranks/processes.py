@@ -186,14 +186,16 @@ class Ranks:
             return []
         orders = self.orders
         ordered, swapped = (0, 0) if orders is None else (orders.ordered, orders.swapped)
-        names: tuple[Number, ...] = ("sequence", "launched", "done", "swapped")
+        names: tuple[Number, ...] = ("sequence", "launched", "done", "swapped", "prepared")
+        copies = map(sum, zip(*(self.reports.get(name) for name in _COPIES), strict=True))
         followers = zip(
             self._followers.pids,
             self._watch_rules.silent_s,
             *(self.reports.get(name) for name in names),
+            copies,
             strict=True,
         )
-        rows = [(os.getpid(), 0.0, ordered, launched, committed, swapped), *followers]
+        rows = [(os.getpid(), 0.0, ordered, launched, committed, swapped, swapped, 0), *followers]
         device = self._settings.model.device
         return [RankStatus(rank, pid, rank_device(device, rank), *row) for rank, (pid, *row) in enumerate(rows)]
 
@@ -303,6 +305,8 @@ class Ranks:
         self.check()
 
 
+#: What a follower counts of copies that are done.
+_COPIES: tuple[Number, ...] = ("wrote", "kv_out", "kv_in", "state_out", "state_in")
 #: By lane: the numbers of work that was given or begun, of work that has ended, and of parts done of the current work.
 _LANES: dict[LaneName, tuple[Number, Number, Number | None]] = {
     "updates": WORK_NUMBERS["updates"],

@@ -128,6 +128,8 @@ def test_an_update_amid_a_completion_is_swapped_by_all_ranks_or_by_none(pair: Pa
             client.resume()
             (completion,) = stream.wait().completions
             assert [version for version, _ in completion.versions] == [0, 1]
+            for rank in client.status()["ranks"]:
+                assert rank["verified"] == rank["swapped"] > 0, "all have the update, whole and copied"
             with pytest.raises(Exception, match="missing tensors"):
                 publisher.publish(dict(list(new.items())[1:]), 2).applied(60)
     (changed,) = pair.both([greedy])

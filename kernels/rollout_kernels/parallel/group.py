@@ -135,19 +135,14 @@ class NcclGroup(TensorGroup):
             return
         words, connect = width // values, partial(connect_peers, self._processes, self.device)
         few = max(1, min(MOST_PEER_ROWS, MOST_WORD_BYTES // ((self.size - 1) * 4 * words)))
-        connected: list[PeerBuffers] = []
-        problem = None
         try:
-            connected.append(connect(MOST_PEER_ROWS, words, flagged=True))
-            connected.append(connect(few, words, beside=connected[0]))
-            connected.append(connect(MOST_PEER_ROWS, HISTOGRAM_WORDS, beside=connected[0]))
-        except RuntimeError as error:
-            problem = error
-        all_connected = torch.tensor([int(problem is None)], device=self.device)
-        if bool(self.all_gather(all_connected).all()):  # all ranks take the same way
-            self.large_peers, self.peers, self.histogram_peers = connected
-        else:
-            log.warning("sums over ranks are slow: the GPUs cannot reach each other's memory: %s", problem or "a peer")
+            large = connect(MOST_PEER_ROWS, words, flagged=True)
+            peers = connect(few, words, beside=large)
+            histogram_peers = connect(MOST_PEER_ROWS, HISTOGRAM_WORDS, beside=large)
+        except RuntimeError as error:  # on all ranks: all take the same way
+            log.warning("sums over ranks are slow: the GPUs cannot reach each other's memory: %s", error)
+            return
+        self.large_peers, self.peers, self.histogram_peers = large, peers, histogram_peers
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `TensorGroup.all_reduce`. NCCL chooses the order of more than two ranks; all have the same bits."""

@@ -26,11 +26,14 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 #: Turns: how many exchanges of a row have a place in a buffer.
 TURNS = 2
@@ -118,7 +121,7 @@ def connect_peers(
 ) -> PeerBuffers:
     """Buffers on the GPUs of a host, which read and write each other's memory over NVLink. All ranks call this.
 
-    No multicast is used. Raises RuntimeError if the GPUs cannot reach each other's memory.
+    No multicast is used. Raises RuntimeError, on all ranks, if the GPUs cannot reach each other's memory.
 
     Args:
         processes: the ranks, connected by NCCL.
@@ -131,10 +134,32 @@ def connect_peers(
     import torch.distributed._symmetric_memory as symmetric_memory
 
     shape, dtype = buffer_layout(processes.size(), rows, words, flagged)
-    memory_2RMW = symmetric_memory.empty(*shape, dtype=dtype, device=device)
-    memory_2RMW.zero_()
-    handle = symmetric_memory.rendezvous(memory_2RMW, processes)
-    addresses = [handle.get_buffer(rank, shape, dtype).data_ptr() for rank in range(processes.size())]
-    torch.cuda.synchronize(device)
-    dist.barrier(processes, device_ids=[device.index])  # no rank writes before all have zeroed their memory
+
+    def connected() -> tuple[Any, list[int]]:
+        handle = symmetric_memory.rendezvous(memory_2RMW, processes)
+        return handle, [handle.get_buffer(rank, shape, dtype).data_ptr() for rank in range(processes.size())]
+
+    memory_2RMW = on_all(processes, device, lambda: symmetric_memory.empty(*shape, dtype=dtype, device=device).zero_())
+    handle, addresses = on_all(processes, device, connected)  # no rank writes before all have zeroed their memory
     return PeerBuffers.of(processes.rank(), memory_2RMW, addresses, handle, beside)
+
+
+def on_all(processes: dist.ProcessGroup, device: torch.device, work: Callable[[], T]) -> T:
+    """What `work` returns, once all ranks have done it. If it fails on one rank, raises RuntimeError on all.
+
+    So no rank waits in the next exchange for one that has given up.
+    """
+    problem: RuntimeError | None = None
+    try:
+        result = work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        problem = error
+    failed = torch.tensor([int(problem is not None)], device=device)
+    dist.all_reduce(failed, group=processes)
+    if problem is not None:
+        raise problem
+    if failed.item():
+        raise RuntimeError(f"{failed.item()} of the other ranks could not")
+    return result

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rollout_kernels.parallel import TensorGroup
+from rollout_kernels.parallel.peer_buffers import on_all
 
 from rollout.engine.step.execute import compare_tokens
 from tests.support.kernels.grids import nightly
@@ -86,3 +87,24 @@ def _connect_to_a_gpu(group: TensorGroup) -> str:
 
 def test_a_process_group_of_another_device_is_refused(start_ranks: Callable[[int], Ranks]) -> None:
     assert all("gloo" in message for message in start_ranks(2).run(_connect_to_a_gpu))
+
+
+def _try_on_all(group: TensorGroup, failing: int | None) -> object:
+    def work() -> int:
+        if group.rank == failing:
+            raise RuntimeError("no memory")
+        return group.rank
+
+    try:
+        return on_all(dist.group.WORLD, group.device, work)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_what_fails_on_one_rank_fails_on_all(start_ranks: Callable[[int], Ranks]) -> None:
+    """None waits for the one, and the next exchange finds all ranks."""
+    ranks = start_ranks(2)
+    other = "1 of the other ranks could not"
+    assert ranks.run(_try_on_all, 1) == [other, "no memory"]
+    assert ranks.run(_try_on_all, 0) == ["no memory", other]
+    assert ranks.run(_try_on_all, None) == [0, 1]
