@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from scripts.bench.shapes import write_checkpoint
 from tests.support.engine.cuda_harness import FUSED_SIZES
 from tests.support.models.every_family import make_mimo
 from tests.support.models.families import make_checkpoint
@@ -136,6 +137,28 @@ def test_the_bits_of_a_row_are_the_same_twice_and_whatever_else_runs(tmp_path: P
             assert first.token_ids.tolist() == other.token_ids.tolist()
             assert first.logprobs.tobytes() == other.logprobs.tobytes()
             assert first.top_logprobs is None or first.top_logprobs.tobytes() == other.top_logprobs.tobytes()
+
+
+def test_a_group_whose_prompt_is_read_once_has_the_log_probs_of_rows_alone(tmp_path: Path) -> None:
+    """Sums in another order: close, and not the same bits. So rows did read their prompt together."""
+    folder, found = write_checkpoint("qwen3-8b", tmp_path / "model", 2), []
+    flags: dict[str, Any] = {"tensor_parallel": 2, "device": "cuda", "check_ranks": True, "max_rows": 40}
+    flags |= {"load_format": "random", "max_context_tokens": 6144, "ready_timeout_s": START_S}
+    asked: dict[str, Any] = {"max_tokens": 48, "n": 40, "temperature": 100.0, "seed": 5, "stop": {"ignore_eos": True}}
+    prompt = np.random.default_rng(2).integers(3, 150_000, 6000).tolist()
+    for together in (True, False):
+        with (
+            launch(folder, log=tmp_path / f"log-{together}", group_attention=together, **flags) as worker,
+            RolloutClient(worker.endpoint, timeout_s=120) as client,
+        ):
+            found.append(client.generate(prompt, **asked).completions)
+    differences = []
+    for one, two in zip(*found, strict=True):
+        same = int(np.cumprod(one.token_ids == two.token_ids).sum())
+        differences.append(np.abs(one.raw_logprobs[:same] - two.raw_logprobs[:same]))
+    errors = np.concatenate(differences)
+    assert len(errors) > 40 * 24, "at this temperature rounding hardly ever changes a token"
+    assert 0 < errors.mean() < 0.02, errors.mean()
 
 
 @pytest.fixture
