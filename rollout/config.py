@@ -175,6 +175,13 @@ class EngineSettings(_Section):
         le=4096,
         description="largest number of rows of a captured decode step; larger steps are launched kernel by kernel",
     )
+    compile_threads: int = Field(
+        16,
+        ge=0,
+        le=256,
+        description="threads that compile all kernels at the start, at most one a core; 0: a kernel is compiled when "
+        "it is first launched, one after the other; on a GPU",
+    )
     prefix_cache: bool = Field(True, description="keep the KV pages of prompts for later requests with the same prefix")
     state_snapshots: int | None = Field(
         None,

@@ -570,7 +570,8 @@ def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: 
     try:
         if device.torch_device.type == "cuda":
             chunk = chunk_tokens(engine, model)
-            needs = measure_steps(executor, slots, engine.step_rows, chunk, context, graph_rows)
+            sizes = engine.step_rows, chunk, context, graph_rows
+            needs = measure_steps(executor, slots, *sizes, engine.compile_threads)
     except torch.OutOfMemoryError as error:
         raise no_room_for_steps(engine, model, free_bytes) from error
     there = DeviceMemory(weight_bytes(model), free_bytes, needs)

@@ -14,47 +14,48 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 log = logging.getLogger(__name__)
 
-_MOST_THREADS = 16
-_aten = torch.ops.aten
 #: What returns memory that nobody has written.
-_UNWRITTEN = {
-    _aten.empty.memory_format,
-    _aten.empty_like.default,
-    _aten.empty_strided.default,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-}
-
-
-class ZeroedTensors(TorchDispatchMode):
-    """Within, tensors that would hold whatever lay in their memory hold zeros."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`."""
-        result = func(*args, **(kwargs or {}))
-        return result.zero_() if func in _UNWRITTEN else result
+_UNWRITTEN = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+)
 
 
 @contextmanager
-def kernels_compiled_ahead(device: torch.device) -> Iterator[None]:
-    """Within, Triton's kernels that this thread launches on `device` do not run; at the end all are ready to.
+def zeroed_tensors() -> Iterator[None]:
+    """Within, tensors that would hold whatever lay in their memory hold zeros."""
 
-    On an error within, what was asked for is still compiled. Raises what Triton raises for a kernel that is wrong.
+    def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **options: make(*args, **options).zero_()
+
+    with ExitStack() as replacements:
+        for owner, name in _UNWRITTEN:
+            replacements.enter_context(replaced(owner, name, zeroed))
+        yield
+
+
+@contextmanager
+def kernels_compiled_ahead(threads: int) -> Iterator[None]:
+    """Within, kernels of Triton that this thread launches do not run; at the end all can, on the current device.
+
+    At most `threads` threads compile, and no more than there are cores. On an error within, what was asked for is still
+    compiled. Raises what Triton raises for a kernel that is wrong.
     """
     from triton import AsyncCompileMode, FutureKernel
     from triton.runtime.jit import JITFunction
 
     began_s, mine = time.perf_counter(), threading.get_ident()
     asked: dict[object, Any] = {}
-    threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
 
     def launch_of(kernel: Any, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **options: Any) -> Any:
@@ -67,13 +68,9 @@ def kernels_compiled_ahead(device: torch.device) -> Iterator[None]:
 
         return launch
 
-    with ThreadPoolExecutor(threads) as pool:
-        with AsyncCompileMode(pool), ZeroedTensors():
-            JITFunction.__getitem__ = launch_of
-            try:
-                yield
-            finally:
-                del JITFunction.__getitem__  # the inherited one again
+    with ThreadPoolExecutor(min(threads, len(os.sched_getaffinity(0)))) as pool:
+        with AsyncCompileMode(pool), zeroed_tensors(), replaced(JITFunction, "__getitem__", lambda _: launch_of):
+            yield
         ran_s = time.perf_counter() - began_s
         # Others were there before.
         made = {id(kernel): kernel.result() for kernel in asked.values() if isinstance(kernel, FutureKernel)}
@@ -82,6 +79,20 @@ def kernels_compiled_ahead(device: torch.device) -> Iterator[None]:
         assert kernel.run is not None  # loads the kernel, and what launches it
     took_s = round(time.perf_counter() - began_s, 1)
     log.info("compiled the kernels", extra={"kernels": len(made), "took_s": took_s, "ran_s": round(ran_s, 1)})
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Within, `owner` has what `make` makes of its attribute; then it is as before."""
+    is_own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 def _kind(value: Any) -> object:

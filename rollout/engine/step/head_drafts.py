@@ -259,8 +259,8 @@ def _experts_of(head: DraftHead) -> FusedExperts | None:
 
 
 def _batch(positions_B: torch.Tensor, table_BP: torch.Tensor, page_size: int, max_context: int) -> AttentionBatch:
-    """A token for each row, at these positions; a padding row may say a later one than there is."""
-    positions_B = positions_B.clamp(max=max_context - 1)
+    """A token for each row, at these positions; a padding row may say one that is not there."""
+    positions_B = positions_B.clamp(0, max_context - 1)
     pages_B = table_BP.gather(1, (positions_B // page_size)[:, None]).squeeze(1).long()
     return AttentionBatch(
         positions_T=positions_B,

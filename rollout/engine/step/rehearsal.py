@@ -135,19 +135,26 @@ def rehearse(
 
 
 def measure_steps(
-    executor: Executor, slots: list[Slot], max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
+    executor: Executor,
+    slots: list[Slot],
+    max_rows: int,
+    chunk_tokens: int,
+    max_context: int,
+    graph_rows: int | None,
+    compile_threads: int,
 ) -> StepNeeds:
     """Rehearse on a GPU; returns what the steps took, by what the driver says is free before and after.
 
     With `graph_rows` the largest decode steps are captured as well, and the share of the smaller ones is estimated.
-    None of the memory is kept.
+    None of the memory is kept. With `compile_threads` so many threads compile the kernels before.
     """
     executor.device.synchronize()
     torch.cuda.empty_cache()
     before = _free_bytes()
     graphs = None if graph_rows is None else DecodeGraphs(executor.step, executor.compute, max_context, graph_rows)
-    if isinstance(executor.step.model, Decoder):  # the code of a fallback model may compute with what kernels return
-        with kernels_compiled_ahead(executor.device.torch_device):
+    # The code of a fallback model may compute with what kernels return.
+    if compile_threads and isinstance(executor.step.model, Decoder):
+        with kernels_compiled_ahead(compile_threads):
             rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
             if graphs is not None:
                 graphs.warm_up(slots[0])

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import torch
 
-from rollout.engine.step.compile_ahead import ZeroedTensors, _kind
+from rollout.engine.step.compile_ahead import _kind, zeroed_tensors
 
 #: Kernels are launched where launches only compile, and then for real; compilations are counted. Two kinds of arguments
 #: take two modules of one name to launch them, which threads must not mix up.
@@ -37,8 +37,8 @@ LAUNCHES = """
 
     compiled, BLOCKS = [], (64, 128, 256, 512)
     knobs.runtime.jit_cache_hook = lambda **facts: compiled.append(facts["repr"]) and None
-    x, device = torch.zeros(64, device="cuda"), torch.device("cuda", torch.cuda.current_device())
-    with kernels_compiled_ahead(device):
+    x = torch.zeros(64, device="cuda")
+    with kernels_compiled_ahead(threads=4):
         launch(x)
         launch(x.clone())
     assert not x.any(), "nothing ran"
@@ -52,14 +52,16 @@ LAUNCHES = """
 
 
 def test_memory_that_nobody_wrote_holds_zeros():
+    empty = torch.empty
     dirt = [torch.full((4096,), 7, dtype=torch.int32) for _ in range(8)]
     like = dirt[0].clone()
     del dirt
-    with torch.inference_mode(), ZeroedTensors():
+    with torch.inference_mode(), zeroed_tensors():
         made = [torch.empty(4096, dtype=torch.int32), torch.empty_like(like), like.new_empty(4096)]
         made += [torch.empty_strided((64, 64), (1, 64), dtype=torch.int32), like.new_empty_strided((64,), (2,))]
         kept = torch.full((3,), 5)
     assert not any(tensor.any() for tensor in made)
+    assert "new_empty" not in vars(torch.Tensor) and torch.empty is empty, "all is as before"
     assert kept.tolist() == [5, 5, 5]
     assert (like == 7).all()
 

@@ -118,4 +118,6 @@ def test_every_configuration_of_the_table_gives_the_product(shape):
             if config is not None:
                 got = run(x_all[:rows], w, config)
                 whole = got.double().sum(0) if kind == "parts" else got
-                assert relative(whole, expected) < (1e-5 if kind == "parts" else 5e-3), (rows, config)
+                # Tensor cores cut off bits at each sum: on an H200 17,408 of them in a row come to 2e-5.
+                of_parts = max(1e-5, 2e-9 * inputs / config.split)
+                assert relative(whole, expected) < (of_parts if kind == "parts" else 5e-3), (rows, config)
