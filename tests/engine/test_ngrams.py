@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.engine.test_speculation import (
 )
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.constraints import SIZE, Cycle, X, Y
-from tests.support.engine.drafting import row_by_row
+from tests.support.engine.drafting import drafting, row_by_row
 from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
@@ -171,6 +172,23 @@ def test_auto_runs_plain_steps_while_guesses_do_not_pay(model, monkeypatch, plai
     drafts = {"drafts", "pages", "verified", "paths", "bases"}
     of_drafts = [i for i, header in enumerate(headers) if drafts & header.sections.keys()]
     assert all(any(0 <= i - before <= 3 for before in guessing) for i in of_drafts)
+
+
+def test_guesses_that_do_not_pay_keep_no_drafter_from_being_asked(model, monkeypatch):
+    """The drafter rests for seven plans, the device guesses in one of them."""
+    do_not_measure(monkeypatch, {1: 1.0, 72: 72.0}, {1: 0.01, 8: 0.01})
+    bench, drafter = drafting(monkeypatch, model, {}, 1.0, speculation="auto")
+    asked, path, speculation = [], drafter.path, bench.engine.scheduler.speculation
+    drafter.path = lambda *args: (asked.append(len(plans)), path(*args))[1]
+    plans, choose = [], speculation.choose
+    speculation.choose = lambda *args: (plans.append(1), choose(*args))[1]
+    bench.submit("a", prompt_of(9), 100, sampling=SAMPLED)
+    bench.run()
+    bench.close()
+    counters = bench.engine.roster.counters
+    assert counters.drafted < 20 and len(plans) > 90
+    gaps = [later - earlier for earlier, later in pairwise(sorted(set(asked)))]
+    assert len(gaps) > 8 and max(gaps) == 8
 
 
 def test_a_text_that_repeats_takes_fewer_steps(model):

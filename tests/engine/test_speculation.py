@@ -641,6 +641,8 @@ def test_acceptance_and_time_saved_are_what_was_counted(model, monkeypatch, six)
 class FixedCosts(StepCosts):
     """Whatever steps take."""
 
+    knows_plain = True
+
     def ran(self, rows, context, drafts, seconds):
         pass
 

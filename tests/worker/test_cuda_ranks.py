@@ -140,7 +140,7 @@ def test_the_bits_of_a_row_are_the_same_twice_and_whatever_else_runs(tmp_path: P
 
 
 def test_a_group_whose_prompt_is_read_once_has_the_log_probs_of_rows_alone(tmp_path: Path) -> None:
-    """Sums in another order: close (0.034 on an H200), and not the same bits. So rows did read their prompt together."""
+    """Sums in another order: close (0.034 on an H200) and not the same bits, so rows did read their prompt together."""
     folder, found = write_checkpoint("qwen3-8b", tmp_path / "model", 2), []
     flags: dict[str, Any] = {"tensor_parallel": 2, "device": "cuda", "check_ranks": True, "max_rows": 40}
     flags |= {"load_format": "random", "max_context_tokens": 6144, "ready_timeout_s": START_S}

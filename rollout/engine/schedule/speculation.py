@@ -30,8 +30,8 @@ from rollout.engine.speculation.acceptance import Acceptance
 from rollout.engine.speculation.drafter import Drafter, Guesser
 from rollout.engine.speculation.step_costs import StepCosts, worthwhile
 
-#: Of so many plans one asks the drafter while drafts do not pay.
-_ASKED_EVERY = 8
+#: Of so many plans one asks the drafter while drafts do not pay; and while nobody knows what plain steps cost.
+_ASKED_EVERY, _ASKED_SOON = 8, 4
 #: Part of the device's time that guesses take while they do not pay.
 _UNPAID_SHARE = 0.005
 _NO_POSITION = -1  # for a row without a path
@@ -171,8 +171,8 @@ class Speculation:
         chances = [(offer.acceptance.chance, offer.most) for offer in offers.values()]
         guess_s = self._costs.guess_s(len(seqs)) if any(offer.path is None for offer in offers.values()) else 0.0
         counts = self._paying(chances, seqs, guess_s)
-        if not any(counts):
-            self._resting = _ASKED_EVERY - 1
+        if not any(counts) and any(offer.path is not None for offer in offers.values()):
+            self._resting = (_ASKED_EVERY if self._costs.knows_plain else _ASKED_SOON) - 1
         return dict(zip(offers, counts, strict=True))
 
     def _paying(self, chances: list[tuple[float, int]], seqs: list[Sequence], guess_s: float) -> list[int]:

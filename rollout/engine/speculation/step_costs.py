@@ -18,6 +18,8 @@ import numpy as np
 
 #: Weight of the older steps in the next correction, and of the correction that is assumed before any step.
 _KEPT, _ASSUMED = 0.98, 1.0
+#: Steps of a kind from which on their correction is known.
+_FEW_STEPS = 4.0
 #: Unit of a context in the corrections, tokens: keeps both unknowns of similar size.
 _UNIT = 100_000.0
 
@@ -39,6 +41,11 @@ class _Correction:
         """Make what is known weigh less, as a step more does."""
         self._products *= _KEPT
         self._sums *= _KEPT
+
+    @property
+    def steps(self) -> float:
+        """How many steps are known, old ones less."""
+        return float(self._products[0, 0])
 
     def solve(self, assumed: np.ndarray) -> np.ndarray:
         """(constant, slope), near `assumed` where few steps are known."""
@@ -83,6 +90,11 @@ class StepCosts:
         constant, slope = self._of_verify
         contexts_N = self._read(rows, context, drafts_N)
         return np.maximum(self._table(rows + drafts_N) + constant + slope * contexts_N / _UNIT, 1e-9)
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether some steps without drafts have run: until then verify steps alone seem dearer than the table says."""
+        return self._plain.steps >= _FEW_STEPS
 
     def guess_s(self, rows: int) -> float:
         """Seconds that it takes to guess for this number of rows."""

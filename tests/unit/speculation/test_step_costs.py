@@ -81,6 +81,17 @@ def test_what_verify_steps_of_many_rows_cost_is_forgotten_where_few_rows_run_pla
     assert worthwhile(chances(0.9, 1), 1, 0, costs, 64) == [3]
 
 
+def test_verify_steps_seem_dear_until_some_plain_ones_have_run():
+    """Their contexts are in no table: who stops drafting for them asks again soon."""
+    costs = StepCosts({1: 1e-3, 64: 2e-3}, padded=False, shares=True)
+    for _ in range(4):
+        costs.ran(8, 500_000, 24, 11e-3)
+    assert not costs.knows_plain and worthwhile(chances(0.6, 8), 8, 500_000, costs, 64) == [0] * 8
+    for _ in range(5):
+        costs.ran(8, 500_000, 0, 10e-3)
+    assert costs.knows_plain and worthwhile(chances(0.6, 8), 8, 500_000, costs, 64) == [3] * 8
+
+
 def test_long_contexts_that_are_read_once_do_not_keep_rows_from_drafting():
     for shares in (False, True):
         costs = StepCosts({1: 1e-3, 64: 1e-3}, padded=False, shares=shares)
