@@ -179,8 +179,8 @@ class EngineSettings(_Section):
         16,
         ge=0,
         le=256,
-        description="threads that compile all kernels at the start, at most one a core; 0: a kernel is compiled when "
-        "it is first launched, one after the other; on a GPU",
+        description="on a GPU: threads that compile all kernels at the start, at most one a core; 0: each kernel is "
+        "compiled when it is first launched",
     )
     prefix_cache: bool = Field(True, description="keep the KV pages of prompts for later requests with the same prefix")
     state_snapshots: int | None = Field(

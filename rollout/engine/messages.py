@@ -556,7 +556,7 @@ class RankStatus:
     done: int  # steps that are complete on its device; of rank 0: that it has committed
     swapped: int  # updates of the weights whose copy it has; of rank 0: that it has begun
     verified: int  # the last update that it has whole and checked; of rank 0: as swapped
-    copies: int  # of adapters, KV and states, that are done on its device; of rank 0: 0
+    copies: int  # copies of adapters, KV and states that its device has done; of rank 0: 0
 
 
 @dataclass(frozen=True, slots=True)

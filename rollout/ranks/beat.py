@@ -25,7 +25,7 @@ from rollout_kernels.parallel.peer_buffers import PeerBuffers
 from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import Device
 from rollout.engine.step.slot import Slot
-from rollout.ranks.compiling import compiling
+from rollout.process.compiling import compiling
 from rollout.ranks.reports import Reports
 from rollout.ranks.thread_stat import thread_stat
 from rollout.ranks.watch import BEAT_S, SILENT_S

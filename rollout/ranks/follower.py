@@ -27,12 +27,12 @@ from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, Upload
 from rollout.models import load_model
+from rollout.process.compiling import watch_compilations
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
 from rollout.process.python_lock import hand_over_soon
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.beat import Beat, DeviceProgress
-from rollout.ranks.compiling import watch_compilations
 from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_updates import FollowerUpdates

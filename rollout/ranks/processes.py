@@ -31,9 +31,9 @@ from rollout_kernels.parallel import TensorGroup
 from rollout.config import Settings
 from rollout.engine.messages import RankStatus
 from rollout.models.language_model import LanguageModel, native
+from rollout.process.compiling import compiling, watch_compilations
 from rollout.process.scratch import ScratchFolder
 from rollout.ranks.adapters import RankAdapters
-from rollout.ranks.compiling import compiling, watch_compilations
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_processes import FollowerProcesses

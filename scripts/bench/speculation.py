@@ -12,7 +12,7 @@ each number of rows and each context there are these runs:
     always    drafts in every step, as `speculation = suffix`
     diverge   auto, and after its first wrong token the rest of a path is wrong, too. So it is with real drafters: at a
               pipeline of depth 2 a refused draft costs those of the next step as well
-    nothing   auto, and every draft is wrong: the price of a drafter that is never right
+    nothing   auto, and every draft of the host is wrong: the price of a drafter that is never right
     heads     with --draft-model only: a random EAGLE-3 head guesses after every step, and recorded tokens take the
               place of its guesses, on the device. So it is `speculation = heads` with a head that is right so often
     unpaid    auto with what guesses on the device alone, and every guess is wrong: such a head, or else n-grams
@@ -351,6 +351,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     }
     if not args.draft_model and "heads" in args.modes:
         parser.error("the mode heads needs --draft-model")
+    if "unpaid" in args.modes and args.changes.get("speculation") in ("off", "suffix"):
+        parser.error("the mode unpaid needs what guesses on the device: no --set speculation=off or suffix")
     try:
         for length in args.lengths:
             chance_of(length, args.most)

@@ -8,6 +8,7 @@ there, so new tensors hold zeros: whatever uses them as indices stays inside its
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import os
 import threading
@@ -18,6 +19,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+
+from rollout.process.compiling import many_compilations
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +36,15 @@ _UNWRITTEN = (
 
 @contextmanager
 def zeroed_tensors() -> Iterator[None]:
-    """Within, tensors that would hold whatever lay in their memory hold zeros."""
+    """Within, tensors of this thread that would hold whatever lay in their memory hold zeros."""
+    mine = threading.get_ident()
 
     def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda *args, **options: make(*args, **options).zero_()
+        def made(*args: Any, **options: Any) -> torch.Tensor:
+            tensor = make(*args, **options)
+            return tensor.zero_() if threading.get_ident() == mine else tensor
+
+        return made
 
     with ExitStack() as replacements:
         for owner, name in _UNWRITTEN:
@@ -44,18 +52,33 @@ def zeroed_tensors() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def kernels_compiled_ahead(threads: int) -> Iterator[None]:
-    """Within, kernels of Triton that this thread launches do not run; at the end all can, on the current device.
+def compile_kernels_of(run: Callable[[], object], threads: int) -> None:
+    """Call `run` without running the Triton kernels that it launches, and make all of them ready on the current device.
 
-    At most `threads` threads compile, and no more than there are cores. On an error within, what was asked for is still
+    At most `threads` threads compile, and no more than there are cores. If `run` raises, what was asked for is still
     compiled. Raises what Triton raises for a kernel that is wrong.
     """
-    from triton import AsyncCompileMode, FutureKernel
+    from triton import FutureKernel
+
+    began_s = time.perf_counter()
+    with many_compilations(), ThreadPoolExecutor(min(threads, len(os.sched_getaffinity(0)))) as pool:
+        # In a context of its own, as Triton 3.6 leaves its mode on there if a compilation fails.
+        asked = contextvars.copy_context().run(_ask, run, pool)
+        ran_s = time.perf_counter() - began_s
+        # All others were compiled before.
+        made = {id(kernel): kernel.result() for kernel in asked if isinstance(kernel, FutureKernel)}
+        list(pool.map(_build_launcher, made.values()))
+    launchers = [kernel.run for kernel in made.values()]  # the first access loads the kernel and what launches it
+    took_s = round(time.perf_counter() - began_s, 1)
+    log.info("compiled the kernels", extra={"kernels": len(launchers), "took_s": took_s, "ran_s": round(ran_s, 1)})
+
+
+def _ask(run: Callable[[], object], pool: ThreadPoolExecutor) -> list[Any]:
+    """Call `run`, whose launches on this thread ask for their kernels; returns these, compiled."""
+    from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
-    began_s, mine = time.perf_counter(), threading.get_ident()
-    asked: dict[object, Any] = {}
+    mine, asked = threading.get_ident(), {}
 
     def launch_of(kernel: Any, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **options: Any) -> Any:
@@ -68,17 +91,9 @@ def kernels_compiled_ahead(threads: int) -> Iterator[None]:
 
         return launch
 
-    with ThreadPoolExecutor(min(threads, len(os.sched_getaffinity(0)))) as pool:
-        with AsyncCompileMode(pool), zeroed_tensors(), replaced(JITFunction, "__getitem__", lambda _: launch_of):
-            yield
-        ran_s = time.perf_counter() - began_s
-        # Others were there before.
-        made = {id(kernel): kernel.result() for kernel in asked.values() if isinstance(kernel, FutureKernel)}
-        list(pool.map(_build_launcher, made.values()))
-    for kernel in made.values():
-        assert kernel.run is not None  # loads the kernel, and what launches it
-    took_s = round(time.perf_counter() - began_s, 1)
-    log.info("compiled the kernels", extra={"kernels": len(made), "took_s": took_s, "ran_s": round(ran_s, 1)})
+    with AsyncCompileMode(pool), zeroed_tensors(), replaced(JITFunction, "__getitem__", lambda _: launch_of):
+        run()
+    return list(asked.values())
 
 
 @contextmanager
@@ -96,21 +111,21 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def _kind(value: Any) -> object:
-    """All that a kernel may be compiled for in an argument, and more: layers ask with different tensors of one kind."""
+    """What a kernel may be compiled for in an argument, and more: layers ask with different tensors of one kind."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16
     if isinstance(value, tuple | list):
         return tuple(map(_kind, value))
     if isinstance(base := getattr(value, "base", None), torch.Tensor):  # a descriptor of it
         sizes = value.shape, value.strides, value.block_shape
-        return type(value), base.dtype, _kind(sizes), str(getattr(value, "layout", None))
+        return type(value), base.dtype, _kind(sizes), str(getattr(value, "layout", None)), value.padding
     return type(value), value
 
 
 def _build_launcher(kernel: Any) -> None:
     """Have a C compiler build what launches the kernel, for Triton's cache.
 
-    It is loaded later: while threads load such modules, all of one name, Python can give a thread that of another.
+    What the thread loads then is not used: such modules have one name, and Python can give a thread that of another.
     """
     from triton.runtime import driver
 

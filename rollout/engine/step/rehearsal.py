@@ -18,7 +18,7 @@ from rollout_kernels.attention.segments import no_segments
 from rollout_kernels.attention.triton_prefill import SHORT_CHUNK
 
 from rollout.engine.sequence.features import PLAIN, Feature
-from rollout.engine.step.compile_ahead import kernels_compiled_ahead
+from rollout.engine.step.compile_ahead import compile_kernels_of
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.scores import scored_multiple
@@ -152,13 +152,19 @@ def measure_steps(
     torch.cuda.empty_cache()
     before = _free_bytes()
     graphs = None if graph_rows is None else DecodeGraphs(executor.step, executor.compute, max_context, graph_rows)
-    # The code of a fallback model may compute with what kernels return.
-    if compile_threads and isinstance(executor.step.model, Decoder):
-        with kernels_compiled_ahead(compile_threads):
+    model = executor.step.model
+    if compile_threads and isinstance(model, Decoder):  # a fallback model's code may compute with what kernels return
+
+        def run() -> None:
             rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
             if graphs is not None:
                 graphs.warm_up(slots[0])
+
+        compile_kernels_of(run, compile_threads)
         torch.cuda.empty_cache()
+        # All ranks are here before the first sum, which does not wait for long.
+        model.group.all_gather(torch.zeros(1, device=model.embed.device))
+        executor.device.synchronize()
     rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
     activations = before - _free_bytes()
     of_graphs = 0 if graphs is None else _measure_graphs(graphs, slots)

@@ -12,13 +12,11 @@ import torch
 
 from rollout.engine.step.compile_ahead import _kind, zeroed_tensors
 
-#: Kernels are launched where launches only compile, and then for real; compilations are counted. Two kinds of arguments
-#: take two modules of one name to launch them, which threads must not mix up.
-LAUNCHES = """
+KERNELS = """
     import torch, triton
     import triton.language as tl
     from triton import knobs
-    from rollout.engine.step.compile_ahead import kernels_compiled_ahead
+    from rollout.engine.step.compile_ahead import compile_kernels_of
 
     @triton.jit
     def add_one(x, n, BLOCK: tl.constexpr):
@@ -36,11 +34,13 @@ LAUNCHES = """
             add_all[1,](x, 2, 3.5, 4, 5.5, 64, BLOCK=block)
 
     compiled, BLOCKS = [], (64, 128, 256, 512)
-    knobs.runtime.jit_cache_hook = lambda **facts: compiled.append(facts["repr"]) and None
+    knobs.runtime.jit_post_compile_hook = lambda **facts: compiled.append(facts["repr"]) and None
+"""
+#: Kernels are launched where launches only compile, and then for real. Two kinds of arguments take two modules of one
+#: name to launch them, which threads must not mix up.
+ON_GPU = """
     x = torch.zeros(64, device="cuda")
-    with kernels_compiled_ahead(threads=4):
-        launch(x)
-        launch(x.clone())
+    compile_kernels_of(lambda: (launch(x), launch(x.clone())), threads=4)
     assert not x.any(), "nothing ran"
     assert len(compiled) == 8, compiled
     launch(x)
@@ -48,6 +48,33 @@ LAUNCHES = """
     assert len(compiled) == 8, "all were there"
     add_one[1,](x.double(), 64, BLOCK=64)
     assert len(compiled) == 9, "another dtype"
+"""
+#: Triton's compiler needs no GPU, but for what loads the code.
+WITHOUT_GPU = """
+    import threading
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+    from scripts.check.compile_kernels import _Driver
+    from rollout.process.compiling import compiling
+
+    builders, device = [], _Driver(90)
+    device.launcher_cls = lambda source, metadata: builders.append(threading.current_thread().name)
+    driver.set_active(device)
+    CompiledKernel.run = property(lambda kernel: "what launches it")
+    x = torch.zeros(64)
+    compile_kernels_of(lambda: (launch(x), launch(x.clone())), threads=4)
+    assert not x.any() and len(compiled) == len(builders) == 8
+    assert threading.main_thread().name not in builders
+    compile_kernels_of(lambda: launch(x), threads=4)
+    assert len(compiled) == len(builders) == 8, "all were there"
+    for _ in range(2):
+        try:
+            compile_kernels_of(lambda: add_one[1,](x, 64, BLOCK=100), threads=4)
+        except triton.CompilationError as error:
+            assert "power of 2" in str(error)
+        else:
+            raise AssertionError("compiled")
+    assert not compiling() and type(add_one).__getitem__ is triton.KernelInterface.__getitem__
 """
 
 
@@ -75,11 +102,14 @@ def test_layers_ask_for_one_kernel():
     assert _kind((1, (weights[0], 2))) == _kind((1, (weights[1], 2)))
 
 
-@pytest.mark.gpu
-def test_launches_compile_and_do_not_run(tmp_path):
+@pytest.mark.parametrize(
+    "then", [pytest.param(ON_GPU, marks=pytest.mark.gpu, id="gpu"), pytest.param(WITHOUT_GPU, id="without one")]
+)
+def test_launches_compile_and_do_not_run(tmp_path, then):
     script = tmp_path / "launches.py"
-    script.write_text(textwrap.dedent(LAUNCHES))
-    cold = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    script.write_text(textwrap.dedent(KERNELS) + textwrap.dedent(then))
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, str(script)]
-    ran = subprocess.run(command, env=cold, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ran.returncode == 0, ran.stderr

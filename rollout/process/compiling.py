@@ -1,20 +1,22 @@
 """Whether this process compiles a kernel now: Triton does so at the first use, which may be long after the start.
 
 A compilation takes seconds, in which a healthy rank launches nothing. So it is not counted as time without progress.
-Triton does not tell of the end of a compilation that fails, so one counts for `MOST_S` at the most. Kernels that are
-compiled ahead of their use do not count: threads compile them, and a process that uses CPU time makes progress.
+Triton does not tell of the end of a compilation that fails, so one counts for `MOST_S` at the most. Many that run at
+once in threads count together, for `MOST_S` after the last one that ended.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 #: Seconds after which a compilation is taken for failed.
 MOST_S = 300.0
 _running = 0
-_begun_s = 0.0  # the last one
+_begun_s = 0.0  # the last one; of many, the end of the last one
 
 
 def compiling() -> int:
@@ -32,19 +34,39 @@ def watch_compilations() -> None:
     knobs.runtime.jit_post_compile_hook = ended
 
 
+@contextmanager
+def many_compilations() -> Iterator[None]:
+    """Within, kernels are compiled ahead of their use. Triton tells of the end of each, not reliably of its begin."""
+    _begin()
+    try:
+        yield
+    finally:
+        _end()
+
+
 def begins(**facts: Any) -> bool:
     """Triton's hook before a compilation; true would stop it."""
-    global _running, _begun_s
-    if facts.get("is_manual_warmup"):
-        return False
-    if not compiling():  # one before may have failed
-        _running = 0
-    _running, _begun_s = _running + 1, time.monotonic()
+    if not facts.get("is_manual_warmup"):
+        _begin()
     return False
 
 
 def ended(**facts: Any) -> None:
     """Triton's hook after one."""
+    global _begun_s
+    if facts.get("is_manual_warmup"):
+        _begun_s = time.monotonic()
+    else:
+        _end()
+
+
+def _begin() -> None:
+    global _running, _begun_s
+    if not compiling():  # one before may have failed
+        _running = 0
+    _running, _begun_s = _running + 1, time.monotonic()
+
+
+def _end() -> None:
     global _running
-    if not facts.get("is_manual_warmup"):
-        _running = max(0, _running - 1)
+    _running = max(0, _running - 1)
