@@ -21,7 +21,8 @@ each number of rows and each context there are these runs:
 step with all rows; `al` the tokens that these steps yielded for a row, whatever was asked for. `floor_ms` is the time
 to read weights once and the KV of all rows once, and to read and write the states of linear attention of all rows once,
 over the bandwidth of a kernel that only reads, in the same run. With experts, every draft brings its own, under even
-routing. `--layers` cuts a shape to its first layers, so that it fits beside its states.
+routing. `--layers` cuts a shape to its first layers, so that it fits beside its states. `costs` of the output file is
+what `--costs` of `scripts.check.shadow_acceptance` takes.
 
 `--job-scale` adds the long job (see `compare_peers`; 1: whole) with as many rows as --rows has at most, in the same
 modes. Its `speedup` is that of the total time, `tail_speedup` that of the last tenth of its completions.
@@ -263,6 +264,12 @@ def _runs(args: argparse.Namespace) -> list[tuple[str, float | None, int | None]
     return [(mode, aim, mib) for mode in args.modes for aim in lengths[mode] for mib in least[mode]]
 
 
+def cost_of(costs: StepCosts, rows: int, k: int) -> Row:
+    """What a step with k drafts in each row takes with a short context, as `scripts.check.shadow_acceptance` reads it."""
+    seconds = float(costs.verify_s(rows, 0, np.array([rows * k]))[0]) if k else costs.plain_s(rows, 0)
+    return {"rows": rows, "k": k, "ms": round(seconds * 1e3, 4)}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 if deterministic runs differ."""
     args = _parse(argv)
@@ -275,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     table = {size: round(bench.costs.plain_s(size, 0) * 1e3, 3) for size in sizes if size <= args.step_rows}
     facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None, "step_ms_by_rows": table}
+    facts["costs"] = [cost_of(bench.costs, rows, k) for rows in sorted(args.rows) for k in range(args.most + 1)]
     facts |= {"most": args.most, "settings": args.changes, "layers": args.layers}
     if args.draft_model:
         facts["guess_ms_by_rows"] = {size: round(bench.costs.guess_s(size) * 1e3, 3) for size in table}

@@ -32,8 +32,9 @@ are found on the device, which knows each token at once: they are never late.
 An engine differs at the end of a completion. It drafts beyond a stop, which it cannot foresee. In a pipeline of two
 steps it counts drafts in flight towards `max_tokens`, so its steps in the last 2 k tokens have fewer drafts than here.
 
-With a cost table (--cost ROWS:K:MS, or --costs FILE with a list of {"rows", "k", "ms"}) the output says how much faster
-decoding would be on that GPU: tokens a step, times the cost of a plain step over that of a verify step of as many rows.
+With a cost table the output says how much faster decoding would be on that GPU: tokens a step, times the cost of a plain
+step over that of a verify step of as many rows. The costs are given as --cost ROWS:K:MS, or as --costs FILE: a result of
+`scripts.bench.speculation` on that GPU, or a list of {"rows", "k", "ms"}, which is what such a result has as `costs`.
 It takes all rows to draft k tokens in all steps, so it is a lower bound where some draft less.
 """
 
@@ -296,12 +297,14 @@ def read_cost(text: str) -> Cost:
 
 
 def read_costs(path: Path) -> list[Cost]:
-    """A JSON list of maps with rows, k and ms. Raises InputError."""
+    """A JSON list of maps with rows, k and ms, or a map that has it as `costs`. Raises InputError."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     entries = _json(text, str(path))
+    if isinstance(entries, dict):
+        entries = entries.get("costs")
     if not isinstance(entries, list):
         raise InputError(f"{path} is no list of costs")
     costs = []
@@ -443,7 +446,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kept-tokens", type=int, default=1_000_000, help=kept_help)
     parser.add_argument("--groups", action="store_true", help="print tokens a step of each group, too")
     parser.add_argument("--cost", action="append", default=[], help="ROWS:K:MS of a step; K 0 is a plain one")
-    parser.add_argument("--costs", type=Path, help="JSON file with a list of costs")
+    parser.add_argument(
+        "--costs", type=Path, help="JSON file with a list of costs, or a result of scripts.bench.speculation"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)
     try:

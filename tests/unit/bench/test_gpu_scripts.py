@@ -101,7 +101,9 @@ def test_the_benchmark_of_drafts_compares_all_modes_with_plain_steps(tmp_path):
         "unpaid",
     )
     assert load_script("bench.speculation").main(["--shape", "toy", "--device", "cpu", *sizes, "--out", str(out)]) == 0
-    lines = json.loads(out.read_text())["rows"]
+    written = json.loads(out.read_text())
+    lines = written["rows"]
+    assert {(cost["rows"], cost["k"]) for cost in written["costs"]} == {(rows, k) for rows in (1, 2) for k in range(4)}
     assert [(line["rows"], line.get("mode")) for line in lines] == [
         (rows, mode) for rows in (1, 2) for mode in ("plain", "auto", "always", "always", "nothing", "unpaid")
     ]

@@ -207,16 +207,22 @@ def test_the_command_prices_what_was_accepted(tmp_path):
         f"{record}\n{json.dumps({'prompt_token_ids': [1], 'completions': [2, 3]})}\n{record}"
     )
     costs = [{"rows": 8, "k": 0, "ms": 4.0}, {"rows": 8, "k": 3, "ms": 5.0}, {"rows": 8, "k": 5, "ms": 9.0}]
-    (tmp_path / "costs.json").write_text(json.dumps(costs))
-    out = tmp_path / "out.json"
-    assert (
-        main([str(tmp_path / "a.jsonl"), "--k", "3", "--costs", str(tmp_path / "costs.json"), "--json", str(out)]) == 0
-    )
-    written = json.loads(out.read_text())
-    assert written["rows"][0]["tokens_a_step"] == pytest.approx(201 / 126)
-    assert [one["k=3"] for one in written["groups"]] == [1.0, 1.0, 4.0]
-    (gain,) = written["speed_ups"]
-    assert gain["speed_up"] == pytest.approx(201 / 126 * 4 / 5)
+    out, file = tmp_path / "out.json", tmp_path / "costs.json"
+    for given in (costs, {"shape": "8b", "costs": costs}):
+        file.write_text(json.dumps(given))
+        assert main([str(tmp_path / "a.jsonl"), "--k", "3", "--costs", str(file), "--json", str(out)]) == 0
+        written = json.loads(out.read_text())
+        assert written["rows"][0]["tokens_a_step"] == pytest.approx(201 / 126)
+        assert [one["k=3"] for one in written["groups"]] == [1.0, 1.0, 4.0]
+        (gain,) = written["speed_ups"]
+        assert gain["speed_up"] == pytest.approx(201 / 126 * 4 / 5)
+
+
+def test_a_result_without_costs_is_refused(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt_token_ids": [1], "completions": [[2, 3]]}))
+    (tmp_path / "costs.json").write_text(json.dumps({"rows": []}))
+    assert main([str(tmp_path / "a.jsonl"), "--costs", str(tmp_path / "costs.json")]) == 1
+    assert "no list of costs" in capsys.readouterr().err
 
 
 def test_the_command_plays_each_drafter(tmp_path):
