@@ -32,9 +32,9 @@ are found on the device, which knows each token at once: they are never late.
 An engine differs at the end of a completion. It drafts beyond a stop, which it cannot foresee. In a pipeline of two
 steps it counts drafts in flight towards `max_tokens`, so its steps in the last 2 k tokens have fewer drafts than here.
 
-With a cost table the output says how much faster decoding would be on that GPU: tokens a step, times the cost of a plain
-step over that of a verify step of as many rows. The costs are given as --cost ROWS:K:MS, or as --costs FILE: a result of
-`scripts.bench.speculation` on that GPU, or a list of {"rows", "k", "ms"}, which is what such a result has as `costs`.
+With a cost table the output says how much faster decoding would be on that GPU: tokens a step, times the cost of a
+plain step over that of a verify step of as many rows. The costs are given as --cost ROWS:K:MS, or as --costs FILE: a
+result of `scripts.bench.speculation`, or a list of {"rows", "k", "ms"}, which such a result has as `costs`.
 It takes all rows to draft k tokens in all steps, so it is a lower bound where some draft less.
 """
 
