@@ -265,7 +265,7 @@ def _runs(args: argparse.Namespace) -> list[tuple[str, float | None, int | None]
 
 
 def cost_of(costs: StepCosts, rows: int, k: int) -> Row:
-    """What a step with k drafts in each row takes with short contexts, as `scripts.check.shadow_acceptance` reads it."""
+    """What a step with k drafts a row takes with short contexts, as `scripts.check.shadow_acceptance` reads it."""
     seconds = float(costs.verify_s(rows, 0, np.array([rows * k]))[0]) if k else costs.plain_s(rows, 0)
     return {"rows": rows, "k": k, "ms": round(seconds * 1e3, 4)}
 
