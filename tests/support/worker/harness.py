@@ -44,14 +44,14 @@ def subprocess_environment(**changes: str) -> dict[str, str]:
 def launch(
     model: Path | str = ONES, *, log: Path, wait: bool = True, env: dict[str, str | None] | None = None, **flags: Any
 ) -> WorkerProcess:
-    """`start_worker` without W&B, and with as much KV as tests need: all of it is written to at the start."""
+    """`start_worker` without W&B, and with KV for 65,536 tokens of ONES: all of it is written to at the start."""
     without = {name: None for name in os.environ if name.startswith(_SETTINGS)}
     return start_worker(
         model,
         log_file=log,
         wait=wait,
         env={**without, **_ALWAYS, **(env or {})},
-        **{"wandb": False, "drain_s": 60, "kv_memory_max_gib": 0.125, **flags},
+        **{"wandb": False, "drain_s": 60, "kv_memory_max_gib": 1 / 32, **flags},
     )
 
 
