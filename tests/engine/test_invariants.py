@@ -12,6 +12,7 @@ from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.sequence.sequence import State
 from tests.support.engine.harness import Bench
+from tests.support.kernels.grids import nightly
 
 SAMPLED = {"temperature": 1.0, "seed": 7}
 
@@ -218,7 +219,7 @@ def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, ticks):
 # --- 10: nothing leaks ---
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *nightly(*range(1, 6))])
 def test_random_traffic_through_a_small_pool_leaks_nothing_and_changes_no_token(model, prompt_of, seed):
     """Groups, priorities, cancels, preemptions and stops; every completion equals its run alone."""
     rng = random.Random(seed)

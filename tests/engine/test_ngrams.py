@@ -218,7 +218,7 @@ def test_cancels_leave_nothing_behind(model):
     bench.close()
 
 
-@pytest.mark.parametrize("seed", [0, 1, *nightly(*range(2, 40))])
+@pytest.mark.parametrize("seed", [1, *nightly(0, *range(2, 40))])
 def test_any_work_gives_what_it_gives_without(model, adapters, seed):
     """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows."""
     rng = random.Random(seed)

@@ -23,6 +23,7 @@ from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
 from tests.support.engine.routing import assert_routed, routing_of
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
+from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 
 SAMPLED = {"temperature": 1.0, "seed": 7}
@@ -376,7 +377,7 @@ def test_drafts_of_constrained_rows_save_steps(model, monkeypatch):
     assert bench.engine.roster.counters.decode_rows == 15 and plain.engine.roster.counters.decode_rows == 60
 
 
-@pytest.mark.parametrize("how", ["raise", "hang", "nothing"])
+@pytest.mark.parametrize("how", ["raise", "hang", *nightly("nothing")])
 def test_a_constraint_that_fails_along_drafts_changes_no_completion(model, monkeypatch, how):
     """Paths lead to where the constraint breaks. A row that does not go there goes on; one that does, ends there."""
     seeds = range(1) if how == "hang" else range(4)
@@ -438,7 +439,7 @@ def test_rows_with_adapters_draft_like_others(model, monkeypatch, adapters, wron
     assert len({tuple(bench.tokens(f"r{i}")) for i in (0, 1, 2)}) == 3, "adapters and the model say other things"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *nightly(*range(1, 6))])
 def test_a_newer_adapter_is_stamped_at_its_first_token(model, monkeypatch, adapters, seed):
     """With drafts in flight it is not known which one that is when the adapter changes."""
     slots = {"adapter_slots": 2, "adapter_rank": 16}
@@ -519,7 +520,7 @@ def run_work(bench: Bench, asked: list, adapters: list, gaps: random.Random) -> 
     return bench
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))])
+@pytest.mark.parametrize("seed", [1, *nightly(0, *range(2, 40))])
 def test_any_drafts_of_any_rows_give_what_none_give(model, monkeypatch, adapters, seed):
     """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; drafts right, wrong, missing."""
     rng = random.Random(seed)

@@ -7,6 +7,7 @@ import torch
 
 from tests.support.engine.harness import Bench
 from tests.support.engine.streams import DeafDevice, LateDevice, random_delays
+from tests.support.kernels.grids import nightly
 
 SAMPLED = {"temperature": 1.0, "seed": 11}
 
@@ -20,8 +21,8 @@ def run_mixed(bench: Bench, prompt_of, **fields) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("chunk", [7, 64, 1000])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk", [7, 1000, *nightly(64)])
+@pytest.mark.parametrize("depth", [2, *nightly(1)])
 def test_greedy_tokens_equal_transformers_through_chunked_prefill(model, prompt_of, greedy, chunk, depth):
     tokens = run_mixed(Bench(model, prefill_chunk_tokens=chunk, pipeline_depth=depth), prompt_of)
     for i, length in enumerate((5, 17, 64, 130, 9)):

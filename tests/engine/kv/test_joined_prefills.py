@@ -34,8 +34,8 @@ def assert_as_alone(bench: Bench, expected: dict[str, list[int]]) -> None:
     bench.close()
 
 
-@pytest.mark.parametrize("chunk", [8, 64, 512])
-@pytest.mark.parametrize("length", [3, 4, 5, 60, 63, 64, 65])
+@pytest.mark.parametrize("chunk", [8, 64, *nightly(512)])
+@pytest.mark.parametrize("length", [3, 4, 64, 65, *nightly(5, 60, 63)])
 def test_equal_prompts_that_arrive_together_are_computed_once(model, prompt_of, length, chunk):
     prompts = [prompt_of(length)] * 8
     bench = Bench(model, prefill_chunk_tokens=chunk)
@@ -218,7 +218,7 @@ def test_without_a_prefix_cache_nothing_is_joined(model, prompt_of):
     bench.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *nightly(*range(1, 6))])
 def test_random_arrivals_have_their_own_tokens_and_lose_no_page(model, prompt_of, seed):
     """Few pages, common beginnings, groups, priorities, cancels and swaps of rows."""
     rng = random.Random(seed)

@@ -24,6 +24,7 @@ from rollout.models.batch import KVCache
 from rollout.models.spec import KVShape
 from tests.support.engine.harness import Bench, Completion, load
 from tests.support.engine.updates import Mailbox, Update
+from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 
 FP8 = {"kv_dtype": "fp8_e4m3"}
@@ -92,7 +93,7 @@ def family(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("pages", [600, 75], ids=["roomy", "with preemptions"])
+@pytest.mark.parametrize("pages", [75, *nightly(600)], ids=["with preemptions", "roomy"])
 def test_logprobs_are_those_of_transformers_with_the_same_rounding(family, pages):
     """Chunked prompts, decode, prefix hits, group shares, preemption: nothing but the rounding differs.
 

@@ -12,6 +12,7 @@ from rollout.engine.messages import Cancel
 from tests.support.engine.harness import Bench, watch_prefills
 from tests.support.engine.offloading import assert_as_if_undisturbed, counts, offloading, submit_six
 from tests.support.engine.streams import LateDevice
+from tests.support.kernels.grids import nightly
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -41,7 +42,7 @@ def test_the_tokens_are_transformers(model, prompt_of, greedy):
     bench.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *nightly(*range(1, 4))])
 def test_late_streams_change_nothing(model, prompt_of, seed):
     rng = random.Random(seed)
     device = LateDevice({name: lambda: rng.random() * 0.001 for name in ("h2d", "compute", "d2h", "kv_out", "kv_in")})
@@ -199,7 +200,7 @@ def test_waiting_for_pages_shows_in_the_status(model, prompt_of):
 # --- random schedules ---
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *nightly(*range(1, 5))])
 def test_random_traffic_leaks_nothing_and_changes_no_token(model, prompt_of, seed):
     """Groups, priorities, cancels, stops, sessions and late streams; every completion equals its run alone."""
     rng = random.Random(seed)

@@ -15,6 +15,7 @@ from tests.support.engine.adapted import Adapters, greedy_is, make_adapters, tab
 from tests.support.engine.harness import Bench, Completion, prompt_of
 from tests.support.engine.offloading import counts, offloading, restoring
 from tests.support.engine.streams import LateDevice
+from tests.support.kernels.grids import nightly
 from tests.support.peft_adapters import ALL
 
 
@@ -118,7 +119,7 @@ def test_a_parked_sequence_holds_no_slot(model, adapters):
 
 
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [True, *nightly(False)])
 def test_an_adapter_changes_while_kv_that_it_made_is_offloaded(model, adapters, kv_on_swap, late):
     """As in rows that run: the KV is kept and reported with its versions, or computed again."""
     device = LateDevice({"kv_in": lambda: 0.002, "kv_out": lambda: 0.002}) if late else None
@@ -280,7 +281,7 @@ def test_a_rebuilt_engine_has_its_adapters_and_its_host_memory(model, adapters):
     bench.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *nightly(*range(1, 4))])
 def test_under_random_versions_every_token_follows_from_the_kv_that_is_reported(model, hf_models, adapters, seed):
     """Newer versions of two adapters at random times, groups, sessions, more adapters than slots, late streams."""
     rng = random.Random(300 + seed)

@@ -8,9 +8,10 @@ from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import Cancel
 from tests.support.engine.offloading import assert_as_if_undisturbed, counts, offloading, submit_six
 from tests.support.engine.streams import LateDevice
+from tests.support.kernels.grids import nightly
 
 
-@pytest.mark.parametrize("extra", range(0, 24, 3))
+@pytest.mark.parametrize("extra", [0, 9, *nightly(3, 6, 12, 15, 18, 21)])
 def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, extra):
     """While pages are copied out, copied back, or a row waits; with late copies."""
     bench = offloading(model, device=LateDevice({"kv_out": lambda: 0.002, "kv_in": lambda: 0.004}), piece_pages=1)
@@ -28,7 +29,7 @@ def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, extra):
 
 @pytest.mark.parametrize("where", ["device", "enqueue"])
 @pytest.mark.parametrize("direction", ["out", "back"])
-@pytest.mark.parametrize("piece", [0, 2])
+@pytest.mark.parametrize("piece", [2, *nightly(0)])
 def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, where, piece):
     bench = offloading(model, device=LateDevice({"kv_in": lambda: 0.001}))
     queue, left = getattr(bench.engine.executor.mover, direction), [piece]

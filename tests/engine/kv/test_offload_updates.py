@@ -11,6 +11,7 @@ from tests.support.engine.offloading import counts, offloading, restoring
 from tests.support.engine.replay import replayed
 from tests.support.engine.streams import LateDevice, random_delays
 from tests.support.engine.updates import Mailbox, Update
+from tests.support.kernels.grids import nightly
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_an_interrupted_prefill_goes_on_or_starts_again_under_new_weights(model,
         bench.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [3, *nightly(*range(3))])
 def test_under_random_updates_every_token_follows_from_the_kv_that_is_reported(folders, hf_models, prompt_of, seed):
     rng = random.Random(100 + seed)
     models, mailbox = [load(folder) for folder in folders], Mailbox()

@@ -15,6 +15,7 @@ from rollout.engine.step.pack import spare_words, upload_words
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.streams import random_delays
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
+from tests.support.kernels.grids import nightly
 
 VOCAB = 97
 SAMPLED = {"temperature": 0.7, "seed": 3}
@@ -70,8 +71,8 @@ def check_prompt_tops(tops, prompt: list[int], k: int, hf_model) -> None:
     assert torch.allclose(mine, expected_NV.gather(1, torch.tensor(tops.ids[1:]).long()), atol=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [7, 64])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk", [7, *nightly(64)])
+@pytest.mark.parametrize("depth", [2, *nightly(1)])
 def test_tops_and_prompts_of_a_mixed_batch_are_transformers(model, prompt_of, hf_models, chunk, depth):
     bench = Bench(model, random_delays(chunk), prefill_chunk_tokens=chunk, pipeline_depth=depth, max_rows=4)
     wishes = [(5, 1, True), (40, 20, False), (17, 0, True), (1, 6, True), (90, 3, True), (30, 0, False), (33, 5, True)]
