@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.support.kernels.grids import nightly
 from tests.support.worker.harness import COLON, EOS, SPACE, TEXTS, text_of, token_ids
 from tests.support.worker.raw_client import RawClient
 from trainer_bridge.client.blocking import RolloutClient
@@ -43,7 +44,7 @@ def test_a_drawn_seed_is_returned_and_can_be_used_again(client: RolloutClient) -
     assert tokens(again.completions[0]) == tokens(first.completions[0])
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": HOT}, {"temperature": HOT, "top_p": 0.9, "top_k": 6}])
+@pytest.mark.parametrize("sampling", [{"temperature": HOT, "top_p": 0.9, "top_k": 6}, *nightly({"temperature": HOT})])
 def test_after_a_cancel_the_chunks_go_on_as_if_nothing_had_happened(client: RolloutClient, sampling: dict) -> None:
     settings = {"max_tokens": 400, "stop": ENDLESS}
     whole = client.generate("17:", sampling={**sampling, "seed": 11}, **settings).completions[0]

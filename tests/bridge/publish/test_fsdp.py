@@ -50,7 +50,7 @@ def of_version(noted: list[list[int]], version: int) -> list[int]:
     return [nbytes for at, nbytes in noted if at == version]
 
 
-@pytest.mark.parametrize("transport", ["auto", "nccl", "cuda_ipc", *nightly("disk")])
+@pytest.mark.parametrize("transport", ["auto", "nccl", *nightly("cuda_ipc", "disk")])
 def test_the_parts_of_all_ranks_arrive_as_one(faults: FaultServer, tmp_path: Path, transport: str) -> None:
     with Worker(shared=tmp_path) as worker:
         seen = train(faults, [worker], transport, tmp_path)

@@ -81,7 +81,7 @@ def of_version(noted: list[list[Any]], version: int) -> list[Any]:
 GRID = [(3, SMALL), (2, 192), (2, 1 << 20), (3, 1 << 20), (4, 320)]
 
 
-@pytest.mark.parametrize(("ranks", "bucket_bytes"), [(2, SMALL), (3, 192), *nightly(*GRID)])
+@pytest.mark.parametrize(("ranks", "bucket_bytes"), [(2, SMALL), *nightly((3, 192), *GRID)])
 def test_parts_arrive_by_one_command_a_bucket_and_none_through_the_host(
     faults: FaultServer, tmp_path: Path, ranks: int, bucket_bytes: int
 ) -> None:
@@ -111,7 +111,7 @@ def test_columns_copies_and_tensors_of_rank_0_alone_cross_beside_runs(
     assert requested == [buckets(bucket_bytes), buckets(bucket_bytes), [], buckets(bucket_bytes)]
 
 
-@pytest.mark.parametrize("fault", ["no memory", "other host", "no access"])
+@pytest.mark.parametrize("fault", ["no memory", *nightly("other host", "no access")])
 def test_all_parts_come_through_the_host_if_one_rank_cannot_lend(
     faults: FaultServer, tmp_path: Path, fault: str
 ) -> None:
@@ -172,7 +172,9 @@ def test_a_lender_can_close_while_rank_0_stands_still(faults: FaultServer, tmp_p
             assert rank["closed_s"] < 4 * CLOSE_S and len(rank["errors"]) == 1 and rank["versions"] == [1]
 
 
-@pytest.mark.parametrize(("fault", "says"), [("cannot pack", "rank 1.*out of luck"), ("gives up", "it gives up")])
+@pytest.mark.parametrize(
+    ("fault", "says"), [("cannot pack", "rank 1.*out of luck"), *nightly(("gives up", "it gives up"))]
+)
 def test_an_update_that_fails_midway_is_released_everywhere_and_the_next_one_crosses(
     faults: FaultServer, tmp_path: Path, fault: str, says: str
 ) -> None:

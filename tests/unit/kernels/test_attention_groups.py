@@ -136,7 +136,7 @@ def test_shared_pages_give_what_they_give_alone(heads, block_m, shares, fused, w
     assert not bool(work.arrivals_BG.any())
 
 
-@pytest.mark.parametrize("shares", [1, 2, 5, 13, *nightly(3, 7, 30)])
+@pytest.mark.parametrize("shares", [2, 13, *nightly(1, 3, 5, 7, 30)])
 @pytest.mark.parametrize("fused", [True, False])
 def test_rows_with_drafts_behind_them(shares, fused):
     """Each row is followed by three drafts of it, which share all of its positions but those that the step writes."""

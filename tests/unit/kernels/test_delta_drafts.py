@@ -84,15 +84,20 @@ def one_by_one_spans(places: torch.Tensor, positions: torch.Tensor, one_by_one: 
     return Spans(places, positions, (1,) * len(places), starts, True)
 
 
-#: In the interpreter, "some" meets every kernel by both paths, and of the other steps one case a path runs every time.
-USUAL = {("one row", False, torch.bfloat16), ("none accepted", True, torch.float32)}
+#: In the interpreter, "some" meets every kernel: by one path with each of the sizes, and one case of each other step.
+USUAL = {
+    ("some", True, torch.float32),
+    ("some", False, torch.bfloat16),
+    ("one row", False, torch.bfloat16),
+    ("none accepted", True, torch.float32),
+}
 
 
 def _cases() -> list[Any]:
     """The whole grid; those that only the nightly run has are marked."""
     cases = []
     for kind, one_by_one, step, sizes in product(KINDS, [True, False], STEPS, SIZES):
-        always = kind == "twin" or DEVICE == "cuda" or step == "some" or (step, one_by_one, sizes[1]) in USUAL
+        always = kind == "twin" or DEVICE == "cuda" or (step, one_by_one, sizes[1]) in USUAL
         cases.append(pytest.param(kind, one_by_one, step, *sizes, marks=() if always else pytest.mark.nightly))
     return cases
 

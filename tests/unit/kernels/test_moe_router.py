@@ -12,6 +12,7 @@ from rollout_kernels.moe.triton_norm_router import RouterScratch, norm_route, ro
 from rollout_kernels.moe.triton_router import Record, Routing, moe_choose, moe_route, router_logits, sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
+from tests.support.kernels.grids import nightly
 from tests.support.kernels.moe_cases import DEVICE
 
 
@@ -221,7 +222,7 @@ def test_logits_in_float32_are_rounded_nowhere(hidden, deterministic):
 
 
 @pytest.mark.parametrize("shared", [Shared(1), Shared(1, True), Shared(3, True)], ids=["plain", "gated", "three"])
-@pytest.mark.parametrize(("experts", "renormalize"), [(16, True), (40, False), (128, True)])
+@pytest.mark.parametrize(("experts", "renormalize"), [(16, True), (40, False), *nightly((128, True))])
 def test_shared_experts_are_the_last_choices_of_every_token(shared, experts, renormalize, monkeypatch):
     """By one launch or two, and of prefills; the record is without them, and their logit is not one of a choice."""
     tokens, hidden, top_k = 5, 96, 4

@@ -44,7 +44,7 @@ def _check_border(logits: torch.Tensor, mine: torch.Tensor, theirs: torch.Tensor
     assert near[odd].all(), f"row {row}: before {before[odd]} weights {kept[odd]}"
 
 
-@pytest.mark.parametrize("seed", [0, 1, *nightly(2, 3)])
+@pytest.mark.parametrize("seed", [0, *nightly(1, 2, 3)])
 @pytest.mark.parametrize("vocab", [1, 53, V])
 def test_the_tokens_that_stay_are_the_twins(vocab, seed):
     check(random_logits(12, vocab, seed), random_limits(12, vocab, seed + 100))

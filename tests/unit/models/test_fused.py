@@ -59,7 +59,7 @@ def test_a_dense_model_equals_transformers_in_float32(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["llama", *nightly("qwen3")])
 def test_hidden_states_for_a_draft_model_are_transformers(name: str, wanted: bool, tmp_path: Path) -> None:
     """Before each layer, and after the last one where all tokens are wanted; by the kernels and by the modules."""
     model, reference = make(name, tmp_path, "float32")
@@ -101,7 +101,7 @@ def test_hidden_states_of_experts_are_those_of_the_modules(tmp_path: Path, monke
         assert error(found[0][:, tap], found[1][:, tap]) < 0.05, tap
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama-odd", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama-odd", "gpt_oss", *nightly("qwen3", "qwen3_moe")])
 def test_products_of_many_tokens_are_added_to_the_residual_stream(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +133,9 @@ def test_tokens_that_are_not_wanted_leave_their_kv_alone(name: str, tmp_path: Pa
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "float32"), ("qwen3-odd", "float32"), ("olmoe", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qwen3-odd", "float32"), ("olmoe", "bfloat16"), *nightly(("qwen3", "float32"))]
+)
 def test_kv_in_fp8_is_what_the_generic_path_keeps(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +158,7 @@ def test_kv_in_fp8_is_what_the_generic_path_keeps(
     assert errors([plain])[0] < by_kernels, "it is another, coarser cache"
 
 
-@pytest.mark.parametrize("name", ["olmoe", "gpt_oss", *nightly("qwen3", *SPARSE[:3], "shared", "shared-gated")])
+@pytest.mark.parametrize("name", ["olmoe", *nightly("gpt_oss", "qwen3", *SPARSE[:3], "shared", "shared-gated")])
 def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +204,7 @@ def noting(forward: Any, ran: set[type], block: type) -> Any:
     return noted
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, *nightly(torch.float8_e4m3fn)])
 def test_layers_may_differ_in_heads_rope_window_and_width(kv_dtype: torch.dtype, tmp_path: Path) -> None:
     """The cache has the size of each layer, and both paths agree."""
     plain = make("qwen3", tmp_path, "float32")[0].spec

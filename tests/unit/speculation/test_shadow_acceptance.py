@@ -13,6 +13,7 @@ from rollout_kernels.step import guess_by_ngrams, ngrams
 from rollout.engine.speculation.suffix_drafter import SuffixDrafter
 from scripts.check.shadow_acceptance import DRAFTERS, Acceptance, Group, NgramDrafter, main, play, read_groups
 from tests.support.engine.harness import Bench, load
+from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.ngrams import followed
 from trainer_bridge.client.journal import Journal
@@ -129,8 +130,8 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("k", [1, 3, 7])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("k", [3, *nightly(1, 7)])
+@pytest.mark.parametrize("depth", [2, *nightly(1)])
 def test_ngrams_have_accepted_what_an_engine_has(checkpoint, depth, k):
     """At each step; in a pipeline of two steps until drafts in flight count towards `max_tokens`."""
     prompt, most = few_tokens(40, 0, 6), 80
