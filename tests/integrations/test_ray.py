@@ -20,7 +20,7 @@ from trainer_bridge.integrations.ray import RayFleet  # noqa: E402
 from trainer_bridge.publish.publisher import WeightPublisher  # noqa: E402
 
 FLAGS: dict[str, Any] = {
-    **{"device": "cpu", "wandb": False, "max_rows": 8, "max_context_tokens": 4096, "kv_memory_max_gib": 0.125},
+    **{"device": "cpu", "wandb": False, "max_rows": 8, "max_context_tokens": 4096, "kv_memory_max_gib": 0.03},
     "min_version": 1,
 }
 LONG: dict[str, Any] = {"max_tokens": 1500, "stream": "tokens", "stream_every": 16}

@@ -30,7 +30,7 @@ Two = tuple[WorkerProcess, WorkerProcess]
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("routed")
-    flags = {"max_context_tokens": 4096, "max_rows": 8, "kv_memory_max_gib": 0.125, "wait": False}
+    flags = {"max_context_tokens": 4096, "max_rows": 8, "wait": False}
     first, second = (start(ONES, folder / f"{name}.log", **flags) for name in ("first", "second"))
     with first, second:
         first.wait_ready(PATIENCE_S)

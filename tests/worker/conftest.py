@@ -1,4 +1,4 @@
-"""Two workers, started once and shared by all tests here; each test leaves them idle."""
+"""Two workers, each started once where a test needs it and shared by all tests here; each test leaves them idle."""
 
 from __future__ import annotations
 
@@ -18,25 +18,39 @@ from trainer_bridge.client.launch import WorkerProcess
 MAX_ROWS, MAX_QUEUE, MAX_CONTEXT = 8, 24, 32_768
 
 
-@pytest.fixture(scope="session")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
-    """Two workers that count in ones: the first keeps its weights, the second is for tests that publish others."""
-    folder = tmp_path_factory.mktemp("workers")
-    flags = {"max_rows": MAX_ROWS, "max_queue": MAX_QUEUE, "max_context_tokens": MAX_CONTEXT, "wait": False}
+def start(log: Path) -> WorkerProcess:
+    """A worker that counts in ones."""
+    flags = {"max_rows": MAX_ROWS, "max_queue": MAX_QUEUE, "max_context_tokens": MAX_CONTEXT}
     if importlib.util.find_spec("prometheus_client") is not None:
         flags |= {"metrics_port": 0, "interval_s": 0.5}
-    first, second = (launch(log=folder / f"{name}.log", **flags) for name in ("first", "second"))
-    with first, second:
-        first.wait_ready(120)
-        second.wait_ready(120)
-        yield first, second
+    return launch(log=log, ready_timeout_s=120, **flags)
+
+
+@pytest.fixture(scope="session")
+def first_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """It keeps its weights."""
+    with start(tmp_path_factory.mktemp("workers") / "first.log") as worker:
+        yield worker
+
+
+@pytest.fixture(scope="session")
+def second_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """It is for tests that publish other weights."""
+    with start(tmp_path_factory.mktemp("workers") / "second.log") as worker:
+        yield worker
+
+
+@pytest.fixture(scope="session")
+def workers(first_worker: WorkerProcess, second_worker: WorkerProcess) -> tuple[WorkerProcess, WorkerProcess]:
+    """Both."""
+    return first_worker, second_worker
 
 
 @pytest.fixture
-def worker(workers: tuple[WorkerProcess, WorkerProcess]) -> Iterator[WorkerProcess]:
+def worker(first_worker: WorkerProcess) -> Iterator[WorkerProcess]:
     """The first worker, which must be idle again when the test is over."""
-    yield workers[0]
-    assert_idle(workers[0])
+    yield first_worker
+    assert_idle(first_worker)
 
 
 @pytest.fixture(scope="session")
@@ -46,10 +60,10 @@ def ledger() -> dict[int, int]:
 
 
 @pytest.fixture
-def weights_worker(workers: tuple[WorkerProcess, WorkerProcess]) -> Iterator[WorkerProcess]:
+def weights_worker(second_worker: WorkerProcess) -> Iterator[WorkerProcess]:
     """The second worker, which must be idle again when the test is over."""
-    yield workers[1]
-    assert_idle(workers[1])
+    yield second_worker
+    assert_idle(second_worker)
 
 
 @pytest.fixture

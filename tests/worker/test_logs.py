@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def all_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[WorkerProcess, Path]]]:
-    """One worker a test, all started together, and the folder in which its faults are ordered."""
-    started = {}
-    for name, settings in SETTINGS.items():
-        folder = tmp_path_factory.mktemp(name)
-        command = (sys.executable, "-m", SCRIPT, str(folder), "serve")
-        flags = {"command": command, "max_context_tokens": 8192, "wandb_dir": folder, **settings}
-        started[name] = launch(log=folder / "worker.log", wait=False, **flags), folder
-    try:
-        for worker, _ in started.values():
-            worker.wait_ready(120)
-        yield started
-    finally:
-        for worker, _ in started.values():
-            worker.kill()
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], tuple[WorkerProcess, Path]]]:
+    """Starts the worker of a test, and tells the folder in which its faults are ordered."""
+    started: list[WorkerProcess] = []
+
+    def start_one(name: str) -> tuple[WorkerProcess, Path]:
+        command = (sys.executable, "-m", SCRIPT, str(tmp_path), "serve")
+        flags = {"command": command, "max_context_tokens": 8192, "wandb_dir": tmp_path, **SETTINGS[name]}
+        started.append(launch(log=tmp_path / "worker.log", ready_timeout_s=120, **flags))
+        return started[-1], tmp_path
+
+    yield start_one
+    for worker in started:
+        worker.kill()
 
 
 def told(worker: WorkerProcess) -> list[dict[str, Any]]:
@@ -84,8 +82,8 @@ def check_block(line: dict[str, Any], name: str, last_states: set[str]) -> None:
 
 
 @pytest.mark.nightly
-def test_a_fault_that_is_recovered_from_and_one_that_is_not_print_the_last_steps(all_workers: dict) -> None:
-    worker, folder = all_workers["faulty"]
+def test_a_fault_that_is_recovered_from_and_one_that_is_not_print_the_last_steps(start: Callable) -> None:
+    worker, folder = start("faulty")
     fail(worker, folder, "device", "first")
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         until(lambda: client.status()["faults"] == 1, "the fault to be counted")
@@ -103,8 +101,8 @@ def test_a_fault_that_is_recovered_from_and_one_that_is_not_print_the_last_steps
 
 
 @pytest.mark.nightly
-def test_a_hang_that_lasts_prints_the_last_steps(all_workers: dict) -> None:
-    worker, folder = all_workers["hanging"]
+def test_a_hang_that_lasts_prints_the_last_steps(start: Callable) -> None:
+    worker, folder = start("hanging")
     fail(worker, folder, "hang", "late")
     until(lambda: worker.returncode is not None, "the end")
     (line,) = (line for line in told(worker) if "steps" in line)
@@ -112,9 +110,9 @@ def test_a_hang_that_lasts_prints_the_last_steps(all_workers: dict) -> None:
     assert line["silent_s"] >= 4.0 and all(step["ago_s"] >= 4.0 for step in line["steps"][-2:])
 
 
-def test_some_hundred_steps_leave_no_line_and_a_lost_prompt_says_whose_it_was(all_workers: dict) -> None:
+def test_some_hundred_steps_leave_no_line_and_a_lost_prompt_says_whose_it_was(start: Callable) -> None:
     """And in text the last steps are one block, indented below the line that they belong to."""
-    worker, folder = all_workers["text"]
+    worker, folder = start("text")
 
     def lines() -> list[str]:
         return worker.log_path.read_text().splitlines()

@@ -323,7 +323,7 @@ def end_of_start(log: Path, points: Points, point: str, number: signal.Signals |
     """The log of a worker that ends in its start, because a follower stands at the point, and gets the signal there."""
     points.order(point)
     command = rollout("serve", str(ONES), "--tensor-parallel=2", "--device=cpu", "--bind=tcp://127.0.0.1:0", *flags)
-    command.append("--kv-memory-max-gib=0.1")
+    command.append("--kv-memory-max-gib=0.03")
     env = {**subprocess_environment(), **points.environment}
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=env) as process:
         try:

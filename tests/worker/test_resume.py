@@ -132,7 +132,7 @@ def test_random_draws_go_on_as_if_no_worker_had_died(
     dice: Path, mortal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculation: str
 ) -> None:
     """The first worker draws a token a step; the second verifies drafts, and also draws more than one."""
-    tokens, metrics = 600, tmp_path / "metrics.jsonl"
+    tokens, metrics = 300, tmp_path / "metrics.jsonl"
     drafts = {"speculation": speculation, "jsonl": metrics, "interval_s": 0.1}
     first, second = mortal(dice, 8 * tokens // 4), mortal(dice, 8 * tokens * 5 // 8, **drafts)
     first.wait_ready(), second.wait_ready()
@@ -144,7 +144,7 @@ def test_random_draws_go_on_as_if_no_worker_had_died(
         {"prompt": [9, 8], "logit_bias": {7: 2.0}, "presence_penalty": 0.5, "seed": 4},
     ]
     with RolloutClient(first.endpoint, timeout_s=60.0) as client:
-        asked.append({"prompt": [3], "continue_from": client.generate([3], max_tokens=300, seed=5).completions[0]})
+        asked.append({"prompt": [3], "continue_from": client.generate([3], max_tokens=150, seed=5).completions[0]})
         wanted = client.generate_many(asked, **common)
 
     take = ResumedCall.take

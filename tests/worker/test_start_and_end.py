@@ -25,7 +25,7 @@ from tests.support.worker.harness import (
 from tests.support.worker.raw_client import RawClient
 from tests.support.worker.wandb_file import history_keys
 from trainer_bridge.client.blocking import RolloutClient
-from trainer_bridge.client.launch import WorkerFailed
+from trainer_bridge.client.launch import WorkerFailed, WorkerProcess
 from trainer_bridge.wire.errors import Unavailable
 
 LONG = {"max_tokens": 30_000, "stream": "tokens", "stream_every": 8}
@@ -37,6 +37,7 @@ def test_sigterm_finishes_running_completions_and_leaves_all_records(tmp_path: P
     ready_file, timeline, jsonl = (tmp_path / name for name in ("ready.json", "timeline.png", "metrics.jsonl"))
     flags = ["--bind", "tcp://127.0.0.1:0", "--ready-file", str(ready_file), "--interval-s", "0.2"]
     flags += ["--timeline", str(timeline), "--jsonl", str(jsonl), "--wandb-dir", str(tmp_path), "--max-rows", "4"]
+    flags += ["--max-context-tokens", "1024"]
     environ = subprocess_environment(HOME=str(tmp_path))
     with (
         (tmp_path / "stderr").open("w") as stderr,
@@ -121,7 +122,7 @@ JOB = """
 import signal, sys
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import start_worker
-worker = start_worker(sys.argv[1], wandb=False, drain_s=0, log_file=sys.argv[2])
+worker = start_worker(sys.argv[1], wandb=False, drain_s=0, log_file=sys.argv[2], kv_memory_max_gib=0.03)
 client = RolloutClient(worker.endpoint)
 stream = client.generate("17:", max_tokens=30_000, stream="tokens")
 next(stream)
@@ -152,12 +153,12 @@ def test_a_wrong_model_folder_is_one_line_and_status_1(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_one_line_and_status_1_before_a_model_is_looked_for(
-    tmp_path: Path, workers: tuple
+    tmp_path: Path, worker: WorkerProcess
 ) -> None:
     with pytest.raises(WorkerFailed, match="status 1"):
-        launch(tmp_path / "nothing", log=tmp_path / "worker.log", bind=workers[0].endpoint)
+        launch(tmp_path / "nothing", log=tmp_path / "worker.log", bind=worker.endpoint)
     said = (tmp_path / "worker.log").read_text().splitlines()
-    assert len(said) == 1 and said[0].startswith(f"rollout: cannot bind {workers[0].endpoint}"), said
+    assert len(said) == 1 and said[0].startswith(f"rollout: cannot bind {worker.endpoint}"), said
 
 
 def test_an_unknown_setting_is_one_line_and_status_2(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ ENDLESS = {"max_tokens": 30_000, "stream": "tokens", "stream_every": 8}
 
 
 @pytest.fixture(scope="module")
-def book(workers: tuple[WorkerProcess, WorkerProcess], ledger: dict[int, int]) -> Iterator[Served]:
-    served = Served(workers[1], ledger)
+def book(second_worker: WorkerProcess, ledger: dict[int, int]) -> Iterator[Served]:
+    served = Served(second_worker, ledger)
     yield served
     served.close()
 

@@ -19,5 +19,5 @@ def worker_environment() -> dict[str, str | None]:
 
 def start(model: Path, log: Path, **flags: Any) -> WorkerProcess:
     """A worker of a checkpoint."""
-    given = {"wandb": False, "max_context_tokens": 256, "device": "cpu", **flags}
+    given = {"wandb": False, "max_context_tokens": 256, "device": "cpu", "kv_memory_max_gib": 1 / 32, **flags}
     return start_worker(model, log_file=log, env=worker_environment(), **given)
