@@ -80,7 +80,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-@pytest.mark.parametrize("requests_each", [25, pytest.param(250, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("requests_each", [12, pytest.param(250, marks=pytest.mark.nightly)])
 def test_of_the_requests_of_8_clients_none_is_lost_and_none_comes_twice(requests_each: int, tmp_path: Path) -> None:
     log = tmp_path / "wide.log"
     with launch(log=log, max_rows=32, max_context_tokens=4096) as worker:

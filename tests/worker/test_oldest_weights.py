@@ -46,6 +46,7 @@ def test_no_request_begins_under_weights_older_than_min_version(tmp_path: Path) 
                 check(PROMPT, completion, {1: 2})
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_is_new_enough_is_served_at_once(tmp_path: Path) -> None:
     with (
         launch(ONES, log=tmp_path / "worker.log", min_version=7, initial_version=7) as worker,

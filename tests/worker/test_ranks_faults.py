@@ -97,9 +97,8 @@ def test_a_follower_that_is_lost_at_a_point_of_a_step(
     assert ended(worker) == FAULT
 
 
-@pytest.mark.parametrize(
-    "point", ["decode", *(pytest.param(p, marks=pytest.mark.nightly) for p in ("prefill", "order"))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("point", ["decode", "prefill", "order"])
 def test_a_follower_that_hangs_while_it_beats_ends_the_group(
     start_ranks: Callable[..., WorkerProcess], points: Points, point: str
 ) -> None:

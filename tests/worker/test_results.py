@@ -183,14 +183,14 @@ def test_a_request_sent_twice_is_one_request(worker: WorkerProcess) -> None:
 
 def test_detached_request_goes_on_without_its_client(worker: WorkerProcess) -> None:
     with RolloutClient(worker.endpoint, client="leaves", timeout_s=60.0) as client:
-        client.generate("17:", max_tokens=1500, stream="tokens", request_id="stays", detached=True)
+        client.generate("17:", max_tokens=800, stream="tokens", request_id="stays", detached=True)
         client.generate("17:", max_tokens=30_000, stream="tokens", request_id="goes")
         until(lambda: client.status()["rows"]["running"] == 2, "both to run")
     with RolloutClient(worker.endpoint, timeout_s=60.0) as other:
         until(lambda: other.status()["rows"]["running"] == 0, "them to end", 30.0)
     with RolloutClient(worker.endpoint, client="leaves", timeout_s=60.0) as client:
         (stays,), (goes,) = client.attach("stays").completions, client.attach("goes").completions
-        assert (stays.finish_reason, len(stays), goes.finish_reason) == ("length", 1500, "cancelled")
+        assert (stays.finish_reason, len(stays), goes.finish_reason) == ("length", 800, "cancelled")
         check("17:", stays, {0: 1})
         client.ack(["stays", "goes"])
 

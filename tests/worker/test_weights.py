@@ -113,7 +113,7 @@ def test_a_completion_ends_rather_than_span_more_versions_than_asked_for(served:
 
 
 def test_weights_come_to_a_paused_worker(served: Served) -> None:
-    with served.client.generate("17:", max_tokens=3000, stream="tokens", stream_every=1) as stream:
+    with served.client.generate("17:", max_tokens=1000, stream="tokens", stream_every=1) as stream:
         next(stream)
         served.client.pause()
         report = served.publish(2)

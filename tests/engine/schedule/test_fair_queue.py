@@ -254,7 +254,7 @@ def test_clients_that_are_gone_are_forgotten():
 
 # --- the engine ------------------------------------------------------------------------------------------------------
 
-LENGTH = 24  # tokens of a completion
+LENGTH = 12  # tokens of a completion
 
 
 def steps_until_done(bench: Bench, name: str) -> int:

@@ -15,6 +15,7 @@ from rollout.engine.step.expert_trace import StepExperts, record_words, routing_
 from rollout.models import Decoder, fused_experts, load_model
 from rollout.models.batch import AttentionBatch, ExpertRecord
 from rollout.models.fused import FusedDecoder
+from tests.support.kernels.grids import nightly
 from tests.support.models import side_by_side
 from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
 from tests.support.models.families import make_checkpoint
@@ -49,8 +50,13 @@ def tokens(count: int, model: Decoder) -> list[int]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("most", [2, 8], ids=["router", "norm and router"])
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [
+        *((family, (2, 8)[i % 2]) for i, family in enumerate(MODELS)),
+        *nightly(*((family, (8, 2)[i % 2]) for i, family in enumerate(MODELS))),
+    ],
+)
 def test_kernels_record_what_they_run_and_what_the_torch_modules_record(
     family: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,7 +164,7 @@ def test_one_declaration_adds_a_family(architecture: str, tmp_path: Path, monkey
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, *nightly(True)])
 def test_a_declaration_may_give_tensors_other_names(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
