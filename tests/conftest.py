@@ -24,10 +24,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # query is lost, the resolver waits for 5 s by default: as long as some tests give a worker to join a group.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
-# Tests start hundreds of processes: each of them need not compile the same modules.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-
 import torch  # noqa: E402
 
 from rollout.process.logs import LineStream  # noqa: E402

@@ -143,7 +143,7 @@ def test_a_group_whose_prompt_is_read_once_has_the_log_probs_of_rows_alone(tmp_p
     """Sums in another order: close (0.034 on an H200) and not the same bits, so rows did read their prompt together."""
     folder, found = write_checkpoint("qwen3-8b", tmp_path / "model", 2), []
     flags: dict[str, Any] = {"tensor_parallel": 2, "device": "cuda", "check_ranks": True, "max_rows": 40}
-    flags |= {"load_format": "random", "max_context_tokens": 6144, "ready_timeout_s": START_S}
+    flags |= {"load_format": "random", "max_context_tokens": 6144, "kv_memory_max_gib": 1, "ready_timeout_s": START_S}
     asked: dict[str, Any] = {"max_tokens": 48, "n": 40, "temperature": 100.0, "seed": 5, "stop": {"ignore_eos": True}}
     prompt = np.random.default_rng(2).integers(3, 150_000, 6000).tolist()
     for together in (True, False):
