@@ -42,10 +42,11 @@ help: ## show the targets
 demo: $(DEMO_READY) ## a worker and a trainer that checks 16K-token completions across a weight swap
 	$(BIN)/rollout demo $(ARGS)
 
-# A file's tests run in one process, in random order; the seed is printed.
+# A file's tests run in one process, in random order; the seed is printed. Files come in random order, too: by their
+# number of tests those that start workers would come last, all at once.
 test: $(DEV_READY) ## unit, engine, service and robustness tests; those that need a GPU only where there is one
 	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")') && \
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$$gpu not nightly" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$$gpu not nightly" $(ARGS)
 
 test-nightly: $(DEV_READY) ## soak, benchmark scripts, full grids of kernel shapes, full counts of hostile messages
 	$(BIN)/python -m pytest -m 'nightly and not gpu' --timeout 3000 $(ARGS)

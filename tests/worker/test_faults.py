@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "publishing": {},
     "hanging": {"stall_s": 2.0, "stall_exit_s": 8.0},
     "threads": {"interval_s": 0.05},
-    "deadline": {"drain_s": 3},
+    "deadline": {"drain_s": 6},
     "at once": {"drain_s": 0},
 }
 
@@ -222,7 +222,7 @@ def test_a_drain_finishes_short_completions_and_returns_the_rest_at_its_deadline
     worker = start_faulty("deadline")
     with worker.client() as client:
         streams = streams_of(client)
-        short = client.generate("17:", max_tokens=200, stream="tokens", stream_every=1)
+        short = client.generate("17:", max_tokens=60, stream="tokens", stream_every=1)  # also on a busy machine
         next(short)
         os.kill(worker.process.pid, signal.SIGTERM)
         until(lambda: client.status()["state"] == "draining", "the drain")
