@@ -1,8 +1,8 @@
 """Whether this process compiles a kernel now: Triton does so at the first use, which may be long after the start.
 
 A compilation takes seconds, in which a healthy rank launches nothing. So it is not counted as time without progress.
-Triton does not tell of the end of a compilation that fails, so one counts for `MOST_S` at the most. Many that run at
-once in threads count together, for `MOST_S` after the last one that ended.
+Triton does not report the end of a compilation that fails, so one counts for `MOST_S` at the most. Compilations that
+run at once in threads count together, until `MOST_S` after the last one that ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def watch_compilations() -> None:
 
 @contextmanager
 def many_compilations() -> Iterator[None]:
-    """Within, kernels are compiled ahead of their use. Triton tells of the end of each, not reliably of its begin."""
+    """Within, kernels are compiled ahead of their use. Triton reports the end of each, maybe its begin twice."""
     _begin()
     try:
         yield

@@ -53,11 +53,10 @@ import torch
 
 from rollout.engine.messages import SamplingParams
 from rollout.engine.schedule.speculation import Speculation
-from rollout.engine.speculation.drafter import Guesser
+from rollout.engine.speculation.drafter import guesser_of
 from rollout.engine.speculation.step_costs import StepCosts
 from rollout.engine.step import shared_pages
 from rollout.engine.step.decode_costs import measure_decode_costs
-from rollout.engine.step.ngram_drafts import NgramDrafts
 from rollout.settings_sources import SettingsError
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.decode import step_needs
@@ -123,6 +122,9 @@ class Bench:
         self._most = args.most
         parts = engine.engine.parts
         self._most_rows = args.draft_rows
+        self._guesser = guesser_of(
+            engine_settings(_job(args), args.depth, changes=args.changes), parts.executor.step.model
+        )
         step_rows = max(args.rows) + args.draft_rows
         slot = parts.pipeline.free_slots[0]
         self.costs: StepCosts = measure_decode_costs(parts.executor, slot, step_rows)
@@ -142,17 +144,16 @@ class Bench:
             mode != "always",
         )
         costs = copy.deepcopy(self.costs)  # what it learns is forgotten
-        guesser = self.engine.engine.executor.step.guesser
-        kind: Guesser | None = None if guesser is None else "ngram" if isinstance(guesser, NgramDrafts) else "heads"
         if mode in _GUESSED:
+            guesser = self.engine.engine.executor.step.guesser
             assert guesser is not None, "checked with the arguments"
             recorded = [plain.tokens[str(i)] for i in range(len(plain.tokens))]
-            speculation = Speculation(None, self._most, self._most_rows, costs, mode == "unpaid", kind)
+            speculation = Speculation(None, self._most, self._most_rows, costs, mode == "unpaid", self._guesser)
             with ReplayGuesses(guesser, recorded, p, self.engine.vocab):
                 run, row = self._run(work, figures, speculation)
             return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
-        kind = kind if adapts and kind == "ngram" else None
-        speculation = Speculation(drafter, self._most, self._most_rows, costs, adapts, kind)
+        ngrams = self._guesser if adapts and self._guesser == "ngram" else None
+        speculation = Speculation(drafter, self._most, self._most_rows, costs, adapts, ngrams)
         run, row = self._run(work, figures, speculation)
         return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
 

@@ -125,7 +125,7 @@ def _kind(value: Any) -> object:
 def _build_launcher(kernel: Any) -> None:
     """Have a C compiler build what launches the kernel, for Triton's cache.
 
-    What the thread loads then is not used: such modules have one name, and Python can give a thread that of another.
+    The module that the thread loads is not used: all have one name, and Python can give a thread the module of another.
     """
     from triton.runtime import driver
 

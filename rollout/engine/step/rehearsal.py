@@ -146,7 +146,7 @@ def measure_steps(
     """Rehearse on a GPU; returns what the steps took, by what the driver says is free before and after.
 
     With `graph_rows` the largest decode steps are captured as well, and the share of the smaller ones is estimated.
-    None of the memory is kept. With `compile_threads` so many threads compile the kernels before.
+    None of the memory is kept. Before, `compile_threads` threads compile the kernels; 0: none do.
     """
     executor.device.synchronize()
     torch.cuda.empty_cache()

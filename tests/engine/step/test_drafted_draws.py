@@ -62,7 +62,7 @@ def misfit(completions: list[list[int]], chances: dict[tuple[int, ...], torch.Te
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_tokens_of_verify_steps_have_the_probabilities_of_the_model(folder, monkeypatch, device):
-    """Half of the drafts are wrong, so the third token is drawn behind a right draft, and after a refused one."""
+    """Half of the drafts are wrong, so third tokens are drawn after right drafts and after wrong ones."""
     count, made = (800, lambda: load(folder)) if device == "cpu" else (4000, lambda: load_bf16(folder))
     fields, bias = {**SIZES, "device": make_device(device)}, tuple((token, BIAS) for token in DRAWN)
     plain = Bench(made(), **fields)

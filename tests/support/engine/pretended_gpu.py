@@ -39,7 +39,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
-        patch.setattr(torch, "mm", mm)  # that of a CPU knows no dtype of its result
+        patch.setattr(torch, "mm", mm)  # on a CPU torch.mm has no out_dtype
         patch.setattr(InterpretedFunction, "__getitem__", launch_of)
         patch.setattr(CpuStream, "run", run)  # on this thread, as on a GPU
         patch.setattr(torch.cuda, "get_device_properties", lambda device: _H200)

@@ -1,4 +1,4 @@
-"""Compilations that Triton tells of, and those whose end it does not tell of."""
+"""Compilations whose end Triton reports, and those whose end it does not report."""
 
 from __future__ import annotations
 
