@@ -91,19 +91,22 @@ HALF = Shape(2048, 16, 2, 128, 384, 75968, 128, 8)  # Qwen3-30B-A3B on each of t
 Case = tuple[str, Callable[[], Any]]
 
 
-class _Driver:
+class OfflineDriver:
     """The part of a driver that the compiler needs."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_target(self) -> GPUTarget:
+        """The GPU that is compiled for."""
         return self._target
 
     def get_current_device(self) -> int:
+        """The only one."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
+        """The default one."""
         return 0
 
 
@@ -417,7 +420,7 @@ def _weights(experts: int, outputs: int, inputs: int, format: formats.Format, ha
 
 def compile_instead(capability: int, seen: Callable[[Any, float], None]) -> None:
     """From now on, compile kernels instead of launching them. `seen` collects each with its seconds."""
-    triton.runtime.driver.set_active(_Driver(capability))  # type: ignore[arg-type]
+    triton.runtime.driver.set_active(OfflineDriver(capability))  # type: ignore[arg-type]
     # Compile the wait for the previous kernel, too.
     for module in list(sys.modules.values()):
         if getattr(module, "follow_options", None) is triton_math.follow_options:

@@ -54,10 +54,10 @@ WITHOUT_GPU = """
     import threading
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
-    from scripts.check.compile_kernels import _Driver
+    from scripts.check.compile_kernels import OfflineDriver
     from rollout.process.compiling import compiling
 
-    builders, device = [], _Driver(90)
+    builders, device = [], OfflineDriver(90)
     device.launcher_cls = lambda source, metadata: builders.append(threading.current_thread().name)
     driver.set_active(device)
     CompiledKernel.run = property(lambda kernel: "what launches it")
