@@ -272,7 +272,8 @@ class MaskBuilder:
                 portion.places, portion.seqs, portion.ahead, portion.took_s, strict=False
             ):
                 followed[place] = max(count, 0)
-                seq.may_draft = seq.may_draft and took_s <= limit_s
+                if took_s > limit_s:
+                    seq.may_draft = False
                 if count == _FAILED:
                     _start_anew(seq)
             if portion.left_behind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from rollout.constraints.matcher import AllowList, mask_words
 from rollout.engine.messages import Prior
 from rollout.engine.step import masks as masks_module
-from rollout.engine.step.masks import MOST_LEFT_BEHIND
+from rollout.engine.step.masks import MOST_LEFT_BEHIND, Ahead
 from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y
 from tests.support.engine.harness import VOCAB, Bench
 
@@ -338,3 +339,17 @@ def test_a_mask_has_a_bit_for_each_token():
     masks = torch.zeros(2, mask_words(VOCAB), dtype=torch.int32)
     AllowList((0, 31, 32, 96), VOCAB).fill(masks, 1)
     assert [t for t in range(VOCAB) if masks[1, t // 32] >> (t % 32) & 1] == [0, 31, 32, 96] and not masks[0].any()
+
+
+def test_a_row_whose_constraint_could_not_be_followed_never_drafts_again():
+    """A step in flight may have drafts that it drafted before; they are refused at once, which takes no time."""
+    place = Cycle([X, Y, SIZE], STOP).start()
+    seq = SimpleNamespace(matcher=place, stop_ids=frozenset(), may_draft=True)
+    host = torch.full((3, mask_words(VOCAB)), -1, dtype=torch.int32)
+    masks, builder = SimpleNamespace(host=host, renew_host=lambda: None), masks_module.MaskBuilder(10.0, 1)
+    place.fill(host, 0)
+    drafted = Ahead(seq, 0, 1, [X[0], Y[0]])
+    assert builder.build_ahead([drafted], masks) == [2] and seq.may_draft
+    seq.may_draft = False
+    assert builder.build_ahead([drafted], masks) == [0] and not seq.may_draft
+    builder.close()
