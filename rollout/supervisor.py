@@ -7,7 +7,8 @@
 
 A worker that dies is started again after a pause, which doubles with every restart of the last hour. After too many
 restarts it is given up, and the others serve on. A worker that ends with status 0 was told to end and is not started
-again. If a worker ends before it was ready, a restart would not help: all workers are ended. SIGTERM drains all
+again. If a worker ends before it was ready, a restart would not help: all workers are ended. A worker whose process is
+stopped (SIGSTOP) is killed after `SILENT_S`: its clients would wait, and it cannot tell them. SIGTERM drains all
 workers, a second SIGTERM ends them at once. The workers belong to the supervisor's process group, and end with it.
 """
 
@@ -27,7 +28,10 @@ from typing import Any
 
 from rollout.config import Settings
 from rollout.process.announce import say, write_whole
+from rollout.process.child_python import import_path
 from rollout.process.scratch import ScratchFolder
+from rollout.ranks.thread_stat import thread_stat
+from rollout.ranks.watch import SILENT_S
 from trainer_bridge.client.launch import worker_environment
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,7 @@ class _Worker:
     ready: bool = False  # the present process is ready
     status: int | None = None  # exit status of the last process, if it is not started again
     due_s: float | None = None  # time of the next start
+    stopped_s: float = 0.0  # how long the present process has been stopped
     restarts: int = 0
     recent: list[float] = field(default_factory=list)  # times of the restarts in the last hour
 
@@ -88,9 +93,13 @@ class Supervisor:
         with self._folder:
             for worker in self._workers:
                 self._start(worker)
+            looked_s = time.monotonic()
             while any(worker.status is None for worker in self._workers):
+                # A supervisor that was stopped itself counts only the time that it observed.
+                now_s = time.monotonic()
+                passed_s, looked_s = min(now_s - looked_s, 2 * _POLL_S), now_s
                 for worker in self._workers:
-                    self._look_at(worker)
+                    self._look_at(worker, passed_s)
                 self._pass_signals_on()
                 time.sleep(_POLL_S)
         facts = [{"worker": w.index, "status": w.status, "restarts": w.restarts} for w in self._workers]
@@ -105,7 +114,8 @@ class Supervisor:
     def _start(self, worker: _Worker) -> None:
         worker.due_s, worker.ready = None, False
         self._ready_file(worker).unlink(missing_ok=True)
-        changes = {"TERM": "dumb"}  # lines instead of bars: bars of several workers would overwrite each other
+        changes = import_path()
+        changes["TERM"] = "dumb"  # lines instead of bars: bars of several workers would overwrite each other
         if worker.device is not None:
             changes["CUDA_VISIBLE_DEVICES"] = worker.device
         worker.process = subprocess.Popen(
@@ -138,10 +148,10 @@ class Supervisor:
     def _ready_file(self, worker: _Worker) -> Path:
         return self._folder.path / f"ready-{worker.index}.json"
 
-    def _look_at(self, worker: _Worker) -> None:
+    def _look_at(self, worker: _Worker, passed_s: float) -> None:
         if worker.process is None:
-            if worker.status is None and self._signals:
-                worker.status = 0  # it waited for its restart
+            if worker.due_s is not None and self._signals:
+                worker.due_s, worker.status = None, 0  # it waited for its restart
             elif worker.due_s is not None and time.monotonic() >= worker.due_s:
                 self._start(worker)
             return
@@ -151,6 +161,18 @@ class Supervisor:
         if status is not None:
             worker.process = None
             self._ended(worker, status)
+        elif self._settings.engine.rank_stall_s is not None:
+            self._end_if_stopped(worker, passed_s)
+
+    def _end_if_stopped(self, worker: _Worker, passed_s: float) -> None:
+        assert worker.process is not None
+        pid = worker.process.pid
+        worker.stopped_s = worker.stopped_s + passed_s if thread_stat(pid, pid).state == "T" else 0.0
+        if worker.stopped_s > SILENT_S:
+            worker.stopped_s = 0.0
+            facts = {"index": worker.index, "pid": pid}
+            log.critical("a worker has been stopped for %g s: it is killed", SILENT_S, extra=facts)
+            worker.process.kill()
 
     def _look_for_ready(self, worker: _Worker) -> None:
         try:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def test_workers_of_a_torchrun_job_have_none_of_its_variables_and_end_with_their
 #: Runs a supervisor whose worker 0 reports ready and ends with the status in argv[2].
 SUPERVISE = """
 import json, os, sys
-from rollout.config import ServiceSettings, Settings, SupervisorSettings
+from rollout.config import EngineSettings, ServiceSettings, Settings, SupervisorSettings
 from rollout.supervisor import Supervisor
 worker = '''
 import json, os, signal, sys, time
@@ -178,6 +179,7 @@ settings = Settings(
     ready_file=os.environ["READY"],
     service=ServiceSettings(bind="tcp://127.0.0.1:7000", drain_s=0),
     supervisor=SupervisorSettings(workers=2, max_restarts=2, restart_backoff_s=0.01),
+    engine=EngineSettings(rank_stall_s=None if os.environ["STALL_S"] == "none" else 8.0),
 )
 sys.exit(Supervisor(settings, [sys.executable, "-c", worker], [None, None]).run())
 """
@@ -186,9 +188,10 @@ sys.exit(Supervisor(settings, [sys.executable, "-c", worker], [None, None]).run(
 class Supervised:
     """The script above, and what it says."""
 
-    def __init__(self, folder: Path, status: int) -> None:
+    def __init__(self, folder: Path, status: int, stall_s: str = "8") -> None:
         self.go, self._ready_file = folder / "go", folder / "ready.json"
-        environ = subprocess_environment(STATUS=str(status), GO=str(self.go), READY=str(self._ready_file), RANK="1")
+        settings = {"STATUS": str(status), "STALL_S": stall_s, "RANK": "1"}
+        environ = subprocess_environment(**settings, GO=str(self.go), READY=str(self._ready_file))
         self.process = subprocess.Popen(
             [sys.executable, "-c", SUPERVISE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
         )
@@ -211,7 +214,7 @@ class Supervised:
 
 
 def test_a_worker_that_was_never_ready_ends_all_with_its_status(tmp_path: Path) -> None:
-    environ = subprocess_environment(STATUS="7", GO="never", READY=str(tmp_path / "ready.json"))
+    environ = subprocess_environment(STATUS="7", STALL_S="8", GO="never", READY=str(tmp_path / "ready.json"))
     done = subprocess.run([sys.executable, "-c", SUPERVISE], capture_output=True, text=True, env=environ, timeout=60)
     assert done.returncode == 7 and "a worker ended before it could serve" in done.stderr
     (ended,) = map(json.loads, done.stdout.splitlines())  # and no `ready`
@@ -248,6 +251,30 @@ def test_a_worker_that_ended_in_order_stays_away(tmp_path: Path) -> None:
     assert [fact["status"] for fact in supervised.next()["workers"]] == [0, 0]
     status, lines = supervised.end()
     assert status == 0 and len(lines) == 2
+
+
+def test_a_stopped_worker_is_killed_and_started_again(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, status=3)
+    os.kill(supervised.ready["workers"][1]["pid"], signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    assert supervised.next() == {"event": "worker_ended", "worker": 1, "status": -signal.SIGKILL, "restart_in_s": 0.01}
+    assert time.monotonic() - stopped_s > 6.0
+    assert supervised.next()["event"] == "worker_ready"
+    supervised.process.send_signal(signal.SIGTERM)
+    status, lines = supervised.end()
+    assert status == 0 and "started 1 1 None" in lines
+
+
+@pytest.mark.nightly
+def test_a_stopped_worker_stays_where_nothing_is_to_be_ended(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, status=3, stall_s="none")
+    os.kill(supervised.ready["workers"][1]["pid"], signal.SIGSTOP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        supervised.process.wait(12.0)
+    assert supervised.told() == [(True, None)] * 2
+    os.kill(supervised.ready["workers"][1]["pid"], signal.SIGCONT)
+    supervised.process.send_signal(signal.SIGTERM)
+    assert supervised.end()[0] == 0
 
 
 def test_a_second_signal_is_passed_on(tmp_path: Path) -> None:
@@ -290,6 +317,19 @@ def test_a_worker_that_is_back_while_the_first_is_down_keeps_all_endpoints_liste
     told = json.loads(ready.read_text())
     assert told["endpoint"] == "tcp://127.0.0.1:7000"
     assert [(worker["endpoint"][-4:], worker["pid"]) for worker in told["workers"]] == [("7000", 10), ("7001", 21)]
+    supervisor._folder.close()
+
+
+def test_a_worker_that_waits_for_its_restart_is_not_started_after_a_signal(tmp_path: Path) -> None:
+    supervisor = Supervisor(Settings(supervisor=SupervisorSettings(workers=2)), [sys.executable, "-c", ""], [None] * 2)
+    first, second = supervisor._workers
+    supervisor._start(first)
+    second.due_s = 0.0
+    supervisor._on_signal(signal.SIGTERM, None)
+    for _ in range(3):  # the other one takes a while to end
+        supervisor._look_at(second, 0.05)
+    assert (second.process, second.status) == (None, 0)
+    assert first.process is not None and first.process.wait(60) == 0
     supervisor._folder.close()
 
 
