@@ -10,7 +10,6 @@ import argparse
 import logging
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.config import Settings
 from rollout.process.announce import withdraw
+from rollout.process.child_python import module_command
 from rollout.process.logs import set_up, worker_name
 from rollout.settings_sources import POSITIONAL, SettingKey, SettingsError, load_settings, setting_keys
 
@@ -29,7 +29,6 @@ DESCRIPTION = (
 PARENT_GRACE_S = 30.0
 #: Most ranks that import libraries at once. More are started when the settings have been checked.
 _RANKS_AT_ONCE = 8
-_WORKER = (sys.executable, "-m", "rollout.cli.main", "serve")
 
 
 #: Flags of other serving engines -> what to write here.
@@ -142,7 +141,7 @@ def _start(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any
         raise CommandError(str(error)) from error
     supervised = args.restarts is not None
     if not supervised and (settings.supervisor.workers > 1 or settings.supervisor.supervise):
-        return _supervise(settings, [*_WORKER, *command_line(args.config, flags)])
+        return _supervise(settings, module_command("rollout.cli.main", "serve", *command_line(args.config, flags)))
     return _serve(settings, args.restarts or 0)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.demo.counting import PROBE_TOKENS
+from rollout.process.child_python import import_path, module_command
 from trainer_bridge.client.launch import WorkerFailed, WorkerProcess, start_worker
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -70,9 +71,9 @@ def _run(args: argparse.Namespace, console: Console) -> int:
 
 def _run_trainer(worker: WorkerProcess, args: argparse.Namespace, report: Path) -> int:
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "rollout.demo.trainer", worker.endpoint, "--twos", str(CHECKPOINTS / "twos")]
+    command = module_command("rollout.demo.trainer", worker.endpoint, "--twos", str(CHECKPOINTS / "twos"))
     command += ["--report", str(report), "--n", str(args.n), "--tokens", str(args.tokens), "--prompts", *args.prompts]
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(command, check=False, env={**os.environ, **import_path()}).returncode
 
 
 def _read_report(path: Path) -> dict[str, Any] | None:

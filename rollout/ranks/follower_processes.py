@@ -12,10 +12,10 @@ import json
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollout.process.child_python import import_path, module_command
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
 
@@ -65,6 +65,7 @@ class FollowerProcesses:
         return [process.pid for process in self.running]
 
     def _start(self, eventfd: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "rollout.ranks.entry", str(os.getpid())]
+        command = module_command("rollout.ranks.entry", str(os.getpid()))
         inherited = [eventfd, *(memory.descriptor for memory in self.memories.values())]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=inherited)
+        environment = {**os.environ, **import_path()}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=inherited, env=environment)

@@ -54,7 +54,7 @@ def start_worker(
     ready_timeout_s: float = 900.0,
     wait: bool = True,
     progress: bool = True,
-    command: Sequence[str] = (sys.executable, "-m", "rollout.cli.main", "serve"),
+    command: Sequence[str] = (sys.executable, "-P", "-m", "rollout.cli.main", "serve"),
     curve: ClientCurve | None = None,
     **flags: Any,
 ) -> WorkerProcess:

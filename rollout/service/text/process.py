@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from rollout.config import ServiceSettings
+from rollout.process.child_python import import_path, module_command
 from rollout.process.garbage_collection import loading_libraries
 from rollout.process.logs import LogFormat, set_up, worker_name
 from rollout.process.parent_watch import exit_with_parent
@@ -76,15 +77,14 @@ class TextProcess:
         ours, theirs = socket.socketpair()
         options = [f"--socket={theirs.fileno()}", f"--folder={self._folder}", f"--max-chars={self._max_chars}"]
         options += [f"--log-format={self._log_format}", f"--worker={worker_name()}"]
-        command = [sys.executable, "-P", "-m", "rollout.service.text.process", *options]
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+        command = module_command("rollout.service.text.process", *options)
         with theirs:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the worker's stdout is for its announcements
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, **import_path()},
             )
         self._child = _Child(process, ours)
 
