@@ -63,7 +63,7 @@ class Adapter:
     name: str
     version: int
     edition: int  # of its weights, from 1
-    weights: AdapterWeights
+    weights: AdapterWeights | None  # None once it is dropped: ended requests may still refer to it
     slot: AdapterSlot | None = None  # where it lies on the device
 
 
@@ -217,6 +217,7 @@ class AdapterTable:
     def drop(self, name: str) -> None:
         """Forget an adapter that no request names; its slot is free once no row has it."""
         adapter = self.known.pop(name)
+        adapter.weights = None
         self._let_go()
         if adapter.slot is not None:
             adapter.slot.adapter, adapter.slot = None, None
@@ -277,6 +278,7 @@ class AdapterTable:
             slot.adapter.slot = None
         slot.adapter, adapter.slot = adapter, slot
         self._use(slot)
+        assert adapter.weights is not None, "no request names a dropped adapter"
         self.loads.wait(slot.written)
         self._write(slot, adapter.weights, self.loads)
         self._loading = slot

@@ -97,11 +97,14 @@ class AdapterRanks(Protocol):
 
     size: int
 
-    def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor]) -> AdapterWeights:
-        """As `AdapterPlan.pack`, for all ranks. Raises CheckpointError if there is no memory."""
+    def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
+        """As `AdapterPlan.pack`, for all ranks; None while there is no memory: ask again.
+
+        `since_s` is the `time.monotonic` of the first question. Raises `RolloutError` if none comes free.
+        """
 
     def ready(self, weights: AdapterWeights) -> bool:
-        """Whether all ranks have their parts. Raises CheckpointError if one cannot have it, or is lost."""
+        """Whether all ranks have their parts. Raises CheckpointError if one cannot, `RolloutError` if one is lost."""
 
 
 def _zeros(pinned: bool, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -165,7 +168,8 @@ def load_peft_folder(
 ) -> AdapterWeights:
     """The adapter in a folder that PEFT has written. Raises CheckpointError with the reason if it cannot be served.
 
-    With other `ranks` it returns when all of them have their parts; call it in a thread that may wait.
+    With other `ranks` it returns when all of them have their parts; call it in a thread that may wait. Raises
+    `RolloutError` if they cannot have them now.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
@@ -182,7 +186,9 @@ def load_peft_folder(
     plan = plan_adapter(config, shapes, spec, most_rank, dtype, str(folder))
     if ranks is None:
         return plan.pack(_read(file, stored), pinned)
-    weights = ranks.pack(plan, _read(file, stored))
+    tensors, since_s = _read(file, stored), time.monotonic()
+    while (weights := ranks.pack(plan, tensors, since_s)) is None:
+        time.sleep(_RANKS_POLL_S)
     while not ranks.ready(weights):
         time.sleep(_RANKS_POLL_S)
     return weights

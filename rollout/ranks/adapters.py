@@ -3,7 +3,7 @@
     any thread   pack: a place of the memory gets one part for each rank
                  ADAPTER --> each follower maps the place --> adapter_seen; if one refuses, no rank has the adapter
     loop         WRITE --> every rank copies its part to the slot --> wrote
-                 nobody refers to the weights any more: FORGET --> forgotten: the place may be used again
+    own thread   nobody refers to the weights any more: FORGET --> forgotten: the place may be used again
 
     memory       | part of rank 0 | part of rank 1 | .. |  part of rank 0 | ..
                  |<----------- a place ----------------->|
@@ -17,9 +17,10 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from rollout.ranks.orders import Orders
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
 from rollout.weights.staging import Pins, touch
+from trainer_bridge.wire.errors import InternalError, Overloaded
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,9 @@ log = logging.getLogger(__name__)
 _SPARE = 8
 _PLACE_ALIGN = 2 << 20
 _PART_ALIGN, _TENSOR_ALIGN = 4096, 64
+#: Within which a place comes free: as long as loads that the loop has not taken, and followers, need.
+_PLACE_S = 10.0
+_POLL_S = 0.001
 
 
 class PartTensor(NamedTuple):
@@ -93,41 +98,50 @@ class RankAdapters:
         self._reports, self._orders, self._lost = reports, orders, lost
         self._lock = threading.Lock()
         self._free = list(range(most + _SPARE - 1, -1, -1))
-        self._dead: deque[_Dead] = deque()  # places that nobody refers to; filled wherever the last reference ends
-        self._leaving: deque[tuple[int, _Dead]] = deque()  # (number of the order, the place)
-        self._number = self._tickets = self._forgets = 0
+        self._unused: SimpleQueue[_Unused] = (
+            SimpleQueue()
+        )  # filled wherever the last reference ends, also in a collection
+        self._number = self._tickets = 0
+        threading.Thread(target=self._give_places_back, name="adapter-places", daemon=True).start()
 
-    def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor]) -> AdapterWeights:
+    def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
         """As `AdapterPlan.pack`, with the parts of the other ranks. They are of use once `ready` is true.
 
-        Raises CheckpointError if there is no memory.
+        None while no place is free: ask again. `since_s` is the `time.monotonic` of the first question. Raises
+        `Overloaded` when no place came free in `_PLACE_S`, `InternalError` if the group is lost.
         """
-        number, place = self._take()
+        self._check_alive()
+        with self._lock:
+            if not self._free:
+                if time.monotonic() - since_s < _PLACE_S:
+                    return None
+                raise Overloaded("the memory of adapters is in use; load it again in a moment", retry_after_s=1.0)
+            self._number += 1
+            number, place = self._number, self._free.pop()
         begin = place * self.place_bytes
-        dead = _Dead(place, number, None)
+        unused = _Unused(place, number, None)
         try:
             for rank, spec in reversed(list(enumerate(self._specs))):  # the weights of rank 0 come last
                 part = _Part(self._map, begin + rank * self.part_bytes, self.part_bytes)
                 weights = plan.of(spec).pack(tensors, zeros=part.zeros)
         except BaseException:
-            self._dead.append(dead)
+            self._unused.put(unused)
             raise
         layout = _layout(weights, begin, self._map)
         share = _Share(number, place, layout)
         if self._pins:
-            dead = dead._replace(pinned=_pin(self._map, begin, self.part_bytes, self._device))
-        weakref.finalize(share, self._dead.append, dead)
+            unused = unused._replace(pinned=_pin(self._map, begin, self.part_bytes, self._device))
+        weakref.finalize(share, self._unused.put, unused)
         return AdapterWeights(weights.rank, weights.parts, share)
 
     def ready(self, weights: AdapterWeights) -> bool:
         """Whether all ranks can copy their parts; asks them at the first call. One adapter is asked about at a time.
 
-        Raises CheckpointError with the reason if one of them cannot, or if the group is lost.
+        Raises CheckpointError with the reason if one of them cannot, `InternalError` if the group is lost.
         """
         share = weights.shared
         assert isinstance(share, _Share)
-        if why := self._lost():
-            raise CheckpointError(f"the tensor group is lost: {why}")
+        self._check_alive()
         with self._lock:
             orders = self._orders()
             if share.prepared or orders is None:
@@ -147,31 +161,33 @@ class RankAdapters:
             share.prepared = True
             return True
 
-    def _take(self) -> tuple[int, int]:
-        """A new number, and a free place."""
-        with self._lock:
-            orders = self._orders()
-            while self._dead and orders is not None:
-                dead = self._dead.popleft()
-                self._forgets += 1
-                orders.forget_adapter(self._forgets, dead.number)
-                self._leaving.append((self._forgets, dead))
-            forgotten = min(self._reports.get("forgotten"))
-            while self._leaving and self._leaving[0][0] <= forgotten:
-                self._release(self._leaving.popleft()[1])
-            if not self._free:
-                raise CheckpointError("the memory of adapters is in use until other ranks have let go of it: try again")
-            self._number += 1
-            return self._number, self._free.pop()
+    def _check_alive(self) -> None:
+        if why := self._lost():
+            raise InternalError(f"the tensor group is lost: {why}")
 
-    def _release(self, dead: _Dead) -> None:
-        if dead.pinned is not None:
-            dead.pinned.free()
-        self._map.madvise(mmap.MADV_REMOVE, dead.place * self.place_bytes, self.place_bytes)
-        self._free.append(dead.place)
+    def _give_places_back(self) -> None:
+        """The thread that has followers forget what nobody refers to, and then frees its place."""
+        forgets = 0
+        while True:
+            unused = self._unused.get()
+            while (orders := self._orders()) is None:  # the worker starts
+                time.sleep(_POLL_S)
+            forgets += 1
+            orders.forget_adapter(forgets, unused.number)
+            while min(self._reports.get("forgotten")) < forgets:
+                if self._lost():
+                    return
+                time.sleep(_POLL_S)
+            if unused.pinned is not None:
+                unused.pinned.free()
+            self._map.madvise(mmap.MADV_REMOVE, unused.place * self.place_bytes, self.place_bytes)
+            with self._lock:
+                self._free.append(unused.place)
 
 
-class _Dead(NamedTuple):
+class _Unused(NamedTuple):
+    """A place, with the number of the adapter in it."""
+
     place: int
     number: int
     pinned: Pins | None

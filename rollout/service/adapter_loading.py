@@ -15,6 +15,7 @@ from pathlib import Path
 from rollout.models.lora_slots import AdapterWeights
 from rollout.service.connections import ReplyAddress
 from rollout.service.errors import ServiceError, bad_request
+from trainer_bridge.wire.errors import InternalError, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ _MAX_WAITING = 64
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolders:
-    """The folder of adapters. `read` prepares one for a slot, or raises ValueError."""
+    """The folder of adapters. `read` prepares one for a slot, or raises ValueError, `Overloaded` or `InternalError`."""
 
     root: Path | None  # adapters are below it; None: none can be loaded
     read: Callable[[Path], AdapterWeights]
@@ -94,6 +95,10 @@ class AdapterLoads:
             refuse(peer, error)
         except ValueError as error:
             refuse(peer, bad_request(f"{error}"[:2000], "path"))
+        except Overloaded as error:
+            refuse(peer, ServiceError("overloaded", str(error), None, error.retry_after_s))
+        except InternalError as error:
+            refuse(peer, ServiceError("internal", str(error)))
         # A fault of ours must not end the service for other clients.
         except Exception:
             logger.exception("an adapter could not be read", extra=peer.about)

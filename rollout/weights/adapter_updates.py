@@ -8,6 +8,7 @@ adapter slots, and the loop takes the adapter between two steps. Generation neve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ class IncomingAdapter:
         self._target = target
         self._plan: AdapterPlan | None = None
         self._packed: AdapterWeights | None = None
+        self._since_s: float | None = None  # when it was complete
 
     @property
     def max_tensors(self) -> int:
@@ -63,7 +65,8 @@ class IncomingAdapter:
     def update(self, manifest: Manifest, destination: StagedDestination) -> AdapterUpdate | None:
         """The update for the loop; all bytes in `destination` are verified. None: other ranks have no parts yet.
 
-        Raises `WeightsRejected` when other adapters took the last slot meanwhile, or when a rank cannot have its part.
+        Raises `WeightsRejected` when other adapters took the last slot meanwhile, or when a rank cannot have its part,
+        and other errors when the ranks cannot have it now.
         """
         from rollout.engine.adapter_table import AdapterUpdate
 
@@ -71,17 +74,21 @@ class IncomingAdapter:
         self._check_slot(manifest)
         try:
             weights = self._pack(self._plan, manifest, destination)
-            if self._target.ranks is not None and not self._target.ranks.ready(weights):
+            if weights is None or (self._target.ranks is not None and not self._target.ranks.ready(weights)):
                 return None
         except ValueError as error:
             raise _rejected(error) from None
         return AdapterUpdate(self.name, manifest.version, manifest.tensor_bytes, weights)
 
-    def _pack(self, plan: AdapterPlan, manifest: Manifest, destination: StagedDestination) -> AdapterWeights:
+    def _pack(self, plan: AdapterPlan, manifest: Manifest, destination: StagedDestination) -> AdapterWeights | None:
         if self._packed is None:
             tensors = {entry.name: typed_view(destination.stream, entry) for entry in manifest.tensors}
             ranks = self._target.ranks
-            self._packed = plan.pack(tensors, self._target.pinned) if ranks is None else ranks.pack(plan, tensors)
+            if ranks is None:
+                self._packed = plan.pack(tensors, self._target.pinned)
+            else:
+                self._since_s = time.monotonic() if self._since_s is None else self._since_s
+                self._packed = ranks.pack(plan, tensors, self._since_s)
         return self._packed
 
     def _check_slot(self, manifest: Manifest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.models.families import make_checkpoint
 from tests.support.models.hybrids import make_hybrid
 from tests.support.models.images import make_model, picture, prompt_with
 from tests.support.models.latent import make_latent
+from tests.support.patience import PATIENCE_S
 from tests.support.peft_adapters import make_adapter
 from tests.support.worker.harness import assert_idle, check, launch, until
 from tests.support.worker.rank_pair import Pair, start_pair
@@ -101,6 +103,24 @@ def requests_of(pair: Pair, count: int, adapters: list[str | None], tokens: int 
         request = {"prompt": pair.prompt(9 + 3 * i, i), "max_tokens": tokens, "seed": i, "n": 1 + i % 2}
         requests.append(request | {"adapter": adapters[i % len(adapters)]} | (GREEDY if i % 3 else SAMPLED))
     return requests
+
+
+def test_many_clients_load_use_and_unload_adapters(pair: Pair) -> None:
+    """More loads than there are places for adapters in the memory that the ranks share."""
+    endpoint = pair.several.endpoint
+
+    def rounds(number: int) -> list[int]:
+        with RolloutClient(endpoint, timeout_s=PATIENCE_S) as client:
+            lengths = []
+            for i in range(10):
+                client.load_adapter(f"of {number}", f"f{i % 3}")
+                (completion,) = client.generate([5, 6, 7 + number], max_tokens=3, adapter=f"of {number}").completions
+                client.unload_adapter(f"of {number}")
+                lengths.append(len(completion))
+            return lengths
+
+    with ThreadPoolExecutor(3) as clients:  # beside the adapter of the start as many as may be loaded
+        assert list(clients.map(rounds, range(3))) == [[3] * 10] * 3
 
 
 def test_adapters_of_folders_share_two_slots(pair: Pair) -> None:
