@@ -185,7 +185,8 @@ def test_a_stopped_rank_0_is_killed_and_its_clients_know(start_ranks: Callable[.
         with pytest.raises(ConnectionLost):
             stream.wait()
         assert time.monotonic() - stopped_s < KNOWN_S
-    assert ended(worker) == -signal.SIGKILL and is_gone(follower)
+    assert ended(worker) == -signal.SIGKILL
+    until(lambda: is_gone(follower), "the end of the follower that killed it")
     assert f"rank 0 (process {worker.pid}) has been stopped" in worker.log_path.read_text()
 
 

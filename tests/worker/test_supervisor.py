@@ -166,9 +166,9 @@ if place == "1":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 path = flags["--ready-file"]
 open(path + ".part", "w").write(json.dumps(told | {"weights_version": 0}))
-os.replace(path + ".part", path)
 said = " ".join(["started", place, flags["--restarts"], str(os.environ.get("RANK"))])
 os.write(2, (said + chr(10)).encode())  # at once: the other worker has the same pipe
+os.replace(path + ".part", path)
 if place == "0" and os.path.exists(os.environ["GO"]):
     sys.exit(status)
 while not (place == "0" and os.path.exists(os.environ["GO"])):
