@@ -480,7 +480,9 @@ def _adapter_folders(engine: EngineSettings, model: LanguageModel, ranks: Adapte
         return None
     spec, rank, dtype, pinned = native(model).spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda
     root = None if engine.adapter_root is None else Path(engine.adapter_root).expanduser()
-    return AdapterFolders(root, lambda folder: load_peft_folder(folder, spec, rank, dtype, pinned, ranks))
+    return AdapterFolders(
+        root, lambda folder, asked_s: load_peft_folder(folder, spec, rank, dtype, pinned, ranks, asked_s)
+    )
 
 
 def _read_adapters(
@@ -490,7 +492,8 @@ def _read_adapters(
     folders = _adapter_folders(engine, model, ranks)
     if folders is None:
         return {}
-    return {name: folders.read(Path(folder).expanduser()) for name, folder in engine.adapter_folders.items()}
+    named = engine.adapter_folders.items()
+    return {name: folders.read(Path(folder).expanduser(), time.monotonic()) for name, folder in named}
 
 
 def _adapter_target(

@@ -198,7 +198,6 @@ class AdapterTable:
     def put(self, name: str, version: int | None, weights: AdapterWeights) -> Adapter:
         """Add an adapter, or a newer version of one. Raises AdapterError, and then nothing has changed."""
         assert weights.rank <= self.memory.rank
-        self._let_go()
         version, edition = self.registry.check(name, version), self.registry.next_edition()
         adapter = self.known.get(name)
         if adapter is None:
@@ -218,7 +217,6 @@ class AdapterTable:
         """Forget an adapter that no request names; its slot is free once no row has it."""
         adapter = self.known.pop(name)
         adapter.weights = None
-        self._let_go()
         if adapter.slot is not None:
             adapter.slot.adapter, adapter.slot = None, None
 
@@ -230,13 +228,20 @@ class AdapterTable:
         return slot is not None and self._is_written(slot)
 
     def wait(self) -> None:
-        """Wait for the copy that began last; for when there is nothing else to do."""
+        """Wait for the copies that have begun; for when there is nothing else to do."""
         slot, self._loading = self._loading, None
-        if slot is None:
-            return
-        slot.written.synchronize()
-        while not self._is_written(slot):
+        if slot is not None:
+            slot.written.synchronize()
+            while not self._is_written(slot):
+                time.sleep(_LOOK_S)
+        while self.let_go():
             time.sleep(_LOOK_S)
+
+    def let_go(self) -> bool:
+        """Refer no more to weights that all ranks have read; whether some are still read. Called at every tick."""
+        while self._read and self._is_written(self._read[0][0]):
+            self._read.popleft()
+        return bool(self._read)
 
     def take(self, adapter: Adapter) -> AdapterSlot:
         """The slot of an adapter that is ready, for one sequence."""
@@ -268,7 +273,6 @@ class AdapterTable:
             assert adapter.slot is None or adapter.slot.adapter is adapter, "an adapter and its slot disagree"
 
     def _begin_load(self, adapter: Adapter) -> AdapterSlot | None:
-        self._let_go()
         free = [slot for slot in self._slots if slot.refs == 0]
         if not free:
             return None
@@ -291,11 +295,6 @@ class AdapterTable:
         stream.record(slot.written)
         if self._orders is not None:
             self._read.append((slot, weights))
-
-    def _let_go(self) -> None:
-        """Refer no more to the weights that no rank reads any more."""
-        while self._read and self._is_written(self._read[0][0]):
-            self._read.popleft()
 
     def _is_written(self, slot: AdapterSlot) -> bool:
         return slot.written.query() and (self._orders is None or self._orders.adapter_written(slot.order))

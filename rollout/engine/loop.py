@@ -66,6 +66,8 @@ class Engine:
         scheduler.end_overdue()
         if parts.offload is not None:
             parts.offload.advance()
+        if roster.allocator.adapters is not None:
+            roster.allocator.adapters.let_go()
         planned_s = time.perf_counter()
         plan = None if gate.blocked else self._plan()
         if plan is not None:

@@ -165,11 +165,12 @@ def load_peft_folder(
     dtype: torch.dtype,
     pinned: bool = False,
     ranks: AdapterRanks | None = None,
+    asked_s: float | None = None,
 ) -> AdapterWeights:
     """The adapter in a folder that PEFT has written. Raises CheckpointError with the reason if it cannot be served.
 
     With other `ranks` it returns when all of them have their parts; call it in a thread that may wait. Raises
-    `RolloutError` if they cannot have them now.
+    `RolloutError` if they cannot have them now. `asked_s` is the `time.monotonic` at which it was asked for.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
@@ -186,7 +187,7 @@ def load_peft_folder(
     plan = plan_adapter(config, shapes, spec, most_rank, dtype, str(folder))
     if ranks is None:
         return plan.pack(_read(file, stored), pinned)
-    tensors, since_s = _read(file, stored), time.monotonic()
+    tensors, since_s = _read(file, stored), time.monotonic() if asked_s is None else asked_s
     while (weights := ranks.pack(plan, tensors, since_s)) is None:
         time.sleep(_RANKS_POLL_S)
     while not ranks.ready(weights):

@@ -1,4 +1,4 @@
-"""Children that run a module of this package: they import what their parent would, nothing from the current folder."""
+"""Children that run a module of this package: they look for imports where their parent does, and nowhere else."""
 
 from __future__ import annotations
 

@@ -178,9 +178,12 @@ class RankAdapters:
                 if self._lost():
                     return
                 time.sleep(_POLL_S)
-            if unused.pinned is not None:
-                unused.pinned.free()
-            self._map.madvise(mmap.MADV_REMOVE, unused.place * self.place_bytes, self.place_bytes)
+            try:
+                if unused.pinned is not None:
+                    unused.pinned.free()
+                self._map.madvise(mmap.MADV_REMOVE, unused.place * self.place_bytes, self.place_bytes)
+            except (OSError, RuntimeError):  # the place can be used again, but its memory stays taken meanwhile
+                log.exception("the memory of an adapter cannot be given back")
             with self._lock:
                 self._free.append(unused.place)
 

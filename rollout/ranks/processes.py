@@ -152,7 +152,7 @@ class Ranks:
             lambda: self.orders,
             device,
             device_memory(device),
-            lost=lambda: self.failure,
+            lost=self._why_lost,
         )
         return self.updates
 
@@ -165,7 +165,7 @@ class Ranks:
         limits = (engine.adapter_rank, dtype, engine.max_adapters, self.reports)
         device = model.embed.device
         memory = self._followers.memories["adapters"]
-        return RankAdapters(memory, spec, *limits, lambda: self.orders, device, lambda: self.failure)
+        return RankAdapters(memory, spec, *limits, lambda: self.orders, device, self._why_lost)
 
     def watch(self, on_lost: Callable[[str], None], progress: Callable[[], OwnProgress]) -> None:
         """Have `on_lost` called, on the watching thread, once the group is lost. Before, the process ends at once.
@@ -214,6 +214,10 @@ class Ranks:
             self._closing.set()
             self._followers.kill()
             self._folder.close()
+
+    def _why_lost(self) -> str:
+        """Why nothing comes from the followers any more; empty if it does."""
+        return self.failure or ("the worker ends" if self._closing.is_set() else "")
 
     def _end_at_once(self, failure: str) -> None:
         """End the process in its start: no client waits yet, and this rank may wait for the lost one for ever."""

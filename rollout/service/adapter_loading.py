@@ -6,6 +6,7 @@ message --path below the root--> executor --read, check--> service thread --PutA
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,10 +25,13 @@ _MAX_WAITING = 64
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolders:
-    """The folder of adapters. `read` prepares one for a slot, or raises ValueError, `Overloaded` or `InternalError`."""
+    """The folder of adapters. `read` prepares one for a slot, or raises ValueError, `Overloaded` or `InternalError`.
+
+    It gets the folder, and the `time.monotonic` at which the adapter was asked for.
+    """
 
     root: Path | None  # adapters are below it; None: none can be loaded
-    read: Callable[[Path], AdapterWeights]
+    read: Callable[[Path, float], AdapterWeights]
 
     def resolve(self, path: str) -> Path:
         """A folder below the root, links resolved. Raises `ServiceError`."""
@@ -70,7 +74,7 @@ class AdapterLoads:
         self._serial += 1
         self._waiting[self._serial] = peer
         finish = partial(self._finish, self._serial, then, refuse)
-        reading = self._executor.submit(self._folders.read, folder)
+        reading = self._executor.submit(self._folders.read, folder, time.monotonic())
         reading.add_done_callback(lambda future: self._post(partial(finish, future)))
 
     def waiting(self) -> list[ReplyAddress]:
@@ -103,3 +107,5 @@ class AdapterLoads:
         except Exception:
             logger.exception("an adapter could not be read", extra=peer.about)
             refuse(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))
+        finally:
+            del future  # or its error, whose frames have the weights, would refer to it, and it to the error

@@ -15,8 +15,11 @@ import torch
 from rollout.weights.parameter_map import Fit
 from rollout.weights.shard_staging import ShardStaging
 from rollout.weights.staging import Copy
+from trainer_bridge.wire.errors import InternalError
 from trainer_bridge.wire.manifest import Manifest
 
+#: For the other ranks to take a piece, where the watch of the group finds nothing: it may be told not to.
+_ROOM_S = 120.0
 _POLL_S = 0.0005
 
 
@@ -80,9 +83,12 @@ class ShardDestination:
     def put(self, start: int, data: torch.Tensor) -> None:
         """Take bytes from any device. Waits for room: transports that put from threads of their own do not look.
 
-        How long a rank may take is decided by the watch of the group; once it is lost, `has_room` raises.
+        A rank that takes nothing is found by the watch of the group, and then `has_room` raises.
         """
+        until_s = time.monotonic() + _ROOM_S
         while not self._relay.has_room:
+            if time.monotonic() > until_s:
+                raise InternalError(f"a rank took no piece of the update for {_ROOM_S:g} s")
             time.sleep(_POLL_S)
         self.dirty |= self._staging.place is None
         self._relay.reserve(data.numel()).copy_(data, non_blocking=True)

@@ -223,7 +223,8 @@ class UpdateIntake:
             return
         incoming, destination = current.incoming, current.destination
         _log.warning("weights version %d rejected: %s", incoming.manifest.version, error)
-        # Without the traceback, whose frames hold buckets and their destination.
+        # Without tracebacks, whose frames hold buckets and their destination.
+        error.__context__ = error.__cause__ = None
         self.failure = (incoming.token, error.with_traceback(None))
         try:
             current.begin.receiver.drop(incoming, error)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from rollout.cli.main import parser_of
 from rollout.cli.serve import command_line
 from rollout.config import EngineSettings, ModelSettings, ServiceSettings, Settings, SupervisorSettings
+from rollout.ranks.thread_stat import thread_stat
 from rollout.settings_sources import load_settings, setting_keys
 from rollout.supervisor import Supervisor, assign_devices, nth_endpoint
 from tests.support.worker.harness import ONES, TWOS, check, is_gone, launch, subprocess_environment, until
@@ -317,6 +318,23 @@ def test_a_worker_that_is_back_while_the_first_is_down_keeps_all_endpoints_liste
     told = json.loads(ready.read_text())
     assert told["endpoint"] == "tcp://127.0.0.1:7000"
     assert [(worker["endpoint"][-4:], worker["pid"]) for worker in told["workers"]] == [("7000", 10), ("7001", 21)]
+    supervisor._folder.close()
+
+
+def test_a_worker_that_is_stopped_during_its_start_is_not_killed(tmp_path: Path) -> None:
+    """No client waits yet, and its end would be that of all workers."""
+    supervisor = Supervisor(Settings(), [sys.executable, "-c", "import time; time.sleep(60)"], [None])
+    (worker,) = supervisor._workers
+    supervisor._start(worker)
+    assert worker.process is not None
+    worker.process.send_signal(signal.SIGSTOP)
+    until(lambda: thread_stat(worker.process.pid, worker.process.pid).state == "T", "the stop")
+    for _ in range(3):
+        supervisor._look_at(worker, 60.0)
+    assert worker.process is not None and worker.process.poll() is None
+    worker.ready = True
+    supervisor._look_at(worker, 60.0)
+    assert worker.process.wait(60) == -signal.SIGKILL
     supervisor._folder.close()
 
 

@@ -36,6 +36,9 @@ _LAUNCHER_VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "WANDB_RUN_ID", "WANDB_SERVICE"),
 )
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_", "ACCELERATE_")
+_SERVE = (sys.executable, "-P", "-m", "rollout.cli.main", "serve")
+#: Where the packages lie: a checkout that is not installed may have been found in the current folder.
+_PACKAGES = str(Path(__file__).resolve().parents[2])
 _POLL_S = 0.05
 _TERMINATE_S = 5.0
 _TAIL_LINES = 30
@@ -54,7 +57,7 @@ def start_worker(
     ready_timeout_s: float = 900.0,
     wait: bool = True,
     progress: bool = True,
-    command: Sequence[str] = (sys.executable, "-P", "-m", "rollout.cli.main", "serve"),
+    command: Sequence[str] = _SERVE,
     curve: ClientCurve | None = None,
     **flags: Any,
 ) -> WorkerProcess:
@@ -71,6 +74,9 @@ def start_worker(
     ready_file = folder / "ready.json"
     log_path = folder / "worker.log" if log_file is None else Path(log_file)
     flags = {"bind": "tcp://127.0.0.1:0", **flags, "ready_file": ready_file, "exit_with_parent": True}
+    environ = worker_environment(os.environ, env or {})
+    if command == _SERVE:
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), _PACKAGES]))
     with open(log_path, "ab") as log:
         stages = StageLines(log_path) if progress else None
         process = subprocess.Popen(
@@ -78,7 +84,7 @@ def start_worker(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=worker_environment(os.environ, env or {}),
+            env=environ,
             start_new_session=True,
         )
     worker = WorkerProcess(process, folder, ready_file, log_path, curve, stages)

@@ -145,4 +145,5 @@ def from_reply(header: Mapping[str, Any]) -> RolloutError:
 def error_reply(error: RolloutError) -> dict[str, Any]:
     """The `error` reply that `from_reply` turns into `error` again."""
     header: dict[str, Any] = {"op": "error", "code": error.code, "message": str(error)}
-    return header if error.field is None else {**header, "field": error.field}
+    told = {"field": error.field, "retry_after_s": error.retry_after_s}
+    return header | {name: value for name, value in told.items() if value is not None}

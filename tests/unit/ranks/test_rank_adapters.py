@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgpack
@@ -28,6 +29,8 @@ from rollout.ranks.adapters import AdapterCopies, RankAdapters
 from rollout.ranks.orders import ADAPTER, FORGET, WRITE, Orders
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
+from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
+from rollout.service.connections import ReplyAddress
 from rollout.weights.adapter_target import AdapterTarget
 from tests.support.bridge.harness import Worker
 from tests.support.engine.streams import InlineDevice
@@ -383,5 +386,67 @@ def test_weights_that_a_rank_still_copies_are_not_let_go(start: Any) -> None:
     group.carry_out()
     assert FORGET not in group.kinds
     group.reports.set(0, "wrote", 1)
-    table.put("two", 0, packed(group, plan, tensors))  # lets go of weights that all ranks have copied
+    assert not table.let_go()
     until(lambda: group.carry_out() or FORGET in group.kinds, "the order to forget the first one", 30)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_places_of_replaced_adapters_come_free_without_a_further_load(start: Any, idle: bool) -> None:
+    """Where all places are read by copies, no load can be the occasion to let go of them."""
+    group, plan, tensors = start()
+    table = table_of(group)
+    adapter = table.put("one", 0, packed(group, plan, tensors))
+    table.ready(adapter), group.carry_out(), group.reports.set(0, "wrote", 1)
+    assert table.ready(adapter)
+    table.take(adapter)
+    for version in range(1, MOST + 8):
+        table.put("one", version, packed(group, plan, tensors))
+    group.carry_out()
+    assert table.let_go() and group.adapters.pack(plan, tensors, time.monotonic()) is None
+    group.reports.set(0, "wrote", max(group.writes))
+    if idle:
+        table.wait()
+    else:
+        table.let_go()
+    group.pack(plan, tensors)
+
+
+def test_a_place_whose_memory_stays_taken_is_used_again(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    group, plan, tensors = start()
+
+    class Stubborn:
+        def madvise(self, *_: Any) -> None:
+            raise OSError("no such advice")
+
+    for _ in range(2 * (MOST + 8)):
+        group.pack(plan, tensors)  # it is dropped at once
+        group.adapters._map, memory = Stubborn(), group.adapters._map  # type: ignore[assignment]
+        until(lambda: group.carry_out() or len(group.adapters._free) == MOST + 8, "the place", 30)
+        group.adapters._map = memory
+    assert "cannot be given back" in caplog.text
+
+
+def test_a_refused_load_leaves_nothing_to_the_collector(start: Any, made: Any) -> None:
+    group, *_ = start(blind=True)
+    spec, folder = made("qwen3")
+    posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    shard = shard_spec(spec, 0, SIZE)
+
+    def read(folder: Path, asked_s: float) -> AdapterWeights:
+        return load_peft_folder(folder, shard, 4, torch.float32, ranks=group.adapters, asked_s=asked_s)
+
+    loads = AdapterLoads(AdapterFolders(folder.parent, read), posted.put)
+    refusals: list[str] = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            loads.load(
+                ReplyAddress.__new__(ReplyAddress), folder.name, lambda _: None, lambda _, e: refusals.append(f"{e}")
+            )
+            until(lambda: group.carry_out() or not posted.empty(), "the refusal", 30)
+            posted.get()()
+            until(lambda: group.carry_out() or len(group.adapters._free) == MOST + 8, "the place", 30)
+    finally:
+        gc.enable()
+        loads.close()
+    assert len(refusals) == 3 and all("rank 1: ValueError" in refusal for refusal in refusals)
