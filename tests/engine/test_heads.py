@@ -290,6 +290,7 @@ def submit_seeded(bench: Bench, vocab: int = VOCAB) -> None:
     bench.submit("two", prompt(6, 22), 2, sampling={"temperature": 1.0, "seed": 62})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("wrong", "depth"), [(0.3, 2), *nightly((None, 1), (0.0, 2), (0.3, 1))])
 def test_all_bits_are_equal_with_rows_computed_one_by_one(folders, drafted, monkeypatch, wrong, depth):
     row_by_row(monkeypatch)

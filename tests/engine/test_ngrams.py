@@ -58,6 +58,7 @@ def test_ngrams_change_nothing(model, plain, depth):
     assert not any(map(any, counters.drafts_by_age)), "they come from no weights"
 
 
+@pytest.mark.nightly
 def test_all_bits_are_equal_with_rows_computed_one_by_one(model, monkeypatch):
     row_by_row(monkeypatch)
     do_not_measure(monkeypatch)

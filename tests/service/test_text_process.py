@@ -130,6 +130,7 @@ def test_it_has_no_torch_and_leaves_signals_of_the_group_to_the_worker(process):
     assert (process.pid, process.deaths) == (pid, deaths)
 
 
+@pytest.mark.nightly
 def test_a_prompt_that_takes_too_long_is_refused_and_the_next_one_served(hasty):
     ids = served(hasty)
     pid, deaths = hasty.pid, hasty.deaths
@@ -158,6 +159,7 @@ def test_one_that_cannot_start_is_an_error_for_each_prompt_and_a_problem_to_tell
     assert process.deaths == 1, "it is not tried again at once"
 
 
+@pytest.mark.nightly
 def test_a_reply_that_there_is_no_memory_for_is_not_left_to_the_next_prompt(process, monkeypatch):
     ids = process.encode_prompt(encode({"prompt": "fox"})).tolist()
     deaths, receive = process.deaths, text_process.receive_bytes
@@ -212,6 +214,7 @@ def test_it_ends_with_its_worker_also_while_it_starts(folder, delay_s):
         until(lambda: not is_there(pid))
 
 
+@pytest.mark.nightly
 def test_it_ends_with_its_worker_also_in_the_middle_of_a_prompt(folder):
     prompts = (
         "process.encode_prompt(encode({'prompt': 'fox'}))\nprint(process.pid, flush=True)\n"

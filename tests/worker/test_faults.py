@@ -166,6 +166,7 @@ def test_a_failed_submit_is_an_error_and_a_fault_during_a_swap_ends_the_worker(
     assert worker.ended() == FAULT
 
 
+@pytest.mark.nightly
 def test_a_hang_shows_in_the_status_and_one_that_lasts_ends_the_worker_with_all_answered(
     start_faulty: Callable[[str], Faulty],
 ) -> None:
@@ -216,6 +217,7 @@ def test_dead_threads_are_reported_and_without_the_service_the_worker_ends(
     assert worker.ended() == 1
 
 
+@pytest.mark.nightly
 def test_a_drain_finishes_short_completions_and_returns_the_rest_at_its_deadline(
     start_faulty: Callable[[str], Faulty],
 ) -> None:

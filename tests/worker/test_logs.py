@@ -110,6 +110,7 @@ def test_a_hang_that_lasts_prints_the_last_steps(start: Callable) -> None:
     assert line["silent_s"] >= 4.0 and all(step["ago_s"] >= 4.0 for step in line["steps"][-2:])
 
 
+@pytest.mark.nightly
 def test_some_hundred_steps_leave_no_line_and_a_lost_prompt_says_whose_it_was(start: Callable) -> None:
     """And in text the last steps are one block, indented below the line that they belong to."""
     worker, folder = start("text")

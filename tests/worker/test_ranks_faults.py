@@ -347,6 +347,7 @@ def test_a_follower_that_is_lost_while_it_loads_ends_the_worker(
     assert "rank 1" in log and said in log
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("point", "said"),
     [
@@ -381,6 +382,7 @@ def test_a_follower_that_loads_slowly_is_not_lost(start_ranks: Callable[..., Wor
     check("17:", completion, COUNT)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "stopped"), [(2, False), *(pytest.param(4, s, marks=pytest.mark.nightly) for s in (False, True))]
 )

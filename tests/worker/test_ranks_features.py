@@ -178,6 +178,7 @@ def test_adapters_are_replaced_over_the_bridge_more_often_than_there_are_places(
     pair.each(lambda client: client.unload_adapter("sent"))
 
 
+@pytest.mark.nightly
 def test_preempted_rows_get_their_kv_and_states_back_from_the_host(pair: Pair) -> None:
     requests = requests_of(pair, 10, [None, "first"], 60)
     pair.check(pair.both(requests))

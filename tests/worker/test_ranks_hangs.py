@@ -112,6 +112,7 @@ def prepared(point: str, client: RolloutClient, publisher: WeightPublisher) -> C
     return client.sleep
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("point", [pytest.param(p, marks=() if p in USUAL else pytest.mark.nightly) for p in LANES])
 def test_a_follower_that_hangs_at_an_order_is_found_while_no_step_is_ordered(
     start_ranks: StartRanks, points: Points, flags: dict[str, Any], point: str

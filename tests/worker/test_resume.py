@@ -127,6 +127,7 @@ def test_eight_completions_of_16k_tokens_survive_two_kills_of_their_worker(morta
             check(f"{start}:", completion, {0: 1, 1: 1, 2: 1})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("speculation", ["ngram", *nightly("suffix")])
 def test_random_draws_go_on_as_if_no_worker_had_died(
     dice: Path, mortal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculation: str

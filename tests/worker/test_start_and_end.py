@@ -82,6 +82,7 @@ def _check_records(ended: dict, jsonl: Path, timeline: Path, folder: Path) -> No
     assert {"gpu/active_pct", "rollout/tokens_per_s", "weights/version", "step/decode_ms"} <= history_keys(file)
 
 
+@pytest.mark.nightly
 def test_a_second_sigterm_returns_running_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in RANK.items():
         monkeypatch.setenv(name, value)
@@ -103,6 +104,7 @@ def test_a_second_sigterm_returns_running_completions(tmp_path: Path, monkeypatc
     assert [fact["event"] for fact in facts(tmp_path / "worker.log")] == ["ready", "ended"]
 
 
+@pytest.mark.nightly
 def test_shutdown_messages_are_answered_once_the_worker_has_ended(tmp_path: Path) -> None:
     with launch(log=tmp_path / "worker.log") as worker:
         with RawClient(worker.endpoint) as raw, RawClient(worker.endpoint) as other:

@@ -76,6 +76,7 @@ def test_a_worker_that_is_killed_comes_back_and_the_other_goes_on(pair: WorkerPr
     assert events == [("worker_ended", 0, -signal.SIGKILL), ("worker_ready", 0, None)]
 
 
+@pytest.mark.nightly
 def test_a_worker_that_was_started_again_gets_the_newest_weights_and_serves_no_older_ones(pair: WorkerProcess) -> None:
     _, second = pair.endpoints
     with (

@@ -97,6 +97,7 @@ def test_the_status_has_the_metrics_of_the_last_report_that_top_shows(client: Ro
     assert status["metrics"].keys() == names
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_an_unknown_wandb_mode_ends_the_start_with_one_line(workers: str, tmp_path: Path) -> None:
     environment = subprocess_environment(WANDB_MODE="foo")
@@ -301,6 +302,7 @@ def test_c_and_y_in_a_terminal_cancel_the_selected_request(worker: WorkerProcess
     assert completion.finish_reason == "cancelled" and len(completion) < 30_000
 
 
+@pytest.mark.nightly
 def test_a_worker_that_dies_or_hangs_meanwhile_is_told_of_and_q_leaves_at_once(tmp_path: Path) -> None:
     with launch(ONES, log=tmp_path / "worker.log", max_rows=2, max_context_tokens=256) as dying:
         how = ("--interval-s", "0.2", "--timeout-s", "600")

@@ -111,6 +111,7 @@ def test_columns_copies_and_tensors_of_rank_0_alone_cross_beside_runs(
     assert requested == [buckets(bucket_bytes), buckets(bucket_bytes), [], buckets(bucket_bytes)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", ["no memory", *nightly("other host", "no access")])
 def test_all_parts_come_through_the_host_if_one_rank_cannot_lend(
     faults: FaultServer, tmp_path: Path, fault: str
@@ -126,6 +127,7 @@ def test_all_parts_come_through_the_host_if_one_rank_cannot_lend(
     assert seen[0]["buffers"] == [0, 0]  # which the others could have lent
 
 
+@pytest.mark.nightly
 def test_in_a_square_of_ranks_rows_of_columns_cross_and_only_boxes_of_two_inner_cuts_do_not(
     faults: FaultServer, tmp_path: Path
 ) -> None:
@@ -166,6 +168,7 @@ def test_a_rank_that_dies_while_it_packs_ends_the_update_and_the_old_weights_ser
     assert "rank 1 cannot be reached" in seen[0]["errors"][0]
 
 
+@pytest.mark.nightly
 def test_a_lender_can_close_while_rank_0_stands_still(faults: FaultServer, tmp_path: Path) -> None:
     with shared_worker(tmp_path) as worker:
         for rank in train(faults, [worker], tmp_path, ranks=3, fault="stands still"):
@@ -189,6 +192,7 @@ def test_an_update_that_fails_midway_is_released_everywhere_and_the_next_one_cro
     assert of_version(seen[0]["requested"], 3) == buckets(SMALL) and seen[0]["fetched"] == []
 
 
+@pytest.mark.nightly
 def test_two_senders_at_a_time_and_a_kept_copy_get_the_same_bytes(faults: FaultServer, tmp_path: Path) -> None:
     with shared_worker(tmp_path) as near, Worker() as far, Worker() as late:
         workers, placements = [near, far], ["rows", "mixed"]

@@ -116,6 +116,7 @@ with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl") as p
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("script", [ENDS, KEPT], ids=["a thread was waiting", "a group was kept"])
 def test_a_process_ends_cleanly(script: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

@@ -276,6 +276,7 @@ def crowd(model, prompt_of, **engine) -> tuple[Bench, int]:
     return bench, steps_until_done(bench, "b")
 
 
+@pytest.mark.nightly
 def test_one_request_does_not_wait_for_240_completions_of_another_client(model, prompt_of):
     alone = Bench(model)
     alone.submit("b", prompt_of(9, 999), LENGTH, client="b")

@@ -102,6 +102,7 @@ def test_layers_ask_for_one_kernel():
     assert _kind((1, (weights[0], 2))) == _kind((1, (weights[1], 2)))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "then", [pytest.param(ON_GPU, marks=pytest.mark.gpu, id="gpu"), pytest.param(WITHOUT_GPU, id="without one")]
 )

@@ -60,6 +60,7 @@ def misfit(completions: list[list[int]], chances: dict[tuple[int, ...], torch.Te
     return torch.special.gammaincc(*torch.tensor([freedom / 2, off / 2], dtype=torch.float64)).item()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_tokens_of_verify_steps_have_the_probabilities_of_the_model(folder, monkeypatch, device):
     """Half of the drafts are wrong, so third tokens are drawn after right drafts and after wrong ones."""

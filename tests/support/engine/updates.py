@@ -15,8 +15,9 @@ class Update:
 
     def __init__(self, version: int, source, target) -> None:
         self.version = version
-        self.names = tuple(source.hf_views())
-        self._pairs = [(target.hf_views()[name], kept_values(view)) for name, view in source.hf_views().items()]
+        targets, sources = target.hf_views(), source.hf_views()
+        self.names = tuple(sources)
+        self._pairs = [(targets[name], kept_values(view)) for name, view in sources.items()]
 
     def copy_into(self) -> None:
         for target, source in self._pairs:

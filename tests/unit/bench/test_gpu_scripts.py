@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import gc
 import json
 import sys
 from pathlib import Path
@@ -25,7 +26,8 @@ def load_script(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def pipeline():
-    return load_script("bench.gpu_pipeline")
+    yield load_script("bench.gpu_pipeline")
+    gc.freeze()  # again, as tests/conftest.py does: the script unfreezes, and every later collection would be slow
 
 
 @pytest.fixture(scope="module")

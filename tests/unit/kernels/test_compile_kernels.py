@@ -75,6 +75,7 @@ LOADS = {"tt.load", "ttg.async_copy_global_to_local"}
 STORES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case",
     [*CASES.values(), *(pytest.param(case, marks=pytest.mark.nightly) for case in MORE_CASES.values())],

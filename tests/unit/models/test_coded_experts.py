@@ -60,6 +60,7 @@ def test_logits_are_those_of_a_plain_model_with_the_decoded_weights(family, form
     assert torch.equal(after, logits(plain)) and not torch.allclose(after, before, atol=1e-2)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
 @pytest.mark.parametrize(("family", "format"), [CODED[0], *nightly(*CODED[1:3])])

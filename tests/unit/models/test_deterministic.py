@@ -136,6 +136,7 @@ HYBRID = {
 EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "mlp_only_layers": []}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3_5Moe", "Qwen3Next")])
 def test_a_hybrids_logits_do_not_depend_on_batch_chunks_or_recomputation(stem, tmp_path, monkeypatch):
     """By the kernels of linear attention; with gated attention, and with a shared expert."""

@@ -101,6 +101,7 @@ def test_hidden_states_of_experts_are_those_of_the_modules(tmp_path: Path, monke
         assert error(found[0][:, tap], found[1][:, tap]) < 0.05, tap
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["llama-odd", "gpt_oss", *nightly("qwen3", "qwen3_moe")])
 def test_products_of_many_tokens_are_added_to_the_residual_stream(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +180,7 @@ def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(
     assert by_kernels < 1.25 * by_modules + 1e-4
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "generic"),
     [("llama-odd", {DenseFeedForward}), ("glm", {Attention}), ("qwen3_moe", {SparseFeedForward})],

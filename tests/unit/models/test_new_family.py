@@ -232,6 +232,7 @@ def compare_kernels(save: Callable[[Path, int], Any], folder: Path, patch: pytes
     assert by_kernels < 1.25 * by_modules + 1e-4
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
 def test_a_shared_expert_runs_after_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +247,7 @@ def test_a_shared_expert_runs_after_the_kernels(tmp_path: Path, monkeypatch: pyt
     compare_kernels(save, tmp_path, monkeypatch, atol=1e-3)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
 def test_the_kernels_run_the_experts_of_a_router_that_they_do_not_have(

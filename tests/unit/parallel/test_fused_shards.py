@@ -82,6 +82,7 @@ def _by_both(group: TensorGroup, folder: Path) -> tuple[torch.Tensor, torch.Tens
     return _steps(model, FusedDecoder(model)), _steps(model, model)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "width"), [("Qwen2Moe", 32), *nightly(("GptOss", 64), ("Qwen3Moe", 256), ("Qwen2Moe", 256))]
 )

@@ -76,6 +76,7 @@ def test_the_draw_over_parts_is_that_over_the_whole(size: int, start_ranks: Call
             assert torch.equal(getattr(found, name), getattr(results[0], name)), "ranks have other bits"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.parametrize("size", SIZES)
 def test_the_kernel_draws_over_parts_what_it_draws_over_the_whole(

@@ -268,6 +268,7 @@ def _draw_by_kernel(group: TensorGroup, folder: Path) -> torch.Tensor:
     return _by_kernel(logits[:, part].contiguous(), rows, shard)
 
 
+@pytest.mark.nightly
 @interpreted
 @pytest.mark.parametrize("size", SIZES)
 def test_kernels_of_ranks_draw_by_all_rules_what_the_kernel_of_one_rank_draws(

@@ -151,8 +151,7 @@ def start(made: Callable[[str], tuple[Any, Path]]) -> Iterator[Callable[..., tup
         return group, *plan_of(shard_spec(spec, 0, SIZE), folder)
 
     gc.freeze()  # collections of a test look at its own objects, not at all that other tests have left
-    yield start_one
-    gc.unfreeze()
+    yield start_one  # nothing is unfrozen: that would make every later collection slow
     for group in groups:
         group.lost = "the test is over"
         os.close(group.memory.descriptor)
