@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.integrations.integration_worker import worker_environment
+from tests.support.kernels.grids import nightly
 
 SHORT = {"--numbers": 6, "--groups": 8, "--group-size": 16, "--lr": 2e-3}
 
@@ -30,7 +31,7 @@ def train(out: Path, *flags: str, **settings: Any) -> tuple[list[dict[str, Any]]
     return steps, json.loads((out / "summary.json").read_text())
 
 
-@pytest.fixture(scope="module", params=[10, pytest.param(80, marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=nightly(10, 80))
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
@@ -43,7 +44,7 @@ def mean(steps: list[dict[str, Any]], name: str = "reward") -> float:
     return sum(step[name] for step in steps) / len(steps)
 
 
-@pytest.mark.parametrize("run", [pytest.param(80, marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.parametrize("run", nightly(80), indirect=True)
 def test_reward_rises_from_next_to_nothing(run: tuple[Path, list[dict[str, Any]], dict[str, Any]]) -> None:
     _, steps, _ = run
     assert mean(steps[:5]) < 0.2
@@ -80,6 +81,7 @@ def test_worker_and_trainer_agree_on_log_probs_of_one_version(
     assert max(step["policy/k3_kl"] for step in steps) > 1e-5  # by the weights of now they would not agree
 
 
+@pytest.mark.nightly
 def test_run_is_logged_and_drawn(run: tuple[Path, list[dict[str, Any]], dict[str, Any]]) -> None:
     out, _, _ = run
     assert list(out.glob("wandb/offline-run-*/run-*.wandb"))

@@ -141,6 +141,7 @@ def test_a_prompt_that_takes_too_long_is_refused_and_the_next_one_served(hasty):
     assert served(hasty) == ids
 
 
+@pytest.mark.nightly
 def test_one_that_died_without_a_prompt_is_replaced_unnoticed_by_clients(mortal):
     ids = mortal.encode_prompt(encode({"prompt": "fox"})).tolist()
     pid = mortal.pid

@@ -165,6 +165,7 @@ def test_unusable_constraints_are_refused_with_the_reason(
     assert caught.value.field == field
 
 
+@pytest.mark.nightly
 def test_a_constraint_that_hangs_the_worker_costs_its_own_completion(client: RolloutClient, eos: int) -> None:
     """Nested repetitions: every token takes longer to follow than the one before."""
     nested = {"regex": "((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000}"}

@@ -46,6 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(ended["wandb_run"])
 
 
+@pytest.mark.nightly
 def test_every_metric_of_the_layout_is_in_the_run(run: Path, tmp_path: Path) -> None:
     uploaded = sync(run, tmp_path)
     assert uploaded.run["groupName"] == "job"
@@ -64,6 +65,7 @@ def test_every_metric_of_the_layout_is_in_the_run(run: Path, tmp_path: Path) -> 
     assert plain == uploaded.rows
 
 
+@pytest.mark.nightly
 def test_the_picture_of_that_run_has_something_in_every_panel(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = read_offline_run(run).rows
@@ -73,6 +75,7 @@ def test_the_picture_of_that_run_has_something_in_every_panel(run: Path, tmp_pat
     assert (tmp_path / "dashboard.png").stat().st_size < 300_000
 
 
+@pytest.mark.nightly
 def test_the_json_lines_have_the_same(run: Path) -> None:
     found = lines(run.parents[1] / "metrics.jsonl")
     assert {metric.name for metric in METRICS} <= found[-1].keys() and found[-1]["final"]

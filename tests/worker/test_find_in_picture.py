@@ -33,6 +33,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         assert_idle(worker)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("skill", "numbers", "least"), [("point", 2, 1), ("detect", 3, 0), ("segment", 2, 3)])
 def test_a_random_model_answers_with_places_in_the_picture(
     skill: str, numbers: int, least: int, served: tuple[str, Path], capsys: pytest.CaptureFixture[str]
@@ -50,6 +51,7 @@ def test_a_random_model_answers_with_places_in_the_picture(
         assert drawn.size == SIZE and drawn.tobytes() != before.tobytes()
 
 
+@pytest.mark.nightly
 def test_an_answer_that_is_cut_off_is_not_drawn(served: tuple[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     endpoint, folder = served
     given = [endpoint, str(folder / "model"), str(folder / "a.png"), "--skill", "segment", "--max-tokens", "4"]

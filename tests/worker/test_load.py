@@ -80,6 +80,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("requests_each", [12, pytest.param(250, marks=pytest.mark.nightly)])
 def test_of_the_requests_of_8_clients_none_is_lost_and_none_comes_twice(requests_each: int, tmp_path: Path) -> None:
     log = tmp_path / "wide.log"
@@ -139,6 +140,7 @@ def test_a_full_queue_refuses_the_rest_and_batches_come_back_until_all_is_done(
     assert len({reply["id"] for reply in (*taken, *refused)}) == 3 * MAX_QUEUE
 
 
+@pytest.mark.nightly
 def test_the_process_that_prepares_prompts_is_replaced_while_the_worker_serves(
     narrow: WorkerProcess,
 ) -> None:

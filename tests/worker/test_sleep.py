@@ -127,6 +127,7 @@ def test_a_worker_that_was_not_started_for_it_says_so(worker: WorkerProcess) -> 
                 ask()
 
 
+@pytest.mark.nightly
 def test_a_shutdown_during_a_sleep_returns_the_tokens_so_far(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with launch(log=log, sleep=True, max_rows=4, kv_pages=8192) as worker:

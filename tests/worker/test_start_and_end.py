@@ -133,6 +133,7 @@ signal.pause()
 """
 
 
+@pytest.mark.nightly
 def test_a_worker_ends_with_the_job_that_launched_it(tmp_path: Path) -> None:
     """Its parent is killed while it generates, and has no time to say anything."""
     log = tmp_path / "worker.log"

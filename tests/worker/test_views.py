@@ -59,6 +59,7 @@ def test_the_page_has_every_metric_of_the_report(worker: WorkerProcess, client: 
     assert client.status()["tokens"] >= before + 120
 
 
+@pytest.mark.nightly
 def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -248,6 +248,7 @@ def test_an_update_waits_for_recomputation_until_a_newer_one_takes_its_place_or_
     assert tight.version == version + 2 and tight.counts_in() == 1
 
 
+@pytest.mark.nightly
 def test_a_half_sent_update_is_forgotten_after_a_while(tight: Served) -> None:
     version = tight.version
     kill_publisher_half_way(tight.endpoint, version + 1)

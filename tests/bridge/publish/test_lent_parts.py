@@ -98,6 +98,7 @@ def test_parts_arrive_by_one_command_a_bucket_and_none_through_the_host(
     assert seen[0]["fetched"] == [] and seen[0]["buffers"] == [ranks - 1] * 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("bucket_bytes", [SMALL, *nightly(1 << 20)])
 def test_columns_copies_and_tensors_of_rank_0_alone_cross_beside_runs(
     faults: FaultServer, tmp_path: Path, bucket_bytes: int

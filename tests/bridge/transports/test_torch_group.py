@@ -287,6 +287,7 @@ def test_a_group_that_never_forms_is_an_error_in_time() -> None:
         assert serves(worker.model, tensors)
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_leaves_or_stands_still_in_the_middle() -> None:
     with Worker(idle_s=5) as worker:  # also the time to join, on a busy machine
         tensors = new_tensors(worker.model, 1)

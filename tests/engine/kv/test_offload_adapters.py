@@ -281,6 +281,7 @@ def test_a_rebuilt_engine_has_its_adapters_and_its_host_memory(model, adapters):
     bench.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 4))])
 def test_under_random_versions_every_token_follows_from_the_kv_that_is_reported(model, hf_models, adapters, seed):
     """Newer versions of two adapters at random times, groups, sessions, more adapters than slots, late streams."""

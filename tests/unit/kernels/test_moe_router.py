@@ -113,6 +113,7 @@ def test_experts_are_recorded_for_replay_where_a_slot_is_given(dtype):
     assert kept[[1, 3, 4], 1].tolist() == [[99, 99]] * 3
 
 
+@pytest.mark.nightly
 def test_many_tokens_choose_the_experts_of_few_and_deterministically_the_same_weights():
     logits = normal(1, 1100, 60, dtype=torch.float32)
     few = [moe_choose(logits[:, i : i + 100].contiguous(), torch.bfloat16, 4, True) for i in range(0, 1100, 100)]

@@ -51,6 +51,7 @@ def test_published_answers(counter, key, expected):
     assert [int(even[0]), int(odd[0]), int(even[1]), int(odd[1])] == expected
 
 
+@pytest.mark.nightly
 def test_bit_equal_to_triton_in_its_interpreter(tmp_path):
     # A process of its own: Triton reads TRITON_INTERPRET when it is imported. A file, since it reads kernels' source.
     program = tmp_path / "words.py"

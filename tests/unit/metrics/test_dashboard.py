@@ -72,6 +72,7 @@ def test_series_are_over_time_or_over_versions_with_what_the_rows_have():
     assert series(ROWS, Panel("x", ("mismatch/k3_kl",), "nats")) == series([], active) == {}
 
 
+@pytest.mark.nightly
 def test_it_is_drawn_with_what_is_there_and_not_without_rows(tmp_path):
     pytest.importorskip("matplotlib")
     write_dashboard(OfflineRun("p", "g", "n", ROWS, {}), tmp_path / "new" / "d.png", "three rows")

@@ -280,6 +280,7 @@ def test_the_kernels_run_experts_with_a_scale_beside_shared_ones(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
 @pytest.mark.parametrize("shared", [1, *nightly(2)])

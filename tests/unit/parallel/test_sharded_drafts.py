@@ -114,6 +114,7 @@ def complete_with_other_logits(group: TensorGroup, folder: Path) -> Found:
         return complete(folder, group)
 
 
+@pytest.mark.nightly
 def test_guesses_of_rank_0_count_where_logits_differ(tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:
     """Products of different GPUs may differ in their last bits."""
     make("mapped", tmp_path)
@@ -151,6 +152,7 @@ def complete_with_states_on_a_rank(group: TensorGroup, folder: Path, answers: di
     return complete_with_states(folder, group, answers)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3Next", "OlmoHybrid")])
 def test_states_of_every_rank_follow_the_accepted_drafts(
     tmp_path: Path, start_ranks: Callable[[int], Ranks], stem: str
