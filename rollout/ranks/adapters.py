@@ -166,11 +166,11 @@ class RankAdapters:
             raise InternalError(f"the tensor group is lost: {why}")
 
     def _give_places_back(self) -> None:
-        """The thread that has followers forget what nobody refers to, and then frees its place."""
+        """A thread: the followers forget each adapter that nobody refers to, and then its place is free."""
         forgets = 0
         while True:
             unused = self._unused.get()
-            while (orders := self._orders()) is None:  # the worker starts
+            while (orders := self._orders()) is None:  # the worker is starting
                 time.sleep(_POLL_S)
             forgets += 1
             orders.forget_adapter(forgets, unused.number)

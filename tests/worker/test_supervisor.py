@@ -323,7 +323,7 @@ def test_a_worker_that_is_back_while_the_first_is_down_keeps_all_endpoints_liste
 
 
 def test_a_worker_that_is_stopped_during_its_start_is_not_killed(tmp_path: Path) -> None:
-    """No client waits yet, and its end would be that of all workers."""
+    """No client waits yet, and if this worker ended, all workers would be ended."""
     supervisor = Supervisor(Settings(), [sys.executable, "-c", "import time; time.sleep(60)"], [None])
     (worker,) = supervisor._workers
     supervisor._start(worker)
