@@ -7,7 +7,7 @@
 
 A worker that dies is started again after a pause, which doubles with every restart of the last hour. After too many
 restarts it is given up, and the others serve on. A worker that ends with status 0 was told to end and is not started
-again. If a worker ends before it was ready, a restart would not help: all workers are ended. A worker that serves and
+again. If a worker ends before it was ready, a restart would not help: all workers are ended. Later on, a worker
 whose process is stopped (SIGSTOP) is killed after `SILENT_S`: its clients would wait, and it cannot tell them. SIGTERM
 drains all workers, a second SIGTERM ends them at once. The workers belong to the supervisor's process group, and end
 with it.
@@ -162,7 +162,7 @@ class Supervisor:
         if status is not None:
             worker.process = None
             self._ended(worker, status)
-        elif worker.ready and self._settings.engine.rank_stall_s is not None:
+        elif (worker.ready or self._announced) and self._settings.engine.rank_stall_s is not None:
             self._end_if_stopped(worker, passed_s)
 
     def _end_if_stopped(self, worker: _Worker, passed_s: float) -> None:

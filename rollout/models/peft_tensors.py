@@ -100,7 +100,7 @@ class AdapterRanks(Protocol):
     def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
         """As `AdapterPlan.pack`, for all ranks; None while there is no memory: ask again.
 
-        `since_s` is the `time.monotonic` of the first question. Raises `RolloutError` if none comes free.
+        `since_s` is the `time.monotonic` at which it was asked for. Raises `RolloutError` if none comes free.
         """
 
     def ready(self, weights: AdapterWeights) -> bool:

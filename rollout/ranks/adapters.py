@@ -107,7 +107,7 @@ class RankAdapters:
     def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
         """As `AdapterPlan.pack`, with the parts of the other ranks. They are of use once `ready` is true.
 
-        None while no place is free: ask again. `since_s` is the `time.monotonic` of the first question. Raises
+        None while no place is free: ask again. `since_s` is the `time.monotonic` at which it was asked for. Raises
         `Overloaded` when no place came free in `_PLACE_S`, `InternalError` if the group is lost.
         """
         self._check_alive()

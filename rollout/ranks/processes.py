@@ -137,7 +137,7 @@ class Ranks:
             time.sleep(_READY_POLL_S)
         memory, eventfds = self._followers.memories["ring"], self._followers.eventfds
         memory.grow(ring_bytes, reserve=True)
-        ring = RingWriter(memory, eventfds, lambda: self.reports.get("position"), lambda: bool(self.failure))
+        ring = RingWriter(memory, eventfds, lambda: self.reports.get("position"), lambda: bool(self._why_lost()))
         self.orders = Orders(ring, version, self.reports, self._settle, self.updates)
         return self.orders
 

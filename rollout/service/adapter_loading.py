@@ -108,4 +108,6 @@ class AdapterLoads:
             logger.exception("an adapter could not be read", extra=peer.about)
             refuse(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))
         finally:
-            del future  # or its error, whose frames have the weights, would refer to it, and it to the error
+            # The frames of a traceback refer to the future, and keep what was read until a garbage collection.
+            if not future.cancelled() and (failure := future.exception()) is not None:
+                failure.__traceback__ = None

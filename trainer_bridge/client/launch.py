@@ -75,7 +75,8 @@ def start_worker(
     log_path = folder / "worker.log" if log_file is None else Path(log_file)
     flags = {"bind": "tcp://127.0.0.1:0", **flags, "ready_file": ready_file, "exit_with_parent": True}
     environ = worker_environment(os.environ, env or {})
-    if command == _SERVE:
+    installed = Path(_PACKAGES).name in ("site-packages", "dist-packages")  # found without help, behind the library
+    if command == _SERVE and not installed and "PYTHONPATH" not in (env or {}):
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), _PACKAGES]))
     with open(log_path, "ab") as log:
         stages = StageLines(log_path) if progress else None

@@ -443,7 +443,8 @@ def test_a_refused_load_leaves_nothing_to_the_collector(start: Any, made: Any) -
                 ReplyAddress.__new__(ReplyAddress), folder.name, lambda _: None, lambda _, e: refusals.append(f"{e}")
             )
             until(lambda: group.carry_out() or not posted.empty(), "the refusal", 30)
-            posted.get()()
+            finish = posted.get()
+            finish()
             until(lambda: group.carry_out() or len(group.adapters._free) == MOST + 8, "the place", 30)
     finally:
         gc.enable()
