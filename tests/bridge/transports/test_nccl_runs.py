@@ -120,6 +120,8 @@ def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor]) 
         thread.start()
     for thread in threads:
         thread.join()
+    for job in jobs:  # one that gave up returns before its sending thread has logged why
+        assert job._over.wait(20.0)
     return jobs, given_up(server.store)
 
 
@@ -175,8 +177,7 @@ def test_a_publisher_that_is_closed_while_it_packs_is_no_fault(
     tensors = new_tensors(TinyModel(), 1)
     jobs, _ = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors)
     assert any("were released" in (job.error or "") for job in jobs)
-    logged = [record.exc_info[1] for record in caplog.records if record.exc_info]
-    assert not any(isinstance(error, RolloutError) for error in logged)  # others: of an earlier test's late thread
+    assert not any(record.exc_info for record in caplog.records)
 
 
 @pytest.mark.parametrize(

@@ -436,12 +436,11 @@ def test_a_refused_load_leaves_nothing_to_the_collector(start: Any, made: Any) -
 
     loads = AdapterLoads(AdapterFolders(folder.parent, read), posted.put)
     refusals: list[str] = []
+    peer = ReplyAddress(b"a", False, "1")
     gc.disable()
     try:
         for _ in range(3):
-            loads.load(
-                ReplyAddress.__new__(ReplyAddress), folder.name, lambda _: None, lambda _, e: refusals.append(f"{e}")
-            )
+            loads.load(peer, folder.name, lambda _: None, lambda _, error: refusals.append(f"{error}"))
             until(lambda: group.carry_out() or not posted.empty(), "the refusal", 30)
             finish = posted.get()
             finish()
