@@ -7,10 +7,10 @@
 
 A worker that dies is started again after a pause, which doubles with every restart of the last hour. After too many
 restarts it is given up, and the others serve on. A worker that ends with status 0 was told to end and is not started
-again. If a worker ends before it was ready, a restart would not help: all workers are ended. Later on, a worker
-whose process is stopped (SIGSTOP) is killed after `SILENT_S`: its clients would wait, and it cannot tell them. SIGTERM
-drains all workers, a second SIGTERM ends them at once. The workers belong to the supervisor's process group, and end
-with it.
+again. If a worker ends before it was ready, a restart would not help: all workers are ended. Once
+all were ready, a worker whose process is stopped (SIGSTOP) is killed after `SILENT_S`: its clients would wait, and it
+cannot tell them. SIGTERM drains all workers, a second SIGTERM ends them at once. The workers belong to the supervisor's
+process group, and end with it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from typing import Any
 from rollout.config import Settings
 from rollout.process.announce import say, write_whole
 from rollout.process.child_python import import_path
+from rollout.process.observed_time import ObservedTime
 from rollout.process.scratch import ScratchFolder
-from rollout.ranks.thread_stat import thread_stat
+from rollout.ranks.thread_stat import is_stopped
 from rollout.ranks.watch import SILENT_S
 from trainer_bridge.client.launch import worker_environment
 
@@ -94,11 +95,9 @@ class Supervisor:
         with self._folder:
             for worker in self._workers:
                 self._start(worker)
-            looked_s = time.monotonic()
+            observed = ObservedTime(_POLL_S)
             while any(worker.status is None for worker in self._workers):
-                # A supervisor that was stopped itself counts only the time that it observed.
-                now_s = time.monotonic()
-                passed_s, looked_s = min(now_s - looked_s, 2 * _POLL_S), now_s
+                passed_s = observed.passed_s()
                 for worker in self._workers:
                     self._look_at(worker, passed_s)
                 self._pass_signals_on()
@@ -168,7 +167,7 @@ class Supervisor:
     def _end_if_stopped(self, worker: _Worker, passed_s: float) -> None:
         assert worker.process is not None
         pid = worker.process.pid
-        worker.stopped_s = worker.stopped_s + passed_s if thread_stat(pid, pid).state == "T" else 0.0
+        worker.stopped_s = worker.stopped_s + passed_s if is_stopped(pid) else 0.0
         if worker.stopped_s > SILENT_S:
             worker.stopped_s = 0.0
             facts = {"index": worker.index, "pid": pid}

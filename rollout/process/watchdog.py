@@ -20,6 +20,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from rollout.process.observed_time import ObservedTime
+
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
@@ -77,14 +79,13 @@ class Watchdog:
             self._deadline = (time.perf_counter() + seconds, status)
 
     def _run(self) -> None:
-        silent_s, seen_s, looked_s = 0.0, self._last_tick_s(), time.perf_counter()
+        silent_s, seen_s, observed = 0.0, self._last_tick_s(), ObservedTime(_LOOK_S)
         while True:
             if select.select([self._reader], [], [], _LOOK_S)[0]:
                 self._hear(self._reader.recv(64))
-            tick_s, now_s = self._last_tick_s(), time.perf_counter()
-            # A stopped process (SIGSTOP, a laptop asleep) did not hang: count only time that this thread observed.
-            silent_s = silent_s + min(now_s - looked_s, 2 * _LOOK_S) if tick_s == seen_s else 0.0
-            seen_s, looked_s = tick_s, now_s
+            tick_s, now_s, passed_s = self._last_tick_s(), time.perf_counter(), observed.passed_s()
+            silent_s = silent_s + passed_s if tick_s == seen_s else 0.0
+            seen_s = tick_s
             if self._watching and self._is_hung(silent_s, now_s):
                 self._watching = False
                 self._on_stall(silent_s)

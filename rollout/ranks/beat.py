@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Sequence
 
 import torch
@@ -26,8 +25,9 @@ from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import Device
 from rollout.engine.step.slot import Slot
 from rollout.process.compiling import compiling
+from rollout.process.observed_time import ObservedTime
 from rollout.ranks.reports import Reports
-from rollout.ranks.thread_stat import thread_stat
+from rollout.ranks.thread_stat import is_stopped
 from rollout.ranks.watch import BEAT_S, SILENT_S
 from rollout.weights.swap_copies import parts_done
 
@@ -53,11 +53,9 @@ class Beat:
 
     def _run(self) -> None:
         pause, reports, me = threading.Event(), self._reports, self._number
-        stopped_s, looked_s = 0.0, time.monotonic()
+        stopped_s, observed = 0.0, ObservedTime(BEAT_S)
         while not pause.wait(BEAT_S):
-            # A machine that was stopped as a whole counts for as long as this thread ran.
-            now_s = time.monotonic()
-            passed_s, looked_s = min(now_s - looked_s, 2 * BEAT_S), now_s
+            passed_s = observed.passed_s()
             stopped_s = stopped_s + passed_s if self._rank_0_is_stopped() else 0.0
             if stopped_s > SILENT_S:
                 self._end_rank_0()
@@ -79,7 +77,7 @@ class Beat:
             self._end(f"rank {lost} did not send its part of a sum in time, or sent a wrong one")
 
     def _rank_0_is_stopped(self) -> bool:
-        return self._rank_0 is not None and thread_stat(self._rank_0, self._rank_0).state == "T"
+        return self._rank_0 is not None and is_stopped(self._rank_0)
 
     def _end_rank_0(self) -> None:
         assert self._rank_0 is not None

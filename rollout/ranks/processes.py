@@ -32,6 +32,7 @@ from rollout.config import Settings
 from rollout.engine.messages import RankStatus
 from rollout.models.language_model import LanguageModel, native
 from rollout.process.compiling import compiling, watch_compilations
+from rollout.process.observed_time import ObservedTime
 from rollout.process.scratch import ScratchFolder
 from rollout.ranks.adapters import RankAdapters
 from rollout.ranks.device_relay import device_memory
@@ -227,11 +228,9 @@ class Ranks:
     # --- the watching thread ------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        looked_s = time.monotonic()
+        observed = ObservedTime(_LOOK_S)
         while not self._closing.wait(_LOOK_S):
-            # A process that was stopped itself counts only the time that this thread observed.
-            now_s = time.monotonic()
-            passed_s, looked_s = min(now_s - looked_s, 2 * _LOOK_S), now_s
+            passed_s = observed.passed_s()
             try:
                 look = self._look()
                 failure = self._watch_rules.look(look, passed_s)

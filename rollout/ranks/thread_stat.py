@@ -22,6 +22,11 @@ class ThreadStat(NamedTuple):
         return self.user_s + self.kernel_s
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal, as by SIGSTOP."""
+    return thread_stat(pid, pid).state == "T"
+
+
 def thread_stat(pid: int, thread: int) -> ThreadStat:
     """What is known of a thread; the main thread has the number of its process."""
     try:
