@@ -31,11 +31,11 @@ from rollout.models.peft_tensors import AdapterPlan
 from rollout.models.shard import spec_of_rank
 from rollout.models.spec import ModelSpec
 from rollout.ranks.ordered_work import OrderedWork
-from rollout.ranks.orders import Orders
+from rollout.ranks.orders import Orders, check_alive
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
 from rollout.weights.staging import Pins, touch
-from trainer_bridge.wire.errors import InternalError, Overloaded
+from trainer_bridge.wire.errors import Overloaded
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +98,8 @@ class RankAdapters:
         self._reports, self._orders, self._lost = reports, orders, lost
         self._lock = threading.Lock()
         self._free = list(range(most + _SPARE - 1, -1, -1))
-        self._unused: SimpleQueue[_Unused] = (
-            SimpleQueue()
-        )  # filled wherever the last reference ends, also in a collection
+        # Filled wherever the last reference ends, also amid a garbage collection.
+        self._unused: SimpleQueue[_Unused] = SimpleQueue()
         self._number = self._tickets = 0
         threading.Thread(target=self._give_places_back, name="adapter-places", daemon=True).start()
 
@@ -110,7 +109,7 @@ class RankAdapters:
         None while no place is free: ask again. `since_s` is the `time.monotonic` at which it was asked for. Raises
         `Overloaded` when no place came free in `_PLACE_S`, `InternalError` if the group is lost.
         """
-        self._check_alive()
+        check_alive(self._lost)
         with self._lock:
             if not self._free:
                 if time.monotonic() - since_s < _PLACE_S:
@@ -141,7 +140,7 @@ class RankAdapters:
         """
         share = weights.shared
         assert isinstance(share, _Share)
-        self._check_alive()
+        check_alive(self._lost)
         with self._lock:
             orders = self._orders()
             if share.prepared or orders is None:
@@ -161,16 +160,12 @@ class RankAdapters:
             share.prepared = True
             return True
 
-    def _check_alive(self) -> None:
-        if why := self._lost():
-            raise InternalError(f"the tensor group is lost: {why}")
-
     def _give_places_back(self) -> None:
-        """A thread: the followers forget each adapter that nobody refers to, and then its place is free."""
+        """Have the followers forget each unused adapter, then free its place. Runs in a thread of its own."""
         forgets = 0
         while True:
             unused = self._unused.get()
-            while (orders := self._orders()) is None:  # the worker is starting
+            while (orders := self._orders()) is None:  # followers are still loading
                 time.sleep(_POLL_S)
             forgets += 1
             orders.forget_adapter(forgets, unused.number)

@@ -38,6 +38,7 @@ from rollout.engine.step_output import StepOutput
 from rollout.models.lora_slots import AdapterWeights
 from rollout.ranks.reports import Number, Reports
 from rollout.ranks.ring import RingWriter
+from trainer_bridge.wire.errors import InternalError
 
 STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE, RELAY, ADAPTER, WRITE, FORGET, MOVE, MEMORY, PIXELS = range(1, 15)
 
@@ -46,6 +47,12 @@ _PIECE_BYTES = 1 << 20
 ANY_VERSION = -1
 #: The queues of page movers.
 Queue = Literal["kv_out", "kv_in", "state_out", "state_in"]
+
+
+def check_alive(lost: Callable[[], str]) -> None:
+    """Raise `InternalError` if the group is lost, for the reason that `lost` gives: followers take no orders then."""
+    if why := lost():
+        raise InternalError(f"the tensor group is lost: {why}")
 
 
 class SharedRelay(Protocol):

@@ -22,7 +22,7 @@ import msgpack
 import torch
 
 from rollout.ranks.device_relay import DevicePlace
-from rollout.ranks.orders import Orders
+from rollout.ranks.orders import Orders, check_alive
 from rollout.ranks.relay import RELAY_BYTES, HostPlace, RelayMemory
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory, SharedMemoryError
@@ -116,8 +116,7 @@ class RankUpdates:
 
     def check_alive(self) -> None:
         """Raise `InternalError` if the group is lost: its followers take nothing any more."""
-        if why := self._lost():
-            raise InternalError(f"the tensor group is lost: {why}")
+        check_alive(self._lost)
 
     def _orders(self) -> Orders:
         self.check_alive()

@@ -158,7 +158,7 @@ class UpdateIntake:
         self.current: ReceivedUpdate | None = None
         self.committed: tuple[Update | AdapterUpdate, Commit] | None = None  # ready or being applied
         self.waiting: dict[str | None, tuple[Mapping[str, Any], Reply]] = {}  # begins, by adapter; None: the model's
-        self.failure: tuple[bytes, RolloutError] | None = None  # token and error of the last rejected update
+        self.failure: tuple[bytes, dict[str, Any]] | None = None  # token and error reply of the last rejected update
         self._parameters = parameters
         self._mode = mode
         self._gate = gate
@@ -223,9 +223,10 @@ class UpdateIntake:
             return
         incoming, destination = current.incoming, current.destination
         _log.warning("weights version %d rejected: %s", incoming.manifest.version, error)
-        # Without tracebacks, whose frames hold buckets and their destination.
+        # A transport may keep the error. The frames of its tracebacks hold buckets and their destination.
         error.__context__ = error.__cause__ = None
-        self.failure = (incoming.token, error.with_traceback(None))
+        error.with_traceback(None)
+        self.failure = (incoming.token, error_reply(error))  # raised again, the error would collect frames again
         try:
             current.begin.receiver.drop(incoming, error)
             destination.abandon()
@@ -378,7 +379,8 @@ class UpdateIntake:
         current = self.current
         if current is None or current.incoming.token != token:
             if self.failure is not None and self.failure[0] == token:
-                raise self.failure[1]
+                reply(self.failure[1])
+                return
             raise NotFound("no update with this token is being received; begin one", field="token")
         if current.commit is not None:
             raise BadRequest("this update is committed already", field="token")

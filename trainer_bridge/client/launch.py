@@ -75,7 +75,8 @@ def start_worker(
     log_path = folder / "worker.log" if log_file is None else Path(log_file)
     flags = {"bind": "tcp://127.0.0.1:0", **flags, "ready_file": ready_file, "exit_with_parent": True}
     environ = worker_environment(os.environ, env or {})
-    installed = Path(_PACKAGES).name in ("site-packages", "dist-packages")  # found without help, behind the library
+    # In an installation the worker finds the packages by itself, and in front they could hide standard modules.
+    installed = Path(_PACKAGES).name in ("site-packages", "dist-packages")
     if command == _SERVE and not installed and "PYTHONPATH" not in (env or {}):
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), _PACKAGES]))
     with open(log_path, "ab") as log:
