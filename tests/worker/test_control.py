@@ -78,11 +78,14 @@ def test_cancel_reaches_waiting_requests(client: RolloutClient) -> None:
 
 
 def test_a_deadline_ends_a_completion_with_its_tokens_so_far(client: RolloutClient) -> None:
-    result = client.generate("17:", n=2, max_tokens=20_000, deadline_s=1.5)
-    for completion in result.completions:
-        assert completion.finish_reason == "deadline" and 0 < len(completion) < 20_000
-        assert text_of(completion.token_ids) == counted(17, len(completion))
-    assert 0.75 <= result.timing.total_s < 20
+    for deadline_s in (1.0, 4.0, 16.0):  # on a busy machine the first token may take longer than a second
+        result = client.generate("17:", n=2, max_tokens=32_000, deadline_s=deadline_s)
+        assert [completion.finish_reason for completion in result.completions] == ["deadline"] * 2
+        assert all(text_of(one.token_ids) == counted(17, len(one)) for one in result.completions)
+        assert deadline_s / 2 <= result.timing.total_s
+        if all(0 < len(completion) < 32_000 for completion in result.completions):
+            return
+    pytest.fail("no completion had a token before its deadline")
 
 
 def test_a_deadline_that_passes_in_the_queue_ends_it_empty(client: RolloutClient) -> None:
