@@ -68,9 +68,9 @@ class WandbSink:
 
         folder = Path(self._settings.wandb_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        quiet = wandb.Settings(
-            silent=True, console="off", disable_git=True, save_code=False, init_timeout=self.ONLINE_TIMEOUT_S
-        )
+        quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
+        if mode == "online":
+            quiet.init_timeout = self.ONLINE_TIMEOUT_S
         return wandb.init(
             project=self._settings.wandb_project,
             group=self._settings.wandb_group,

@@ -123,13 +123,12 @@ class RankAdapters:
             for rank, spec in reversed(list(enumerate(self._specs))):  # the weights of rank 0 come last
                 part = _Part(self._map, begin + rank * self.part_bytes, self.part_bytes)
                 weights = plan.of(spec).pack(tensors, zeros=part.zeros)
+            share = _Share(number, place, _layout(weights, begin, self._map))
+            if self._pins:
+                unused = unused._replace(pinned=_pin(self._map, begin, self.part_bytes, self._device))
         except BaseException:
             self._unused.put(unused)
             raise
-        layout = _layout(weights, begin, self._map)
-        share = _Share(number, place, layout)
-        if self._pins:
-            unused = unused._replace(pinned=_pin(self._map, begin, self.part_bytes, self._device))
         weakref.finalize(share, self._unused.put, unused)
         return AdapterWeights(weights.rank, weights.parts, share)
 

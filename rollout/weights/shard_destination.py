@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from rollout.process.observed_time import ObservedTime
 from rollout.weights.parameter_map import Fit
 from rollout.weights.shard_staging import ShardStaging
 from rollout.weights.staging import Copy
@@ -21,6 +22,8 @@ from trainer_bridge.wire.manifest import Manifest
 #: For the other ranks to take a piece, where the watch of the group finds nothing: it may be told not to.
 _ROOM_S = 120.0
 _POLL_S = 0.0005
+#: A look counts twice this at the most: this process may have been stopped meanwhile.
+_LOOK_S = 0.5
 
 
 class Relay(Protocol):
@@ -85,9 +88,10 @@ class ShardDestination:
 
         A rank that takes nothing is found by the watch of the group, and then `has_room` raises.
         """
-        until_s = time.monotonic() + _ROOM_S
+        left_s, observed = _ROOM_S, ObservedTime(_LOOK_S)
         while not self._relay.has_room:
-            if time.monotonic() > until_s:
+            left_s -= observed.passed_s()
+            if left_s < 0:
                 raise InternalError(f"a rank took no piece of the update for {_ROOM_S:g} s")
             time.sleep(_POLL_S)
         self.dirty |= self._staging.place is None

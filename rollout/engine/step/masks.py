@@ -139,7 +139,7 @@ class _Portion:
     seqs: list[Sequence]
     took_s: list[float] = field(default_factory=list)  # of the masks that are done
     spent_s: list[float] = field(default_factory=list)  # the same in CPU time
-    began_s: float = 0.0  # the mask under way
+    began_s: float | None = None  # the mask under way, or the wait for a core to begin the next; None before the first
     thread_s: float = 0.0  # CPU time of the thread at its start
     reason: str = ""  # why the mask under way failed
     ahead: list[int] = field(default_factory=list)  # drafts with a mask, of each row that is done
@@ -162,14 +162,17 @@ class _Portion:
         """Note that a mask is done, unless the portion was abandoned."""
         with self.lock:
             if not self.left_behind:
-                self.took_s.append(time.perf_counter() - self.began_s)
+                assert self.began_s is not None
+                now_s = time.perf_counter()
+                self.took_s.append(now_s - self.began_s)
                 self.spent_s.append(thread_seconds() - self.thread_s)
+                self.began_s = now_s
 
     def stop(self) -> float:
-        """Let no other mask begin; returns when the mask under way began."""
+        """Let no other mask begin; returns when the mask under way began, now if the thread has not run yet."""
         with self.lock:
             self.stopped = True
-            return self.began_s
+            return time.perf_counter() if self.began_s is None else self.began_s
 
     def leave_behind(self) -> None:
         """Abandon the thread."""

@@ -14,7 +14,8 @@ from rollout.constraints.matcher import AllowList, mask_words
 from rollout.engine.messages import Prior
 from rollout.engine.step import masks as masks_module
 from rollout.engine.step.masks import MOST_LEFT_BEHIND, Ahead
-from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y
+from rollout.process.deadline_thread import DeadlineThread
+from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, MaskTime, X, Y, only_hangs_are_late
 from tests.support.engine.harness import VOCAB, Bench
 
 STOP = 5
@@ -25,7 +26,7 @@ class Endless:
     """Fine for some tokens, then a matcher that does not come back until it is let go."""
 
     def __init__(self, good: int) -> None:
-        self.good, self.let_go = good, threading.Event()
+        self.good, self.let_go, self.hangs = good, threading.Event(), False
 
     def start(self) -> Endless:
         return self
@@ -36,6 +37,7 @@ class Endless:
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         if self.good <= 0:
+            self.hangs = True
             self.let_go.wait()
             masks_RW[row] = 0  # too late: the memory belongs to another mask by then
         else:
@@ -156,7 +158,8 @@ def test_a_constraint_that_leads_nowhere_ends_its_own_completion_before_a_token_
 
 
 @pytest.mark.parametrize("good", [0, 7])
-def test_a_constraint_that_hangs_ends_its_own_completion_and_no_other(model, prompt_of, good):
+def test_a_constraint_that_hangs_ends_its_own_completion_and_no_other(model, prompt_of, monkeypatch, good):
+    only_hangs_are_late(monkeypatch)
     bench = Bench(model)
     bench.engine.masks.timeout_s = 0.5
     hanging = Endless(good)
@@ -183,35 +186,49 @@ def test_a_constraint_that_hangs_ends_its_own_completion_and_no_other(model, pro
 class Slow(Cycle):
     """Each mask takes a while."""
 
-    def __init__(self, lists: list[list[int]], seconds: float) -> None:
+    def __init__(self, lists: list[list[int]], time: MaskTime, seconds: float) -> None:
         super().__init__(lists)
-        self.seconds = seconds
+        self.time, self.seconds = time, seconds
 
     def start(self) -> CyclePlace:
         place = super().start()
         fill = place.fill
-        place.fill = lambda *args: (threading.Event().wait(self.seconds), fill(*args))[1]
+        place.fill = lambda *args: (self.time.sleep(self.seconds), fill(*args))[1]
         return place
 
 
-def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt_of):
-    bench = Bench(model, mask_threads=1)
+def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt_of, monkeypatch):
+    bench, time = Bench(model, mask_threads=1), MaskTime(monkeypatch)
     bench.engine.masks.timeout_s = 0.8
-    bench.submit("slow", prompt_of(9), 6, sampling=SAMPLED, constraint=Slow([X], 0.79))
+    bench.submit("slow", prompt_of(9), 6, sampling=SAMPLED, constraint=Slow([X], time, 0.79))
     for i in range(5):
-        bench.submit(f"r{i}", prompt_of(9, i), 6, sampling=SAMPLED, constraint=Slow([Y], 0.005))
+        bench.submit(f"r{i}", prompt_of(9, i), 6, sampling=SAMPLED, constraint=Slow([Y], time, 0.005))
     bench.run()
     assert bench.completions["slow", 0].finish.reason == "error" and bench.engine.masks.left_behind == 0
     assert {bench.completions[f"r{i}", 0].finish.reason for i in range(5)} == {"length"}
     bench.close()
 
 
+def test_a_thread_that_waits_for_a_core_fails_no_completion(model, prompt_of, monkeypatch):
+    bench, time, start = Bench(model, mask_threads=1), MaskTime(monkeypatch), DeadlineThread.start
+    bench.engine.masks.timeout_s, waits_s = 0.5, [0.0, 0.0, 0.9, 0.0, 0.6, *[0.0] * 20]
+    monkeypatch.setattr(
+        DeadlineThread, "start", lambda thread, work: start(thread, lambda: (time.sleep(waits_s.pop(0)), work())[1])
+    )
+    for i in range(2):
+        bench.submit(f"r{i}", prompt_of(9, i), 6, sampling=SAMPLED, constraint=Cycle([X]))
+    bench.run()
+    assert {bench.completions[f"r{i}", 0].finish.reason for i in range(2)} == {"length"}
+    assert bench.engine.masks.left_behind == 0 and len(waits_s) < 20
+    bench.close()
+
+
 def test_many_that_take_a_little_each_all_go_on(model, prompt_of, monkeypatch):
-    monkeypatch.setattr(masks_module, "FAIR_PARTS", 1)  # so that a busy machine does not matter
-    bench = Bench(model, mask_threads=1)
+    monkeypatch.setattr(masks_module, "FAIR_PARTS", 5)  # 0.08 s
+    bench, time = Bench(model, mask_threads=1), MaskTime(monkeypatch)
     bench.engine.masks.timeout_s = 0.4
     for i in range(8):
-        bench.submit(f"r{i}", prompt_of(9, i), 3, sampling=SAMPLED, constraint=Slow([[X, Y][i % 2]], 0.06))
+        bench.submit(f"r{i}", prompt_of(9, i), 3, sampling=SAMPLED, constraint=Slow([[X, Y][i % 2]], time, 0.06))
     bench.run()
     assert {bench.completions[f"r{i}", 0].finish.reason for i in range(8)} == {"length"}
     bench.close()
@@ -239,6 +256,7 @@ class Costly(Cycle):
 def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_goes_on(model, prompt_of, monkeypatch):
     spent_s = [0.0]
     monkeypatch.setattr(masks_module, "thread_seconds", lambda: spent_s[0])
+    only_hangs_are_late(monkeypatch)
     bench = Bench(model, mask_threads=1)
     bench.engine.masks.timeout_s = 1.0
     slow, steady, seldom = [0.4], [0.09], [0.9, *[0.01] * 9]
@@ -257,10 +275,10 @@ def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_go
     bench.close()
 
 
-def test_time_that_others_had_is_not_counted(model, prompt_of):
-    bench = Bench(model, mask_threads=1)
+def test_time_that_others_had_is_not_counted(model, prompt_of, monkeypatch):
+    bench, time = Bench(model, mask_threads=1), MaskTime(monkeypatch)
     bench.engine.masks.timeout_s = 0.5
-    bench.submit("waits", prompt_of(9), 14, sampling=SAMPLED, constraint=Slow([X], 0.1))
+    bench.submit("waits", prompt_of(9), 14, sampling=SAMPLED, constraint=Slow([X], time, 0.1))
     bench.run()
     assert bench.completions["waits", 0].finish.reason == "length"
     bench.close()
@@ -296,7 +314,8 @@ def test_a_continued_completion_is_followed_from_its_new_tokens(model, prompt_of
     bench.close()
 
 
-def test_too_many_that_hang_end_constraints_and_nothing_else(model, prompt_of):
+def test_too_many_that_hang_end_constraints_and_nothing_else(model, prompt_of, monkeypatch):
+    only_hangs_are_late(monkeypatch)
     bench = Bench(model)
     bench.engine.masks.timeout_s = 0.02
     hanging = [Endless(0) for _ in range(MOST_LEFT_BEHIND)]
@@ -320,7 +339,15 @@ def test_the_wait_for_masks_is_no_activity(model, prompt_of):
         def start(self):
             place = super().start()
             fill = place.fill
-            place.fill = lambda *args: (threading.Event().wait(0.02), fill(*args))[1]
+
+            def late(*args):
+                forward = threading.Event()
+                bench.engine.executor.compute.run(forward.set)  # after the forward, however late that is
+                assert forward.wait(60)
+                threading.Event().wait(0.02)
+                fill(*args)
+
+            place.fill = late
             return place
 
     bench = Bench(model)

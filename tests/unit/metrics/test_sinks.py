@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import statistics
 import threading
 import time
 import urllib.request
@@ -28,6 +29,7 @@ from rollout.models import load_model
 from scripts.bench.driver import Driver
 from scripts.bench.shapes import write_checkpoint
 from scripts.dashboard.offline_run import read_offline_run
+from tests.support.patience import PATIENCE_S
 from tests.support.wandb_sync import sync
 
 
@@ -93,12 +95,12 @@ def test_blocked_sink_never_blocks_put_and_dropped_reports_are_counted():
     thread = MetricsThread([blocker], capacity=3)
     thread.start()
     assert thread.put(0, {"a": 0.0})
-    assert blocker.entered.wait(10)
+    assert blocker.entered.wait(60)
     assert [thread.put(step, {"a": 1.0}) for step in range(1, 6)] == [True, True, True, False, False]
     assert thread.dropped == 2
     assert thread.close(deadline_s=0.01) is False  # the queue is full and the sink blocks: close returns all the same
     blocker.release.set()
-    assert blocker.closing.wait(10)
+    assert blocker.closing.wait(60)
     assert [report.step for report in blocker.reports] == [0, 1, 2, 3]
     assert blocker.closed
 
@@ -109,7 +111,7 @@ def test_close_writes_waiting_reports():
     for step in range(20):
         thread.put(step, {"a": float(step)})
     thread.start()
-    assert thread.close(deadline_s=10) is True
+    assert thread.close(deadline_s=60) is True
     assert [report.step for report in recorder.reports] == list(range(20))
     assert recorder.closed
 
@@ -122,9 +124,9 @@ def test_broken_sink_is_logged_once_and_left_out_while_the_others_go_on(method, 
         thread.start()
         for step in range(3):
             thread.put(step, {"a": 1.0})
-        assert thread.close(deadline_s=10)
+        assert thread.close(deadline_s=60)
     assert len(recorder.reports) == 3 and recorder.closed
-    assert len([record for record in caplog.records if record.name.startswith("rollout.")]) == 1
+    assert len([record for record in caplog.records if record.name.startswith("rollout.metrics.")]) == 1
     assert broken.calls == {"open": 1, "write": 2, "close": 5}[method]
 
 
@@ -135,7 +137,7 @@ def test_jsonl_has_a_line_a_report_and_is_appended_to(tmp_path):
         thread.start()
         thread.put(5, {"gpu/active_pct": 90.0 + run})
         thread.put(9, {"gpu/active_pct": 80.0 + run}, final=True)
-        assert thread.close(deadline_s=10)
+        assert thread.close(deadline_s=60)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["gpu/active_pct"] for line in lines] == [90.0, 80.0, 91.0, 81.0]
     assert [line["step"] for line in lines] == [5, 9, 5, 9]
@@ -147,8 +149,8 @@ def test_jsonl_refuses_values_that_are_not_json(tmp_path, caplog):
     thread = MetricsThread([JsonlSink(tmp_path / "metrics.jsonl")])
     thread.start()
     thread.put(1, {"gpu/active_pct": float("nan")})
-    assert thread.close(deadline_s=10)
-    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert thread.close(deadline_s=60)
+    assert [record.levelno for record in caplog.records if record.name == "rollout.metrics.sinks"] == [logging.ERROR]
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
@@ -190,6 +192,8 @@ def no_account(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_DIR", "WANDB_SILENT", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", str(PATIENCE_S))  # for the start of W&B's process
+    monkeypatch.setattr(WandbSink, "ONLINE_TIMEOUT_S", float(PATIENCE_S))  # it is that of an offline start, too
 
 
 def test_offline_wandb_run_is_written_without_a_question_and_reads_back(tmp_path, no_account, capfd):
@@ -200,7 +204,7 @@ def test_offline_wandb_run_is_written_without_a_question_and_reads_back(tmp_path
     thread.put(10, {"gpu/active_pct": 91.5, "rollout/rows": 4})
     thread.put(10, {"gpu/active_pct": 92.5, "rollout/rows": 3})  # idle: no step since the last report
     thread.put(20, {"gpu/active_pct": 92.0}, final=True)
-    assert thread.close(deadline_s=60)
+    assert thread.close(deadline_s=PATIENCE_S)
 
     assert sink.run_path is not None
     folder = Path(sink.run_path)
@@ -254,7 +258,7 @@ def test_every_documented_name_is_in_the_run_that_wandb_reads_back(tmp_path, no_
     meter.completion(30)
     last = {name: histogram.whole_run() for name, histogram in meter.histograms().items()}
     thread.put(2, meter.totals(), histograms=last, versions=meter.ended_versions(and_this=True), final=True)
-    assert thread.close(deadline_s=60)
+    assert thread.close(deadline_s=PATIENCE_S)
     assert sink.run_path is not None
     uploaded = sync(Path(sink.run_path), tmp_path)
 
@@ -280,28 +284,27 @@ def test_a_sink_that_blocks_for_longer_than_a_minute_costs_the_loop_nothing(tmp_
     blocker, meter = Blocker(), busy_meter()
     thread = MetricsThread([blocker, other := Recorder()])
     thread.start()
-    slowest_s, count = 0.0, round(75 / interval_s)
+    took_s, count = list[float](), round(75 / interval_s)
 
     def put(reports: int) -> list[bool]:
-        nonlocal slowest_s
         taken = []
         for _ in range(reports):
             reported = meter.report(), meter.histograms(), meter.ended_versions()
             began_s = time.perf_counter()
             taken.append(thread.put(meter.steps, reported[0], histograms=reported[1], versions=reported[2]))
-            slowest_s = max(slowest_s, time.perf_counter() - began_s)
+            took_s.append(time.perf_counter() - began_s)
         return taken
 
     put(1)
-    assert blocker.entered.wait(10)
+    assert blocker.entered.wait(60)
     assert all(put(count)) and thread.dropped == 0, "a minute fits into the queue"
     later = put(round(600 / interval_s))
     assert later.count(False) == thread.dropped > 0 and len(later) - later.count(False) + count == 64
     assert not blocker.reports and not other.reports and thread.alive
-    # A put is some microseconds; the rest is for a machine on which others have the core.
-    assert slowest_s < 0.25
+    # A put is some microseconds, also where nothing fits. Any one of them may wait for a core.
+    assert statistics.median(took_s) < 0.25 and statistics.median(took_s[-thread.dropped :]) < 0.25
     blocker.release.set()
-    assert thread.close(deadline_s=10)
+    assert thread.close(deadline_s=60)
     assert len(blocker.reports) == len(other.reports) == 65 and blocker.closed
 
 
@@ -312,12 +315,12 @@ def test_the_page_for_prometheus_goes_on_while_another_sink_is_stuck():
     thread.start()
     for step in range(6):
         thread.put(step, {"gpu/active_pct": float(step)})
-        assert blocker.entered.wait(10)
+        assert blocker.entered.wait(60)
     assert thread.dropped > 0
-    with urllib.request.urlopen(page.url, timeout=10) as reply:
+    with urllib.request.urlopen(page.url, timeout=60) as reply:
         assert "rollout_gpu_active_pct 5.0" in reply.read().decode()
     blocker.release.set()
-    assert thread.close(deadline_s=10)
+    assert thread.close(deadline_s=60)
 
 
 def test_an_engine_generates_at_its_pace_while_the_sink_is_stuck(tmp_path):
@@ -349,7 +352,7 @@ def test_wandb_run_goes_on_offline_when_the_server_does_not_answer(tmp_path, no_
     thread = MetricsThread([sink])
     thread.start()
     thread.put(10, {"gpu/active_pct": 91.5})
-    assert thread.close(deadline_s=60)
+    assert thread.close(deadline_s=PATIENCE_S)
     assert any(record.levelno == logging.WARNING for record in caplog.records)
     (folder,) = (tmp_path / "runs").glob("wandb/offline-run-*")
     assert [row["gpu/active_pct"] for row in read_offline_run(folder).rows] == [91.5]
