@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.support.patience import PATIENCE_S
+
 _RUN = {"id": "x", "displayName": "n", "config": "{}", "summaryMetrics": "{}", "historyLineCount": 0}
 _PROJECT = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
 
@@ -107,7 +109,7 @@ def sync(run: Path, home: Path) -> Uploaded:
     try:
         own = {"HOME": str(home), "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}
         command = [sys.executable, "-m", "wandb", "sync", str(run)]
-        done = subprocess.run(command, env=kept | own, cwd=home, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=kept | own, cwd=home, capture_output=True, text=True, timeout=PATIENCE_S)
     finally:
         server.shutdown()
         server.server_close()

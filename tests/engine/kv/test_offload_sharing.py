@@ -105,7 +105,7 @@ def test_pages_that_parked_sequences_are_left_alone_with_go_when_pages_are_short
 def test_a_sequence_that_returns_immediately_is_not_copied(model, prompt_of, greedy):
     """Pages that are still in the pool are taken back as they are."""
     bus = threading.Event()
-    bench = offloading(model, device=LateDevice({"kv_out": lambda: (bus.wait(10), 0.0)[1]}), piece_pages=1)
+    bench = offloading(model, device=LateDevice({"kv_out": lambda: (bus.wait(60), 0.0)[1]}), piece_pages=1)
     submitted = {f"r{i}": prompt_of(10, i) for i in range(4)}
     for name, prompt in submitted.items():
         bench.submit(name, prompt, 60)

@@ -519,9 +519,10 @@ def test_exact_sums_do_not_depend_on_the_order_of_additions(exact):
         scores.copy(4, 4)
         told.append(scores.read((0, 1, 2, 3), 4))
     expected_SV = logits_SV.double().log_softmax(1)
+    off = 2e-6 if exact else 2e-5  # other CPUs add 20,011 numbers in another order
     for scores in told:
-        np.testing.assert_allclose(scores.top_logprobs_CK, expected_SV.topk(20).values, atol=2e-6)
-        np.testing.assert_allclose(scores.prompt_N, expected_SV[:, 0], atol=2e-6)
+        np.testing.assert_allclose(scores.top_logprobs_CK, expected_SV.topk(20).values, atol=off)
+        np.testing.assert_allclose(scores.prompt_N, expected_SV[:, 0], atol=off)
     if exact:
         assert told[0].top_logprobs_CK.tobytes() == told[1].top_logprobs_CK.tobytes()
         assert told[0].prompt_N.tobytes() == told[1].prompt_N.tobytes()

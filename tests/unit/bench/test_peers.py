@@ -37,6 +37,7 @@ from scripts.bench.peers.workloads import (
     uniform_work,
 )
 from scripts.bench.shapes import StepBytes, model_config, step_bytes
+from tests.support.patience import PATIENCE_S
 
 TOY = Job(
     shape="toy",
@@ -406,8 +407,8 @@ def test_a_child_out_of_time_is_ended_and_reported():
 
 
 def test_a_child_that_fails_leaves_a_row_and_a_log(tmp_path: Path):
-    log = tmp_path / "log"
-    told = list(run_child(['{"engine": "none"}'], sys.executable, child_environment(None), log, time.monotonic() + 60))
+    log, end_s = tmp_path / "log", time.monotonic() + PATIENCE_S
+    told = list(run_child(['{"engine": "none"}'], sys.executable, child_environment(None), log, end_s))
     assert told == [{"error": "ValueError: no engine is called none"}]
     assert "Traceback" in log.read_text()
 

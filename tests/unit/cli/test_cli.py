@@ -24,6 +24,7 @@ from rollout.cli.main import main
 from rollout.cli.serve import SYNONYMS
 from rollout.process.announce import say
 from rollout.settings_sources import setting_keys
+from tests.support.patience import PATIENCE_S
 from trainer_bridge.wire import codec as wire
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,7 +49,7 @@ def rollout(*arguments: str, environ: dict[str, str] | None = None) -> subproces
         [sys.executable, "-m", "rollout", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         env=clean | {"PYTHONPATH": paths, "COLUMNS": "200"} | (environ or {}),
     )
 
@@ -205,9 +206,9 @@ import atexit, sys, threading, time
 from rollout.cli import main as cli
 
 def main():
+    print("main", flush=True)
     threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
     atexit.register(print, "exit handler")
-    print("main")
     return 7
 
 cli.main = main
@@ -391,7 +392,7 @@ class Answering:
         with self._context.socket(zmq.DEALER) as socket:  # ends the thread
             socket.connect(self.endpoint)
             socket.send_multipart(wire.encode({"op": "ping"}))
-            self._thread.join(10)
+            self._thread.join(60)
         self._socket.close(0)
         self._context.term()
 
@@ -471,7 +472,7 @@ def test_generate_interrupted_shows_the_tokens_so_far(tmp_path):
         assert process.stdout is not None
         assert process.stdout.read(3) == b"18 "
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130 and out == b"\n" and b"after 1 tokens" in err
 
 

@@ -15,6 +15,7 @@ from rollout.metrics.definitions import HISTOGRAMS, METRICS, VERSION_METRICS
 from scripts.dashboard.layout import LAYOUT, Panel, panels
 from scripts.dashboard.offline_run import OfflineRun, read_offline_run
 from scripts.dashboard.picture import series, write_dashboard
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 ENVIRON = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
@@ -22,7 +23,7 @@ ENVIRON = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "ke
 
 def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", f"scripts.dashboard.{name}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRON, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRON, cwd=ROOT)
 
 
 def test_every_metric_is_in_the_panel_that_it_declares():
@@ -42,7 +43,7 @@ def test_the_view_has_the_panels_of_the_layout():
     model = "workspace('e', 'p', 'n')._to_model().model_dump_json(by_alias=True)"
     code = f"from scripts.dashboard.wandb_view import workspace; print({model})"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRON, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRON, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     view = json.loads(done.stdout.splitlines()[-1])
     sections = view["spec"]["section"]["panelBankConfig"]["sections"]

@@ -53,5 +53,5 @@ def test_an_entry_and_the_place_where_the_number_arises_are_enough(tmp_path: Pat
     thread.start()
     thread.put(1, counted.report())
     assert "rollout_kv_evictions_total 3.0" in get(page.url)[1]
-    assert thread.close(deadline_s=10)
+    assert thread.close(deadline_s=60)
     assert json.loads(path.read_text())["kv/evictions"] == 3

@@ -82,7 +82,7 @@ def test_jsonl_has_buckets_with_something_in_them_and_versions_that_ended(tmp_pa
         if swap:
             meter.swap(clock.now - 0.01, clock.now, 4)
         thread.put(1, meter.report(), histograms=meter.histograms(), versions=meter.ended_versions())
-    assert thread.close(deadline_s=10)
+    assert thread.close(deadline_s=60)
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert first["completion/length"] == [[9, 12, 2], [769, 1024, 1]] and "versions" not in first
     assert "completion/length" not in second
@@ -99,7 +99,7 @@ def test_prometheus_has_a_histogram_since_the_start():
                 meter.completion(length)
             meter.observe("request/seconds", 3.0)
             sink.write(reported(meter))
-        text = urllib.request.urlopen(sink.url, timeout=10).read().decode()
+        text = urllib.request.urlopen(sink.url, timeout=60).read().decode()
     finally:
         sink.close()
     families = {family.name: family for family in text_string_to_metric_families(text)}

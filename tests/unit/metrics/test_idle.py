@@ -256,7 +256,7 @@ def driver(tmp_path):
 def test_an_engine_without_requests_says_so(driver):
     driver.submit("a", [1, 2, 3], 4, SamplingParams())
     driver.finish()
-    ended_s, before_s = time.perf_counter(), driver.engine.meter.idle_seconds()
+    before_s, ended_s = driver.engine.meter.idle_seconds(), time.perf_counter()
     time.sleep(0.01)
     driver.submit("b", [1, 2, 3], 4, SamplingParams())
     waited_s = time.perf_counter() - ended_s
@@ -272,6 +272,7 @@ def test_an_engine_that_swaps_weights_says_so(tmp_path):
     driver.submit("a", [1, 2, 3], 20, SamplingParams())
     driver.finish()
     driver.engine.tick()
-    swapped_s = driver.engine.meter.totals()["gpu/bubble_pct/swap"] / 100 * driver.engine.meter.totals()["total/wall_s"]
+    totals = driver.engine.meter.totals()
+    swapped_s = totals["gpu/bubble_pct/swap"] / 100 * totals["total/wall_s"]
     assert receiver.pause_s > 0.015 and swapped_s == pytest.approx(receiver.pause_s, rel=0.05)
     driver.close()

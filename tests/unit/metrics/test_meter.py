@@ -213,6 +213,12 @@ def test_recent_steps_are_the_last_ones_oldest_first():
     assert [step.start_s for step in meter.recent_steps()] == [102.0, 103.0, 104.0]
 
 
+def traced_bytes() -> int:
+    """What the meter and this test have allocated, and no thread of another test."""
+    ours = [tracemalloc.Filter(True, f"*{folder}*") for folder in ("/rollout/metrics/", "/unit/metrics/", "<string>")]
+    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces)
+
+
 def test_memory_does_not_grow_with_steps():
     meter = Meter(Clock(), keep_steps=100)
 
@@ -225,12 +231,12 @@ def test_memory_does_not_grow_with_steps():
     tracemalloc.start()
     try:
         run(3000, 1000)
-        before = tracemalloc.get_traced_memory()[0]
+        before = traced_bytes()
         run(4000, 5000)
-        grown = tracemalloc.get_traced_memory()[0] - before
+        grown = traced_bytes() - before
     finally:
         tracemalloc.stop()
-    assert grown < 20_000  # bytes; a number kept for each step takes 120,000, and other threads take some
+    assert grown < 20_000  # bytes; a number kept for each step takes 120,000
 
 
 def test_a_step_costs_microseconds():
@@ -238,8 +244,8 @@ def test_a_step_costs_microseconds():
     records = [record(100 + i * 0.01, 100 + i * 0.01 + 0.008) for i in range(2000)]
     best = float("inf")
     for first in range(0, 2000, 200):
-        began = time.perf_counter()
+        began = time.thread_time()  # others use the machine, too
         for one in records[first : first + 200]:
             meter.step(one)
-        best = min(best, (time.perf_counter() - began) / 200)
-    assert best < 20e-6
+        best = min(best, (time.thread_time() - began) / 200)
+    assert best < 40e-6  # 4 us on a slow core; with what grows with the steps it would be far more

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import statistics
 import time
 from collections.abc import Callable
 
@@ -23,10 +25,10 @@ BUDGET_S = 24e-6
 
 
 class ClockedStream(CpuStream):
-    """A stream whose thread notes how long its work took."""
+    """A stream whose thread notes when it worked."""
 
     def __init__(self, name: str) -> None:
-        self.busy_s = 0.0
+        self.worked: list[tuple[float, float]] = []
         super().__init__(name)
 
     def run(self, work: Callable[[], object]) -> None:
@@ -35,7 +37,7 @@ class ClockedStream(CpuStream):
             try:
                 work()
             finally:
-                self.busy_s += time.perf_counter() - began_s
+                self.worked.append((began_s, time.perf_counter()))
 
         super().run(clocked)
 
@@ -75,13 +77,20 @@ def test_the_active_time_is_what_the_compute_thread_worked(driver, depth):
     driver.depth(depth)
     generate(driver, 20)  # whatever is done once is done
     compute, meter = driver.device.streams["compute"], driver.engine.meter
-    before_s, worked_s = meter.totals(), compute.busy_s
+    before, done = meter.totals(), meter.steps
+    compute.worked.clear()
     generate(driver, 300)
-    after_s = meter.totals()
-    active_s = [totals["gpu/run/active_pct"] / 100 * totals["total/wall_s"] for totals in (before_s, after_s)]
-    worked_s = compute.busy_s - worked_s
-    # A span holds the step's work and what the thread does between two closures: microseconds a step, or a lost core.
-    assert worked_s <= active_s[1] - active_s[0] <= 1.25 * worked_s + 0.02
+    after, steps = meter.totals(), meter.recent_steps()[done:]
+    active_s = [totals["gpu/run/active_pct"] / 100 * totals["total/wall_s"] for totals in (before, after)]
+    assert active_s[1] - active_s[0] == pytest.approx(sum(step.ran_s for step in steps))
+    begun_s, worked_s = [step.start_s for step in steps], [0.0] * len(steps)
+    for began_s, ended_s in compute.worked:
+        at = bisect.bisect_right(begun_s, began_s) - 1
+        assert at >= 0 and ended_s <= steps[at].end_s, "all work is part of a step"
+        worked_s[at] += ended_s - began_s
+    # A span holds the step's work and what the thread does between two closures: microseconds, or a lost core.
+    between_s = [step.ran_s - seconds for step, seconds in zip(steps, worked_s, strict=True)]
+    assert 0 < statistics.median(between_s) <= 0.25 * statistics.median(worked_s)
 
 
 def test_active_and_idle_time_add_up_to_the_wall_time(driver):

@@ -24,14 +24,20 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Every stage takes long enough for the log."""
+    """Every stage takes long enough for the log, and has one line while it lasts."""
     monkeypatch.setattr("rollout.process.progress._QUICK_S", 0.0)
+    monkeypatch.setattr("rollout.process.progress._EVERY_S", 600.0)
+
+
+def lines_of(caplog) -> list[logging.LogRecord]:
+    """Without what a thread of another test may still say."""
+    return [record for record in caplog.records if record.name == "rollout.progress"]
 
 
 def until_said(caplog, messages: int) -> None:
     """Wait for the timer's thread."""
     until_s = time.monotonic() + 60
-    while len(caplog.records) < messages:
+    while len(lines_of(caplog)) < messages:
         assert time.monotonic() < until_s, "nothing is said"
         time.sleep(0.001)
 
@@ -46,7 +52,7 @@ def run(caplog, messages: int) -> None:
 def test_without_a_terminal_a_long_stage_is_a_line_while_it_lasts_and_one_at_its_end(slow, caplog, capsys):
     with caplog.at_level(logging.INFO, "rollout"):
         run(caplog, 1)
-    begun, ended = caplog.records
+    begun, ended = lines_of(caplog)
     assert begun.stage == ended.stage == "loading weights"
     assert ended.took_s >= 0 and not hasattr(begun, "took_s")
     assert capsys.readouterr() == ("", ""), "no bar"
@@ -54,14 +60,14 @@ def test_without_a_terminal_a_long_stage_is_a_line_while_it_lasts_and_one_at_its
 
 def test_a_quick_stage_leaves_no_line_and_no_thread(caplog, monkeypatch):
     monkeypatch.setattr("rollout.process.progress._QUICK_S", 600.0)  # this one is quick, on the busiest machine
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     with caplog.at_level(logging.INFO, "rollout"):
         run(caplog, 0)
         with pytest.raises(ValueError, match="no room"), stage("preparing"):
             raise ValueError("no room")
-    assert caplog.records == []
+    assert lines_of(caplog) == []
     until_s = time.monotonic() + 60  # less than the timers would take
-    while threading.active_count() > threads:
+    while set(threading.enumerate()) - threads:
         assert time.monotonic() < until_s
         time.sleep(0.001)
 
@@ -74,17 +80,19 @@ def test_on_a_terminal_a_stage_is_a_bar_on_stderr_only(slow, caplog, capsys, mon
         run(caplog, 0)
     assert "loading weights" in terminal.getvalue() and "100%" in terminal.getvalue()
     assert capsys.readouterr().out == ""
-    (ended,) = caplog.records  # the bar is the begin
+    (ended,) = lines_of(caplog)  # the bar is the begin
     assert ended.stage == "loading weights" and ended.took_s >= 0
 
 
 _SCRIPT = """
-import sys, time, rollout.process.progress
+import sys, threading, time, rollout.process.progress
 rollout.process.progress._QUICK_S, rollout.process.progress._EVERY_S = 0.05, 0.05
-said, write = [], sys.stderr.write
-sys.stderr.write = lambda text: (said.append(text), write(text))[1]
+said, write, advanced = [], sys.stderr.write, threading.Event()
+# The first line waits for the call: the lines after it tell its figures, however late it comes.
+sys.stderr.write = lambda text: (advanced.wait(), said.append(text), write(text))[2]
 with rollout.process.progress.stage("measuring", quiet=len(sys.argv) > 1) as advance:
     advance(1, 4)
+    advanced.set()
     while len(sys.argv) == 1 and not any("%" in text for text in said):
         time.sleep(0.01)
     time.sleep(0.2)
@@ -108,15 +116,16 @@ def test_lines_in_a_log_have_their_figures_as_data(slow, caplog, monkeypatch):
     monkeypatch.setattr("rollout.process.progress._EVERY_S", 0.01)
     with caplog.at_level(logging.INFO, "rollout"), stage("fetching") as advance:
         advance(3, 12)
-        until_said(caplog, 3)
-    told = caplog.records[2]  # the second line may be older than the call
+        newer = len(lines_of(caplog)) + 1  # one line may be under way, and older than the call
+        until_said(caplog, newer + 1)
+    told = lines_of(caplog)[newer]
     assert (told.stage, told.done, told.total) == ("fetching", 3, 12)
-    assert caplog.records[-1].stage == "fetching" and caplog.records[-1].took_s >= 0
+    assert lines_of(caplog)[-1].stage == "fetching" and lines_of(caplog)[-1].took_s >= 0
 
 
 def test_a_stage_that_fails_is_not_said_to_have_ended(slow, caplog):
     with caplog.at_level(logging.INFO, "rollout"), pytest.raises(ValueError, match="no room"), stage("preparing"):
         until_said(caplog, 1)
         raise ValueError("no room")
-    (begun,) = caplog.records
+    (begun,) = lines_of(caplog)
     assert begun.stage == "preparing" and not hasattr(begun, "took_s")

@@ -73,13 +73,12 @@ class Group:
 
     def pack(self, plan: AdapterPlan, tensors: Any) -> AdapterWeights:
         """An adapter in a place; the follower forgets others meanwhile."""
-        since_s = time.monotonic()
 
         def packed() -> AdapterWeights | None:
             self.carry_out()
-            return self.adapters.pack(plan, tensors, since_s)
+            return self.adapters.pack(plan, tensors, time.monotonic())
 
-        return until(packed, "a place", 30)
+        return until(packed, "a place")
 
     @property
     def memory_bytes(self) -> int:
@@ -109,7 +108,7 @@ class Group:
             self.carry_out()
             return found
 
-        until(asked, "the follower's part", 30)
+        until(asked, "the follower's part")
 
 
 @pytest.fixture(scope="module")
@@ -227,14 +226,13 @@ def test_without_an_answer_of_the_follower_no_place_is_used_again(start: Any) ->
     group.forgets = False
     for _ in range(MOST + 8):
         group.ready(group.pack(plan, tensors))
-    until(lambda: group.carry_out() or FORGET in group.kinds, "an order to forget", 30)
-    since_s = time.monotonic()
-    assert group.adapters.pack(plan, tensors, since_s) is None
+    until(lambda: group.carry_out() or FORGET in group.kinds, "an order to forget")
+    assert group.adapters.pack(plan, tensors, time.monotonic()) is None
     with pytest.raises(Overloaded, match="in a moment") as refused:
-        group.adapters.pack(plan, tensors, since_s - 11.0)
+        group.adapters.pack(plan, tensors, time.monotonic() - 11.0)
     assert refused.value.retry_after_s == 1.0
     group.reports.set(0, "forgotten", 1)
-    until(lambda: group.adapters.pack(plan, tensors, since_s), "the place of the forgotten one", 30)
+    until(lambda: group.adapters.pack(plan, tensors, time.monotonic()), "the place of the forgotten one")
 
 
 def test_a_dropped_adapter_gives_its_memory_back_at_once(start: Any) -> None:
@@ -249,7 +247,7 @@ def test_a_dropped_adapter_gives_its_memory_back_at_once(start: Any) -> None:
             request += [adapter, request]
             assert group.memory_bytes > before
             table.drop("one")
-            until(lambda: group.carry_out() or group.memory_bytes == before, "the memory to be given back", 30)
+            until(lambda: group.carry_out() or group.memory_bytes == before, "the memory to be given back")
     finally:
         gc.enable()
 
@@ -260,7 +258,7 @@ def test_two_threads_may_have_an_adapter_each(start: Any) -> None:
     first, second = (group.pack(plan, tensors) for _ in range(2))
     assert not group.adapters.ready(second) and not group.adapters.ready(first)
     group.carry_out()
-    until(lambda: group.adapters.ready(second), "the second one", 30)
+    until(lambda: group.adapters.ready(second), "the second one")
     assert group.kinds == [ADAPTER]
     group.ready(first)
     assert group.kinds == [ADAPTER, ADAPTER] and group.adapters.ready(second)
@@ -298,7 +296,7 @@ def test_a_folder_is_loaded_when_all_ranks_have_their_parts(start: Any, made: An
         group.carry_out()
         return bool(loaded)
 
-    until(taken, "the load", 30)
+    until(taken, "the load")
     ((weights, everywhere),) = loaded
     assert everywhere and group.kinds == [ADAPTER]
     assert weights.parts.keys() == group.follower.weights(1).parts.keys()
@@ -312,7 +310,7 @@ def sent_by_the_bridge(group: Group, spec: Any, folder: Path) -> Iterator[tuple[
     target = AdapterTarget(shard, 4, torch.float32, False, AdapterRegistry(MOST), group.adapters)
     with Worker(adapters=target) as worker, WeightPublisher(worker.endpoint) as publisher:
         update = publisher.publish(tensors, 1, adapter="sent", adapter_config=config)
-        until(lambda: group.reader.wait(0.0), "the order to the follower", 30)
+        until(lambda: group.reader.wait(0.0), "the order to the follower")
         yield worker, update
 
 
@@ -323,7 +321,7 @@ def test_an_adapter_by_the_bridge_is_in_use_when_all_ranks_have_their_parts(star
             update.applied(EARLY_S)
         assert worker.updates == [] and worker.status()["state"] == "receiving"
         group.carry_out()
-        until(lambda: rank_1_has(group, 1), "the follower's part", 30)
+        until(lambda: rank_1_has(group, 1), "the follower's part")
         update.applied(60)
         assert [taken.name for taken in worker.updates] == ["sent"]
 
@@ -372,7 +370,7 @@ def test_who_waits_for_an_adapter_waits_for_all_ranks(start: Any) -> None:
     waits.join(EARLY_S)
     assert waits.is_alive(), "the follower still copies"
     group.reports.set(0, "wrote", 1)
-    waits.join(30)
+    waits.join(60)
     assert not waits.is_alive() and table.ready(adapter)
 
 
@@ -386,7 +384,7 @@ def test_weights_that_a_rank_still_copies_are_not_let_go(start: Any) -> None:
     assert FORGET not in group.kinds
     group.reports.set(0, "wrote", 1)
     assert not table.let_go()
-    until(lambda: group.carry_out() or FORGET in group.kinds, "the order to forget the first one", 30)
+    until(lambda: group.carry_out() or FORGET in group.kinds, "the order to forget the first one")
 
 
 @pytest.mark.parametrize("idle", [True, False])
@@ -420,7 +418,7 @@ def test_a_place_whose_memory_stays_taken_is_used_again(start: Any, caplog: pyte
     for _ in range(2 * (MOST + 8)):
         group.pack(plan, tensors)  # it is dropped at once
         group.adapters._map, memory = Stubborn(), group.adapters._map  # type: ignore[assignment]
-        until(lambda: group.carry_out() or len(group.adapters._free) == MOST + 8, "the place", 30)
+        until(lambda: group.carry_out() or len(group.adapters._free) == MOST + 8, "the place")
         group.adapters._map = memory
     assert "cannot be given back" in caplog.text
 
@@ -441,10 +439,10 @@ def test_a_refused_load_leaves_nothing_to_the_collector(start: Any, made: Any) -
     try:
         for _ in range(3):
             loads.load(peer, folder.name, lambda _: None, lambda _, error: refusals.append(f"{error}"))
-            until(lambda: group.carry_out() or not posted.empty(), "the refusal", 30)
+            until(lambda: group.carry_out() or not posted.empty(), "the refusal")
             finish = posted.get()
             finish()
-            until(lambda: group.carry_out() or len(group.adapters._free) == MOST + 8, "the place", 30)
+            until(lambda: group.carry_out() or len(group.adapters._free) == MOST + 8, "the place")
     finally:
         gc.enable()
         loads.close()

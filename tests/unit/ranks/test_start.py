@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from rollout.ranks.start import (
     StartProgress,
     StartWatch,
 )
+from rollout.ranks.thread_stat import thread_stat
+from tests.support.worker.harness import until
 
 LIMIT_S, LOOK_S = 32.0, 0.25
 
@@ -157,35 +160,46 @@ if pid == 0:
 """
 
 
-def looks_of(code: str, path: Path, on_cpu: bool = True) -> list[StartLook]:
-    """Looks at a process that runs this code, over a second."""
+def looks_of(
+    code: str, path: Path, enough: Callable[[list[StartLook]], bool], state: str = "", on_cpu: bool = True
+) -> list[StartLook]:
+    """Looks at a process that runs this code, until they are enough; from when it is in a state, if one is given."""
     command, looks = [sys.executable, "-c", code, str(path)], []
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"\n"
-            for _ in range(20):
+            until(lambda: state in ("", thread_stat(process.pid, process.pid).state), f"state {state}")
+
+            def looked() -> bool:
                 time.sleep(0.05)
                 looks.append(look_at_start(process.pid, LOADING, 1, 2, on_cpu))
+                return enough(looks)
+
+            until(looked, "what shows")
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     return looks
 
 
 def test_a_process_that_sleeps_shows_no_sign(tmp_path: Path) -> None:
-    looks = looks_of(_SLEEPS, tmp_path)
-    assert looks[-1].read_bytes == looks[4].read_bytes > 0  # of its imports
-    assert looks[-1].cpu_s - looks[4].cpu_s < 0.05 and not any(look.waits_for_disk for look in looks[4:])
+    looks = looks_of(_SLEEPS, tmp_path, lambda looks: len(looks) == 20, state="S")
+    assert looks[-1].read_bytes == looks[0].read_bytes > 0  # of its imports
+    assert looks[-1].cpu_s - looks[0].cpu_s < 0.05 and not any(look.waits_for_disk for look in looks)
     assert looks[0].place == StartPlace(LOADING, True, 1) and looks[0].total == 2
 
 
 def test_a_process_that_reads_shows_bytes_and_time_of_the_kernel(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * (8 << 20))
-    looks = looks_of(_READS, tmp_path / "file", on_cpu=False)
-    assert looks[-1].read_bytes > looks[0].read_bytes and looks[-1].cpu_s > looks[0].cpu_s
+
+    def both(looks: list[StartLook]) -> bool:
+        return looks[-1].read_bytes > looks[0].read_bytes and looks[-1].cpu_s > looks[0].cpu_s
+
+    assert both(looks_of(_READS, tmp_path / "file", both, on_cpu=False))
 
 
 def test_a_process_in_the_kernel_that_cannot_be_interrupted_waits_for_a_disk(tmp_path: Path) -> None:
-    assert looks_of(_WAITS, tmp_path)[-1].waits_for_disk  # the state of a page fault, here of a parent in vfork
+    looks = looks_of(_WAITS, tmp_path, lambda looks: len(looks) == 20, state="D")
+    assert all(look.waits_for_disk for look in looks)  # the state of a page fault, here of a parent in vfork
 
 
 def test_a_process_that_has_ended_shows_nothing() -> None:
