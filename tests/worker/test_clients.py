@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import check, rollout, subprocess_environment, text_of, token_ids, until
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
@@ -18,7 +19,7 @@ from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.wire.errors import ConnectionLost
 
 Two = tuple[WorkerProcess, WorkerProcess]
-LONG = {"max_tokens": 3000, "stream": "tokens", "stream_every": 16}
+LONG = {"max_tokens": 30_000, "stream": "tokens", "stream_every": 16}
 
 
 @pytest.fixture
@@ -126,7 +127,11 @@ def test_a_worker_that_is_not_there_is_a_lost_connection(worker: WorkerProcess) 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        rollout(*arguments), capture_output=True, text=True, timeout=60, env=subprocess_environment(COLUMNS="200")
+        rollout(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=subprocess_environment(COLUMNS="200"),
     )
 
 

@@ -13,14 +13,14 @@ from tests.support.worker.harness import ROOT, facts, rollout, subprocess_enviro
 from tests.support.worker.wandb_file import history_keys
 
 CORRUPTING = [sys.executable, str(ROOT / "tests/support/worker/corrupting_worker.py")]
-TOKENS = 1200
+TOKENS = 3000  # so many that the update comes before their end on a busy machine, too
 
 
 def run_demo(folder: Path, *more: str) -> tuple[subprocess.CompletedProcess, dict]:
     """A small demo, and its report."""
     small = ["--out", str(folder), "--prompts", "17:", "980:", "--n", "2", "--tokens", str(TOKENS)]
     environ = subprocess_environment(HOME=str(folder), COLUMNS="160")
-    done = subprocess.run(rollout("demo", *small, *more), capture_output=True, text=True, timeout=200, env=environ)
+    done = subprocess.run(rollout("demo", *small, *more), capture_output=True, text=True, timeout=270, env=environ)
     return done, json.loads((folder / "report.json").read_text())
 
 

@@ -174,7 +174,7 @@ def test_a_full_queue_is_overloaded_and_says_when_to_come_back(client: RolloutCl
 
 
 def test_an_id_in_flight_is_a_duplicate_and_an_unknown_one_is_not_found(client: RolloutClient) -> None:
-    with client.generate("17:", max_tokens=2000, stream="tokens", request_id="mine") as stream:
+    with client.generate("17:", max_tokens=30_000, stream="tokens", request_id="mine") as stream:
         next(stream)
         with RolloutClient(client.endpoints[0], timeout_s=60) as stranger:
             with pytest.raises(NotFound):  # a request of another client
@@ -191,7 +191,7 @@ def test_an_id_in_flight_is_a_duplicate_and_an_unknown_one_is_not_found(client: 
 def test_a_duplicate_has_its_class(worker: WorkerProcess) -> None:
     names = {"client": "same", "timeout_s": 60.0}
     with RolloutClient(worker.endpoint, **names) as one, RolloutClient(worker.endpoint, **names) as other:
-        with one.generate("17:", max_tokens=2000, stream="tokens", request_id="d") as stream:
+        with one.generate("17:", max_tokens=30_000, stream="tokens", request_id="d") as stream:
             next(stream)
             with pytest.raises(Duplicate) as caught:
                 other.generate("18:", request_id="d")

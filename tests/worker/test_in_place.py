@@ -16,7 +16,7 @@ from trainer_bridge.wire.errors import Unavailable
 
 @pytest.fixture(scope="module")
 def in_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    with launch(log=tmp_path_factory.mktemp("in_place") / "log", apply="in_place", idle_s=5.0) as worker:
+    with launch(log=tmp_path_factory.mktemp("in_place") / "log", apply="in_place", idle_s=15.0) as worker:
         yield worker
 
 

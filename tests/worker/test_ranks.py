@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.families import make_checkpoint
 from tests.support.tokenizer_folder import make_tokenizer_folder
-from tests.support.worker.harness import assert_idle
+from tests.support.worker.harness import assert_idle, paused_amid
 from tests.support.worker.rank_pair import LOGPROB, Pair, assert_all_equal, start_pair
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -120,9 +120,7 @@ def test_an_update_amid_a_completion_is_swapped_by_all_ranks_or_by_none(pair: Pa
             WeightPublisher(worker.endpoint, bucket_bytes=1 << 14) as publisher,
             RolloutClient(worker.endpoint, timeout_s=120) as client,
         ):
-            stream = client.generate(**greedy | {"max_tokens": 170}, stream="tokens")
-            next(stream)
-            client.pause("keep")
+            stream = paused_amid(client, **greedy | {"max_tokens": 170})
             (report,) = publisher.publish(new, 1).applied(60)
             assert report.version == 1
             client.resume()

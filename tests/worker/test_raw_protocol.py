@@ -107,20 +107,26 @@ def test_stream_of_completions_has_one_chunk_each_and_the_short_ones_come_first(
 
 
 def test_many_requests_of_one_connection_are_in_flight_together(raw: RawClient) -> None:
-    raw.send("generate", "long", prompt="17:", max_tokens=1500)
-    raw.send("generate", "short", prompt="17:", max_tokens=4)
+    raw.ask("pause", "pause")  # else the first could be over before the last is sent
+    raw.send("generate", "long", prompt=token_ids("17:"), max_tokens=500)
+    raw.send("generate", "short", prompt=token_ids("17:"), max_tokens=4)
     raw.send("ping", "p")
-    assert [raw.receive()["id"] for _ in range(3)] == ["p", "short", "long"]
+    raw.send("resume", "resume")
+    assert [raw.receive()["id"] for _ in range(4)] == ["p", "resume", "short", "long"]
 
 
-def test_the_same_message_again_is_the_same_request_and_another_is_a_duplicate(worker: WorkerProcess) -> None:
-    request = {"prompt": "17:", "max_tokens": 1500, "client": "me", "sampling": {"temperature": 30.0}}
-    request["stop"] = {"ignore_eos": True}  # still running when the other messages come
+def test_the_same_message_again_is_the_same_request_and_another_is_a_duplicate(
+    worker: WorkerProcess, raw: RawClient
+) -> None:
+    request = {"prompt": "17:", "max_tokens": 500, "client": "me", "sampling": {"temperature": 30.0}}
+    request["stop"] = {"ignore_eos": True}
+    raw.ask("pause", "p")  # it is not to be over before the other messages come
     with RawClient(worker.endpoint) as one, RawClient(worker.endpoint) as other:
         one.send("generate", "same", **request)
         other.send("generate", "same", **request)
-        refused = other.ask("generate", "same", **{**request, "max_tokens": 1501})
+        refused = other.ask("generate", "same", **{**request, "max_tokens": 501})
         assert (refused["op"], refused["code"], refused["field"]) == ("error", "duplicate", "id")
+        raw.ask("resume", "r")
         with RawClient(worker.endpoint) as stranger:  # another client may use the id
             reply = stranger.ask("generate", "same", prompt="17:", max_tokens=4, client="you")
             assert reply["op"] == "result"

@@ -42,7 +42,7 @@ def build_update(version: int) -> tuple[dict, list[bytes]]:
 @pytest.mark.parametrize("damage", [None, "check", "checksums", "a bucket is missing"])
 def test_an_update_by_hand(weights_worker: WorkerProcess, ledger: dict[int, int], damage: str | None) -> None:
     with RawClient(weights_worker.endpoint) as raw, zmq.Context() as context, context.socket(zmq.DEALER) as data:
-        data.linger, data.rcvtimeo = 0, 30_000
+        data.linger, data.rcvtimeo = 0, 60_000
         before = raw.ask("weights", "s", action="status")
         assert before["op"] == "ok" and before["state"] == "idle" and {"zmq", "disk"} <= set(before["transports"])
         version = before["version"] + 1

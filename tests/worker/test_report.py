@@ -71,7 +71,7 @@ def test_reports_are_on_the_page_for_prometheus(worker: WorkerProcess, reporter:
     pytest.importorskip("prometheus_client")
 
     def page() -> dict[str, float]:
-        with urllib.request.urlopen(facts(worker.log_path)[0]["metrics_url"], timeout=10) as reply:
+        with urllib.request.urlopen(facts(worker.log_path)[0]["metrics_url"], timeout=60) as reply:
             lines = [line.rsplit(" ", 1) for line in reply.read().decode().splitlines() if line[0] != "#"]
         return {name: float(value) for name, value in lines}
 

@@ -21,7 +21,7 @@ from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import GenerateResult, read_chunk
 from trainer_bridge.wire.errors import BadRequest, Duplicate, NotFound
 
-LEASE_S = 1.0
+LEASE_S = 4.0
 CLIENT_SCRIPT = """
 import sys, msgpack, zmq
 endpoint, client, stream = sys.argv[1:]
@@ -32,6 +32,8 @@ if client:
     request["client"] = client
 if stream:
     request |= {"stream": "tokens", "stream_every": 4}
+print("there", flush=True)
+sys.stdin.readline()
 socket.send(msgpack.packb(request))
 for i in range(3 if stream else 0):
     socket.recv_multipart()
@@ -43,7 +45,8 @@ sys.stdin.read()
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     log = tmp_path_factory.mktemp("results") / "worker.log"
-    with launch(log=log, max_rows=48, max_context_tokens=32_768, lease_s=LEASE_S, max_results=64) as worker:
+    flags = {"lease_s": LEASE_S, "max_results": 64, "kv_memory_max_gib": 1 / 8}
+    with launch(log=log, max_rows=48, max_context_tokens=32_768, **flags) as worker:
         yield worker
 
 
@@ -52,6 +55,18 @@ def worker(shared: WorkerProcess) -> Iterator[WorkerProcess]:
     """A worker of this file's own; idle again when a test is over."""
     yield shared
     assert_idle(shared)
+
+
+def send_all(clients: list[subprocess.Popen[bytes]]) -> None:
+    """Have processes of the script send their requests at about the same time, and wait until all have."""
+    for process in clients:
+        assert process.stdout is not None and process.stdout.readline() == b"there\n"
+    for process in clients:
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    for process in clients:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
 
 
 def same(one: GenerateResult, two: GenerateResult) -> bool:
@@ -75,8 +90,7 @@ def test_twenty_killed_clients_leave_nothing_behind(worker: WorkerProcess, tmp_p
     ]
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         before = client.status()["reclaimed"]
-        for process in clients:
-            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        send_all(clients)
         until(lambda: client.status()["rows"]["running"] == 40, "all to run at once")
         for process in clients:
             process.send_signal(signal.SIGKILL)
@@ -103,7 +117,7 @@ def test_killed_client_that_is_back_in_time_gets_the_whole_result(worker: Worker
         stdout=subprocess.PIPE,
         env=subprocess_environment(),
     )
-    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    send_all([process])
     process.kill()
     with RolloutClient(worker.endpoint, client="back", timeout_s=60.0) as client:
         result = client.attach("r")
@@ -183,11 +197,13 @@ def test_a_request_sent_twice_is_one_request(worker: WorkerProcess) -> None:
 
 def test_detached_request_goes_on_without_its_client(worker: WorkerProcess) -> None:
     with RolloutClient(worker.endpoint, client="leaves", timeout_s=60.0) as client:
+        client.pause()  # both are to be unfinished when their client leaves
         client.generate("17:", max_tokens=800, stream="tokens", request_id="stays", detached=True)
         client.generate("17:", max_tokens=30_000, stream="tokens", request_id="goes")
-        until(lambda: client.status()["rows"]["running"] == 2, "both to run")
+        until(lambda: client.status()["queue"]["waiting"] == 2, "both")
+        client.resume()
     with RolloutClient(worker.endpoint, timeout_s=60.0) as other:
-        until(lambda: other.status()["rows"]["running"] == 0, "them to end", 30.0)
+        until(lambda: other.status()["rows"]["running"] == 0, "them to end")
     with RolloutClient(worker.endpoint, client="leaves", timeout_s=60.0) as client:
         (stays,), (goes,) = client.attach("stays").completions, client.attach("goes").completions
         assert (stays.finish_reason, len(stays), goes.finish_reason) == ("length", 800, "cancelled")

@@ -70,8 +70,10 @@ def test_a_worker_that_is_killed_comes_back_and_the_other_goes_on(pair: WorkerPr
         next(other)  # nothing has happened to it
         other.cancel()
         (completion,) = other.wait().completions
-        assert completion.finish_reason == "cancelled" and len(completion) > len(partial)
+        # It may be over by now: on a busy machine a start takes long.
+        assert completion.finish_reason in ("cancelled", "length") and len(completion) > len(partial)
         check("17:", completion, STEPS)
+    until(lambda: len(says(pair)) >= said + 2, "both events")
     events = [(fact["event"], fact.get("worker"), fact.get("status")) for fact in says(pair)[said:]]
     assert events == [("worker_ended", 0, -signal.SIGKILL), ("worker_ready", 0, None)]
 
@@ -165,7 +167,7 @@ if place == "0" and os.environ["GO"] == "never":
     sys.exit(status)
 told = {"event": "ready", "endpoint": flags["--bind"], "weights_endpoint": "x", "pid": os.getpid(), "model": "m"}
 if place == "1":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # not the end of Python, in which another one would kill
 path = flags["--ready-file"]
 open(path + ".part", "w").write(json.dumps(told | {"weights_version": 0}))
 said = " ".join(["started", place, flags["--restarts"], str(os.environ.get("RANK"))])
@@ -217,7 +219,7 @@ class Supervised:
 
 def test_a_worker_that_was_never_ready_ends_all_with_its_status(tmp_path: Path) -> None:
     environ = subprocess_environment(STATUS="7", STALL_S="8", GO="never", READY=str(tmp_path / "ready.json"))
-    done = subprocess.run([sys.executable, "-c", SUPERVISE], capture_output=True, text=True, env=environ, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SUPERVISE], capture_output=True, text=True, env=environ, timeout=150)
     assert done.returncode == 7 and "a worker ended before it could serve" in done.stderr
     (ended,) = map(json.loads, done.stdout.splitlines())  # and no `ready`
     assert ended["workers"][0]["status"] == 7
@@ -257,8 +259,8 @@ def test_a_worker_that_ended_in_order_stays_away(tmp_path: Path) -> None:
 
 def test_a_stopped_worker_is_killed_and_started_again(tmp_path: Path) -> None:
     supervised = Supervised(tmp_path, status=3)
-    os.kill(supervised.ready["workers"][1]["pid"], signal.SIGSTOP)
     stopped_s = time.monotonic()
+    os.kill(supervised.ready["workers"][1]["pid"], signal.SIGSTOP)
     assert supervised.next() == {"event": "worker_ended", "worker": 1, "status": -signal.SIGKILL, "restart_in_s": 0.01}
     assert time.monotonic() - stopped_s > 5.8  # a look counts up to 0.1 s, a part of it perhaps before the stop
     assert supervised.next()["event"] == "worker_ready"

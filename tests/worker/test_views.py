@@ -25,6 +25,7 @@ from rollout.top.poller import Poller
 from rollout.top.screen import Screen
 from tests.support.chrome_format import check_chrome_trace
 from tests.support.http_page import get
+from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import ONES, facts, launch, rollout, subprocess_environment, until
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
@@ -35,7 +36,7 @@ LONG = {"max_tokens": 20_000, "stream": "tokens", "stream_every": 8}
 
 def page(worker: WorkerProcess) -> dict[str, float]:
     url = facts(worker.log_path)[0]["metrics_url"]
-    with urllib.request.urlopen(url, timeout=10) as reply:
+    with urllib.request.urlopen(url, timeout=60) as reply:
         assert reply.status == 200 and reply.headers["Content-Type"].startswith("text/plain")
         lines = [line for line in reply.read().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
@@ -47,9 +48,14 @@ def page(worker: WorkerProcess) -> dict[str, float]:
 def test_the_page_has_every_metric_of_the_report(worker: WorkerProcess, client: RolloutClient) -> None:
     pytest.importorskip("prometheus_client")
     before = client.status()["tokens"]
-    client.generate("17:", n=3, max_tokens=40)
-    ended = "rollout_completion_finish_reason_length_total"
-    steps = until(lambda: (now := page(worker)).get(ended, 0) >= 3 and now, "a report with all three completions")
+
+    def at_work() -> dict[str, float] | None:
+        client.generate("17:", n=3, max_tokens=40)  # each time: an interval without steps has no times of them
+        now = page(worker)
+        ended = now.get("rollout_completion_finish_reason_length_total", 0)
+        return now if ended >= 3 and now["rollout_step_decode_ms"] > 0 else None
+
+    steps = until(at_work, "a report with all three completions")
     always = [metric for metric in METRICS if not metric.name.startswith("mismatch/")]  # these once a trainer reports
     assert {prometheus_name(metric) for metric in always} <= steps.keys()
     assert steps[f'rollout_worker_info{{model="{ONES}"}}'] == 1.0 and steps["rollout_step_decode_ms"] > 0
@@ -69,7 +75,9 @@ def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path: Path) -> No
             "--metrics-port",
             str(port),
         ]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=subprocess_environment())
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, env=subprocess_environment()
+        )
     assert ended.returncode == 1 and ended.stdout == ""
     line = ended.stderr.splitlines()[-1]
     assert line.startswith(f"rollout: cannot serve metrics at 127.0.0.1:{port}: Address already in use")
@@ -104,7 +112,7 @@ def test_an_unknown_wandb_mode_ends_the_start_with_one_line(workers: str, tmp_pa
     environment = subprocess_environment(WANDB_MODE="foo")
     command = [*rollout("serve", str(ONES), "--bind", "tcp://127.0.0.1:0", "--wandb"), "--workers", workers]
     command += ["--wandb-dir", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
     assert ended.returncode == 2 and ended.stdout == "" and "Traceback" not in ended.stderr
     line = ended.stderr.splitlines()[-1]
     assert "WANDB_MODE" in line and "'foo'" in line and "offline" in line and "loading weights" not in ended.stderr
@@ -152,7 +160,9 @@ def test_the_trace_of_a_worker_at_work_is_true(worker: WorkerProcess, client: Ro
     client.generate("17:", n=3, max_tokens=300)
     out, png = tmp_path / "new" / "trace.json", tmp_path / "trace.png"
     arguments = ["trace", worker.endpoint, "--steps", "100", "-o", str(out), "--png", str(png)]
-    ran = subprocess.run(rollout(*arguments), capture_output=True, text=True, timeout=60, env=subprocess_environment())
+    ran = subprocess.run(
+        rollout(*arguments), capture_output=True, text=True, timeout=PATIENCE_S, env=subprocess_environment()
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith(f"{out}: 100 steps in ") and "host and device" in ran.stdout
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -177,7 +187,9 @@ def test_a_trace_of_hardly_any_steps_is_drawn_too(
     client.generate("17:", max_tokens=4)
     out, png = tmp_path / "trace.json", tmp_path / "trace.png"
     arguments = ["trace", worker.endpoint, "--steps", steps, "-o", str(out), "--png", str(png)]
-    ran = subprocess.run(rollout(*arguments), capture_output=True, text=True, timeout=60, env=subprocess_environment())
+    ran = subprocess.run(
+        rollout(*arguments), capture_output=True, text=True, timeout=PATIENCE_S, env=subprocess_environment()
+    )
     assert ran.returncode == 0, ran.stderr
     assert f"{steps} steps in " in ran.stdout and png.stat().st_size > 1000
     check_chrome_trace(json.loads(out.read_text()))
@@ -226,10 +238,14 @@ def test_once_prints_text_or_json_and_a_silent_worker_is_status_1(worker: Worker
     environment = subprocess_environment(COLUMNS="80")
     with client.generate("17:", request_id="one", **LONG) as stream:
         next(stream)
-        as_json = ["top", worker.endpoint, "tcp://127.0.0.1:1", "--once", "--json", "--timeout-s", "2"]
-        ran = subprocess.run(rollout(*as_json), capture_output=True, text=True, timeout=60, env=environment)
+        as_json = ["top", worker.endpoint, "tcp://127.0.0.1:1", "--once", "--json", "--timeout-s", "10"]
+        ran = subprocess.run(rollout(*as_json), capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
         shown = subprocess.run(
-            rollout("top", worker.endpoint, "--once"), capture_output=True, text=True, timeout=60, env=environment
+            rollout("top", worker.endpoint, "--once"),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            env=environment,
         )
         stream.cancel()
     assert ran.returncode == 1 and shown.returncode == 0, (ran.stderr, shown.stderr)
@@ -284,6 +300,7 @@ class Terminal:
 def test_c_and_y_in_a_terminal_cancel_the_selected_request(worker: WorkerProcess, client: RolloutClient) -> None:
     with client.generate("17:", request_id="victim", max_tokens=30_000, stream="tokens") as stream:
         next(stream)
+        client.pause()  # it is not to be over before the keys come
         terminal = Terminal(*rollout("top", worker.endpoint, "--interval-s", "0.2"))
         try:
             until(lambda: "victim" in terminal.shown, "the row")
@@ -299,6 +316,7 @@ def test_c_and_y_in_a_terminal_cancel_the_selected_request(worker: WorkerProcess
             assert terminal.attributes() == terminal.before
         finally:
             terminal.close()
+            client.resume()
         (completion,) = stream.wait().completions
     assert completion.finish_reason == "cancelled" and len(completion) < 30_000
 

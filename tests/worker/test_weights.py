@@ -11,6 +11,7 @@ import torch
 
 from tests.support.worker.harness import kill_publisher_half_way, launch, tensors, until
 from tests.support.worker.served import Served
+from trainer_bridge.client.blocking import Stream
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import WeightsRejected, WeightsReplaced
@@ -113,12 +114,15 @@ def test_a_completion_ends_rather_than_span_more_versions_than_asked_for(served:
 
 
 def test_weights_come_to_a_paused_worker(served: Served) -> None:
-    with served.client.generate("17:", max_tokens=1000, stream="tokens", stream_every=1) as stream:
+    with served.client.generate("17:", max_tokens=30_000, stream="tokens", stream_every=1) as stream:
         next(stream)
         served.client.pause()
         report = served.publish(2)
         assert served.client.status()["state"] == "paused"
         served.client.resume()
+        while next(stream).part.versions[-1][0] != report.version:
+            pass
+        stream.cancel()
         (completion,) = stream.wait().completions
     served.check("17:", [completion])
     assert completion.versions[-1][0] == report.version and len(completion.versions) == 2
@@ -177,9 +181,14 @@ def test_wrong_weights_are_refused_and_the_old_ones_serve_on(
 
 def test_a_publisher_that_is_killed_half_way_leaves_the_old_weights(served: Served) -> None:
     old = served.version
-    with served.client.generate("17:", n=2, **ENDLESS) as stream:
-        next(stream)
-        receiving = kill_publisher_half_way(served.endpoint, old + 1)
+    begun: list[Stream] = []  # amid the update: its process may take long to start
+
+    def begin() -> None:
+        begun.append(served.client.generate("17:", n=2, **ENDLESS))
+        next(begun[0])
+
+    receiving = kill_publisher_half_way(served.endpoint, old + 1, begin)
+    with begun[0] as stream:
         incoming = receiving["incoming"]
         assert receiving["state"] == "receiving" and receiving["version"] == old
         assert incoming["version"] == old + 1 and 0 < incoming["arrived_bytes"] < incoming["total_bytes"]
@@ -202,15 +211,15 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Computes the KV again after a swap, has few pages, and forgets half-sent updates quickly."""
     log = tmp_path_factory.mktemp("tight") / "worker.log"
     settings = {"kv_on_swap": "recompute", "recompute_fraction": 1e-3, "stop_check_every": 1}
-    with launch(log=log, max_rows=4, kv_pages=80, idle_s=3.0, **settings) as worker:
+    with launch(log=log, max_rows=4, kv_pages=80, idle_s=15.0, **settings) as worker:
         served = Served(worker, {0: 1})
         yield served
         served.close()
 
 
 def test_recomputed_kv_and_preempted_rows_count_right_across_a_swap(tight: Served) -> None:
-    """Four rows of up to 600 tokens want 152 pages of 16; there are 79."""
-    with tight.client.generate("17:", n=4, max_tokens=600, stream="tokens", stream_every=4) as stream:
+    """Four rows of up to 600 tokens want 152 pages of 16; there are 79. The others make it last for some seconds."""
+    with tight.client.generate("17:", n=20, max_tokens=600, stream="tokens", stream_every=4) as stream:
         while sum(len(part) for part in stream.partials()) < 400:
             next(stream)
         report = tight.publish(2)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from rollout.demo.counting import CountingReport, check_completion
 from tests.support.patience import PATIENCE_S
-from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.blocking import RolloutClient, Stream
 from trainer_bridge.client.launch import WorkerProcess, start_worker
 from trainer_bridge.client.results import Completion
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -102,8 +102,11 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     return load_file({1: ONES, 2: TWOS}[step] / "model.safetensors")
 
 
-def kill_publisher_half_way(endpoint: str, version: int) -> dict[str, Any]:
-    """Start a publisher, kill it in the middle of its buckets; the weights' status once the worker had some of them."""
+def kill_publisher_half_way(endpoint: str, version: int, amid: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+    """Start a publisher, kill it in the middle of its buckets; the weights' status once the worker had some of them.
+
+    `amid` is called right before it is killed.
+    """
     command = [sys.executable, "-m", "scripts.check.soak.half_publisher", endpoint, str(TWOS), str(version)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=subprocess_environment()) as process,
@@ -116,9 +119,36 @@ def kill_publisher_half_way(endpoint: str, version: int) -> dict[str, Any]:
             status = watcher.status()[0]
             return status if (status["incoming"] or {}).get("arrived_bytes") else None
 
-        status = until(receiving, "the first buckets")
-        process.kill()
+        try:
+            status = until(receiving, "the first buckets")
+            amid()
+        finally:
+            process.kill()
     return status
+
+
+def paused_amid(client: RolloutClient, **request: Any) -> Stream:
+    """The stream of one completion, of which a paused worker has a part; it is asked for again if the pause came late.
+
+    On a busy machine a short one may be over before the pause comes.
+    """
+
+    def over() -> bool:
+        return sum(map(len, stream.partials())) == request["max_tokens"]
+
+    def held() -> bool:
+        status = client.status()
+        return status["slots"]["in_flight"] == 0 and status["rows"]["running"] + status["queue"]["waiting"] == 1
+
+    while True:
+        stream = client.generate(**request, stream="tokens")
+        next(stream)
+        client.pause("keep")
+        until(lambda: held() or over(), "the last step")
+        if not over():
+            return stream
+        client.resume()
+        stream.wait()
 
 
 def assert_idle(worker: WorkerProcess) -> None:
