@@ -65,8 +65,11 @@ class ControlLink:
             return f", to its weight socket {self._connection.endpoint}"
         return f": {self._connection.refused}" if self._connection.refused else self._connection.hint
 
-    def send(self, fields: Mapping[str, Any]) -> str | None:
-        """Send a message; its id, or None while there is no connection to the weight socket. Raises `RolloutError`."""
+    def send(self, fields: Mapping[str, Any], asked_s: float) -> str | None:
+        """Send a message; its id, or None while there is no connection to the weight socket.
+
+        `asked_s` is the `time.monotonic` at which it was first tried. Raises `RolloutError`.
+        """
         asking = bool(self._question)
         if self.lost():  # a loss before anything was sent for this message is not one of this message
             self._question = ""
@@ -74,7 +77,7 @@ class ControlLink:
                 raise ConnectionLost(f"the connection to {self.endpoint} was lost")
             return None
         if not (self._found or self._find()) or not self._connection.can_send:
-            self._check_refused()
+            self._check_refused(asked_s)
             return None
         return self._send("weights", fields)
 
@@ -111,9 +114,12 @@ class ControlLink:
         """Close the connection."""
         self._connection.close()
 
-    def _check_refused(self) -> None:
+    def _check_refused(self, asked_s: float) -> None:
         since_s = self._connection.refusing_since_s
-        if self._refused_s is None or since_s is None or time.monotonic() - since_s < self._refused_s:
+        if self._refused_s is None or since_s is None:
+            return
+        # Each message waits: a worker may be back, and ZeroMQ not have tried again yet.
+        if time.monotonic() - max(since_s, asked_s) < self._refused_s:
             return
         raise ConnectionLost(
             f"{self.endpoint} cannot be reached: it has refused connections for {self._refused_s:g} s, so no worker "
@@ -163,14 +169,14 @@ class _Question:
     """One message and its answer."""
 
     def __init__(self, link: ControlLink, fields: Mapping[str, Any]) -> None:
-        self.link, self.fields = link, fields
+        self.link, self.fields, self._asked_s = link, fields, time.monotonic()
         self.message_id: str | None = None
         self.answer: dict[str, Any] | RolloutError | None = None
 
     def step(self, phase: str) -> None:
         try:
             if self.message_id is None:
-                self.message_id = self.link.send(self.fields)
+                self.message_id = self.link.send(self.fields, self._asked_s)
             if self.message_id is not None:
                 lost = self.link.lost()
                 header = self.link.receive(self.message_id)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import zmq
 
 from tests.support.bridge.harness import wait_for
+from tests.support.ports import free_port
 from trainer_bridge.publish.control_link import ControlLink, ask_all
 from trainer_bridge.transports.base import Recipient, TransferRules
 from trainer_bridge.transports.bucket_link import BUCKET, REFUSAL, REFUSAL_MAGIC, Link
 from trainer_bridge.wire.codec import decode, encode, join_envelope, split_envelope
-from trainer_bridge.wire.errors import InternalError, WeightsRejected
+from trainer_bridge.wire.errors import ConnectionLost, InternalError, WeightsRejected
 
 
 def answer_and_end(socket: zmq.Socket, context: zmq.Context) -> None:
@@ -40,7 +42,20 @@ def test_the_last_words_of_a_worker_arrive(_: int) -> None:
         (answer,) = ask_all([(link, {"action": "status"})], "status", 30.0, threading.Event())
         assert isinstance(answer, InternalError) and "a fault" in str(answer)
         worker.join(10)
-        wait_for(lambda: link.send({"action": "status"}) is None, "a message without a worker to be dropped")
+        wait_for(lambda: link.send({"action": "status"}, 0.0) is None, "a message without a worker to be dropped")
+    finally:
+        link.close()
+
+
+def test_each_message_waits_for_an_endpoint_that_refuses() -> None:
+    """A worker may be back, and ZeroMQ not have tried again yet."""
+    link = ControlLink(f"tcp://127.0.0.1:{free_port()}", "trainer", refused_s=0.5)
+    try:
+        for _ in range(3):
+            asked_s = time.monotonic()
+            (answer,) = ask_all([(link, {"action": "status"})], "begin", 60.0, threading.Event())
+            assert isinstance(answer, ConnectionLost) and "it has refused connections for 0.5 s" in str(answer)
+            assert time.monotonic() - asked_s >= 0.5
     finally:
         link.close()
 
