@@ -70,8 +70,9 @@ def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, tmp_p
     with subprocess.Popen(command, env=subprocess_environment(), stdout=subprocess.DEVNULL) as process:
         until(ready.exists, "the gateway", PATIENCE_S)
         url = json.loads(ready.read_text())["url"]
-        assert [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]] == ["m", "n"]
-        answer = httpx.post(f"{url}/v1/completions", json={"model": "n", "prompt": "17:", "max_tokens": 3})
+        assert [card["id"] for card in httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"]] == ["m", "n"]
+        body = {"model": "n", "prompt": "17:", "max_tokens": 3}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
         assert answer.json()["choices"][0]["text"] == " 18"
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0

@@ -205,7 +205,7 @@ def test_a_gateway_tells_what_it_serves(client: httpx.Client) -> None:
     assert post(client, "/reset_prefix_cache", {"reset_running_requests": False}) == {"success": True}
     assert post(client, "/reset_prefix_cache") == {"success": True}
     assert refused(client, "/reset_prefix_cache", {"other": 1}) == "other"
-    assert client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0
+    until(lambda: client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0, "the end of the rows")
     before = generated(client)
     counted(client)
     until(lambda: generated(client) >= before + 6, "the count of tokens")

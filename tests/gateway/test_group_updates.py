@@ -82,12 +82,15 @@ def test_updates_in_parts_while_requests_run(client: httpx.Client, direct: Rollo
     def generate() -> None:
         body = {"prompt": "17:", "ignore_eos": True, "max_tokens": 100}
         asked = {"return_token_ids": True, "return_weight_versions": True}
-        while not over.is_set() or len(answers) < 2:
+        last = False  # one begins before the first update, and one after the last
+        while not last:
+            last = over.is_set()
             answers.append(post(client, "/v1/completions", body | asked)["choices"][0])
 
     join(client, sender, "parts")
     with ThreadPoolExecutor(1) as threads:
         generating = threads.submit(generate)
+        until(lambda: answers or generating.done(), "the first answer")
         for number in range(1, 7):
             steps[first + number] = step = 1 + number % 2
             parts = [names] if number < 4 else [names[::2], names[1::2]]

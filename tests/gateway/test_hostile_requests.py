@@ -39,14 +39,16 @@ def test_bytes_that_are_no_request(client: httpx.Client) -> None:
 
 
 def test_bodies_that_are_too_large_or_too_slow(worker: WorkerProcess) -> None:
-    with gateway([worker.endpoint], max_body_bytes=2000, body_s=0.5) as small:
+    with gateway([worker.endpoint], max_body_bytes=2000) as small:
         assert refused(small, "/v1/completions", {"prompt": "1" * 3000}, 413) is None
         assert small.post("/generate", content=(b"x" * 100 for _ in range(50))).status_code == 413
-        with socket.create_connection((small.base_url.host, small.base_url.port)) as slow:
+        bystand(small)
+    with gateway([worker.endpoint], body_s=2.0) as short:
+        with socket.create_connection((short.base_url.host, short.base_url.port)) as slow:
             slow.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
             slow.settimeout(60)
             assert slow.recv(100).startswith(b"HTTP/1.1 408")
-        bystand(small)
+        bystand(short)
 
 
 def test_a_reader_that_stops_is_cut_off(worker: WorkerProcess, direct: RolloutClient) -> None:
@@ -55,8 +57,10 @@ def test_a_reader_that_stops_is_cut_off(worker: WorkerProcess, direct: RolloutCl
     with gateway([worker.endpoint], send_s=0.3) as client, socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect((client.base_url.host, client.base_url.port))
+        direct.pause()  # the rows may end sooner than anybody looks
         reader.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))
-        until(lambda: direct.status()["rows"]["running"] == 8, "the rows")
-        until(lambda: direct.status()["rows"]["running"] == 0, "their end")
+        until(lambda: direct.status()["queue"]["waiting"] == 8, "the rows")
+        direct.resume()
+        until(lambda: sum((direct.status()["queue"]["waiting"], direct.status()["rows"]["running"])) == 0, "their end")
         bystand(client)
         until(lambda: "in_flight 0" in client.get("/metrics").text, "the end of the stream")

@@ -112,15 +112,25 @@ def test_connections_that_wait_for_their_client_are_cut_off() -> None:
         if scope["type"] == "http":
             await Response(b"x" * (16 << 20))(scope, receive, send)
 
+    class Seen(set[Any]):
+        """The connections, and how many there were: one may be over before anybody looks."""
+
+        count = 0
+
+        def add(self, connection: Any) -> None:
+            self.count += 1
+            super().add(connection)
+
     settings = GatewaySettings(("tcp://127.0.0.1:1",), body_s=0.3, send_s=0.3)
     with served(uvicorn_config(settings, Starlette(routes=[Mount("/", answer)]), grace_s=1)) as (server, address):
-        for data in (b"GET /hea", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"):
+        server.server_state.connections = seen = Seen()
+        for count, data in enumerate((b"GET /hea", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"), 1):
             with socket.socket() as waiting:
                 waiting.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 waiting.connect(address)
                 waiting.sendall(data)
-                until(lambda: server.server_state.connections, "the connection")
-                until(lambda: not server.server_state.connections, "its end")
+                until(lambda count=count: seen.count == count, "the connection")
+                until(lambda: not seen, "its end")
         with socket.create_connection(address) as endless, pytest.raises(OSError):
             endless.settimeout(PATIENCE_S)
             while True:

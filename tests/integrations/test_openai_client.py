@@ -201,7 +201,7 @@ def test_a_stream_outlives_its_worker(scribbler: Path, tmp_path: Path) -> None:
             streams = [safe.completions.create(**body, extra_body=more, stream=True) for _ in range(2)]
             found = [[next(stream).choices[0].token_ids] for stream in streams]
             with RolloutClient(lonely.endpoint) as client:
-                until(lambda: client.status()["rows"]["running"] > 0, "a row at the first worker")
+                until(lambda: client.status()["tokens"] > 0, "tokens of the first worker")
             lonely.kill()
             for stream, tokens in zip(streams, found, strict=True):
                 tokens += [part.choices[0].token_ids for part in stream]

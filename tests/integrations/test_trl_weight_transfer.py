@@ -11,7 +11,7 @@ from trainer_bridge.wire.errors import ConnectionLost, RolloutTimeout
 
 def test_an_attempt_that_a_worker_missed_does_not_stand_in_the_way_of_the_next() -> None:
     with Worker() as one, Worker(version=4) as other:
-        weights = WeightTransfer([one.endpoint, other.endpoint], transport="zmq", begin_s=2.0)
+        weights = WeightTransfer([one.endpoint, other.endpoint], transport="zmq", begin_s=6.0)
         weights.init_weight_transfer()
         weights.send_weights(iter(new_tensors(one.model, 1).items()))
         other.close()

@@ -29,7 +29,7 @@ from trainer_bridge.wire.codec import DEFAULT_LIMITS, WireError, WireLimits, dec
 MESSAGES = [10_000, pytest.param(100_000, marks=pytest.mark.nightly)]
 WARM_UP = 0.2  # of the messages
 IN_FLIGHT = 1000  # unanswered messages
-BURST_S = 30.0
+BURST_S = 120.0
 PIECE = 8  # tokens of one delta of the good stream
 LIMITS: dict[str, Any] = {
     "max_message_bytes": 1 << 20,

@@ -7,6 +7,7 @@ import pytest
 import zmq
 
 from rollout.engine.messages import Cancel, EngineStatus, Finish, Rejected, StopParams
+from tests.support.patience import PATIENCE_S
 from tests.support.service.harness import MODEL, delta, done, serving
 
 
@@ -110,13 +111,13 @@ def test_socket_is_served_while_a_prompt_is_tokenized(codec):
 
         def encode(self, text):
             started.set()
-            assert release.wait(10)
+            assert release.wait(PATIENCE_S)
             return super().encode(text)
 
     with serving(Slow()) as bench:
         one, two = bench.client(), bench.client()
         one.send("generate", prompt="the fox", max_tokens=2)
-        assert started.wait(10)
+        assert started.wait(PATIENCE_S)
         assert two.ask("ping")["op"] == "ok"
         assert two.ask("status")["queue"]["waiting"] == 1
         two.send("generate", prompt=[1], max_tokens=2)

@@ -9,6 +9,7 @@ import pytest
 
 from rollout.metrics.mismatch import Mismatch
 from rollout.service.delivery import mismatch_reports as reports
+from tests.support.patience import PATIENCE_S
 from tests.support.service.harness import serving
 
 ROW = {"0": np.array([-0.5, -1.5, -2.5], np.float32)}  # the engine of these tests says 0, -1, -2
@@ -40,7 +41,7 @@ class Gate:
 
         def held(*arguments):
             self.entered.set()
-            assert self.opened.wait(10)
+            assert self.opened.wait(PATIENCE_S)
             return compare(*arguments)
 
         monkeypatch.setattr(reports, "compare_result", held)
@@ -69,7 +70,7 @@ def test_the_service_goes_on_while_a_report_is_compared(bench, client, monkeypat
     gate = Gate(monkeypatch)
     finish(bench, client)
     client.send("report", "r", target="a", logprobs=ROW)
-    assert gate.entered.wait(5)
+    assert gate.entered.wait(PATIENCE_S)
     assert client.ask("ping", "p")["op"] == "ok"
     assert client.ask("ack", "k", targets=["a"])["op"] == "ok"
     gate.opened.set()
@@ -107,7 +108,7 @@ def test_who_waits_when_the_service_ends_is_told(bench, client, monkeypatch):
     gate = Gate(monkeypatch)
     finish(bench, client)
     client.send("report", "r", target="a", logprobs=ROW)
-    assert gate.entered.wait(5)
+    assert gate.entered.wait(PATIENCE_S)
     bench.server.stop()
     assert client.receive()["code"] == "unavailable"
     gate.opened.set()

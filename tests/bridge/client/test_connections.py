@@ -42,6 +42,7 @@ def test_what_was_not_sent_when_the_connection_was_lost_is_never_sent(connect: C
     assert all(isinstance(item.error, errors.ConnectionLost) for item in settled) and len(settled) == 40
     first.stop()
     second = serve(endpoint=first.endpoint)
+    client._core._connect_timeout_s = TIMEOUT_S
     client.ping()
     assert [header["op"] for header in second.requests] == ["ping"]
 

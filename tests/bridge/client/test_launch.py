@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from rollout.process.logs import JsonFormatter, TextFormatter
+from tests.support.patience import PATIENCE_S
+from trainer_bridge.client import launch
 from trainer_bridge.client.launch import WorkerFailed, WorkerProcess, flag_list, start_worker, worker_environment
 
-# Reports ready, then answers `shutdown` (or, with --deaf, nothing).
+# Says so in its log and reports ready, then answers `shutdown` (or, with --deaf, nothing).
 FAKE = """
 import json, os, sys, msgpack, zmq
 socket = zmq.Context().socket(zmq.ROUTER)
@@ -24,8 +26,8 @@ endpoint = socket.last_endpoint.decode()
 told = {"endpoint": endpoint, "weights_endpoint": endpoint, "model": sys.argv[1], "pid": os.getpid()}
 path = sys.argv[sys.argv.index("--ready-file") + 1]
 open(path + ".part", "w").write(json.dumps(told))
-os.replace(path + ".part", path)
 print("ready", sys.argv[1:], os.environ.get("RANK"), os.environ.get("EXTRA"), flush=True)
+os.replace(path + ".part", path)
 while True:
     *address, header = socket.recv_multipart()
     header = msgpack.unpackb(header)
@@ -37,7 +39,9 @@ while True:
 
 
 def start(code: str = FAKE, **settings: Any) -> WorkerProcess:
-    return start_worker("some/model", command=(sys.executable, "-c", code), **{"ready_timeout_s": 30.0, **settings})
+    return start_worker(
+        "some/model", command=(sys.executable, "-c", code), **{"ready_timeout_s": PATIENCE_S, **settings}
+    )
 
 
 def is_gone(pid: int) -> bool:
@@ -84,7 +88,8 @@ def test_leaving_the_context_ends_the_worker_at_once() -> None:
     assert worker.returncode == 4
 
 
-def test_a_worker_that_does_not_answer_is_terminated() -> None:
+def test_a_worker_that_does_not_answer_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_TERMINATE_S", 60.0)  # after that it is killed
     with start(args=["--deaf"]) as worker:
         assert worker.stop(timeout_s=0.1) == -15
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from rollout.engine.sequence.sequence import row_seed
 from tests.support.bridge.client_script import Connect, Serve
 from tests.support.bridge.model_script import Model, check, columns, letters, refuse, silent, vanish
 from tests.support.bridge.scripted_worker import ScriptedWorker
+from trainer_bridge.client import resume
 from trainer_bridge.client.resumed_call import completion_seed
 from trainer_bridge.wire import errors
 
@@ -78,7 +79,7 @@ def test_once_enough_of_a_scattered_group_are_complete_the_others_are_cancelled(
 
     first, second = serve(Model(3, reach=(6, 0, 3, 1), fail=vanish)), serve(one_only)
     client = connect(first.endpoint, second.endpoint, resume=True)
-    result = client.generate([1], n=4, max_tokens=6, seed=SEED, min_complete=2, timeout_s=20)
+    result = client.generate([1], n=4, max_tokens=6, seed=SEED, min_complete=2)
     assert [part.finish_reason for part in result.completions] == ["length", "length", "cancelled", "cancelled"]
     assert [len(part) for part in result.completions] == [6, 6, 3, 1]
 
@@ -264,10 +265,17 @@ def test_without_a_worker_it_ends_after_the_given_time(connect: Connect, serve: 
     assert caught.value.request_id == "r" and isinstance(caught.value.__cause__, errors.ConnectionLost)
 
 
-def test_the_callers_own_time_limit_holds_over_all_workers(connect: Connect, serve: Serve) -> None:
+def test_the_callers_own_time_limit_holds_over_all_workers(
+    connect: Connect, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = serve(Model(3, reach=(4,), fail=silent))
-    with pytest.raises(errors.RolloutTimeout) as caught:
-        connect(worker.endpoint, resume=True).generate([1], max_tokens=8, seed=SEED, timeout_s=0.2, request_id="r")
+    asked: dict[str, Any] = {"seed": SEED, "timeout_s": 50.0, "request_id": "r", "stream": "tokens"}
+    stream = connect(worker.endpoint, resume=True).generate([1], max_tokens=8, **asked)
+    assert [next(stream).offset for _ in range(2)] == [0, 2]
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 50.0)
+    with monkeypatch.context() as patch, pytest.raises(errors.RolloutTimeout) as caught:
+        patch.setattr(resume, "time", later)
+        next(stream)
     check(caught.value.partials[0], SEEDS[0], 4, [(3, 4)])
     assert worker.next("cancel")["target"] == "r"
 
@@ -301,16 +309,13 @@ def test_the_deadline_has_passed_when_a_worker_gives_it_back(connect: Connect, s
 
 @pytest.mark.parametrize("reason", ["error", "cancelled"])
 def test_a_cancelled_request_that_a_worker_gives_back_is_cancelled(connect: Connect, serve: Serve, reason: str) -> None:
-    release = threading.Event()
-
     def wait(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
-        release.wait(10.0)
+        assert worker.has_more(60_000)  # the cancel
         hand_back(reason)(worker, peer, header)
 
     worker = serve(Model(3, reach=(4,), fail=wait))
     stream = connect(worker.endpoint, resume=True).generate([1], max_tokens=8, seed=SEED, stream="tokens")
     assert [next(stream).offset for _ in range(2)] == [0, 2]
-    threading.Timer(0.2, release.set).start()
     stream.cancel()
     result = stream.wait()
     assert (result.completions[0].finish_reason, result.completions[0].error) == ("cancelled", None)
@@ -412,7 +417,7 @@ def test_a_session_moves_when_its_endpoint_is_gone(connect: Connect, serve: Serv
 def test_a_session_moves_when_its_endpoint_refuses(connect: Connect, serve: Serve, fail: Any) -> None:
     """A worker that drains is there for long, and answers."""
     first, second = serve(Model(3)), serve(Model(4))
-    client = connect(first.endpoint, second.endpoint, resume=True, timeout_s=10.0)
+    client = connect(first.endpoint, second.endpoint, resume=True)
     places = [client.generate([1], max_tokens=8, seed=SEED, session="s").endpoint]
     (there, other) = (first, second) if places[0] == first.endpoint else (second, first)
     there.handler = Model(3, reach=(4,), fail=fail)

@@ -73,7 +73,7 @@ def test_an_update_that_found_nobody_is_brought_to_who_comes_back(transport: str
     with Worker() as first:
         port, endpoint, model = first.port, first.endpoint, first.model
         with WeightPublisher(
-            endpoint, transport=transport, folder=str(tmp_path), keep=True, begin_s=2.0, bucket_bytes=192
+            endpoint, transport=transport, folder=str(tmp_path), keep=True, bucket_bytes=192
         ) as publisher:
             publisher.publish(new_tensors(model, 1), 1).applied(20)
             first.close()
@@ -102,7 +102,7 @@ def test_an_update_whose_worker_was_lost_in_the_middle_is_brought_to_it(
             return plain(self, index, out)
 
         monkeypatch.setattr(Payload, "start_bucket", start_bucket)
-        with WeightPublisher(endpoint, transport=transport, keep=True, stall_s=2.0, bucket_bytes=64) as publisher:
+        with WeightPublisher(endpoint, transport=transport, keep=True, bucket_bytes=64) as publisher:
             publisher.publish(new_tensors(model, 1), 1).applied(20)
             handle = publisher.publish(tensors := new_tensors(model, 2), 2)
             with pytest.raises(RolloutError):

@@ -186,12 +186,12 @@ def test_a_rejection_reaches_held_and_applied_and_the_next_publish_works(worker:
 def test_a_stalled_transfer_names_phase_and_worker_and_the_other_worker_applies(worker: Worker) -> None:
     with FakeWorker(acks=5) as fake:
         with WeightPublisher(
-            [fake.endpoint, worker.endpoint], transport="zmq", bucket_bytes=SMALL, stall_s=2.0
+            [fake.endpoint, worker.endpoint], transport="zmq", bucket_bytes=SMALL, stall_s=6.0
         ) as publisher:
             tensors = new_tensors(worker.model, 1)
             handle = publisher.publish(tensors, 1)
             with pytest.raises(RolloutTimeout, match=f"transfer: no acknowledgement from {fake.endpoint}"):
-                handle.applied(20)
+                handle.applied(60)
         assert serves(worker.model, tensors) and "abort" in fake.actions
 
 

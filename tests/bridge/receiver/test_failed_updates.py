@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.engine.gate import Gate
-from rollout.weights.destination import InPlaceDestination, StagedDestination
 from rollout.weights.update_intake import UpdateIntake
-from tests.support.alive import alive
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected, publish
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -72,7 +70,7 @@ def test_an_update_that_was_refused_keeps_no_memory(apply: str) -> None:
     with Worker(apply=apply) as worker:
         raw = RawPublisher(worker, new_tensors(worker.model, 1), 1)
         assert raw.begin()["op"] == "ok"
-        (landing,) = landings(worker)
+        landing = weakref.ref(worker.receiver._intake.current.destination)
         raw.send(0, check=1)
         assert raw.answer()[0] == b"WNO1"
         wait_for(lambda: worker.status()["state"] == "idle", "the refusal")
@@ -80,11 +78,6 @@ def test_an_update_that_was_refused_keeps_no_memory(apply: str) -> None:
         gc.collect()
         assert landing() is None
         assert_rejected(raw.commit(), "bucket 0")  # the reason is kept
-
-
-def landings(worker: Worker) -> list[weakref.ref]:
-    """Where the updates land that are in memory, of this worker's model."""
-    return [weakref.ref(thing) for kind in (StagedDestination, InPlaceDestination) for thing in alive(kind)]
 
 
 class Asker:

@@ -46,7 +46,7 @@ def test_tied_tensors_that_differ_leave_the_worker_stale(first: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "zmq", "nccl", "disk"])
 def test_nothing_lands_before_the_loop_has_granted_the_hold(transport: str, tmp_path) -> None:
-    with Worker(apply="in_place", idle_s=5.0) as worker:
+    with Worker(apply="in_place") as worker:
         worker.gate.clear()
         before = worker.model.snapshot()
         with WeightPublisher(worker.endpoint, transport=transport, folder=str(tmp_path), bucket_bytes=64) as publisher:

@@ -13,6 +13,7 @@ from rollout.config import WeightsSettings
 from rollout.engine.gate import Gate
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import HostStaging
+from tests.support.bridge.fault_client import time_passes
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import BUCKET, RawPublisher, assert_rejected, publish
 from tests.support.robustness.limits import little_memory_and_time
@@ -210,12 +211,14 @@ def test_an_update_half_way_is_replaced_by_a_new_begin(worker: Worker) -> None:
 
 
 def test_an_update_without_data_is_dropped_after_idle_s() -> None:
-    with Worker(idle_s=0.05) as worker:
+    with Worker(idle_s=60.0) as worker:
         raw = RawPublisher(worker, new_tensors(worker.model, 2))
         raw.begin()
         raw.send(0)
         raw.answer()
-        wait_for(lambda: worker.status()["state"] == "idle", "the drop")
+        assert worker.status()["state"] == "receiving"
+        with time_passes(60.0):
+            wait_for(lambda: worker.status()["state"] == "idle", "the drop")
         assert_rejected(raw.commit(), "no data came")
         assert serves(worker.model, publish(worker, 3, 1))
 

@@ -282,6 +282,7 @@ def test_a_group_that_never_forms_is_an_error_in_time() -> None:
         told = meeting(alone.port, size=3)  # one member never comes
         assert worker.control(action="join", group="mine", meeting=told)["code"] == "weights_rejected"
         tensors = new_tensors(worker.model, 1)
+        worker.receiver._intake._idle_s = 60.0  # the update has its time
         with WeightPublisher(worker.endpoint) as publisher:
             publisher.publish(tensors, 1).applied(20)
         assert serves(worker.model, tensors)

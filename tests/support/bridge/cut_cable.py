@@ -26,7 +26,7 @@ class CutCable:
 
     def __exit__(self, *exc: object) -> None:
         self._hang_up()
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def _serve(self) -> None:
@@ -39,7 +39,7 @@ class CutCable:
                 back.start()
                 self._towards(near, far)
                 self._hang_up()
-                back.join(10)
+                back.join(60)
 
     def _hang_up(self) -> None:
         for end in self._ends:

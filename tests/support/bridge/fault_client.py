@@ -54,7 +54,7 @@ class FaultServer:
 
 def idle_s(transport: str) -> float:
     """For a group it is waited for; it also bounds how long its members may take to meet, on a machine that is busy."""
-    return 2.0 if transport == "nccl" else 60.0
+    return 6.0 if transport == "nccl" else 60.0
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from rollout.weights.receiver import WeightReceiver
 from rollout.weights.shard_destination import Ranks
 from rollout.weights.staging import StagedWeights
 from tests.support.bridge.file_memory import share_with
+from tests.support.ports import free_port
 from trainer_bridge.wire.codec import decode, encode, join_envelope, split_envelope
 
 EXPERTS, HIDDEN, INTER = 3, 6, 4
@@ -121,7 +122,7 @@ class Worker:
         self.updates: list[StagedWeights | AdapterUpdate] = []
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
-        wait_for(lambda: self._bound(f"tcp://127.0.0.1:{port or '*'}"), "a free port")
+        wait_for(lambda: self._bound(f"tcp://127.0.0.1:{port or free_port()}"), "a free port")
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         self.port = int(self.endpoint.rpartition(":")[2])
         self._closing = threading.Event()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from tests.support.ports import free_port
 from trainer_bridge.wire import codec as wire
 
 WAIT_S = 60.0
@@ -65,7 +66,7 @@ class ScriptedWorker:
     `acks` counts the `ack` messages, and `acknowledged` has the ids that they name.
     """
 
-    def __init__(self, handler: Handler = counting, endpoint: str = "tcp://127.0.0.1:*", hwm: int = 0) -> None:
+    def __init__(self, handler: Handler = counting, endpoint: str | None = None, hwm: int = 0) -> None:
         self.handler = handler
         self._mistake: Exception | None = None
         self._delimited: dict[bytes, bool] = {}
@@ -78,7 +79,7 @@ class ScriptedWorker:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.set(zmq.LINGER, 1000)
         self._router.set(zmq.RCVHWM, hwm)
-        self._router.bind(endpoint)
+        self._router.bind(endpoint or f"tcp://127.0.0.1:{free_port()}")  # another one may be started there later
         self.endpoint = self._router.last_endpoint.decode()
         self._bell = self._context.socket(zmq.PAIR)
         self._bell.bind("inproc://bell")

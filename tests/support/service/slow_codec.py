@@ -6,6 +6,8 @@ import threading
 
 import numpy as np
 
+from tests.support.patience import PATIENCE_S
+
 
 class SlowCodec:
     """A tokenizer that waits for the test."""
@@ -18,5 +20,5 @@ class SlowCodec:
         self.go = threading.Event()
 
     def encode(self, text):
-        self.go.wait(5)
+        self.go.wait(PATIENCE_S)
         return np.array([1, 2], np.int32)
