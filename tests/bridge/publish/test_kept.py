@@ -124,7 +124,8 @@ def test_a_stale_worker_is_brought_what_it_had(tmp_path: Path) -> None:
         with pytest.raises(WeightsRejected):
             other.publish(wrong, 4).applied(20)
         wait_for(lambda: not worker.engine_gate.stale and serves(worker.model, tensors), "whole weights")
-        assert worker.status()["state"] == "idle" and worker.receiver.version == 3
+        wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
+        assert worker.receiver.version == 3
 
 
 def test_what_is_refused_for_its_content_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def idle_s(transport: str) -> float:
 
 @contextlib.contextmanager
 def time_passes(seconds: float) -> Iterator[None]:
-    """Workers of this process find that so long nothing has come."""
+    """Workers of this process find that so long nothing has come, once they are asked for their status."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update_intake, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
         yield
