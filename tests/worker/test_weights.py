@@ -219,7 +219,7 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_recomputed_kv_and_preempted_rows_count_right_across_a_swap(tight: Served) -> None:
     """Four rows of up to 600 tokens want 152 pages of 16; there are 79. The others make it last for some seconds."""
-    with tight.client.generate("17:", n=20, max_tokens=600, stream="tokens", stream_every=4) as stream:
+    with tight.client.generate("17:", n=10, max_tokens=600, stream="tokens", stream_every=4) as stream:
         while sum(len(part) for part in stream.partials()) < 400:
             next(stream)
         report = tight.publish(2)
