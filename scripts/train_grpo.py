@@ -282,7 +282,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def speculation_totals(metrics: Path) -> dict[str, float]:
     """The counts of drafts in the worker's last line of metrics."""
     last = json.loads(metrics.read_text().splitlines()[-1])
-    return {name: last[f"speculation/{name}"] for name in ("drafted", "accepted", "accepted_pct", "tokens_a_step")}
+    names = ("drafted", "accepted", "accepted_pct", "tokens_a_step")
+    return {name: last[f"speculation/{name}"] for name in names if f"speculation/{name}" in last}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -96,7 +96,7 @@ class Inspector:
                 "speculation/accepted": counters.accepted,
                 "speculation/saved_s": counters.saved_s,
                 "speculation/expected_saved_s": counters.expected_saved_s,
-                "speculation/accepted_pct": percent(counters.accepted, counters.drafted),
+                "speculation/accepted_pct": _share(counters.accepted, counters.drafted),
                 **_accepted_by_drafter(counters.drafts_by_drafter),
                 **_accepted_by_age(counters.drafts_by_age),
                 "speculation/tokens_a_step": 1 + counters.accepted / max(counters.decode_rows, 1),
@@ -219,14 +219,19 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 3)
 
 
-def _accepted_by_drafter(drafts: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+def _share(accepted: int, drafted: int) -> float | None:
+    """In percent; None where nothing was drafted: a 0 would say that all drafts were wrong."""
+    return percent(accepted, drafted) if drafted else None
+
+
+def _accepted_by_drafter(drafts: Mapping[str, tuple[int, int]]) -> dict[str, float | None]:
     """Of (drafted, accepted) by drafter."""
-    return {f"speculation/accepted_pct/by_{name}": percent(part, whole) for name, (whole, part) in drafts.items()}
+    return {f"speculation/accepted_pct/by_{name}": _share(part, whole) for name, (whole, part) in drafts.items()}
 
 
-def _accepted_by_age(drafts: list[tuple[int, int]]) -> dict[str, float]:
+def _accepted_by_age(drafts: list[tuple[int, int]]) -> dict[str, float | None]:
     """Of (drafted, accepted) by age."""
     names = (f"speculation/accepted_pct/age_{name}" for name in DRAFT_AGES)
-    shares = {name: percent(accepted, drafted) for name, (drafted, accepted) in zip(names, drafts, strict=True)}
+    shares = {name: _share(accepted, drafted) for name, (drafted, accepted) in zip(names, drafts, strict=True)}
     older = [sum(column) for column in zip(*drafts[1:], strict=True)]
-    return shares | {"speculation/accepted_older_pct": percent(older[1], older[0])}
+    return shares | {"speculation/accepted_older_pct": _share(older[1], older[0])}

@@ -49,7 +49,7 @@ class Meter:
         self._fresh = Samples()  # not yet merged into the two others
         self._interval, self._run = Samples(), Samples()
         self._swaps = 0
-        self._values: dict[str, float] = {metric.name: 0 for metric in METRICS if metric.read is None}
+        self._values: dict[str, float | None] = {metric.name: 0 for metric in METRICS if metric.read is None}
         self._values["weights/version"] = version
         self._counts = {metric.name: Counts(metric.buckets) for metric in HISTOGRAMS if metric.buckets is not None}
         self._by_version = ByVersion(version, Served(self._started_s))
@@ -63,8 +63,8 @@ class Meter:
 
     # --- what the loop reports ----------------------------------------------------------------------------------------
 
-    def set(self, values: Mapping[str, float]) -> None:
-        """Set metrics by name: gauges, and counters that another object keeps."""
+    def set(self, values: Mapping[str, float | None]) -> None:
+        """Set metrics by name: gauges, and counters that another object keeps. None: left out of reports."""
         unknown = values.keys() - self._values.keys()
         assert not unknown, f"no entry without `read` in METRICS has the name {', '.join(sorted(unknown))}"
         self._values.update(values)
@@ -72,7 +72,7 @@ class Meter:
     def add(self, name: str, amount: float = 1) -> None:
         """Raise a counter."""
         assert name in self._values, f"no entry without `read` in METRICS has the name {name}"
-        self._values[name] += amount
+        self._values[name] = (self._values[name] or 0) + amount
 
     def observe(self, name: str, value: float) -> None:
         """Count one value in a histogram."""

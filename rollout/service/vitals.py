@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -99,7 +99,7 @@ class Vitals:
             prompt_faults=0 if self._prompts is None else self._prompts.deaths,
             ranks=tuple(self._ranks()),
             problems=self.problems(),
-            metrics={} if reported is None else {m.name: reported.metrics[m.name] for m in TOP_METRICS},
+            metrics={} if reported is None else _shown(reported.metrics),
         )
 
     def not_serving(self) -> str:
@@ -126,3 +126,8 @@ class Vitals:
         offload = self._engine.parts.offload
         moved = (offload.failure,) if offload is not None and offload.failure else ()
         return (*ended, *stale, *text, *masks, *moved)
+
+
+def _shown(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a report that `rollout top` shows."""
+    return {metric.name: metrics[metric.name] for metric in TOP_METRICS if metric.name in metrics}

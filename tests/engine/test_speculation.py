@@ -609,7 +609,7 @@ def test_acceptance_is_told_by_the_age_of_what_is_drafted_from(model, folders, v
     Inspector(bench.engine).set_gauges()
     report = bench.engine.meter.report()
     assert report[f"speculation/accepted_pct/age_{name}"] > (50 if version == 0 else 80)
-    assert (report["speculation/accepted_older_pct"] > 80) == (version > 0)
+    assert report["speculation/accepted_older_pct"] > 80 if version else "accepted_older" not in f"{report}"
 
 
 # --- what is told ---
@@ -635,7 +635,7 @@ def test_acceptance_and_time_saved_are_what_was_counted(model, monkeypatch, six)
     for name in ("accepted_pct", "accepted_pct/by_suffix"):
         assert report[f"speculation/{name}"] == pytest.approx(100 * accepted / drafted)
     assert report["speculation/tokens_a_step"] == pytest.approx(1 + accepted / counters.decode_rows)
-    assert report["speculation/accepted_pct/by_heads"] == 0
+    assert "speculation/accepted_pct/by_heads" not in report, "nobody drafted by them"
 
 
 # --- only where it pays ---
