@@ -119,7 +119,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("head", ["mapped", *nightly("whole")], indirect=True)
-@pytest.mark.parametrize(("depth", "kernels"), [(2, False), (2, True), *nightly((1, False))])
+@pytest.mark.parametrize(("depth", "kernels"), [(2, True), *nightly((2, False), (1, False))])
 def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatch, depth, kernels):
     """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
     if kernels:
@@ -542,7 +542,8 @@ def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monke
     assert bench.engine.roster.counters.drafts_by_drafter["heads"][1] > 60
 
 
-@pytest.mark.parametrize(("length", "guess_s"), [(25, 0.25), *nightly((60, 0.25), (12, 0.05))])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("length", "guess_s"), [(25, 0.25), (60, 0.25), (12, 0.05)])
 def test_auto_finds_better_guesses_of_short_completions(folders, drafted, monkeypatch, length, guess_s):
     """What has come of a guess counts when its row ends, which may be before the device guesses again."""
 

@@ -145,7 +145,7 @@ def test_in_a_square_of_ranks_rows_of_columns_cross_and_only_boxes_of_two_inner_
     assert lenders == [[1], [1, 2, 3]]
 
 
-@pytest.mark.parametrize("fault", ["elsewhere", "no room"])
+@pytest.mark.parametrize("fault", ["no room", *nightly("elsewhere")])
 def test_a_bucket_on_the_host_and_one_without_memory_to_put_it_together_are_whole(
     faults: FaultServer, tmp_path: Path, fault: str
 ) -> None:

@@ -13,6 +13,7 @@ from rollout.config import ModelSettings
 from rollout.models import LoadedModel, load_model
 from rollout.models.cut import kept_values
 from rollout.models.layers import SparseFeedForward
+from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_model
 from tests.support.models.paged import PagedRunner
 
@@ -81,7 +82,7 @@ def test_every_parameter_is_filled_in_bfloat16(tmp_path: Path) -> None:
             assert 0.05 < parameter.float().square().mean().sqrt() < 3.0, name
 
 
-@pytest.mark.parametrize("shared", [32, 64, 48])
+@pytest.mark.parametrize("shared", [48, *nightly(32, 64)])
 def test_experts_in_codes_are_those_of_the_same_seed(shared: int, tmp_path: Path) -> None:
     """Without codes the shared expert is stored with the others if its width is one of theirs or several."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}

@@ -28,7 +28,7 @@ from tests.support.models.mtp_layers import make_predicting
 from tests.support.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
-KINDS = ["MiMo", "mapped", *nightly("Glm4Moe", "DeepseekV3", "shared")]
+KINDS = ["MiMo", *nightly("mapped", "Glm4Moe", "DeepseekV3", "shared")]
 STOPS = tuple(range(0, 80, 2))
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"prompt_logprobs": True},
