@@ -287,7 +287,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "speculation/accepted_pct", "gauge", "%",
-        "share of the verified drafts that were accepted, since start; left out while there are none",
+        "share of the verified drafts that were accepted, since start; left out before the first draft",
         _ACCEPTED, top="accepted",
     ),
     *(_accepted_by_drafter(name) for name in DRAFTER_NAMES),

@@ -42,7 +42,7 @@ def test_the_last_words_of_a_worker_arrive(_: int) -> None:
         (answer,) = ask_all([(link, {"action": "status"})], "status", 30.0, threading.Event())
         assert isinstance(answer, InternalError) and "a fault" in str(answer)
         worker.join(10)
-        wait_for(lambda: link.send({"action": "status"}, 0.0) is None, "a message without a worker to be dropped")
+        wait_for(lambda: link.send({"action": "status"}, 0.0) is None, "the end of the connection")
     finally:
         link.close()
 

@@ -193,7 +193,6 @@ def no_account(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB__SERVICE_WAIT", str(PATIENCE_S))  # for the start of W&B's process
-    monkeypatch.setattr(WandbSink, "ONLINE_TIMEOUT_S", float(PATIENCE_S))  # it is that of an offline start, too
 
 
 def test_offline_wandb_run_is_written_without_a_question_and_reads_back(tmp_path, no_account, capfd):
