@@ -139,7 +139,7 @@ class _Portion:
     seqs: list[Sequence]
     took_s: list[float] = field(default_factory=list)  # of the masks that are done
     spent_s: list[float] = field(default_factory=list)  # the same in CPU time
-    began_s: float | None = None  # the mask under way, or the wait for a core to begin the next; None before the first
+    began_s: float | None = None  # the mask under way, if there is one
     thread_s: float = 0.0  # CPU time of the thread at its start
     reason: str = ""  # why the mask under way failed
     ahead: list[int] = field(default_factory=list)  # drafts with a mask, of each row that is done
@@ -163,13 +163,12 @@ class _Portion:
         with self.lock:
             if not self.left_behind:
                 assert self.began_s is not None
-                now_s = time.perf_counter()
-                self.took_s.append(now_s - self.began_s)
+                self.took_s.append(time.perf_counter() - self.began_s)
                 self.spent_s.append(thread_seconds() - self.thread_s)
-                self.began_s = now_s
+                self.began_s = None
 
     def stop(self) -> float:
-        """Let no other mask begin; returns when the mask under way began, now if the thread has not run yet."""
+        """Let no other mask begin; returns when the mask under way began; now, if the thread waits for a core."""
         with self.lock:
             self.stopped = True
             return time.perf_counter() if self.began_s is None else self.began_s
@@ -279,7 +278,7 @@ class MaskBuilder:
                     seq.may_draft = False
                 if count == _FAILED:
                     _start_anew(seq)
-            if portion.left_behind:
+            if portion.left_behind and portion.done < len(portion.seqs):
                 _start_anew(portion.seqs[portion.done])
         if any(portion.left_behind for _, portion, _ in running):
             masks.renew_host()

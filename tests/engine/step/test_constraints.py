@@ -14,7 +14,6 @@ from rollout.constraints.matcher import AllowList, mask_words
 from rollout.engine.messages import Prior
 from rollout.engine.step import masks as masks_module
 from rollout.engine.step.masks import MOST_LEFT_BEHIND, Ahead
-from rollout.process.deadline_thread import DeadlineThread
 from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, MaskTime, X, Y, only_hangs_are_late
 from tests.support.engine.harness import VOCAB, Bench
 
@@ -209,18 +208,43 @@ def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt
     bench.close()
 
 
-def test_a_thread_that_waits_for_a_core_fails_no_completion(model, prompt_of, monkeypatch):
-    bench, time, start = Bench(model, mask_threads=1), MaskTime(monkeypatch), DeadlineThread.start
-    bench.engine.masks.timeout_s, waits_s = 0.5, [0.0, 0.0, 0.9, 0.0, 0.6, *[0.0] * 20]
-    monkeypatch.setattr(
-        DeadlineThread, "start", lambda thread, work: start(thread, lambda: (time.sleep(waits_s.pop(0)), work())[1])
-    )
+@pytest.mark.parametrize("when", ["begin", "end"])
+@pytest.mark.parametrize("waits_s", [[0.0, 0.0, 0.9], [0.0, 0.9]])  # of the first mask of a step, of the second one
+def test_a_thread_that_waits_for_a_core_fails_no_completion(model, prompt_of, monkeypatch, when, waits_s):
+    """Before a mask, between two, and behind the last one."""
+    bench, time, plain = Bench(model, mask_threads=1), MaskTime(monkeypatch), getattr(masks_module._Portion, when)
+    bench.engine.masks.timeout_s, waits_s = 0.5, [*waits_s, *[0.0] * 20]
+
+    def late(portion):
+        wait_s = waits_s.pop(0) if waits_s else 0.0
+        if when == "begin":
+            time.sleep(wait_s)
+        answer = plain(portion)
+        if when == "end":
+            time.sleep(wait_s)
+        return answer
+
+    monkeypatch.setattr(masks_module._Portion, when, late)
     for i in range(2):
         bench.submit(f"r{i}", prompt_of(9, i), 6, sampling=SAMPLED, constraint=Cycle([X]))
     bench.run()
     assert {bench.completions[f"r{i}", 0].finish.reason for i in range(2)} == {"length"}
     assert bench.engine.masks.left_behind == 0 and len(waits_s) < 20
     bench.close()
+
+
+def test_a_thread_that_has_no_core_behind_its_last_draft_costs_no_draft(monkeypatch):
+    filled, go_on = threading.Event(), threading.Event()
+    fill, wait = masks_module._fill_ahead, masks_module.MaskBuilder._wait
+    monkeypatch.setattr(masks_module, "_fill_ahead", lambda *a: (fill(*a), filled.set(), go_on.wait())[0])
+    monkeypatch.setattr(masks_module, "_follow_drafts", lambda *_: 1)
+    monkeypatch.setattr(masks_module.MaskBuilder, "_wait", lambda *a: (filled.wait(60), wait(*a))[1])
+    builder, renewed = masks_module.MaskBuilder(0.1, threads=1), []
+    masks = SimpleNamespace(host=None, renew_host=lambda: renewed.append(True))
+    followed = builder.build_ahead([Ahead(SimpleNamespace(may_draft=True), 0, 1, [1])], masks)
+    assert followed == [1] and renewed and builder.left_behind == 1
+    go_on.set()
+    builder.close()
 
 
 def test_many_that_take_a_little_each_all_go_on(model, prompt_of, monkeypatch):
