@@ -37,7 +37,7 @@ class ControlLink:
     """The connection to one worker's weight socket, found through its request socket. Belongs to one thread.
 
     `endpoint` is the request socket. A worker's last reply before it ends still arrives: see `Connection`. `refused_s`
-    is for how long the link waits for an endpoint that has refused every connection; None: without limit.
+    is for how long an endpoint may refuse every connection until messages fail; None: without limit.
     """
 
     def __init__(
@@ -65,11 +65,8 @@ class ControlLink:
             return f", to its weight socket {self._connection.endpoint}"
         return f": {self._connection.refused}" if self._connection.refused else self._connection.hint
 
-    def send(self, fields: Mapping[str, Any], asked_s: float) -> str | None:
-        """Send a message; its id, or None while there is no connection to the weight socket.
-
-        `asked_s` is the `time.monotonic` at which it was first tried. Raises `RolloutError`.
-        """
+    def send(self, fields: Mapping[str, Any]) -> str | None:
+        """Send a message; its id, or None while there is no connection to the weight socket. Raises `RolloutError`."""
         asking = bool(self._question)
         if self.lost():  # a loss before anything was sent for this message is not one of this message
             self._question = ""
@@ -77,7 +74,6 @@ class ControlLink:
                 raise ConnectionLost(f"the connection to {self.endpoint} was lost")
             return None
         if not (self._found or self._find()) or not self._connection.can_send:
-            self._check_refused(asked_s)
             return None
         return self._send("weights", fields)
 
@@ -99,6 +95,21 @@ class ControlLink:
             self._connection.reopen()
         return lost
 
+    def check_refused(self, tried_s: float) -> None:
+        """Raise `ConnectionLost` if the endpoint has refused connections for too long, and again since `tried_s`.
+
+        Before that a worker may be back, and ZeroMQ not have tried again: it does about every second.
+        """
+        since_s = self._connection.refusing_since_s
+        if self._refused_s is None or since_s is None or self._connection.refused_at_s <= tried_s:
+            return
+        if time.monotonic() - since_s < self._refused_s:
+            return
+        raise ConnectionLost(
+            f"{self.endpoint} cannot be reached: it has refused connections for {self._refused_s:g} s, so no worker "
+            "listens there; set begin_s to wait for one that is starting"
+        )
+
     def receive(self, message_id: str) -> dict[str, Any] | None:
         """The reply to a message, if it is there. Replies to older messages are passed over."""
         while self._arrived:
@@ -113,18 +124,6 @@ class ControlLink:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
-
-    def _check_refused(self, asked_s: float) -> None:
-        since_s = self._connection.refusing_since_s
-        if self._refused_s is None or since_s is None:
-            return
-        # Each message waits: a worker may be back, and ZeroMQ not have tried again yet.
-        if time.monotonic() - max(since_s, asked_s) < self._refused_s:
-            return
-        raise ConnectionLost(
-            f"{self.endpoint} cannot be reached: it has refused connections for {self._refused_s:g} s, so no worker "
-            "listens there; set begin_s to wait for one that is starting"
-        )
 
     def _find(self) -> bool:
         """Ask the request socket for the weight socket; true once the connection is to that one."""
@@ -169,14 +168,19 @@ class _Question:
     """One message and its answer."""
 
     def __init__(self, link: ControlLink, fields: Mapping[str, Any]) -> None:
-        self.link, self.fields, self._asked_s = link, fields, time.monotonic()
+        self.link, self.fields = link, fields
+        self._tried_s: float | None = None  # for the first time
         self.message_id: str | None = None
         self.answer: dict[str, Any] | RolloutError | None = None
 
     def step(self, phase: str) -> None:
         try:
             if self.message_id is None:
-                self.message_id = self.link.send(self.fields, self._asked_s)
+                self.message_id = self.link.send(self.fields)
+            if self.message_id is None:
+                if self._tried_s is None:
+                    self._tried_s = time.monotonic()
+                self.link.check_refused(self._tried_s)
             if self.message_id is not None:
                 lost = self.link.lost()
                 header = self.link.receive(self.message_id)

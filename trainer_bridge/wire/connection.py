@@ -68,6 +68,7 @@ class Connection:
         self._heartbeat_ms = int(heartbeat_s * 1000)
         self.gone = False
         self.refusing_since_s: float | None = None
+        self.refused_at_s = 0.0  # the last time
         self._reached = False  # a worker has been there
         self._context = context
         self._curve = curve
@@ -152,8 +153,9 @@ class Connection:
         """Take in the monitor's events, up to a loss: later ones belong to a socket that is thrown away."""
         for event in socket_events(self.monitor):
             if event["event"] == zmq.EVENT_CLOSED:  # an attempt to connect ended before there was a connection
+                self.refused_at_s = time.monotonic()
                 if self.refusing_since_s is None and not self._reached:
-                    self.refusing_since_s = time.monotonic()
+                    self.refusing_since_s = self.refused_at_s
             elif event["event"] == zmq.EVENT_CONNECTED:
                 self._descriptor = event["value"]
                 self._reached, self.refusing_since_s = True, None
