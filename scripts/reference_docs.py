@@ -118,7 +118,8 @@ in the [glossary](../architecture.md#glossary); how to read the metrics:
 - A **counter** only grows while the worker runs.
 - A **histogram** counts values by size. W&B and JSON lines get the counts of the interval, JSON lines as a list of
   `[begin, bound, count]` without the empty buckets. Prometheus gets the counts since the start.
-- `mismatch/...` appears after a trainer's first `report`.
+- `mismatch/...` appears after a trainer's first `report`, each share of accepted drafts after the first draft of its
+  kind.
 
 Prometheus also gets `rollout_worker_info` (its label `model` names the model), `rollout_report_time_s`
 (Unix time of the report) and `rollout_report_step` (steps committed by then). In JSON lines the last two are `time` and

@@ -6,7 +6,8 @@ is made from the entries: the reports (W&B, JSON lines), the page for Prometheus
 
 How an entry is read:
 
-    no `read`   the value that was given to the meter under the entry's name, 0 before the first one:
+    no `read`   the value that was given to the meter under the entry's name, 0 before the first one. A None is left out
+                of reports:
                     meter.set({"kv/used_pct": 40.0})       a gauge, or a counter that another object keeps
                     meter.add("kv/evictions")              a counter
                     meter.observe("queue/seconds", 1.5)    a histogram
@@ -287,7 +288,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "speculation/accepted_pct", "gauge", "%",
-        "share of the verified drafts that were accepted, since start; left out before the first draft",
+        "share of the verified drafts that were accepted, since start",
         _ACCEPTED, top="accepted",
     ),
     *(_accepted_by_drafter(name) for name in DRAFTER_NAMES),
@@ -487,5 +488,5 @@ VERSION_METRICS: tuple[Metric[Served], ...] = (
     ),
 )  # fmt: skip
 
-#: The values that `rollout top` shows, in its order; every report has them.
+#: The values that `rollout top` shows, in its order, as far as a report has them.
 TOP_METRICS = tuple(metric for metric in METRICS if metric.top is not None)

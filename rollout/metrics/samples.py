@@ -1,7 +1,6 @@
 """Sums, means and quantiles of steps and completions over a stretch of time, in constant memory.
 
-A mean or a quantile without a sample in the stretch keeps its last value, so that every report has every metric; before
-the first sample it is 0.
+A mean or a quantile without a sample in the stretch keeps its last value; before the first sample it is 0.
 """
 
 from __future__ import annotations
