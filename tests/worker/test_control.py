@@ -87,7 +87,7 @@ def test_a_deadline_ends_a_completion_with_its_tokens_so_far(client: RolloutClie
         result = client.generate("17:", n=2, max_tokens=32_000, deadline_s=deadline_s)
         assert [completion.finish_reason for completion in result.completions] == ["deadline"] * 2
         assert all(text_of(one.token_ids) == counted(17, len(one)) for one in result.completions)
-        assert deadline_s / 2 <= result.timing.total_s
+        assert deadline_s / 2 <= result.timing.total_s < deadline_s + 60
         if all(0 < len(completion) < 32_000 for completion in result.completions):
             return
     pytest.fail("no completion had a token before its deadline")

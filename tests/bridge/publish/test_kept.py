@@ -80,7 +80,7 @@ def test_an_update_that_found_nobody_is_brought_to_who_comes_back(transport: str
             handle = publisher.publish(tensors := new_tensors(model, 2), 2)
             sent = {name: tensor.clone() for name, tensor in tensors.items()}
             with pytest.raises((ConnectionLost, RolloutTimeout)):
-                handle.applied(20)
+                handle.applied(60)  # longer than the publisher waits: the update is over, and kept
             for tensor in tensors.values():
                 tensor.fill_(float("nan"))  # the trainer's next step
             with Worker(port=port) as again:
@@ -106,7 +106,7 @@ def test_an_update_whose_worker_was_lost_in_the_middle_is_brought_to_it(
             publisher.publish(new_tensors(model, 1), 1).applied(20)
             handle = publisher.publish(tensors := new_tensors(model, 2), 2)
             with pytest.raises(RolloutError):
-                handle.applied(20)
+                handle.applied(120)
             with Worker(port=port) as again:
                 wait_for(lambda: again.receiver.version == 2, "the newest version")
                 assert serves(again.model, tensors)
