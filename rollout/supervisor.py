@@ -7,10 +7,10 @@
 
 A worker that dies is started again after a pause, which doubles with every restart of the last hour. After too many
 restarts it is given up, and the others serve on. A worker that ends with status 0 was told to end and is not started
-again. If a worker ends before it was ready, a restart would not help: all workers are ended. Once
-all were ready, a worker whose process is stopped (SIGSTOP) is killed after `SILENT_S`: its clients would wait, and it
-cannot tell them. SIGTERM drains all workers, a second SIGTERM ends them at once. The workers belong to the supervisor's
-process group, and end with it.
+again. If a worker ends before it was ready, a restart would not help: all workers are ended. Once all were ready, a
+worker whose process is stopped (SIGSTOP) is killed after `SILENT_S`: its clients would wait, and it cannot tell them.
+SIGTERM drains all workers, a second SIGTERM ends them at once. The workers belong to the supervisor's process group,
+and end with it.
 """
 
 from __future__ import annotations

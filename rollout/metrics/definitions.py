@@ -287,8 +287,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "drafts that equalled the token drawn at their position, since start", _SPECULATION,
     ),
     Metric(
-        "speculation/accepted_pct", "gauge", "%",
-        "share of the verified drafts that were accepted, since start",
+        "speculation/accepted_pct", "gauge", "%", "share of the verified drafts that were accepted, since start",
         _ACCEPTED, top="accepted",
     ),
     *(_accepted_by_drafter(name) for name in DRAFTER_NAMES),

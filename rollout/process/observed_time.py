@@ -17,7 +17,7 @@ class ObservedTime:
         self._looked_s = time.monotonic()
 
     def passed_s(self) -> float:
-        """The seconds since the last look, as far as they were observed."""
+        """The seconds since the last look; of a longer gap, only two periods."""
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, self._most_s), now_s
         return passed_s

@@ -164,7 +164,7 @@ class RankAdapters:
         forgets = 0
         while True:
             unused = self._unused.get()
-            while (orders := self._orders()) is None:  # followers are still loading
+            while (orders := self._orders()) is None:  # the followers are still loading
                 time.sleep(_POLL_S)
             forgets += 1
             orders.forget_adapter(forgets, unused.number)

@@ -635,7 +635,7 @@ def test_acceptance_and_time_saved_are_what_was_counted(model, monkeypatch, six)
     for name in ("accepted_pct", "accepted_pct/by_suffix"):
         assert report[f"speculation/{name}"] == pytest.approx(100 * accepted / drafted)
     assert report["speculation/tokens_a_step"] == pytest.approx(1 + accepted / counters.decode_rows)
-    assert "speculation/accepted_pct/by_heads" not in report, "nobody drafted by them"
+    assert "speculation/accepted_pct/by_heads" not in report, "no head drafted"
 
 
 # --- only where it pays ---

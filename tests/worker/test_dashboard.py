@@ -12,6 +12,7 @@ from rollout.metrics.definitions import HISTOGRAMS, METRICS
 from scripts.dashboard.layout import panels
 from scripts.dashboard.offline_run import read_offline_run
 from scripts.dashboard.picture import series, write_dashboard
+from tests.support.reported_metrics import needs_no_drafts
 from tests.support.wandb_sync import sync
 from tests.support.worker.harness import TWOS, facts, launch, until
 from trainer_bridge.client.blocking import RolloutClient
@@ -22,11 +23,6 @@ def lines(path: Path) -> list[dict]:
     """The complete lines: the last one may be half written."""
     written = path.read_text().rpartition("\n")[0] if path.exists() else ""
     return [json.loads(line) for line in written.splitlines()]
-
-
-def always(metric: str) -> bool:
-    """Whether a run without drafts has this metric."""
-    return not metric.startswith("speculation/accepted_")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +52,7 @@ def test_every_metric_of_the_layout_is_in_the_run(run: Path, tmp_path: Path) -> 
     uploaded = sync(run, tmp_path)
     assert uploaded.run["groupName"] == "job"
     logged = {name for row in uploaded.rows for name in row}
-    assert {name for panel in panels() for name in panel.metrics if always(name)} <= logged
+    assert {name for panel in panels() for name in panel.metrics if needs_no_drafts(name)} <= logged
     histograms = [row["completion/length"] for row in uploaded.rows if "completion/length" in row]
     assert sum(sum(histogram["values"]) for histogram in histograms) <= 4
     assert histograms[0]["_type"] == "histogram" and histograms[0]["bins"] == [48.5, 64.5]
@@ -75,7 +71,7 @@ def test_the_picture_of_that_run_has_something_in_every_panel(run: Path, tmp_pat
     pytest.importorskip("matplotlib")
     rows = read_offline_run(run).rows
     for panel in panels():
-        assert series(rows, panel).keys() == set(filter(always, panel.metrics)), panel.title
+        assert series(rows, panel).keys() == set(filter(needs_no_drafts, panel.metrics)), panel.title
     write_dashboard(read_offline_run(run), tmp_path / "dashboard.png", "a run")
     assert (tmp_path / "dashboard.png").stat().st_size < 300_000
 
@@ -83,7 +79,8 @@ def test_the_picture_of_that_run_has_something_in_every_panel(run: Path, tmp_pat
 @pytest.mark.nightly
 def test_the_json_lines_have_the_same(run: Path) -> None:
     found = lines(run.parents[1] / "metrics.jsonl")
-    assert {metric.name for metric in METRICS if always(metric.name)} <= found[-1].keys() and found[-1]["final"]
+    assert {metric.name for metric in METRICS if needs_no_drafts(metric.name)} <= found[-1].keys()
+    assert found[-1]["final"]
     assert found[-1][HISTOGRAMS[0].name] == [[49, 64, 4]]
     rows = [row for line in found for row in line.get("versions", ())]
     assert [(row["version"], row["by_version/tokens"]) for row in rows] == [(0, 180), (1, 60)]

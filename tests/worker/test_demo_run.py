@@ -13,7 +13,7 @@ from tests.support.worker.harness import ROOT, facts, rollout, subprocess_enviro
 from tests.support.worker.wandb_file import history_keys
 
 CORRUPTING = [sys.executable, str(ROOT / "tests/support/worker/corrupting_worker.py")]
-TOKENS = 2000  # so many that the update comes before their end on a busy machine, too
+TOKENS = 2000  # enough for the update to come amid them, also on a busy machine
 
 
 def run_demo(folder: Path, *more: str) -> tuple[subprocess.CompletedProcess, dict]:

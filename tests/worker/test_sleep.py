@@ -52,7 +52,7 @@ def test_completions_go_on_after_the_wake_and_requests_wait_for_it(
     assert client.sleep()[0]["level"] == 1
     (woken,) = client.wake()
     assert woken["level"] == 1 and woken["bytes"] > 0 and client.wake()[0]["level"] == 0
-    for stream in streams:  # four completions at a time: those of the second one begin when the first one ends
+    for stream in streams:  # four rows for six completions: the second stream's last ones wait
         had = {part.index: len(part) for part in stream.partials()}
         while len(parts := stream.partials()) < 3 or any(len(part) < had.get(part.index, 0) + 50 for part in parts):
             next(stream)

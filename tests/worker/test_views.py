@@ -26,6 +26,7 @@ from rollout.top.screen import Screen
 from tests.support.chrome_format import check_chrome_trace
 from tests.support.http_page import get
 from tests.support.patience import PATIENCE_S
+from tests.support.reported_metrics import needs_no_drafts
 from tests.support.worker.harness import ONES, facts, launch, rollout, subprocess_environment, until
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
@@ -57,7 +58,7 @@ def test_the_page_has_every_metric_of_the_report(worker: WorkerProcess, client: 
 
     steps = until(at_work, "a report with all three completions")
     # Others come once a trainer reports, or something was drafted.
-    always = [metric for metric in METRICS if not metric.name.startswith(("mismatch/", "speculation/accepted_"))]
+    always = [one for one in METRICS if needs_no_drafts(one.name) and not one.name.startswith("mismatch/")]
     assert {prometheus_name(metric) for metric in always} <= steps.keys()
     assert steps[f'rollout_worker_info{{model="{ONES}"}}'] == 1.0 and steps["rollout_step_decode_ms"] > 0
     assert steps["rollout_report_step"] >= 40
@@ -102,7 +103,7 @@ def test_health_is_200_while_the_worker_serves_and_503_with_the_reason_while_it_
 
 def test_the_status_has_the_metrics_of_the_last_report_that_top_shows(client: RolloutClient) -> None:
     client.generate("17:", max_tokens=40)
-    names = {metric.name for metric in TOP_METRICS if not metric.name.startswith("speculation/accepted_")}
+    names = {metric.name for metric in TOP_METRICS if needs_no_drafts(metric.name)}
     status = until(lambda: (now := client.status()).get("metrics", {}).get("step/decode_ms") and now, "a report")
     assert status["metrics"].keys() == names
 

@@ -178,10 +178,9 @@ class _Question:
             if self.message_id is None:
                 self.message_id = self.link.send(self.fields)
             if self.message_id is None:
-                if self._tried_s is None:
-                    self._tried_s = time.monotonic()
+                self._tried_s = self._tried_s or time.monotonic()
                 self.link.check_refused(self._tried_s)
-            if self.message_id is not None:
+            else:
                 lost = self.link.lost()
                 header = self.link.receive(self.message_id)
                 if header is not None:

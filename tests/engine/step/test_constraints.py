@@ -211,7 +211,7 @@ def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt
 @pytest.mark.parametrize("when", ["begin", "end"])
 @pytest.mark.parametrize("waits_s", [[0.0, 0.0, 0.9], [0.0, 0.9]])  # of the first mask of a step, of the second one
 def test_a_thread_that_waits_for_a_core_fails_no_completion(model, prompt_of, monkeypatch, when, waits_s):
-    """Before a mask, between two, and behind the last one."""
+    """Before a mask, between two masks, or after the last mask."""
     bench, time, plain = Bench(model, mask_threads=1), MaskTime(monkeypatch), getattr(masks_module._Portion, when)
     bench.engine.masks.timeout_s, waits_s = 0.5, [*waits_s, *[0.0] * 20]
 

@@ -35,7 +35,7 @@ def test_runs_have_gpus_of_their_own_and_a_larger_one_is_not_overtaken(tmp_path:
     told = {name: (tmp_path / "out" / f"{name}.log").read_text().strip() for name in ("a.2", "b.1", "c.4", "d.1")}
     assert told == {"a.2": "0,1", "b.1": "2", "c.4": "0,1,2,3", "d.1": "0"}
     runs = seen(tmp_path / "out")
-    ended_s = {name: run["began_s"] + run["took_s"] - 1e-6 for name, run in runs.items()}  # but for rounding
+    ended_s = {name: run["began_s"] + run["took_s"] - 1e-6 for name, run in runs.items()}  # for rounding
     assert runs["c.4"]["began_s"] >= max(ended_s["a.2"], ended_s["b.1"])
     assert runs["d.1"]["began_s"] >= ended_s["c.4"]
 

@@ -67,10 +67,14 @@ def test_auto_takes_native_families_natively_and_others_through_transformers(tmp
     make_checkpoint("LlamaForCausalLM", tmp_path / "llama")
     make_checkpoint("CohereForCausalLM", tmp_path / "cohere")
     assert isinstance(load(tmp_path / "llama", model_impl="auto").model, Decoder)
-    names = lambda: [record.name for record in caplog.records if record.name.startswith("rollout.models.")]  # noqa: E731
-    assert not names()
+
+    def logged() -> list[tuple[str, str]]:
+        of_models = (record for record in caplog.records if record.name.startswith("rollout.models."))
+        return [(record.name, record.levelname) for record in of_models]
+
+    assert not logged()
     assert not isinstance(load(tmp_path / "cohere", model_impl="auto").model, Decoder)
-    assert names() == ["rollout.models.loader"]
+    assert logged() == [("rollout.models.loader", "WARNING")]
     with pytest.raises(ValueError, match="CohereForCausalLM"):
         load(tmp_path / "cohere", model_impl="native")
 
