@@ -41,7 +41,7 @@ from rollout.engine.build import (
 from rollout.engine.device.streams import Device, make_device
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages import PutAdapter, RankStatus, Shutdown
+from rollout.engine.messages import Command, Look, PutAdapter, RankStatus, Shutdown
 from rollout.engine.parts import Links
 from rollout.engine.step.execute import Orders
 from rollout.metrics.health import Health
@@ -85,7 +85,7 @@ from rollout.weights.swap_copies import parts_done
 
 log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.01  # the longest time that a staged update waits while nothing runs
+_IDLE_WAIT_S = 0.05  # between two looks at deadlines, leases and lost ranks while nothing runs
 _SINK_DEADLINE_S = 20.0
 _STOP_S = 10.0  # for the loop to end at once
 _CLOSE_S = 60.0  # for threads and sinks to end after the loop
@@ -122,7 +122,8 @@ class Worker:
             self.prompts.start()  # it loads while the engine is built; only the first prompt waits for it
         self.metrics = MetricsThread(sinks)
 
-        gate = Gate(settings.service.drain_s, takes_weights=True)
+        inbox: SimpleQueue[Command] = SimpleQueue()
+        gate = Gate(settings.service.drain_s, takes_weights=True, notify=lambda: inbox.put(Look()))
         outbox, registry = Outbox(), adapter_registry(settings.engine)
         device = make_device(str(model.embed.device))
         memory = sleeping_memory(settings, device, model)  # moves the weights, so before anything takes views of them
@@ -139,7 +140,7 @@ class Worker:
             update_names(settings.model, loaded),
             self.ranks.take_updates(device.torch_device),
         )
-        links = Links(SimpleQueue(), outbox.put, gate, self.receiver, registry)
+        links = Links(inbox, outbox.put, gate, self.receiver, registry)
         with stage("preparing decode steps") as shown:
             advance = both(shown, self.ranks.start.advance)
             lead = self._lead if self.ranks.size > 1 else None
@@ -235,10 +236,9 @@ class Worker:
         engine = self.engine
         self.ranks.check()
         self.vitals.tick()
-        if not engine.busy:
-            engine.wait(_IDLE_WAIT_S)
+        worked = engine.busy or engine.wait(_IDLE_WAIT_S)
         engine.tick()
-        self.vitals.refresh(at_once=not engine.busy)  # a request that has just ended shows at once
+        self.vitals.refresh(at_once=worked and not engine.busy)  # a request that has just ended shows at once
         if (now := time.perf_counter()) >= self._next_report_s:
             self._next_report_s = now + self.settings.metrics.interval_s
             self._report(now)

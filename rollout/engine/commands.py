@@ -3,6 +3,7 @@
     inbox --> pause, resume, shutdown   the gate
               sleep, wake               the sleeper
               submit                    the scheduler
+              look                      nobody: it only ends the wait for a command
               everything else           the roster
 
 Each command is carried out at once, except that a sleep takes several ticks.
@@ -23,6 +24,7 @@ from rollout.engine.messages import (
     EndSession,
     Event,
     Failed,
+    Look,
     Pause,
     PutAdapter,
     Rejected,
@@ -62,13 +64,14 @@ class Commands:
                 return
             self._carry_out(command, parts)
 
-    def wait(self, parts: EngineParts, timeout_s: float) -> None:
-        """Wait for one command and carry it out; for a loop that has nothing else to do."""
+    def wait(self, parts: EngineParts, timeout_s: float) -> bool:
+        """Wait for one command and carry it out, for a loop that has nothing else to do; false if none came."""
         try:
             command = self._inbox.get(timeout=timeout_s)
         except Empty:
-            return
+            return False
         self._carry_out(command, parts)
+        return True
 
     def fail(self, parts: EngineParts, message: str) -> list[Event]:
         """After a fault: the answer to the command that was being carried out. Call it before `rescue`."""
@@ -113,6 +116,8 @@ class Commands:
             case EndSession(client, name, token):
                 roster.allocator.sessions.end(client, name)
                 roster.events += [Done(token)] if token is not None else []
+            case Look():
+                pass
 
     def _shut_down(self, mode: str, token: int | None, parts: EngineParts) -> None:
         self._gate.drain(token)

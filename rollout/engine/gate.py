@@ -36,7 +36,7 @@ Threads. Only the loop calls the methods of "the loop's changes". Any thread may
 call the methods of "the weight receiver". A lock orders the changes of the hold, which both threads make, and the begin
 of an update against the order to sleep. Every public attribute is one reference that is replaced as a whole, so any
 thread may read it without the lock; it may then be one change old. No method waits, and no callback is called while the
-lock is held.
+lock is held. A change by the receiver that the loop acts on also calls `notify`, as the loop may wait for a command.
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ Blocked = Literal["asleep", "paused", "stale", "held"]
 UpdateWait = Literal["wake", "swap", "recompute"]
 
 
+def _nobody() -> None:
+    """No-op: no update waits for the hold, or no loop for a command."""
+
+
 @dataclass(frozen=True, slots=True)
 class SleepState:
     """A sleep that has been ordered (falling) or has been reached (asleep)."""
@@ -71,10 +75,13 @@ class Gate:
     Args:
         drain_s: seconds that a drain gives to running requests.
         takes_weights: whether a weight receiver is attached, so that a newer version can arrive at all.
+        notify: lets the loop take its next tick at once, from any thread.
     """
 
-    def __init__(self, drain_s: float = 30.0, takes_weights: bool = False) -> None:
-        self.takes_weights = takes_weights
+    def __init__(
+        self, drain_s: float = 30.0, takes_weights: bool = False, notify: Callable[[], object] = _nobody
+    ) -> None:
+        self.takes_weights, self.notify = takes_weights, notify
         self.draining = False
         self.stopped = False
         self.paused = False
@@ -91,7 +98,7 @@ class Gate:
         self._drain_until_s = float("inf")
         self._pause_tokens: list[int] = []
         self._end_tokens: list[int] = []
-        self._on_grant: Callable[[], object] = _no_asker
+        self._on_grant: Callable[[], object] = _nobody
         self._lock = threading.Lock()
 
     # --- the questions; any thread ------------------------------------------------------------------------------------
@@ -231,7 +238,7 @@ class Gate:
     def lose_weights(self, why: str) -> None:
         """No step is in flight, and the parameters hold no version: hold until a whole update has arrived."""
         with self._lock:
-            self.hold, self.held_since_s, self._on_grant = "granted", None, _no_asker
+            self.hold, self.held_since_s, self._on_grant = "granted", None, _nobody
             self.stale, self.dropped, self.failed = why, True, False
 
     def swap_begins(self) -> None:
@@ -259,7 +266,9 @@ class Gate:
 
     def updates_done(self) -> None:
         """No update is received, waits to be applied or is being applied."""
-        self.update_inside = False
+        if self.update_inside:
+            self.update_inside = False
+            self.notify()
 
     def request_hold(self, on_grant: Callable[[], object]) -> None:
         """Ask that no step be launched; `on_grant` is called, from any thread, once none is in flight."""
@@ -270,18 +279,17 @@ class Gate:
                 self.hold = "wanted"
         if at_once:
             on_grant()
+        else:
+            self.notify()
 
     def fail_hold(self, why: str) -> None:
         """The parameters are a mixture of versions: the hold stays until a whole update has arrived."""
         with self._lock:
-            self.stale, self.failed, self._on_grant = why, True, _no_asker
+            self.stale, self.failed, self._on_grant = why, True, _nobody
 
     def clear_hold(self) -> None:
         """The parameters are whole: generation goes on. The loop calls this when it takes a whole update."""
         with self._lock:
             self.hold, self.stale, self.dropped, self.failed = "free", "", False, False
-            self.held_since_s, self._on_grant = None, _no_asker  # the callback refers to the update and its memory
-
-
-def _no_asker() -> None:
-    """No-op: no update waits for the hold."""
+            self.held_since_s, self._on_grant = None, _nobody  # the callback refers to the update and its memory
+        self.notify()

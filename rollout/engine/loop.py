@@ -93,9 +93,9 @@ class Engine:
         waits = parts.roster.resting or gate.blocked is not None
         return parts.pipeline.in_flight > 0 or gate.swapping or moving or not waits
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for a command and carry it out; for when the engine is not busy."""
-        self.commands.wait(self.parts, timeout_s)
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a command and carry it out, for when the engine is not busy; false if none came."""
+        return self.commands.wait(self.parts, timeout_s)
 
     # --- the phases of a tick -----------------------------------------------------------------------------------------
 

@@ -374,7 +374,14 @@ class Wake:
     token: int
 
 
-Command = Submit | Cancel | StopAt | Pause | Resume | Shutdown | EndSession | PutAdapter | DropAdapter | Sleep | Wake
+@dataclass(frozen=True, slots=True)
+class Look:
+    """No order: the gate or the receiver has changed, so a loop that waits for a command takes its next tick now."""
+
+
+Command = (
+    Submit | Cancel | StopAt | Pause | Resume | Shutdown | EndSession | PutAdapter | DropAdapter | Sleep | Wake | Look
+)
 
 
 # --- events: engine -> service ---------------------------------------------------------------------------------------

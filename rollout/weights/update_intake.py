@@ -447,6 +447,7 @@ class UpdateIntake:
         commit.phases["verify"], commit.since_s = now_s - commit.since_s, now_s
         self.committed = (update, commit)
         self.ready.append(update)
+        self._gate.notify()
 
     def applied(self, update: Update | AdapterUpdate, pause_s: float) -> None:
         """The loop has applied it, after a pause of `pause_s` seconds."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.worker.harness import check, kill_publisher_half_way, launch, tensors, until
+from tests.support.worker.harness import (
+    ROOT,
+    check,
+    kill_publisher_half_way,
+    launch,
+    subprocess_environment,
+    tensors,
+    until,
+)
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -16,7 +25,9 @@ from trainer_bridge.wire.errors import Unavailable
 
 @pytest.fixture(scope="module")
 def in_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    with launch(log=tmp_path_factory.mktemp("in_place") / "log", apply="in_place", idle_s=15.0) as worker:
+    path = os.pathsep.join([str(ROOT / "tests/support/worker/quiet_loop"), subprocess_environment()["PYTHONPATH"]])
+    log = tmp_path_factory.mktemp("in_place") / "log"
+    with launch(log=log, apply="in_place", idle_s=15.0, env={"PYTHONPATH": path}) as worker:
         yield worker
 
 
@@ -42,6 +53,17 @@ def test_completions_change_step_where_their_versions_say(in_place: WorkerProces
             for completion in stream.wait().completions:
                 assert [version for version, _ in completion.versions] == [old, old + 1, old + 2, old + 3]
                 check("17:", completion, steps)
+
+
+def test_an_update_wakes_a_loop_that_has_no_work(in_place: WorkerProcess, steps: dict[int, int]) -> None:
+    """By itself the loop here would look ten minutes later."""
+    old = max(steps)
+    steps[old + 1] = 3 - steps[old]
+    with WeightPublisher(in_place.endpoint) as publisher, RolloutClient(in_place.endpoint, timeout_s=60) as client:
+        publisher.publish(tensors(steps[old + 1]), old + 1).applied(60)
+        (completion,) = client.generate("17:", max_tokens=20).completions
+        assert [version for version, _ in completion.versions] == [old + 1]
+        check("17:", completion, steps)
 
 
 @pytest.mark.nightly
