@@ -85,7 +85,7 @@ from rollout.weights.swap_copies import parts_done
 
 log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.05  # between two looks at deadlines, leases and lost ranks while nothing runs
+_IDLE_WAIT_S = 0.05  # between two looks at deadlines, leases, threads and ranks while nothing runs
 _SINK_DEADLINE_S = 20.0
 _STOP_S = 10.0  # for the loop to end at once
 _CLOSE_S = 60.0  # for threads and sinks to end after the loop
@@ -237,7 +237,7 @@ class Worker:
         self.ranks.check()
         self.vitals.tick()
         worked = engine.busy or engine.wait(_IDLE_WAIT_S)
-        engine.tick()
+        worked |= engine.tick()
         self.vitals.refresh(at_once=worked and not engine.busy)  # a request that has just ended shows at once
         if (now := time.perf_counter()) >= self._next_report_s:
             self._next_report_s = now + self.settings.metrics.interval_s

@@ -30,13 +30,15 @@ copy, because both use the compute stream. Recomputing delays an update only whe
 states the recomputation stands still, and the trainer may wait for the update before it lets generation go on.
 
 Who waits: a `pause` and a `drain` wait with their tokens, and `take_answers` returns the answers. The receiver waits
-for the hold with a callback. A sleep waits for `update_inside` and `swapping` to become false (`sleep.py` polls them).
+for the hold with a callback. A sleep waits for `update_inside` and `swapping` to become false: `sleep.py` looks at them
+in every tick.
 
 Threads. Only the loop calls the methods of "the loop's changes". Any thread may ask the questions, and any thread may
 call the methods of "the weight receiver". A lock orders the changes of the hold, which both threads make, and the begin
 of an update against the order to sleep. Every public attribute is one reference that is replaced as a whole, so any
 thread may read it without the lock; it may then be one change old. No method waits, and no callback is called while the
-lock is held. A change by the receiver that the loop acts on also calls `notify`, as the loop may wait for a command.
+lock is held. A change by the receiver for which the loop has something to do also calls `notify`, since the loop may
+be waiting for a command.
 """
 
 from __future__ import annotations

@@ -58,8 +58,11 @@ class Engine:
         self._emit = links.emit
         self._waiting_since_s: float | None = None  # nothing can be launched until a copy of KV is done
 
-    def tick(self) -> None:
-        """One tick: launch a step if there is one; commit the oldest if the pipeline is full or none was launched."""
+    def tick(self) -> bool:
+        """One tick: launch a step if there is one; commit the oldest if the pipeline is full or none was launched.
+
+        Returns whether the service was told something.
+        """
         parts, gate = self.parts, self.gate
         roster, scheduler, pipeline = parts.roster, parts.scheduler, parts.pipeline
         self.commands.take(parts)
@@ -81,9 +84,10 @@ class Engine:
         self._wait_for_copies(plan is None and not committed, idle)
         if gate.sleep is not None:
             self.sleeper.advance(parts)
-        self._report()
+        reported = self._report()
         if committed:
             self.meter.finalized(time.perf_counter(), idle)
+        return reported
 
     @property
     def busy(self) -> bool:
@@ -171,14 +175,15 @@ class Engine:
         if not idle:
             self.meter.offload(since_s, time.perf_counter())
 
-    def _report(self) -> None:
-        """Hand all events of this tick to the service, with the answers that are due."""
+    def _report(self) -> bool:
+        """Hand all events of this tick to the service, with the answers that are due; false if there are none."""
         roster = self.parts.roster
         if self.gate.drain_overdue:
             roster.end_all("cancelled", WORKER_ENDS)
         roster.events += self.gate.take_answers(self.parts.pipeline.in_flight, len(roster.groups))
         events, roster.events = roster.events, []
         self._send(events)
+        return bool(events)
 
     def _send(self, events: list[Event]) -> None:
         if not events:

@@ -5,7 +5,8 @@ events. Neither has a reference to the other's objects.
 
     service --Command--> engine.inbox          engine --Event--> service.outbox
 
-Both queues are FIFO and thread-safe. Arrays are frozen by convention: no code writes to an array after it was sent.
+The weight receiver, too, puts a command into the inbox: `Look`. Both queues are FIFO and thread-safe. Arrays are frozen
+by convention: no code writes to an array after it was sent.
 """
 
 from __future__ import annotations

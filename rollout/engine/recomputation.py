@@ -72,6 +72,6 @@ class Recomputation:
         """True if the next update has to wait. Without rows it costs nothing, so it may be applied."""
         if self.most == 1.0:
             return False
-        if self._pending:
+        if any(not seq.finalized for seq in self._pending):
             return True
         return roster.running > 0 and self.spent_s > self.most * (self.clock() - self._since_s)

@@ -160,20 +160,25 @@ def test_no_hold_is_granted_during_a_swap():
 
 def test_the_loop_is_told_of_what_it_has_to_act_on():
     told = []
-    gate = Gate(notify=lambda: told.append(gate.blocked))
+
+    def notify():
+        assert not gate._lock.locked()
+        told.append((gate.blocked, gate.update_inside))
+
+    gate = Gate(notify=notify)
     gate.request_hold(lambda: None)
-    assert told == ["held"], "it grants the hold"
+    assert told.pop() == ("held", False), "it grants the hold"
     gate.grant_hold()
     gate.request_hold(lambda: None)
-    assert told == ["held"], "granted at once: the loop has nothing to do"
+    assert told == [], "granted at once: the loop has nothing to do"
     gate.clear_hold()
-    assert told == ["held", None], "it generates again"
+    assert told.pop() == (None, False), "it generates again"
     gate.updates_done()
-    assert len(told) == 2, "there was no update"
+    assert told == [], "there was no update"
     gate.admit_update()
     gate.fall_asleep(1, "wait")
     gate.updates_done()
-    assert told == ["held", None, "asleep"], "the sleep may go on"
+    assert told == [("asleep", False)], "the sleep may go on"
 
 
 def test_a_deeper_sleep_may_be_ordered_while_asleep():

@@ -116,6 +116,23 @@ def test_endless_updates_leave_the_rest_of_the_time_to_decoding(model, sources, 
 # --- when the next update is applied ---
 
 
+def test_no_update_is_left_waiting_when_the_engine_has_nothing_to_do(model, sources, prompt_of):
+    """A row may end with the token that its recomputed prefill draws, and nothing comes after that."""
+    for ticks in range(14):
+        mailbox = Mailbox()
+        bench = recomputing(model, mailbox, 0.01, pipeline_depth=2)
+        bench.submit("r", prompt_of(20), 8)
+        tick(bench, ticks)
+        mailbox.ready = Update(1, sources[1], model)
+        while mailbox.ready is not None:
+            bench.engine.tick()
+        mailbox.ready = Update(2, sources[0], model)
+        while bench.engine.busy:
+            bench.engine.tick()
+        assert mailbox.ready is None, f"after {ticks} ticks"
+        bench.close()
+
+
 @pytest.mark.parametrize("arrivals", [3, *nightly(0, 7)])
 def test_no_update_finds_a_row_half_computed(model, sources, prompt_of, arrivals):
     bench = recomputing(model, receiver := Endless(sources, model), 0.9)

@@ -1,6 +1,6 @@
 """With this folder on PYTHONPATH, the loop of a worker without work looks by itself every ten minutes only.
 
-Python imports this file at its start.
+Python imports this file at its start. A test must not leave the worker idle for `stall_s`: it would count as hung.
 """
 
 import sys
