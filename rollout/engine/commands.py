@@ -1,4 +1,4 @@
-"""Commands, of the service but for `Look`, carried out by the loop between two steps.
+"""What the service and the weight receiver ask of the loop, carried out between two steps.
 
     inbox --> pause, resume, shutdown   the gate
               sleep, wake               the sleeper

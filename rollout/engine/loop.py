@@ -176,7 +176,7 @@ class Engine:
             self.meter.offload(since_s, time.perf_counter())
 
     def _report(self) -> bool:
-        """Hand all events of this tick to the service, with the answers that are due; false if there are none."""
+        """Hand the events of this tick and the answers that are due to the service; whether there were any."""
         roster = self.parts.roster
         if self.gate.drain_overdue:
             roster.end_all("cancelled", WORKER_ENDS)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.worker.harness import (
-    ROOT,
-    check,
-    kill_publisher_half_way,
-    launch,
-    subprocess_environment,
-    tensors,
-    until,
-)
+from tests.support.worker.harness import check, hooked, kill_publisher_half_way, launch, tensors, until
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -25,9 +16,8 @@ from trainer_bridge.wire.errors import Unavailable
 
 @pytest.fixture(scope="module")
 def in_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    path = os.pathsep.join([str(ROOT / "tests/support/worker/quiet_loop"), subprocess_environment()["PYTHONPATH"]])
     log = tmp_path_factory.mktemp("in_place") / "log"
-    with launch(log=log, apply="in_place", idle_s=15.0, env={"PYTHONPATH": path}) as worker:
+    with launch(log=log, apply="in_place", idle_s=15.0, env=hooked("quiet_loop")) as worker:
         yield worker
 
 

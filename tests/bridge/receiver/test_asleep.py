@@ -109,7 +109,7 @@ def test_an_update_that_comes_to_nothing_leaves(how: str) -> None:
             assert _begin(worker, version=2)["code"] == "unavailable" and gate.update_inside, "the first goes on"
             assert worker.control(action="abort", token=begin["token"])["op"] == "ok"
         with time_passes(60.0) if how == "silent" else nullcontext():
-            # A question wakes the receiver: in the case "alone" there is none.
+            # A question wakes the receiver, so "alone" asks none.
             wait_for(lambda: (how == "alone" or worker.status()) and not gate.update_inside, "the door to be empty")
 
 

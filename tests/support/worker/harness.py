@@ -41,6 +41,11 @@ def subprocess_environment(**changes: str) -> dict[str, str]:
     return {**kept, **_ALWAYS, **changes}
 
 
+def hooked(name: str) -> dict[str, str | None]:
+    """The variable by which Python imports `sitecustomize` of the folder `name` beside this file at its start."""
+    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / name), _ALWAYS["PYTHONPATH"]])}
+
+
 def launch(
     model: Path | str = ONES, *, log: Path, wait: bool = True, env: dict[str, str | None] | None = None, **flags: Any
 ) -> WorkerProcess:

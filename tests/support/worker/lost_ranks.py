@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.worker.harness import ROOT, check, subprocess_environment, until
+from tests.support.worker.harness import check, hooked, until
 from trainer_bridge.client.blocking import RolloutClient, Stream
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.wire.errors import Unavailable
@@ -23,7 +22,6 @@ FAULT = 3
 KNOWN_S = 60.0
 LOST = "tensor group is lost"
 KILL_AND_STOP = [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "hung")]
-HOOKS = ROOT / "tests" / "support" / "worker" / "faulty_follower"
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,7 @@ class Points:
     @property
     def environment(self) -> dict[str, str | None]:
         """What a worker's followers need to know of it."""
-        path = os.pathsep.join([str(HOOKS), subprocess_environment()["PYTHONPATH"]])
-        return {"FAULTY_FOLLOWER": str(self.folder), "PYTHONPATH": path}
+        return {"FAULTY_FOLLOWER": str(self.folder), **hooked("faulty_follower")}
 
 
 def followers_of(pid: int) -> list[int]:
