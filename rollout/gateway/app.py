@@ -31,11 +31,9 @@ from rollout.gateway.group_updates import GroupUpdates
 from rollout.gateway.groups import Groups
 from rollout.gateway.health import Health
 from rollout.gateway.images import Images
-from rollout.gateway.reasoning import REASONING_PARSERS
 from rollout.gateway.settings import GatewaySettings
 from rollout.gateway.sglang import SglangAdmin, SglangGenerate
 from rollout.gateway.text import Text
-from rollout.gateway.tools import tool_parser
 from rollout.gateway.workers import RolloutPool, Workers
 from trainer_bridge.wire.errors import RolloutError, Unavailable
 from trainer_bridge.wire.keys import ClientCurve
@@ -101,8 +99,7 @@ async def _start(settings: GatewaySettings, client: RolloutPool, curve: ClientCu
         settings.served_model_name or (status["model"],),
         status["max_context_tokens"],
         FolderUpdates(settings.weights_root, settings.update_s, curve),
-        tool_parser(settings.tool_parser, text.template),
-        REASONING_PARSERS[settings.reasoning_parser],
+        text.formats(settings.tool_parser, settings.reasoning_parser),
         images,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,12 +15,13 @@ from rollout.gateway.answers import EventStream, json_answer, unless_gone
 from rollout.gateway.bodies import Body
 from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
-from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, usage, version_runs
+from rollout.gateway.formats.choice import Cut, Formats
+from rollout.gateway.formats.segments import Segments
+from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, stop_reason, usage, version_runs
 from rollout.gateway.logprobs import prompt_entries
-from rollout.gateway.messages import RenderedChat, Rendering, render_chat
-from rollout.gateway.reasoning import ReasoningStream
+from rollout.gateway.messages import Rendering, render_chat
 from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, OpenAiBody, TokenId
-from rollout.gateway.tools import ToolCall, ToolStream
+from rollout.gateway.views import Demand, Views
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.results import Completion
 
@@ -53,7 +54,7 @@ class ChatBody(OpenAiBody):
     messages: list[Any]
     logprobs: Annotated[bool, BeforeValidator(_from_digit)] = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
@@ -63,6 +64,11 @@ class ChatBody(OpenAiBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
+
+    @property
+    def calls_wanted(self) -> bool:
+        """True if calls are looked for in the text of the answer."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def rendering(self) -> Rendering:
@@ -96,6 +102,11 @@ class ChatBody(OpenAiBody):
         if name not in functions:
             raise bad_request("'tool_choice' names a function of 'tools'", "tool_choice")
         return {"json_schema": json.dumps(functions[name])}
+
+    @property
+    def demand(self) -> Demand | None:
+        """The calls that the completion is constrained to be; None if it is not."""
+        return None if self.tool_choice in (None, "none", "auto") else Demand(self.named_tool())
 
     def named_tool(self) -> str | None:
         """The function that must be called, if `tool_choice` names one."""
@@ -153,14 +164,13 @@ class Chat:
         if body.stream and body.prompt_logprobs is not None:
             raise bad_request("a stream has no log-probs of the prompt; remove 'stream'", "stream")
         fields = await gateway.openai_fields(body) | place
-        fields |= {"return_text": gateway.text.from_worker(body), "logprobs": body.top_logprobs}
         if body.max_completion_tokens is not None:
             fields["max_tokens"] = body.max_completion_tokens
         demanded = body.tool_constraint()
-        if body.tools and demanded is None and body.tool_choice != "none" and gateway.tools is None:
+        if body.calls_wanted and demanded is None and gateway.formats.tools is None:
             raise bad_request(
                 "this gateway knows no format of tool calls for this model: start it with --tool-parser, or set "
-                "'tool_choice' to 'none'",
+                "'tool_choice' to 'none' or 'required'",
                 "tools",
             )
         if demanded is not None:
@@ -168,145 +178,115 @@ class Chat:
                 raise bad_request("a 'tool_choice' that demands a call is a constraint; send no other", "tool_choice")
             fields["constraint"] = demanded
         chat = await render_chat(gateway, body.messages, body.rendering)
+        cut = gateway.formats.cuts[body.calls_wanted and demanded is None]
+        if fields["constraint"] is not None:
+            after = self._answer_after(cut, chat.begun)
+            if after is None:  # it holds from the first token on: there are no thoughts
+                cut = cut.without_reasoning()
+            else:
+                fields["constraint"] = fields["constraint"] | {"after": after}
+        fields |= {"return_text": gateway.text.from_worker(body, cut.shown), "logprobs": body.top_logprobs}
         prompt = TokenRequest(chat.token_ids, fields, body.n, media=chat.media)
-        answer = _Answer(Call(gateway, new_id("chatcmpl-", request, body.request_id), [prompt], session), body, chat)
+        call = Call(gateway, new_id("chatcmpl-", request, body.request_id), [prompt], session)
+
+        def views() -> Views:
+            pieces = gateway.text.pieces(body, body.include_stop_str_in_output, cut.shown)
+            return Views(pieces, cut.regions, body.tools or (), chat.begun, body.demand)
+
+        answer = _Answer(call, body, views)
         if body.stream:
             return EventStream(answer.events(), gateway.settings.send_s)
         return json_answer(await answer.whole())
 
-
-class _Message:
-    """One completion on its way to a message: its text is cut into reasoning, content and tool calls."""
-
-    def __init__(self, gateway: Gateway, body: ChatBody, prompt: str) -> None:
-        self._pieces = gateway.text.pieces(body, body.include_stop_str_in_output)
-        demanded = body.tool_constraint() is not None
-        self._reasoning: ReasoningStream | None = None
-        if gateway.reasoning is not None and not demanded:
-            self._reasoning = gateway.reasoning.stream(prompt)
-        self._tools: ToolStream | None = None
-        if demanded:
-            self._tools = _DemandedCalls(body.named_tool())
-        elif body.tools and body.tool_choice != "none":
-            assert gateway.tools is not None
-            self._tools = gateway.tools.stream()
-        self.calls = 0
-
-    def take(self, part: Completion) -> tuple[str, str, list[ToolCall]]:
-        """What new tokens add: reasoning, content, complete calls."""
-        last = part.finish_reason is not None
-        text, reasoning = self._pieces.take(part), ""
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning.feed(text, last)
-        calls: list[ToolCall] = []
-        if self._tools is not None:
-            text, calls = self._tools.feed(text, last)
-        self.calls += len(calls)
-        return reasoning, text, calls
-
-    def finish_reason(self, part: Completion) -> str | None:
-        """How the message ended."""
-        reason = finish_reason(part)
-        return "tool_calls" if reason == "stop" and self.calls else reason
-
-
-class _DemandedCalls:
-    """The calls of a completion that is constrained to be calls: of one function its arguments, else a list."""
-
-    def __init__(self, name: str | None) -> None:
-        self._name = name
-        self._text = ""
-
-    def feed(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
-        """Nothing until the end; then the calls, or the text if it was cut short."""
-        self._text += text
-        if not last:
-            return "", []
-        try:
-            value = json.loads(self._text)
-        except ValueError:
-            return self._text, []
-        if self._name is not None:
-            return "", [ToolCall(self._name, self._text)]
-        return "", [ToolCall(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in value]
+    def _answer_after(self, cut: Cut, begun: str) -> str | None:
+        """The mark behind which a constraint begins; None if it holds from the first token on."""
+        if self._gateway.settings.constrain_reasoning or not Segments(cut.regions, begun=begun).may_reason:
+            return None
+        return self._gateway.formats.answer_after
 
 
 class _Answer:
-    """How the answer to a call looks."""
+    """How the answer to a call looks. `views` makes those of a completion."""
 
-    def __init__(self, call: Call, body: ChatBody, chat: RenderedChat) -> None:
+    def __init__(self, call: Call, body: ChatBody, views: Callable[[], Views]) -> None:
         gateway = call.gateway
         (self._request,) = call.requests
         self._call = call
         self._gateway = gateway
         self._body = body
-        self._chat = chat
+        self._views = views
         self._head = {"id": call.id, "created": now(), "model": body.model or gateway.names[0]}
         self._logprobs = gateway.logprob_format(body.top_logprobs, body.return_tokens_as_token_ids)
+        self._cut = gateway.formats != Formats()  # events may have no text, as it waits
 
     async def whole(self) -> dict[str, Any]:
         """The answer without streaming."""
         (result,) = await self._call.whole()
         choices = []
         for completion in result.completions:
-            message = _Message(self._gateway, self._body, self._chat.text)
-            reasoning, content, calls = message.take(completion)
-            shown: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-            if self._gateway.reasoning is not None:
-                shown["reasoning_content"] = shown["reasoning"] = reasoning or None
-            if calls:
-                shown["tool_calls"] = [call.shown() for call in calls]
-            choices.append({"index": completion.index, "message": shown, **self._facts(completion, message, 0)})
+            views = self._views()
+            piece = views.take(completion)
+            shown: dict[str, Any] = {
+                "role": "assistant",
+                "content": piece.content if piece.content or views.empty else None,
+            }
+            if self._gateway.formats.reasoning is not None:
+                shown["reasoning_content"] = shown["reasoning"] = piece.reasoning or None
+            if piece.calls:
+                shown["tool_calls"] = [call.shown() for call in piece.calls]
+            choices.append({"index": completion.index, "message": shown, **self._facts(completion, views, 0)})
         answer = self._head | {"object": "chat.completion", "choices": choices, "usage": usage([result])}
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._request.prompt
         if self._body.prompt_logprobs is not None:
-            most, name = self._body.prompt_logprobs, self._gateway.text.token_text
-            answer["prompt_logprobs"] = await prompt_entries(self._request.prompt, result, most, name)
+            most, token_bytes = self._body.prompt_logprobs, self._gateway.text.token_bytes
+            answer["prompt_logprobs"] = await prompt_entries(self._request.prompt, result, most, token_bytes)
         return answer
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of the stream."""
         head = self._head | {"object": "chat.completion.chunk"}
         n = self._request.n
-        messages = [_Message(self._gateway, self._body, self._chat.text) for _ in range(n)]
+        views = [self._views() for _ in range(n)]
         begun = [False] * n
         async with aclosing(self._call.chunks()) as found:
             async for each in found:
                 chunk = each.chunk
-                message = messages[chunk.index]
-                delta = self._delta(message, chunk.part)
+                delta = self._delta(views[chunk.index], chunk.part)
                 event: dict[str, Any] = head | {"choices": [{"index": chunk.index, "delta": delta}]}
                 if not begun[chunk.index]:
                     begun[chunk.index] = True
                     delta["role"] = "assistant"
                     if self._body.return_token_ids and chunk.index == 0:
                         event["prompt_token_ids"] = self._request.prompt
-                event["choices"][0] |= self._facts(chunk.part, message, chunk.offset)
+                event["choices"][0] |= self._facts(chunk.part, views[chunk.index], chunk.offset)
                 yield event
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield head | {"choices": [], "usage": usage(list(self._call.results.values()))}
 
-    def _delta(self, message: _Message, part: Completion) -> dict[str, Any]:
+    def _delta(self, views: Views, part: Completion) -> dict[str, Any]:
         """The message that new tokens add."""
-        earlier = message.calls
-        reasoning, content, calls = message.take(part)
+        earlier = views.calls
+        piece = views.take(part)
         delta: dict[str, Any] = {}
-        if content or not (reasoning or calls):
-            delta["content"] = content
-        if reasoning:
-            delta["reasoning_content"] = delta["reasoning"] = reasoning
-        if calls:
-            delta["tool_calls"] = [{"index": earlier + place, **call.shown()} for place, call in enumerate(calls)]
+        if piece.content or not self._cut or (part.finish_reason is not None and views.empty):
+            delta["content"] = piece.content
+        if piece.reasoning:
+            delta["reasoning_content"] = delta["reasoning"] = piece.reasoning
+        if piece.calls:
+            delta["tool_calls"] = [{"index": earlier + place, **call.shown()} for place, call in enumerate(piece.calls)]
         return delta
 
-    def _facts(self, part: Completion, message: _Message, start: int) -> dict[str, Any]:
+    def _facts(self, part: Completion, views: Views, start: int) -> dict[str, Any]:
         """What a choice, or the new tokens of one, has beside its text."""
+        reason = finish_reason(part)
         facts: dict[str, Any] = {
             "logprobs": self._logprobs.content(part) if self._body.logprobs else None,
-            "finish_reason": message.finish_reason(part),
-            "stop_reason": part.stop,
+            "finish_reason": "tool_calls" if reason == "stop" and views.calls else reason,
+            "stop_reason": stop_reason(part, self._body),
         }
+        if reason is not None and views.missing:
+            facts["missing_views"] = views.missing
         if self._body.return_token_ids:
             facts["token_ids"] = part.token_ids.tolist()
         if self._body.return_weight_versions:

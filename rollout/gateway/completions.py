@@ -14,10 +14,10 @@ from starlette.responses import Response
 from rollout.gateway.answers import EventStream, json_answer, unless_gone
 from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
-from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, usage, version_runs
-from rollout.gateway.logprobs import LogprobFormat, prompt_entries
+from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, stop_reason, usage, version_runs
+from rollout.gateway.logprobs import LogprobFormat, TextOffsets, prompt_entries
 from rollout.gateway.sampling import MAX_TOP, OpenAiBody, TokenId
-from rollout.gateway.text import TextPieces
+from rollout.gateway.views import Views
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.results import Completion
 
@@ -102,14 +102,14 @@ class _Answer:
         choices: list[dict[str, Any]] = []
         for request, result, echoed in zip(self._call.requests, results, self._echoed, strict=True):
             for completion in result.completions:
-                choice = self._choice(completion, self._pieces(), len(choices), 0, len(echoed))
+                choice = self._choice(completion, self._views(), len(choices), 0, TextOffsets(len(echoed)))
                 choice["text"] = echoed + choice["text"]
                 if self._body.echo and self._logprobs is not None:
                     before = await asyncio.to_thread(self._logprobs.prompt_columns, request.prompt, result)
                     choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
                 if self._body.prompt_logprobs is not None:
-                    name, most = self._gateway.text.token_text, self._body.prompt_logprobs
-                    choice["prompt_logprobs"] = await prompt_entries(request.prompt, result, most, name)
+                    shown, most = self._gateway.text.token_bytes, self._body.prompt_logprobs
+                    choice["prompt_logprobs"] = await prompt_entries(request.prompt, result, most, shown)
                 if self._body.return_token_ids:
                     choice["prompt_token_ids"] = request.prompt
                 choices.append(choice)
@@ -118,15 +118,17 @@ class _Answer:
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of the stream."""
         requests = self._call.requests
-        pieces = [[self._pieces() for _ in range(request.n)] for request in requests]
-        characters = [[len(echoed)] * request.n for request, echoed in zip(requests, self._echoed, strict=True)]
+        views = [[self._views() for _ in range(request.n)] for request in requests]
+        offsets = [
+            [TextOffsets(len(echoed)) for _ in range(request.n)]
+            for request, echoed in zip(requests, self._echoed, strict=True)
+        ]
         begun: set[tuple[int, int]] = set()
         async with aclosing(self._call.chunks()) as found:
             async for each in found:
                 place, chunk, index = each.place, each.chunk, each.chunk.index
                 shown = place * requests[place].n + index
-                choice = self._choice(chunk.part, pieces[place][index], shown, chunk.offset, characters[place][index])
-                characters[place][index] += len(choice["text"])
+                choice = self._choice(chunk.part, views[place][index], shown, chunk.offset, offsets[place][index])
                 if (place, index) not in begun:
                     begun.add((place, index))
                     choice["text"] = self._echoed[place] + choice["text"]
@@ -136,21 +138,23 @@ class _Answer:
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield self._head | {"choices": [], "usage": usage(list(self._call.results.values()))}
 
-    def _choice(self, part: Completion, pieces: TextPieces, index: int, start: int, characters: int) -> dict[str, Any]:
-        """A choice, or the new tokens of one. `characters`: of its text so far."""
+    def _choice(self, part: Completion, views: Views, index: int, start: int, offsets: TextOffsets) -> dict[str, Any]:
+        """A choice, or the new tokens of one."""
         body = self._body
         choice: dict[str, Any] = {
             "index": index,
-            "text": pieces.take(part),
-            "logprobs": None if self._logprobs is None else self._logprobs.columns(part, characters),
+            "text": views.take(part).content,
+            "logprobs": None if self._logprobs is None else self._logprobs.columns(part, offsets),
             "finish_reason": finish_reason(part),
-            "stop_reason": part.stop,
+            "stop_reason": stop_reason(part, body),
         }
+        if part.finish_reason is not None and views.missing:
+            choice["missing_views"] = views.missing
         if body.return_token_ids:
             choice["token_ids"] = part.token_ids.tolist()
         if body.return_weight_versions:
             choice["weight_versions"] = version_runs(part, start)
         return choice
 
-    def _pieces(self) -> TextPieces:
-        return self._gateway.text.pieces(self._body, self._body.include_stop_str_in_output)
+    def _views(self) -> Views:
+        return Views(self._gateway.text.pieces(self._body, self._body.include_stop_str_in_output))

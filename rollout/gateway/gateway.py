@@ -12,13 +12,12 @@ from starlette.requests import Request
 from rollout.gateway.bodies import decode, read_bytes
 from rollout.gateway.errors import HttpError, bad_request
 from rollout.gateway.folder_updates import FolderUpdates
+from rollout.gateway.formats.choice import Formats
 from rollout.gateway.images import Images
 from rollout.gateway.logprobs import LogprobFormat
-from rollout.gateway.reasoning import ReasoningParser
-from rollout.gateway.sampling import OpenAiBody
+from rollout.gateway.sampling import OpenAiBody, SamplingBody
 from rollout.gateway.settings import GatewaySettings
 from rollout.gateway.text import Text
-from rollout.gateway.tools import ToolParser
 from rollout.gateway.workers import Workers
 from trainer_bridge.client.results import Completion, GenerateResult
 
@@ -35,8 +34,7 @@ class Gateway:
     names: tuple[str, ...]
     context_tokens: int
     updates: FolderUpdates
-    tools: ToolParser | None
-    reasoning: ReasoningParser | None
+    formats: Formats
     images: Images | None = None
 
     async def body(self, request: Request) -> Any:
@@ -71,7 +69,7 @@ class Gateway:
 
     def logprob_format(self, top: int, by_id: bool) -> LogprobFormat:
         """The format of log-probs for a request."""
-        return LogprobFormat(self.settings.logprobs, top, self.text.token_text, by_id)
+        return LogprobFormat(self.settings.logprobs, top, self.text.token_bytes, by_id)
 
     def placement(self, request: Request) -> tuple[str | None, dict[str, Any]]:
         """The session of a request, and the fields that bring it to a worker: from its headers. Raises `HttpError`."""
@@ -125,6 +123,12 @@ def finish_reason(completion: Completion) -> str | None:
             return "length"
         case reason:
             return reason
+
+
+def stop_reason(completion: Completion, body: SamplingBody) -> int | str | None:
+    """What ended a completion, as vLLM has it: a stop string or token of the request; null for the model's own end."""
+    own = isinstance(completion.stop, int) and completion.stop not in body.stop_token_ids
+    return None if own else completion.stop
 
 
 def version_runs(part: Completion, start: int = 0) -> list[dict[str, int]]:

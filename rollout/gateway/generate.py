@@ -21,7 +21,7 @@ from rollout.gateway.answers import EventStream, json_answer, unless_gone
 from rollout.gateway.bodies import Body
 from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
-from rollout.gateway.gateway import Gateway, finish_reason, new_id, usage, version_runs
+from rollout.gateway.gateway import Gateway, finish_reason, new_id, stop_reason, usage, version_runs
 from rollout.gateway.logprobs import LogprobFormat, prompt_entries
 from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, CacheSalt, Int32, SamplingBody, StreamOptions, TokenId
 from rollout.gateway.workers import TokenRequest
@@ -148,8 +148,8 @@ class Generate:
             "usage": usage([result]),
         }
         if params.prompt_logprobs is not None:
-            most, name = params.prompt_logprobs, gateway.text.token_text
-            answer["prompt_logprobs"] = await prompt_entries(body.token_ids, result, most, name)
+            most, token_bytes = params.prompt_logprobs, gateway.text.token_bytes
+            answer["prompt_logprobs"] = await prompt_entries(body.token_ids, result, most, token_bytes)
         if body.return_token_ids:
             answer["prompt_token_ids"] = body.token_ids
         return json_answer(answer)
@@ -184,7 +184,7 @@ class Generate:
             "token_ids": part.token_ids.tolist(),
             "logprobs": None if logprobs is None else logprobs.content(part),
             "finish_reason": finish_reason(part),
-            "stop_reason": part.stop,
+            "stop_reason": stop_reason(part, params),
         }
         if self._show is not None:
             choice["routed_experts"] = self._show(part, params.routed_experts_prompt_start)

@@ -1,6 +1,7 @@
 """JSON text of answers: `Json` in a value is text that is ready, and goes into the answer as it is.
 
-An event of a stream is small, and there are thousands a second: most of it is such text.
+An event of a stream is small, and there are thousands a second: most of it is such text. Half of a surrogate pair, for
+which UTF-8 has no bytes, becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 
 
 class Json(str):
@@ -30,9 +31,25 @@ def json_text(value: Any) -> str:
         return "{" + ",".join([f"{_name(name)}:{json_text(item)}" for name, item in value.items()]) + "}"
     if kind is list and value and type(value[0]) in (dict, Json):
         return "[" + ",".join(map(json_text, value)) + "]"
-    return to_json(value, inf_nan_mode="null").decode()
+    return _encoded(value)
 
 
 @lru_cache(4096)
 def _name(text: str) -> str:
-    return to_json(text).decode()
+    return _encoded(text)
+
+
+def _encoded(value: Any) -> str:
+    try:
+        return to_json(value, inf_nan_mode="null").decode()
+    except (PydanticSerializationError, UnicodeEncodeError):
+        return to_json(_whole(value), inf_nan_mode="null").decode()
+
+
+def _whole(value: Any) -> Any:
+    """The value with texts that can be encoded."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_whole(name): _whole(item) for name, item in value.items()}
+    return [_whole(item) for item in value] if isinstance(value, (list, tuple)) else value

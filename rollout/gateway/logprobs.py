@@ -6,35 +6,38 @@ The log-prob of a sampled token, by the setting `--logprobs`:
     processed   under the distribution that the token was drawn from (vLLM's `processed_logprobs`)
     raw         log-softmax of the logits (vLLM's `raw_logprobs`)
 
-`top_logprobs` are log-probs at temperature 1 in every mode, the sampled token among them. All numbers are finite: a
-number that is unknown ends the request with an error.
+`top_logprobs` are log-probs at temperature 1 in every mode, the sampled token among them. A token whose probability is
+0 has -9999, as in vLLM: JSON has no infinite numbers. A number that the worker does not know is null.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from rollout.gateway.errors import HttpError
 from rollout.gateway.json_text import Json, json_text
 from rollout.gateway.settings import LogprobMode
 from trainer_bridge.client.results import Completion, GenerateResult
 
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+_NEVER = -9999.0  # the log-prob of a token that cannot be drawn
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobFormat:
-    """How the log-probs of an answer look. `top`: likeliest tokens at each position. `name` shows a token."""
+    """How the log-probs of an answer look. `top`: likeliest tokens at each position. `token_bytes` shows a token."""
 
     mode: LogprobMode
     top: int
-    name: Callable[[int], str]
+    token_bytes: Callable[[int], bytes]
     by_id: bool  # tokens are shown as `token_id:N`
 
-    def sampled(self, part: Completion) -> list[float]:
+    def sampled(self, part: Completion) -> list[float | None]:
         """The log-prob of each token."""
         match self.mode:
             case "raw":
@@ -43,10 +46,7 @@ class LogprobFormat:
                 values = part.logprobs if part.drawn_logprobs is None else part.drawn_logprobs
             case "policy":
                 values = part.logprobs
-        found: list[float] = values.tolist()
-        if not all(map(math.isfinite, found)):
-            raise HttpError(500, "the worker has no log-prob for a token of this completion; send the request again")
-        return found
+        return [_finite(value) for value in values.tolist()]
 
     def content(self, part: Completion) -> dict[str, Any]:
         """Log-probs as chat and generate answers have them: an entry for each token."""
@@ -60,60 +60,98 @@ class LogprobFormat:
     def _likeliest(self, top: dict[int, float]) -> list[str]:
         return [f"{{{self._entry(token, value)}}}" for token, value in top.items()]
 
-    def columns(self, part: Completion, offset: int = 0) -> dict[str, Any]:
-        """Log-probs as answers of `/v1/completions` have them. `offset`: characters of text before this part."""
+    def columns(self, part: Completion, offsets: TextOffsets) -> dict[str, Any]:
+        """Log-probs as answers of `/v1/completions` have them. `offsets` goes on with the tokens of this part."""
         ids = part.token_ids.tolist()
-        tokens = [self.shown(token) for token in ids]
-        tops = [{self.shown(other): logprob for other, logprob in top.items()} for top in self._tops(part)]
-        offsets = []
-        for token in ids:
-            offsets.append(offset)
-            offset += len(self.name(token))
-        return {"tokens": tokens, "token_logprobs": self.sampled(part), "top_logprobs": tops, "text_offset": offsets}
+        tops = [self._named(top, token) for token, top in zip(ids, self._tops(part), strict=True)]
+        return {
+            "tokens": [self.shown(token) for token in ids],
+            "token_logprobs": self.sampled(part),
+            "top_logprobs": tops,
+            "text_offset": offsets.of(map(self.token_bytes, ids)),
+        }
 
     def prompt_columns(self, token_ids: list[int], result: GenerateResult) -> dict[str, Any]:
         """`columns` of a prompt; the first token has none."""
         known = _prompt_tokens(token_ids, result, self.top)
-        values = [None if each is None else each.logprob for each in known]
-        offsets, offset = [], 0
-        for token in token_ids:
-            offsets.append(offset)
-            offset += len(self.name(token))
-        tops = [
-            None if each is None else {self.shown(token): logprob for token, logprob in each.likeliest.items()}
-            for each in known
-        ]
-        tokens = [self.shown(token) for token in token_ids]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        return {
+            "tokens": [self.shown(token) for token in token_ids],
+            "token_logprobs": [None if each is None else _finite(each.logprob) for each in known],
+            "top_logprobs": [
+                None if each is None else self._named(each.likeliest, token)
+                for token, each in zip(token_ids, known, strict=True)
+            ],
+            "text_offset": TextOffsets().of(map(self.token_bytes, token_ids)),
+        }
 
     def shown(self, token: int) -> str:
-        """A token's name in the answer."""
-        return f"token_id:{token}" if self.by_id else self.name(token)
+        """A token's name in the columns: its text, or its bytes if they are not the text of whole characters."""
+        return f"token_id:{token}" if self.by_id else _column_name(self.token_bytes(token))
 
-    def _entry(self, token: int, logprob: float) -> str:
+    def _named(self, top: dict[int, float], drawn: int) -> dict[str, float | None]:
+        """Log-probs by name. Of tokens with one name, the drawn one has it, or else the likeliest."""
+        named = {self.shown(drawn): drawn} if drawn in top else {}
+        for token in top:
+            named.setdefault(self.shown(token), token)
+        owners = {token: name for name, token in named.items()}
+        return {owners.get(token, f"token_id:{token}"): _finite(logprob) for token, logprob in top.items()}
+
+    def _entry(self, token: int, logprob: float | None) -> str:
         """The fields of a token in JSON."""
+        shown = "null" if logprob is None else logprob
         if self.by_id:
-            return f'"token":"token_id:{token}","token_id":{token},"bytes":null,"logprob":{logprob}'
-        return f'{_named(self.name(token))},"token_id":{token},"logprob":{logprob}'
+            return f'"token":"token_id:{token}","token_id":{token},"bytes":null,"logprob":{shown}'
+        return f'{_token_fields(self.token_bytes(token))},"token_id":{token},"logprob":{shown}'
 
     def _tops(self, part: Completion) -> list[dict[int, float]]:
-        """For each position the likeliest tokens and the sampled one, likeliest first; empty without `top`."""
+        """For each position the likeliest tokens and the sampled one, likeliest first; empty without `top`.
+
+        Of a position that the worker does not know, it has the sampled token alone.
+        """
         if not self.top:
             return [{} for _ in range(len(part))]
-        if part.top_ids is None or part.top_logprobs is None:
-            raise HttpError(500, "the worker sent no likeliest tokens; send the request again")
+        likeliest: list[dict[int, float]] = [{} for _ in range(len(part))]
+        if part.top_ids is not None and part.top_logprobs is not None:
+            rows = zip(part.top_ids.tolist(), part.top_logprobs.tolist(), strict=True)
+            likeliest = [{token: value for token, value in zip(*row, strict=True) if token >= 0} for row in rows]
+        for token, own, top in zip(part.token_ids.tolist(), part.raw_logprobs.tolist(), likeliest, strict=True):
+            top.setdefault(token, own)
+        return likeliest
+
+
+@dataclass(slots=True)
+class TextOffsets:
+    """Where the text of each token begins, in characters. `count`: of the text so far."""
+
+    count: int = 0
+    _decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _Utf8("replace"))
+
+    def of(self, tokens: Iterable[bytes]) -> list[int]:
+        """The places of further tokens, given by their bytes."""
         found = []
-        rows = zip(part.token_ids.tolist(), part.raw_logprobs, part.top_ids.tolist(), part.top_logprobs, strict=True)
-        for token, own, ids, values in rows:
-            top = {other: float(value) for other, value in zip(ids, values, strict=True)}
-            top.setdefault(token, float(own))
-            found.append(top)
+        for token in tokens:
+            found.append(self.count)
+            self.count += len(self._decoder.decode(token))
         return found
 
 
+def _finite(value: float) -> float | None:
+    if math.isfinite(value):
+        return value
+    return _NEVER if value == -math.inf else None
+
+
 @lru_cache(4096)
-def _named(text: str) -> str:
-    return f'"token":{json_text(text)},"bytes":{list(text.encode())}'
+def _column_name(token: bytes) -> str:
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+@lru_cache(4096)
+def _token_fields(token: bytes) -> str:
+    return f'"token":{json_text(token.decode(errors="replace"))},"bytes":{list(token)}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +162,15 @@ class PromptToken:
     rank: int | None  # None: not asked for
     likeliest: dict[int, float]  # the likeliest tokens at its position, likeliest first; then the token itself
 
-    def entry(self, token: int, name: Callable[[int], str]) -> dict[str, Any]:
+    def entry(self, token: int, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
         """VLLM's form: the token itself first, then the likeliest ones; equal ranks in the worker's order."""
         ranks = {each: place for place, each in enumerate(self.likeliest, start=1)} | {token: self.rank}
         return {
-            str(each): {"logprob": logprob, "rank": ranks[each], "decoded_token": name(each)}
+            str(each): {
+                "logprob": _finite(logprob),
+                "rank": ranks[each],
+                "decoded_token": token_bytes(each).decode(errors="replace"),
+            }
             for each, logprob in ({token: self.logprob} | self.likeliest).items()
         }
 
@@ -146,12 +188,14 @@ def _prompt_tokens(token_ids: list[int], result: GenerateResult, most: int) -> l
         likeliest = [dict(zip(*row, strict=True)) for row in rows]
     ranks: list[int | None] = [None] * len(token_ids) if tops is None else tops.ranks.tolist()
     return [
-        PromptToken(value, rank, {**top, token: value}) if math.isfinite(value) else None
+        None if math.isnan(value) else PromptToken(value, rank, {**top, token: value})
         for token, value, rank, top in zip(token_ids, own.tolist(), ranks, likeliest, strict=True)
     ]
 
 
-async def prompt_entries(token_ids: list[int], result: GenerateResult, most: int, name: Callable[[int], str]) -> Json:
+async def prompt_entries(
+    token_ids: list[int], result: GenerateResult, most: int, token_bytes: Callable[[int], bytes]
+) -> Json:
     """Log-probs of a prompt as vLLM has them: null, or `{"id": {"logprob", "rank", "decoded_token"}, ...}`.
 
     Made in a thread: of a long prompt they are millions of numbers, and the event loop serves others meanwhile.
@@ -159,6 +203,6 @@ async def prompt_entries(token_ids: list[int], result: GenerateResult, most: int
 
     def text() -> str:
         found = zip(token_ids, _prompt_tokens(token_ids, result, most), strict=True)
-        return json_text([None if known is None else known.entry(token, name) for token, known in found])
+        return json_text([None if known is None else known.entry(token, token_bytes) for token, known in found])
 
     return Json(await asyncio.to_thread(text))

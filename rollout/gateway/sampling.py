@@ -128,7 +128,7 @@ class SamplingBody(Body):
     frequency_penalty: Number = 0.0
     seed: int | None = Field(None, ge=0, lt=2**63)
     logit_bias: dict[str, Number] | None = None
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     min_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
     stop: Annotated[list[str], BeforeValidator(_strings)] = []
     stop_token_ids: list[TokenId] = []

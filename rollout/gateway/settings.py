@@ -55,8 +55,17 @@ class GatewaySettings:
     routed_experts: ExpertFormat = setting(
         "off", "experts in answers of /inference/v1/generate: none, vLLM's base64 .npy, or prime-rl's object"
     )
-    tool_parser: str = setting("auto", "format of tool calls: hermes, llama3, none, or auto (by the chat template)")
-    reasoning_parser: str = setting("none", "format of reasoning: think (<think>...</think>), or none")
+    tool_parser: str = setting(
+        "auto",
+        "format of tool calls, such as hermes; auto: the one that the chat template writes; none: calls stay text",
+    )
+    reasoning_parser: str = setting(
+        "none",
+        "format of reasoning, such as think; auto: the one that the chat template writes; none: it stays text",
+    )
+    constrain_reasoning: bool = setting(
+        False, "let constraints hold from the first token on; absent: behind the reasoning, if there is a parser of it"
+    )
     trust_request_chat_template: bool = setting(False, "accept chat templates in requests; each is a program")
     weights_root: str | None = setting(
         None, "folder below which folders of weights are read for updates; absent: no updates from folders"

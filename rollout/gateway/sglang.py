@@ -44,7 +44,7 @@ class SglangParams(SamplingBody):
         "stream_interval": (None,),
     }
 
-    max_new_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    max_new_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     min_new_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
     sampling_seed: int | None = Field(None, ge=0, lt=2**63)
     no_stop_trim: bool = False

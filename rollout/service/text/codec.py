@@ -8,7 +8,7 @@ token ids only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +59,11 @@ class TextCodec:
     def tokenizer(self) -> Any:
         """The transformers tokenizer."""
         return self._tokenizer
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids of the special tokens, which `decode` leaves out, by their text."""
+        return self._special
 
     @property
     def has_chat_template(self) -> bool:

@@ -1,0 +1,68 @@
+"""Answers cut by a format, in one piece and in many."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rollout.gateway.formats.regions import Region, compile_regions
+from rollout.gateway.formats.segments import Segments
+from rollout.gateway.formats.table import REASONING, TOOL_CALLS
+
+
+class Answer(NamedTuple):
+    """An answer that was cut. Ids that the gateway makes are left out."""
+
+    reasoning: str
+    content: str
+    calls: tuple[tuple[str, str, str], ...]  # name, arguments, id
+    unparsed: tuple[str, ...]
+
+    def named(self) -> list[tuple[str, str]]:
+        """The names and arguments of the calls."""
+        return [call[:2] for call in self.calls]
+
+
+def format_of(tools: str | None = None, reasoning: str | None = None) -> tuple[Region, ...]:
+    """The regions of formats by name."""
+    fields: dict[str, Any] = dict(REASONING["gpt_oss"]) if "gpt_oss" in (tools, reasoning) else {}
+    if reasoning is not None:
+        fields |= REASONING[reasoning]
+    if tools is not None:
+        fields["tool_calls"] = TOOL_CALLS[tools]
+    return compile_regions(fields)
+
+
+def in_pieces(
+    regions: Sequence[Region], pieces: Sequence[str], begun: str = "", tools: Sequence[Mapping[str, Any]] = ()
+) -> Answer:
+    """An answer that arrives in these pieces."""
+    segments = Segments(regions, tools, begun)
+    reasoning, content, calls, ids = "", "", [], []
+    for place, text in enumerate(pieces):
+        piece = segments.feed(text, place == len(pieces) - 1)
+        reasoning, content = reasoning + piece.reasoning, content + piece.content
+        ids += [call.id for call in piece.calls]
+        calls += [(call.name, call.arguments, "" if call.id.startswith("call_") else call.id) for call in piece.calls]
+    assert all(ids)
+    return Answer(reasoning, content, tuple(calls), tuple(segments.unparsed))
+
+
+def pieces_of(text: str, seed: int, count: int) -> Iterator[list[str]]:
+    """The text by character, in two, and cut at random places."""
+    yield list(text) or [""]
+    chance = random.Random(seed)
+    for _ in range(count):
+        places = sorted(chance.choices(range(len(text) + 1), k=chance.choice((1, 1, 3, 8))))
+        yield [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def cut(
+    regions: Sequence[Region], text: str, begun: str = "", tools: Sequence[Mapping[str, Any]] = (), ways: int = 20
+) -> Answer:
+    """An answer, which must be the same in whatever pieces it arrives."""
+    whole = in_pieces(regions, [text], begun, tools)
+    for pieces in pieces_of(text, len(text), ways):
+        assert in_pieces(regions, pieces, begun, tools) == whole, pieces
+    return whole
