@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from rollout.gateway.answers import merged
-from rollout.gateway.gateway import Gateway
+from rollout.gateway.gateway import Gateway, fault
 from rollout.gateway.workers import ChunkStream, TokenRequest
 from trainer_bridge.client.results import Chunk, GenerateResult
 
@@ -33,8 +33,12 @@ class Call:
     results: dict[int, GenerateResult] = field(default_factory=dict)
 
     async def whole(self) -> list[GenerateResult]:
-        """The results, prompt by prompt. Raises `RolloutError` and `HttpError`."""
-        return await self.gateway.workers.generate_all(self.id, self.requests, self.session)
+        """The results, prompt by prompt. Raises `RolloutError`, and `HttpError` if faults have ended all."""
+        results = await self.gateway.workers.generate_all(self.id, self.requests, self.session)
+        faults = [fault(completion) for result in results for completion in result.completions]
+        if faults[0] is not None and all(faults):
+            raise faults[0]
+        return results
 
     async def chunks(self, least_every: int = 1) -> AsyncGenerator[StreamedChunk, None]:
         """The chunks of all prompts as they come, of `least_every` tokens or more; then `results` are there."""
@@ -48,6 +52,9 @@ class Call:
         async with self.gateway.workers.stream(self.id, self.requests[place], every, self.session) as stream:
             while chunks := await stream.arrived():
                 for chunk in chunks:
+                    failed = fault(chunk.part)
+                    if failed is not None and sum(request.n for request in self.requests) == 1:
+                        raise failed
                     yield StreamedChunk(place, chunk, stream)
             assert stream.result is not None
             self.results[place] = stream.result

@@ -17,7 +17,7 @@ from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
 from rollout.gateway.formats.choice import Cut, Formats
 from rollout.gateway.formats.segments import Segments
-from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, stop_reason, usage, version_runs
+from rollout.gateway.gateway import Gateway, end_facts, new_id, now, usage, version_runs
 from rollout.gateway.logprobs import prompt_entries
 from rollout.gateway.messages import Rendering, render_chat
 from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, OpenAiBody, TokenId
@@ -88,16 +88,22 @@ class ChatBody(OpenAiBody):
             return None
         functions = self._functions()
         if self.tool_choice == "required":
+            # References inside of a function's schema begin at its own root.
+            schemas = {
+                f"tool{place}": _moved(schema, f"#/$defs/tool{place}")
+                for place, schema in enumerate(functions.values())
+            }
             kinds = [
                 {
                     "type": "object",
-                    "properties": {"name": {"const": name}, "parameters": parameters},
+                    "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
                     "required": ["name", "parameters"],
                 }
-                for name, parameters in functions.items()
+                for name, place in zip(functions, schemas, strict=True)
             ]
             most = {} if self.parallel_tool_calls else {"maxItems": 1}
-            return {"json_schema": json.dumps({"type": "array", "minItems": 1, "items": {"anyOf": kinds}, **most})}
+            calls = {"type": "array", "minItems": 1, "items": {"anyOf": kinds}, **most, "$defs": schemas}
+            return {"json_schema": json.dumps(calls)}
         name = self.named_tool()
         if name not in functions:
             raise bad_request("'tool_choice' names a function of 'tools'", "tool_choice")
@@ -128,6 +134,20 @@ class ChatBody(OpenAiBody):
                 raise bad_request("a tool has a 'function' with a 'name'", f"tools.{place}.function")
             found[function["name"]] = function.get("parameters") or {"type": "object", "properties": {}}
         return found
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose references to itself go to a new root."""
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: root + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, root)
+        for name, value in schema.items()
+    }
 
 
 class Chat:
@@ -279,14 +299,13 @@ class _Answer:
 
     def _facts(self, part: Completion, views: Views, start: int) -> dict[str, Any]:
         """What a choice, or the new tokens of one, has beside its text."""
-        reason = finish_reason(part)
         facts: dict[str, Any] = {
             "logprobs": self._logprobs.content(part) if self._body.logprobs else None,
-            "finish_reason": "tool_calls" if reason == "stop" and views.calls else reason,
-            "stop_reason": stop_reason(part, self._body),
+            **end_facts(part, self._body),
+            **views.facts(part),
         }
-        if reason is not None and views.missing:
-            facts["missing_views"] = views.missing
+        if facts["finish_reason"] == "stop" and views.calls:
+            facts["finish_reason"] = "tool_calls"
         if self._body.return_token_ids:
             facts["token_ids"] = part.token_ids.tolist()
         if self._body.return_weight_versions:

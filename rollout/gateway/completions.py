@@ -14,7 +14,7 @@ from starlette.responses import Response
 from rollout.gateway.answers import EventStream, json_answer, unless_gone
 from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
-from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, stop_reason, usage, version_runs
+from rollout.gateway.gateway import Gateway, end_facts, new_id, now, usage, version_runs
 from rollout.gateway.logprobs import LogprobFormat, TextOffsets, prompt_entries
 from rollout.gateway.sampling import MAX_TOP, OpenAiBody, TokenId
 from rollout.gateway.views import Views
@@ -145,11 +145,9 @@ class _Answer:
             "index": index,
             "text": views.take(part).content,
             "logprobs": None if self._logprobs is None else self._logprobs.columns(part, offsets),
-            "finish_reason": finish_reason(part),
-            "stop_reason": stop_reason(part, body),
+            **end_facts(part, body),
+            **views.facts(part),
         }
-        if part.finish_reason is not None and views.missing:
-            choice["missing_views"] = views.missing
         if body.return_token_ids:
             choice["token_ids"] = part.token_ids.tolist()
         if body.return_weight_versions:

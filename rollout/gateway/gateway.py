@@ -110,25 +110,33 @@ def usage(results: list[GenerateResult]) -> dict[str, Any]:
     }
 
 
-def finish_reason(completion: Completion) -> str | None:
-    """How a completion ended, in vLLM's words. Raises `HttpError` for one that a fault has ended."""
-    match completion.finish_reason:
-        case "error":
-            raise HttpError(500, f"the completion ended by a fault: {completion.error}")
-        case "cancelled" if completion.error is not None:  # its worker has ended
-            raise HttpError(503, f"the worker ended: {completion.error}", retry_s=1.0)
-        case "cancelled" | "stale":
-            return "abort"
-        case "deadline":
-            return "length"
-        case reason:
-            return reason
+def fault(completion: Completion) -> HttpError | None:
+    """The error of a completion that a fault has ended."""
+    if completion.finish_reason == "error":
+        return HttpError(500, f"the completion ended by a fault: {completion.error}")
+    if completion.finish_reason == "cancelled" and completion.error is not None:
+        return HttpError(503, f"the worker ended: {completion.error}", retry_s=1.0)
+    return None
 
 
-def stop_reason(completion: Completion, body: SamplingBody) -> int | str | None:
-    """What ended a completion, as vLLM has it: a stop string or token of the request; null for the model's own end."""
-    own = isinstance(completion.stop, int) and completion.stop not in body.stop_token_ids
-    return None if own else completion.stop
+def end_facts(part: Completion, body: SamplingBody) -> dict[str, Any]:
+    """How a completion ended, in vLLM's words; null while it goes on.
+
+    `stop_reason` is a stop string or token of the request; the model's own end has none. A completion that a fault has
+    ended has its tokens and an `error`; it is among others that are whole.
+    """
+    own = isinstance(part.stop, int) and part.stop not in body.stop_token_ids
+    facts = {"finish_reason": _finish_reason(part), "stop_reason": None if own else part.stop}
+    failed = fault(part)
+    return facts if failed is None else facts | {"error": str(failed)}
+
+
+def _finish_reason(completion: Completion) -> str | None:
+    if fault(completion) is not None:
+        return "error"
+    reasons = {"cancelled": "abort", "stale": "abort", "deadline": "length"}
+    reason = completion.finish_reason
+    return None if reason is None else reasons.get(reason, reason)
 
 
 def version_runs(part: Completion, start: int = 0) -> list[dict[str, int]]:

@@ -21,7 +21,7 @@ from rollout.gateway.answers import EventStream, json_answer, unless_gone
 from rollout.gateway.bodies import Body
 from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
-from rollout.gateway.gateway import Gateway, finish_reason, new_id, stop_reason, usage, version_runs
+from rollout.gateway.gateway import Gateway, end_facts, new_id, usage, version_runs
 from rollout.gateway.logprobs import LogprobFormat, prompt_entries
 from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, CacheSalt, Int32, SamplingBody, StreamOptions, TokenId
 from rollout.gateway.workers import TokenRequest
@@ -183,8 +183,7 @@ class Generate:
             "index": part.index,
             "token_ids": part.token_ids.tolist(),
             "logprobs": None if logprobs is None else logprobs.content(part),
-            "finish_reason": finish_reason(part),
-            "stop_reason": stop_reason(part, params),
+            **end_facts(part, params),
         }
         if self._show is not None:
             choice["routed_experts"] = self._show(part, params.routed_experts_prompt_start)

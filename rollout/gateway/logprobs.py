@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -46,18 +46,18 @@ class LogprobFormat:
                 values = part.logprobs if part.drawn_logprobs is None else part.drawn_logprobs
             case "policy":
                 values = part.logprobs
-        return [_finite(value) for value in values.tolist()]
+        return [finite(value) for value in values.tolist()]
 
     def content(self, part: Completion) -> dict[str, Any]:
         """Log-probs as chat and generate answers have them: an entry for each token."""
         rows = zip(part.token_ids.tolist(), self.sampled(part), self._tops(part), strict=True)
         entries = [
-            f'{{{self._entry(token, value)},"top_logprobs":[{",".join(self._likeliest(top))}]}}'
+            f'{{{self._entry(token, value)},"top_logprobs":[{",".join(self._entries(top))}]}}'
             for token, value, top in rows
         ]
         return {"content": Json(f"[{','.join(entries)}]")}
 
-    def _likeliest(self, top: dict[int, float]) -> list[str]:
+    def _entries(self, top: Mapping[int, float | None]) -> list[str]:
         return [f"{{{self._entry(token, value)}}}" for token, value in top.items()]
 
     def columns(self, part: Completion, offsets: TextOffsets) -> dict[str, Any]:
@@ -76,9 +76,9 @@ class LogprobFormat:
         known = _prompt_tokens(token_ids, result, self.top)
         return {
             "tokens": [self.shown(token) for token in token_ids],
-            "token_logprobs": [None if each is None else _finite(each.logprob) for each in known],
+            "token_logprobs": [None if each is None else finite(each.logprob) for each in known],
             "top_logprobs": [
-                None if each is None else self._named(each.likeliest, token)
+                None if each is None else self._named(each.shown(), token)
                 for token, each in zip(token_ids, known, strict=True)
             ],
             "text_offset": TextOffsets().of(map(self.token_bytes, token_ids)),
@@ -88,13 +88,13 @@ class LogprobFormat:
         """A token's name in the columns: its text, or its bytes if they are not the text of whole characters."""
         return f"token_id:{token}" if self.by_id else _column_name(self.token_bytes(token))
 
-    def _named(self, top: dict[int, float], drawn: int) -> dict[str, float | None]:
+    def _named(self, top: Mapping[int, float | None], drawn: int) -> dict[str, float | None]:
         """Log-probs by name. Of tokens with one name, the drawn one has it, or else the likeliest."""
         named = {self.shown(drawn): drawn} if drawn in top else {}
         for token in top:
             named.setdefault(self.shown(token), token)
         owners = {token: name for name, token in named.items()}
-        return {owners.get(token, f"token_id:{token}"): _finite(logprob) for token, logprob in top.items()}
+        return {owners.get(token, f"token_id:{token}"): logprob for token, logprob in top.items()}
 
     def _entry(self, token: int, logprob: float | None) -> str:
         """The fields of a token in JSON."""
@@ -103,20 +103,21 @@ class LogprobFormat:
             return f'"token":"token_id:{token}","token_id":{token},"bytes":null,"logprob":{shown}'
         return f'{_token_fields(self.token_bytes(token))},"token_id":{token},"logprob":{shown}'
 
-    def _tops(self, part: Completion) -> list[dict[int, float]]:
-        """For each position the likeliest tokens and the sampled one, likeliest first; empty without `top`.
+    def likeliest(self, part: Completion) -> list[dict[int, float | None]]:
+        """The likeliest tokens at each position, likeliest first; empty where the worker does not know them."""
+        if part.top_ids is None or part.top_logprobs is None:
+            return [{} for _ in range(len(part))]
+        rows = zip(part.top_ids.tolist(), part.top_logprobs.tolist(), strict=True)
+        return [{token: finite(value) for token, value in zip(*row, strict=True) if token >= 0} for row in rows]
 
-        Of a position that the worker does not know, it has the sampled token alone.
-        """
+    def _tops(self, part: Completion) -> list[dict[int, float | None]]:
+        """The likeliest tokens at each position, and the sampled one; empty without `top`."""
         if not self.top:
             return [{} for _ in range(len(part))]
-        likeliest: list[dict[int, float]] = [{} for _ in range(len(part))]
-        if part.top_ids is not None and part.top_logprobs is not None:
-            rows = zip(part.top_ids.tolist(), part.top_logprobs.tolist(), strict=True)
-            likeliest = [{token: value for token, value in zip(*row, strict=True) if token >= 0} for row in rows]
-        for token, own, top in zip(part.token_ids.tolist(), part.raw_logprobs.tolist(), likeliest, strict=True):
-            top.setdefault(token, own)
-        return likeliest
+        tops = self.likeliest(part)
+        for token, own, top in zip(part.token_ids.tolist(), part.raw_logprobs.tolist(), tops, strict=True):
+            top.setdefault(token, finite(own))
+        return tops
 
 
 @dataclass(slots=True)
@@ -135,7 +136,8 @@ class TextOffsets:
         return found
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """A log-prob as JSON has it; None if it is not known."""
     if math.isfinite(value):
         return value
     return _NEVER if value == -math.inf else None
@@ -162,12 +164,16 @@ class PromptToken:
     rank: int | None  # None: not asked for
     likeliest: dict[int, float]  # the likeliest tokens at its position, likeliest first; then the token itself
 
+    def shown(self) -> dict[int, float | None]:
+        """The log-probs of `likeliest` as JSON has them."""
+        return {token: finite(logprob) for token, logprob in self.likeliest.items()}
+
     def entry(self, token: int, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
         """VLLM's form: the token itself first, then the likeliest ones; equal ranks in the worker's order."""
         ranks = {each: place for place, each in enumerate(self.likeliest, start=1)} | {token: self.rank}
         return {
             str(each): {
-                "logprob": _finite(logprob),
+                "logprob": finite(logprob),
                 "rank": ranks[each],
                 "decoded_token": token_bytes(each).decode(errors="replace"),
             }

@@ -22,10 +22,11 @@ from rollout.gateway.bodies import Body
 from rollout.gateway.call import Call
 from rollout.gateway.control import Control
 from rollout.gateway.errors import bad_request
-from rollout.gateway.gateway import Gateway, finish_reason, new_id
+from rollout.gateway.gateway import Gateway, end_facts, fault, new_id
 from rollout.gateway.group_updates import GroupUpdates
+from rollout.gateway.logprobs import finite
 from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, Int32, SamplingBody, TokenId
-from rollout.gateway.text import TextPieces
+from rollout.gateway.views import Views
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
 from trainer_bridge.wire.prompt_tops import PromptTops
@@ -186,39 +187,59 @@ class _Answer:
 
     async def whole(self) -> list[dict[str, Any]]:
         """The answers without streaming, prompt by prompt."""
-        return [
-            self._shown(place, completion, self._pieces(place).take(completion), result)
-            for place, result in enumerate(await self._call.whole())
-            for completion in result.completions
-        ]
+        answers = []
+        for place, result in enumerate(await self._call.whole()):
+            for completion in result.completions:
+                views = self._views(place)
+                answers.append(self._shown(place, completion, views.take(completion).content, views, result))
+        return answers
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of the stream; each has the whole completion so far."""
+        """The events of the stream; each has the whole completion so far.
+
+        The last event of a completion comes with the end of its request, whose cached tokens and times it has.
+        """
         requests = self._call.requests
         texts = [[""] * request.n for request in requests]
-        pieces = [[self._pieces(place) for _ in range(request.n)] for place, request in enumerate(requests)]
+        views = [[self._views(place) for _ in range(request.n)] for place, request in enumerate(requests)]
+        ended: list[tuple[int, Completion]] = []
         async with aclosing(self._call.chunks(_STREAM_EVERY)) as found:
             async for each in found:
                 place, index = each.place, each.chunk.index
-                texts[place][index] += pieces[place][index].take(each.chunk.part)
+                texts[place][index] += views[place][index].take(each.chunk.part).content
                 whole = next(part for part in each.stream.partials() if part.index == index)
-                event = self._shown(place, whole, texts[place][index], None)
-                if self._body.several or requests[place].n > 1:
-                    event["index"] = sum(request.n for request in requests[:place]) + index
-                yield event
+                if each.chunk.finish_reason is not None:
+                    ended.append((place, whole))
+                else:
+                    yield self._event(place, whole, texts[place][index], views[place][index], None)
+        for place, whole in ended:
+            result = self._call.results[place]
+            yield self._event(place, whole, texts[place][whole.index], views[place][whole.index], result)
 
-    def _shown(self, place: int, completion: Completion, text: str, result: GenerateResult | None) -> dict[str, Any]:
-        """The answer for one completion."""
+    def _event(
+        self, place: int, completion: Completion, text: str, views: Views, result: GenerateResult | None
+    ) -> dict[str, Any]:
+        event = self._shown(place, completion, text, views, result)
+        requests = self._call.requests
+        if self._body.several or requests[place].n > 1:
+            event["index"] = sum(request.n for request in requests[:place]) + completion.index
+        return event
+
+    def _shown(
+        self, place: int, completion: Completion, text: str, views: Views, result: GenerateResult | None
+    ) -> dict[str, Any]:
+        """The answer for one completion; `result` is that of its request, None while this goes on."""
         request, params = self._call.requests[place], self._params[place]
         several = len(self._call.requests) > 1 or params.n > 1
         meta: dict[str, Any] = {
             "id": f"{self._call.id}-{place}-{completion.index}" if several else self._call.id,
-            "finish_reason": _finish(completion),
+            "finish_reason": _finish(completion, params),
             "prompt_tokens": len(request.prompt),
             "completion_tokens": len(completion),
             "cached_tokens": 0 if result is None else result.cached_tokens,
             "weight_version": str(completion.versions[-1][0]) if completion.versions else None,
             "weight_versions": [list(run) for run in completion.versions],
+            **views.facts(completion),
         }
         if result is not None:
             meta["e2e_latency"] = result.timing.total_s
@@ -228,10 +249,8 @@ class _Answer:
             pairs = zip(form.sampled(completion), tokens, strict=True)
             meta["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
             if self._body.top_logprobs_num:
-                assert completion.top_ids is not None and completion.top_logprobs is not None
                 meta["output_top_logprobs"] = [
-                    [[float(value), token, None] for value, token in zip(values, ids, strict=True)]
-                    for ids, values in zip(completion.top_ids.tolist(), completion.top_logprobs, strict=True)
+                    [[value, token, None] for token, value in top.items()] for top in form.likeliest(completion)
                 ]
             if result is not None and result.prompt_logprobs is not None:
                 meta["input_token_logprobs"] = self._prompt_logprobs(request.prompt, result.prompt_logprobs)
@@ -244,33 +263,32 @@ class _Answer:
 
     def _prompt_logprobs(self, prompt: list[int], logprobs: np.ndarray) -> list[list[Any]]:
         start = self._body.logprob_start_len
-        return [
-            [None if position == 0 else float(logprobs[position]), prompt[position], None]
-            for position in range(start, len(prompt))
-        ]
+        return [[finite(float(logprobs[position])), prompt[position], None] for position in range(start, len(prompt))]
 
     def _prompt_tops(self, tops: PromptTops) -> list[list[list[Any]] | None]:
         start = self._body.logprob_start_len
         rows = zip(tops.ids[start:].tolist(), tops.logprobs[start:].tolist(), strict=True)
         return [
-            None if ids[0] < 0 else [[value, token, None] for token, value in zip(ids, values, strict=True)]
+            None if ids[0] < 0 else [[finite(value), token, None] for token, value in zip(ids, values, strict=True)]
             for ids, values in rows
         ]
 
-    def _pieces(self, place: int) -> TextPieces:
+    def _views(self, place: int) -> Views:
         params = self._params[place]
-        return self._gateway.text.pieces(params, params.no_stop_trim or params.include_stop_str_in_output)
+        return Views(self._gateway.text.pieces(params, params.no_stop_trim or params.include_stop_str_in_output))
 
 
-def _finish(completion: Completion) -> dict[str, Any] | None:
+def _finish(completion: Completion, params: SglangParams) -> dict[str, Any] | None:
     """SGLang's finish reason: null while the completion goes on."""
-    match finish_reason(completion):
+    match end_facts(completion, params)["finish_reason"]:
         case None:
             return None
         case "stop":
             return {"type": "stop", "matched": completion.stop}
         case "length":
             return {"type": "length", "length": len(completion)}
+        case "error":
+            return {"type": "abort", "message": str(fault(completion))}
         case _:
             return {"type": "abort", "message": "the request was aborted"}
 

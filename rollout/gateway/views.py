@@ -66,6 +66,10 @@ class Views:
         self._said = self._said or bool(piece.content)
         return piece
 
+    def facts(self, part: Completion) -> dict[str, Any]:
+        """What an answer says of its views; only the last part does."""
+        return {"missing_views": self.missing} if part.finish_reason is not None and self.missing else {}
+
     @property
     def empty(self) -> bool:
         """True if there is neither content nor a call."""

@@ -7,6 +7,7 @@ again. A response template that the tokenizer brings comes first. What no format
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,7 @@ class Choice:
 
     def __init__(self, turns: ChatTurns, own: Mapping[str, Any] | None, special: Mapping[str, int]) -> None:
         self._turns = turns
-        self._own: Fields = (own or {}).get("fields") or {}
+        self._own = _with_header((own or {}).get("fields") or {}, turns)
         self._special = special
 
     def formats(self, tools: str, reasoning: str) -> Formats:
@@ -166,3 +167,20 @@ class Choice:
             return bool(Segments(self._cut_by(fields).regions, begun=begun).feed(_THOUGHT, True).reasoning)
         except ValueError:
             return False
+
+
+def _with_header(fields: Fields, turns: ChatTurns) -> Fields:
+    """The fields of a template in which each region may begin with the header of an answer.
+
+    So it is where every text belongs to a region: transformers leaves out what stands between them.
+    """
+    if not all("open" in field or "open_pattern" in field for field in fields.values()):
+        return fields
+    header, changed = re.escape(turns.header()), {}
+    for name, field in fields.items():
+        given = field.get("open", [])
+        literals = [given] if isinstance(given, str) else list(given)
+        mark = field.get("open_pattern") or "|".join(map(re.escape, literals))
+        rest = {key: value for key, value in field.items() if key != "open"}
+        changed[name] = {**rest, "open_pattern": rf"(?:{header}\s*)?(?:{mark})"}
+    return changed

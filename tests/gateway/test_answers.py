@@ -1,0 +1,299 @@
+"""What a model writes, over HTTP: whatever it is, tokens and log-probs arrive, and a stream is the whole answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.gateway.chat_templates import tokenizer_of
+from tests.support.gateway.harness import events, gateway, post
+from tests.support.models.families import make_checkpoint
+from tests.support.worker.harness import assert_idle, launch
+
+CHAT, TEXT, SGLANG = "/v1/chat/completions", "/v1/completions", "/generate"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "does", "parameters": PARAMETERS}}]
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tokenizer_of("qwen3")
+
+
+@pytest.fixture(scope="module")
+def gateways(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[dict[str, httpx.Client]]:
+    """One worker, whose model has more ids than its tokenizer, and gateways in front of it."""
+    folder: Path = tmp_path_factory.mktemp("answers")
+    end = tokenizer.convert_tokens_to_ids(END)
+    make_checkpoint(
+        "qwen3", folder / "model", vocab_size=len(tokenizer) + 5, eos_token_id=end, max_position_embeddings=4096
+    )
+    tokenizer.save_pretrained(folder / "model")
+    with ExitStack() as stack:
+        worker = stack.enter_context(launch(folder / "model", log=folder / "log", max_rows=8))
+
+        def front(**flags: Any) -> httpx.Client:
+            return stack.enter_context(gateway([worker.endpoint], **flags))
+
+        yield {
+            "hermes": front(),
+            "coarse": front(stream_every=5),
+            "llama3": front(tool_parser="llama3", constrain_reasoning=True),
+            "think": front(reasoning_parser="auto"),
+            "strict": front(reasoning_parser="auto", constrain_reasoning=True),
+        }
+        assert_idle(worker)
+
+
+def said(text: str, **fields: Any) -> dict[str, Any]:
+    """A request whose model writes this text."""
+    return {
+        "messages": MESSAGES,
+        "max_tokens": 600,
+        "structured_outputs": {"choice": [text]},
+        "return_token_ids": True,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "seed": 1,
+        **fields,
+    }
+
+
+def joined(found: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The choices of a stream's events, as a client joins them."""
+    choices: dict[int, dict[str, Any]] = {}
+    for event in found:
+        for choice in event["choices"]:
+            whole = choices.setdefault(choice["index"], {"message": {}, "index": choice["index"]})
+            delta = choice.pop("delta", {})
+            for name, value in delta.items():
+                calls = (
+                    [{key: item for key, item in call.items() if key != "index"} for call in value]
+                    if name == "tool_calls"
+                    else value
+                )
+                old = whole["message"].get(name)
+                whole["message"][name] = calls if old is None else old + calls
+            for name, value in choice.items():
+                old = whole.get(name)
+                if name == "logprobs" and old is not None and value is not None:
+                    whole[name] = {column: old[column] + value[column] for column in value}
+                elif name in ("token_ids", "text") and old is not None:
+                    whole[name] = old + value
+                elif value is not None or name not in whole:
+                    whole[name] = value
+    return choices
+
+
+def rounded(value: Any) -> Any:
+    """The value with numbers that do not depend on how many tokens were computed at once."""
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
+    """The choice without the ids of calls, which are new in every answer, and without absent parts of the message."""
+    message = {name: value for name, value in choice["message"].items() if value is not None}
+    for call in message.get("tool_calls", []):
+        call["id"] = ""
+    shown: dict[str, Any] = rounded({**choice, "message": message})
+    return shown
+
+
+def answered(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The choices of an answer, which must be those of the stream."""
+    whole = post(client, CHAT, body)["choices"]
+    assert [without_ids(choice) for choice in joined(events(client, CHAT, body)).values()] == [
+        without_ids(json.loads(json.dumps(choice))) for choice in whole
+    ]
+    return whole
+
+
+def check_tokens(choice: dict[str, Any], text: str, tokenizer: Any) -> None:
+    """All tokens of the text are there, each with its log-probs and bytes."""
+    tokens = choice["token_ids"]
+    assert tokenizer.decode(tokens).removesuffix(END) == text
+    content = choice["logprobs"]["content"]
+    assert [entry["token_id"] for entry in content] == tokens
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode().removesuffix(END) == text
+    assert all(len(entry["top_logprobs"]) >= 2 and isinstance(entry["logprob"], float) for entry in content)
+
+
+def hermes(arguments: str, name: str = "f") -> str:
+    return f'<tool_call>{{"name":"{name}","arguments":{arguments}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (hermes('{"a":"\\ud83d"}'), {"a": "\ufffd"}),
+        (hermes('{"a\\udc00":1}'), {"a\ufffd": 1}),
+        (hermes('{"a":"echo </tool_call> done"}'), {"a": "echo </tool_call> done"}),
+        (hermes('{"a":"é𝄞"}'), {"a": "é𝄞"}),
+        (hermes('{"a":NaN}'), None),
+        (hermes('{"a":1e999}'), None),
+        (hermes('{"a":' + "[" * 210 + "]" * 210 + "}"), None),
+        (hermes('{"a":'), None),
+        ("no call", None),
+    ],
+)  # fmt: skip
+def test_whatever_a_call_holds_all_completions_arrive(
+    gateways: dict[str, httpx.Client], tokenizer: Any, text: str, arguments: Any
+) -> None:
+    for name in ("hermes", "coarse"):
+        for choice in answered(gateways[name], said(text, tools=TOOLS, n=2)):
+            check_tokens(choice, text, tokenizer)
+            if arguments is None:
+                assert choice["message"] == {"role": "assistant", "content": text} and choice["finish_reason"] == "stop"
+                assert ("missing_views" in choice) == ("tool_call" in text)
+            else:
+                (call,) = choice["message"]["tool_calls"]
+                assert json.loads(call["function"]["arguments"]) == arguments
+                assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+                assert "missing_views" not in choice
+
+
+def test_half_a_surrogate_pair_in_a_call_of_llama(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
+    text = '{"name":"\\ud83d","parameters":{"a":"\\ude00"}}'
+    (choice,) = answered(gateways["llama3"], said(text, tools=TOOLS))
+    check_tokens(choice, text, tokenizer)
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "\ufffd", "arguments": '{"a": "\ufffd"}'}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_demanded_call_that_is_cut_off_is_text(gateways: dict[str, httpx.Client], choice: Any) -> None:
+    body = said("", tools=TOOLS, tool_choice=choice, max_tokens=5, structured_outputs=None)
+    (found,) = answered(gateways["hermes"], body)
+    assert found["message"]["content"] and found["finish_reason"] == "length" and len(found["token_ids"]) == 5
+    assert list(found["missing_views"]) == ["tool_calls"]
+
+
+def test_arguments_of_a_demanded_call_may_be_nested_deeply(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
+    nested: dict[str, Any] = {
+        "$defs": {"list": {"type": "array", "items": {"$ref": "#/$defs/list"}, "maxItems": 1, "minItems": 1}}
+    }
+    parameters = nested | {"type": "object", "properties": {"a": {"$ref": "#/$defs/list"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    opening = tokenizer.convert_tokens_to_ids("[")
+    body = said(
+        "",
+        tools=tools,
+        tool_choice="required",
+        max_tokens=1_500,
+        structured_outputs=None,
+        logprobs=False,
+        top_logprobs=0,
+    )
+    (found,) = answered(gateways["hermes"], body | {"logit_bias": {str(opening): 100.0}})
+    assert found["finish_reason"] == "length" and len(found["token_ids"]) == 1_500
+    assert found["message"]["content"].count("[") > 1_000
+
+
+def test_structured_output_of_a_thinking_model_is_the_content(
+    gateways: dict[str, httpx.Client], tokenizer: Any
+) -> None:
+    """The prompt has opened the thoughts: the constraint begins behind them, or there are none."""
+    schema = {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "x",
+            "schema": {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]},
+        },
+    }
+    open_thoughts = [*MESSAGES, {"role": "assistant", "content": "<think>so"}]
+    body = said(
+        "", messages=open_thoughts, structured_outputs=None, response_format=schema, continue_final_message=True
+    )
+    (strict,) = answered(gateways["strict"], body)
+    assert json.loads(strict["message"]["content"]) == {"a": 1} and strict["message"].get("reasoning_content") is None
+
+
+def test_ids_beyond_the_vocabulary_have_no_text(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
+    beyond = len(tokenizer) + 2
+    fields = {"max_tokens": 4, "temperature": 0, "logit_bias": {str(beyond): 100.0}, "return_token_ids": True}
+    for special in (True, False):
+        body = said("", structured_outputs=None, tools=TOOLS, skip_special_tokens=special, **fields)
+        (choice,) = answered(gateways["hermes"], body)
+        assert choice["token_ids"] == [beyond] * 4 and choice["message"]["content"] == ""
+        assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[]] * 4
+    answer = post(gateways["hermes"], TEXT, {"prompt": "x", "logprobs": 2, **fields})["choices"][0]
+    assert answer["token_ids"] == [beyond] * 4 and answer["text"] == ""
+
+
+@pytest.mark.parametrize("every", ["hermes", "coarse"])
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_ends_a_completion_is_in_its_text_if_that_is_asked_for(
+    gateways: dict[str, httpx.Client], tokenizer: Any, every: str, special: bool, keep: bool
+) -> None:
+    client = gateways[every]
+    letter = tokenizer.convert_tokens_to_ids("c")
+    fields = {"max_tokens": 60, "seed": 1, "skip_special_tokens": special}
+    for text, more, shown, reason in (
+        ("ab", {}, "" if special else END, None),
+        ("abcd", {"stop_token_ids": [letter]}, "c", letter),
+        ("abcd", {"stop": ["bc"]}, "bc", "bc"),
+        ("abbcbcd", {"stop": "bc", "min_tokens": 2}, "bc", "bc", "bc"),
+    ):
+        body = {**fields, **more, "structured_outputs": {"choice": [text]}, "include_stop_str_in_output": keep}
+        wanted = text.partition("bc" if "stop" in more else "c")[0] + (shown if keep else "")
+        (whole,) = post(client, TEXT, {"prompt": "x", **body})["choices"]
+        assert (whole["text"], whole["finish_reason"], whole["stop_reason"]) == (wanted, "stop", reason), (text, more)
+        found = joined(events(client, TEXT, {"prompt": "x", **body}))[0]
+        assert (found["text"], found["stop_reason"]) == (wanted, reason)
+        (chat,) = answered(client, {"messages": MESSAGES, **body})
+        assert (chat["message"]["content"], chat["stop_reason"]) == (wanted, reason)
+        params = {"max_new_tokens": 60, "skip_special_tokens": special, "no_stop_trim": keep, **more}
+        body = {"text": "x", "sampling_params": params | {"regex": text}}
+        answer = post(client, SGLANG, body)
+        assert answer["text"] == wanted
+        *_, last = events(client, SGLANG, body)
+        assert last["text"] == wanted
+
+
+def test_log_probs_by_text_lose_no_token(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
+    """Parts of characters have names of their own, and the drawn token has its own log-prob."""
+    body = {"prompt": "x", "max_tokens": 60, "logprobs": 20, "temperature": 3.0, "seed": 7, "return_token_ids": True}
+    (whole,) = post(gateways["hermes"], TEXT, body)["choices"]
+    columns = whole["logprobs"]
+    for token, own, top in zip(columns["tokens"], columns["token_logprobs"], columns["top_logprobs"], strict=True):
+        assert len(top) in (20, 21)
+        # At another temperature than 1 the drawn token's own log-prob is of the policy, the others at temperature 1.
+        assert token in top and isinstance(own, float)
+    again = post(gateways["hermes"], TEXT, body | {"temperature": 1.0})["choices"][0]["logprobs"]
+    for token, own, top in zip(again["tokens"], again["token_logprobs"], again["top_logprobs"], strict=True):
+        assert top[token] == pytest.approx(own, abs=1e-5)
+    assert any(token.startswith("bytes:") for token in columns["tokens"])
+    found = joined(events(gateways["hermes"], TEXT, body))[0]
+    assert found["logprobs"] == columns and found["token_ids"] == whole["token_ids"]
+
+
+def test_bytes_of_a_token_are_its_own(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
+    text = "é𝄞 x"
+    (choice,) = answered(gateways["hermes"], said(text))
+    found = [entry["bytes"] for entry in choice["logprobs"]["content"]][:-1]
+    assert found == [[byte] for byte in text.encode()]
+
+
+def test_an_answer_over_sglang_is_the_last_event_of_its_stream(gateways: dict[str, httpx.Client]) -> None:
+    params = {"max_new_tokens": 12, "sampling_seed": 3, "temperature": 1.0}
+    body = {"text": "hello there", "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
+    post(gateways["hermes"], SGLANG, body)
+    whole = post(gateways["hermes"], SGLANG, body)
+    *_, last = events(gateways["hermes"], SGLANG, body)
+    for answer in (whole, last):
+        answer["meta_info"].pop("e2e_latency")
+        answer["meta_info"].pop("id")
+    assert last == whole
