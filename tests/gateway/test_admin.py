@@ -101,7 +101,10 @@ def test_weights_from_a_folder_while_a_request_runs(client: httpx.Client, direct
     assert counted(client) == " 18 19"
     assert client.get("/get_weight_version").json() == {"weight_version": str(before + 7)}
     assert client.get("/health").json()["min_version"] == before + 7
-    refused(client, "/update_weights_from_disk", disk, 409)  # it is not newer
+    assert post(client, "/update_weights_from_disk", disk)["success"]  # the same weights again: nothing is to be done
+    assert refused(client, "/update_weights_from_disk", disk | {"model_path": str(TWOS)}, 409) == "weight_version"
+    refused(client, "/update_weights_from_disk", disk | {"weight_version": before + 6}, 409)  # it is not newer
+    assert counted(client) == " 18 19"
 
 
 def test_an_update_as_prime_rls_orchestrator_orders_it(client: httpx.Client, direct: RolloutClient) -> None:
