@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -40,6 +39,7 @@ from rollout.gateway.sglang import SglangAdmin, SglangGenerate
 from rollout.gateway.text import Text
 from rollout.gateway.tools import tool_parser
 from rollout.gateway.workers import RolloutPool, Workers
+from rollout.model_name import readable_name
 from trainer_bridge.wire.errors import RolloutError, Unavailable
 from trainer_bridge.wire.keys import ClientCurve
 
@@ -119,14 +119,6 @@ async def _start(settings: GatewaySettings, workers: Workers, curve: ClientCurve
         REASONING_PARSERS[settings.reasoning_parser],
         images,
     )
-
-
-def readable_name(model: str) -> str:
-    """The name of a model: a hub id, also of a folder in the hub's cache, or the last part of another folder's path."""
-    path = Path(model)
-    if cached := re.fullmatch(r".*/models--([^/]+)/snapshots/[^/]+", str(path)):
-        return cached[1].replace("--", "/")
-    return model if re.fullmatch(r"[^/.~][^/]*(/[^/]+)?", model) else path.name or model
 
 
 def _routes(gateway: Gateway) -> list[Route]:
