@@ -88,15 +88,15 @@ class CatchUp:
         missed = [(name, path) for name, path in self._workers.adapters.items() if name not in loaded]
         orders += [("load_adapter", {"name": name, "path": path} | _version_of(name, others)) for name, path in missed]
         for op, fields in orders:
-            facts = {"endpoint": endpoint, "order": op} | fields
+            order, facts = " ".join([op, *filter(None, [fields.get("name")])]), {"endpoint": endpoint}
             try:
                 await self._workers.pool.control(op, endpoint=endpoint, **fields)
             except UNANSWERED:
                 return  # it is lost again
             except RolloutError as error:
-                log.warning("a worker refuses an order that it has missed: %s", error, extra=facts)
+                log.warning("a worker refuses an order that it had missed, %s: %s", order, error, extra=facts)
             else:
-                log.info("a worker was given an order that it had missed", extra=facts)
+                log.info("a worker was given an order that it had missed: %s", order, extra=facts)
         self._processes[endpoint] = status["worker"]
 
     # --- weights -----------------------------------------------------------------------------------------------------

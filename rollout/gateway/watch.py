@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ASK_EVERY_S = 0.25
+_ASK_EVERY_S, _LOOK_EVERY_S = 0.5, 0.25
 #: Who asks how workers are now waits no longer, and not for a worker that has left a question unanswered for so long.
 _PROMPT_S = 0.05
 _UNREACHED_S = 5.0  # after which the log names a worker that never came
@@ -31,10 +32,10 @@ _LAG_S = 0.5  # if this process is later than that, workers are not silent: thei
 _WELL = ("serving", "paused", "asleep")
 #: How the log names what has happened to a worker.
 _LINES = {
-    "lost": "a worker is lost",
-    "missing": "a worker does not come",
-    "silent": "a worker hangs",
-    "behind": "a worker has older weights",
+    "lost": "a worker is lost: %s",
+    "missing": "a worker does not come: %s",
+    "silent": "a worker hangs: %s",
+    "behind": "a worker has older weights: %s",
 }
 
 
@@ -86,6 +87,7 @@ class _Watched:
     newcomer: bool = False  # it was lost, and has not had the weights of the others since
     status: dict[str, Any] | None = None  # the last one over this connection
     known: dict[str, Any] | None = None  # the last one over any
+    asked_s: float = -math.inf  # the last time
     answered_s: float = 0.0  # when `status` was asked for
     questions: dict[int, float] = field(default_factory=dict)  # unanswered ones, and since when
     error: RolloutError | None = None  # of the last question
@@ -166,7 +168,7 @@ class Watch:
             elif worker.known is None:
                 word, problem = "missing", f"not reached for {now - worker.since_s:.0f} s; does a worker run there?"
             else:
-                word, problem = "lost", f"the connection was lost {max(0.0, now - worker.since_s):.0f} s ago"
+                word, problem = "lost", _lost_for(now - worker.since_s)
         else:
             silent_s = now - self._lag_s(now) - (worker.since_s if worker.status is None else worker.answered_s)
             if worker.status is None or silent_s > self._silent_s:
@@ -183,7 +185,7 @@ class Watch:
 
     def _lag_s(self, now: float) -> float:
         """For how long this process has not read answers, if that is worth speaking of."""
-        lag_s = now - self._looked_s - _ASK_EVERY_S
+        lag_s = now - self._looked_s - _LOOK_EVERY_S
         return lag_s if lag_s > _LAG_S else 0.0
 
     def _forgive_lag(self) -> None:
@@ -216,10 +218,11 @@ class Watch:
         """Ask every worker again and again, and log what happens to them."""
         try:
             while True:
+                due_s = self._loop.time() - _ASK_EVERY_S
                 for worker in self._workers:
-                    if not worker.questions:
+                    if not worker.questions and worker.asked_s <= due_s:
                         self._ask(worker)
-                await asyncio.sleep(_ASK_EVERY_S)
+                await asyncio.sleep(_LOOK_EVERY_S)
                 self._forgive_lag()
                 self._log_changes()
         finally:
@@ -236,7 +239,7 @@ class Watch:
     async def _question(self, worker: _Watched) -> None:
         self._asked += 1
         number, asked_s = self._asked, self._loop.time()
-        worker.questions[number] = asked_s
+        worker.questions[number] = worker.asked_s = asked_s
         try:
             (status,) = await self._pool.control("status", endpoint=worker.endpoint)
         except RolloutError as error:
@@ -268,7 +271,11 @@ class Watch:
             if state.word == worker.told or waited_s < patience_s:
                 continue
             if state.word:
-                log.warning("%s: %s", _LINES.get(state.word, "a worker is not in order"), state.problem, extra=facts)
+                log.warning(_LINES.get(state.word, "a worker is not in order: %s"), state.problem, extra=facts)
             elif not started_again:
                 log.info("a worker is in order%s", "" if worker.told in (None, "missing") else " again", extra=facts)
             worker.told = state.word
+
+
+def _lost_for(seconds: float) -> str:
+    return "the connection has ended" + (f", {seconds:.0f} s ago" if seconds >= 1 else "")

@@ -218,6 +218,7 @@ def test_a_worker_that_is_started_again_gets_what_the_others_have(
         until(lambda: any("brought up to date" in text for _, text in lines(caplog, dies)), "the line")
         texts = [text for _, text in lines(caplog, dies)]
         assert len(set(texts)) == len(texts), texts  # nothing is said twice
+        assert not [each for each in caplog.records if each.levelno > logging.WARNING]
 
         shutil.copy(ONES / "model.safetensors", folder / "model.safetensors")  # another step, in the same folder
         dies.kill()
