@@ -67,19 +67,21 @@ def make_app(
         client = pool()
         workers = Workers(client, settings)
         tasks = [asyncio.ensure_future(workers.watch.run())]
+        gateway: Gateway | None = None
         try:
             gateway = await _start(settings, workers, curve)
             tasks.append(asyncio.ensure_future(CatchUp(workers, gateway.updates).run()))
             app.router.routes.extend(_routes(gateway))
             yield
-            await gateway.updates.close()
-            gateway.text.close()
-            if gateway.images is not None:
-                gateway.images.close()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if gateway is not None:
+                await gateway.updates.close()
+                gateway.text.close()
+                if gateway.images is not None:
+                    gateway.images.close()
             await client.close()
 
     handlers: dict[Any, Any] = {HttpError: answer_error, RolloutError: answer_error, HTTPException: _http_exception}
