@@ -134,6 +134,7 @@ def test_state_is_told_at_once_while_a_worker_hangs(
         try:
             answers_at_once(client, 200)
             until(lambda: list(problems(client)) == [hangs.endpoint], "the gateway to see it")
+            until(lambda: lines(caplog, hangs)[-1][0] == logging.WARNING, "the line")
             answers_at_once(client, 200)
         finally:
             os.kill(hangs.worker.pid, signal.SIGCONT)
