@@ -226,7 +226,7 @@ def test_a_gateway_tells_what_it_serves(client: httpx.Client) -> None:
         ("a/b/c", "c"),
         ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
         ("gpt2", "gpt2"),
-        ("/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", "Qwen/Qwen3-8B"),
+        ("/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", "Qwen/Qwen3-8B"),
         ("/cache/models--gpt2/snapshots/0123abc/", "gpt2"),
     ],
 )
