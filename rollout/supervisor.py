@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.config import Settings
+from rollout.model_name import readable_name
 from rollout.process.announce import say, write_whole
 from rollout.process.child_python import import_path
 from rollout.process.observed_time import ObservedTime
@@ -81,6 +83,7 @@ class Supervisor:
             for i, device in enumerate(devices)
         ]
         self._folder = ScratchFolder("rollout-supervisor-")
+        self._job = secrets.token_hex(4)  # the first part of the ids of the workers' runs in W&B
         self._announced = False
         self._signals = 0
         self._signals_sent = 0  # to each worker
@@ -139,11 +142,13 @@ class Supervisor:
                 flags[name] = Path(path).with_stem(f"{Path(path).stem}-{worker.index}")
         if metrics.metrics_port:  # with 0 each worker picks a free port
             flags["metrics-port"] = metrics.metrics_port + worker.index
-        if metrics.wandb_name is not None:
-            flags["wandb-name"] = f"{metrics.wandb_name}-{worker.index}"
+        name = metrics.wandb_name or os.environ.get("WANDB_NAME") or readable_name(self._settings.model.path)
+        flags["wandb-name"] = f"{name}-{worker.index}"
         if metrics.wandb_group is None and not os.environ.get("WANDB_RUN_GROUP"):  # a flag would override it
             flags["wandb-group"] = f"rollout-{socket.gethostname()}-{os.getpid()}"
-        return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--exit-with-parent"]
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        totals = self._folder.path / f"totals-{worker.index}.json"
+        return [*words, "--continued-run", f"{self._job}-{worker.index}", str(totals), "--exit-with-parent"]
 
     def _ready_file(self, worker: _Worker) -> Path:
         return self._folder.path / f"ready-{worker.index}.json"

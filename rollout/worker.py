@@ -49,7 +49,8 @@ from rollout.metrics.prometheus import PrometheusSink
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Sink
 from rollout.metrics.timeline import write_timeline
 from rollout.metrics.wandb_mode import wandb_mode
-from rollout.metrics.wandb_sink import WandbSink
+from rollout.metrics.wandb_sink import ContinuedRun, WandbSink
+from rollout.model_name import readable_name
 from rollout.models import LoadedModel, load_model
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.loader import check_cut, fetch, fetch_draft
@@ -247,7 +248,8 @@ class Worker:
         self._set_gauges()
         meter = self.engine.meter
         reported, histograms, versions = meter.report(now), meter.histograms(), meter.ended_versions()
-        self.metrics.put(meter.steps, reported, histograms=histograms, versions=versions)
+        totals = meter.totals(now)  # now and not at the end alone: a process that is killed has no end
+        self.metrics.put(meter.steps, reported, histograms=histograms, versions=versions, totals=totals)
 
     def _set_gauges(self) -> None:
         self.inspector.set_gauges()
@@ -360,7 +362,7 @@ class Worker:
         meter = self.engine.meter
         totals, versions = meter.totals(), meter.ended_versions(and_this=True)
         histograms = {name: read.whole_run() for name, read in meter.histograms().items()}
-        self.metrics.put(meter.steps, totals, final=True, histograms=histograms, versions=versions)
+        self.metrics.put(meter.steps, totals, final=True, histograms=histograms, versions=versions, totals=totals)
         self.metrics.close(_SINK_DEADLINE_S)
         try:
             if not self.ranks.failure:  # then the streams wait for the lost rank
@@ -395,10 +397,16 @@ class Worker:
         say(ready)
 
 
-def serve(settings: Settings, restarts: int = 0, followers: FollowerProcesses | None = None) -> int:
+def serve(
+    settings: Settings,
+    restarts: int = 0,
+    followers: FollowerProcesses | None = None,
+    run: ContinuedRun | None = None,
+) -> int:
     """Run a worker until it is shut down; returns the exit status. `restarts` counts a supervisor's restarts.
 
-    `followers` are the processes of the other ranks, if they run already.
+    `followers` are the processes of the other ranks, if they run already. `run` is the W&B run of all processes that a
+    supervisor starts for this worker.
 
     Raises `SettingsError` for settings that are wrong for any model, and ValueError or OSError if model, machine and
     settings do not fit together. Every message says what to change.
@@ -409,7 +417,7 @@ def serve(settings: Settings, restarts: int = 0, followers: FollowerProcesses | 
     hand_over_soon()
     check_free(settings)  # before the model, which may take minutes
     health = Health()
-    sinks = make_sinks(settings, health)
+    sinks = make_sinks(settings, health, run)
     with stage(f"fetching {settings.model.path}") as advance:
         folder = fetch(settings.model, advance)
     draft = None
@@ -459,13 +467,13 @@ def check_settings(settings: Settings) -> Device:
         raise SettingsError(str(error)) from error
 
 
-def make_sinks(settings: Settings, health: Health) -> list[Sink]:
+def make_sinks(settings: Settings, health: Health, run: ContinuedRun | None = None) -> list[Sink]:
     """The sinks that the settings ask for. Raises ValueError when the port for Prometheus is taken."""
     sinks: list[Sink] = []
     if settings.metrics.jsonl is not None:
         sinks.append(JsonlSink(settings.metrics.jsonl))
     if settings.metrics.wandb:
-        sinks.append(WandbSink(settings.metrics, settings.model_dump()))
+        sinks.append(WandbSink(settings.metrics, settings.model_dump(), readable_name(settings.model.path), run))
     if (port := settings.metrics.metrics_port) is not None:
         sinks.append(PrometheusSink(settings.metrics.metrics_host, port, settings.model.path, health))
     return sinks

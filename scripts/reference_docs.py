@@ -108,11 +108,13 @@ requests: [protocol.md](protocol.md)."""
 _METRICS_INTRODUCTION = """\
 # Metrics
 
-A worker reports its metrics every `metrics.interval_s` seconds, and once for the whole run when it ends. The first
+A worker reports its metrics every `metrics.interval_s` seconds, and once for the whole run when it ends. The summary of
+a run in W&B is always over the whole time. The first
 column is the name in W&B and JSON lines, the second one the name in Prometheus. Words such as row, step and bubble are
 in the [glossary](../architecture.md#glossary); how to read the metrics:
 [operations](../operations.md#reading-the-dashboard).
 
+- `gpu/...` is about the device that computes, also if that is a CPU.
 - A **gauge** is the present value, or the value for the interval. A mean, median or percentile without a sample in the
   interval keeps its last value. In the report of the whole run it covers the whole run.
 - A **counter** only grows while the worker runs.
@@ -134,10 +136,10 @@ does not get these metrics.
 """
 
 _AT_THE_END = """
-## At the end
+## Totals
 
-Only in the report of the whole run: the summary of the run in W&B, the line with `final: true` in JSON lines, and
-`totals` in the last line that the worker prints.
+Over the run so far: in the summary of the run in W&B, where they include the processes before a restart, in each JSON
+line, and in `totals` of the last line that the worker prints.
 """
 
 _FALLBACK_INTRODUCTION = """\

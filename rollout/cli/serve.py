@@ -10,13 +10,13 @@ import argparse
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.config import Settings
-from rollout.process.announce import withdraw
+from rollout.process.announce import say_in_log, withdraw
 from rollout.process.child_python import module_command
 from rollout.process.logs import set_up, worker_name
 from rollout.settings_sources import POSITIONAL, SettingKey, SettingsError, load_settings, setting_keys
@@ -75,6 +75,7 @@ def add_arguments(parser: Parser) -> None:
     groups: dict[str | None, Any] = {None: parser.add_argument_group("worker")}
     # Set by a supervisor, which also handles Ctrl-C for its workers.
     parser.add_argument("--restarts", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--continued-run", nargs=2, metavar=("ID", "FILE"), default=None, help=argparse.SUPPRESS)
     for key in setting_keys():
         if key.section not in groups:
             groups[key.section] = parser.add_argument_group(f"{key.section} ([{key.section}] in TOML)")
@@ -142,7 +143,9 @@ def _start(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any
     supervised = args.restarts is not None
     if not supervised and (settings.supervisor.workers > 1 or settings.supervisor.supervise):
         return _supervise(settings, module_command("rollout.cli.main", "serve", *command_line(args.config, flags)))
-    return _serve(settings, args.restarts or 0)
+    if supervised:
+        say_in_log()
+    return _serve(settings, args.restarts or 0, args.continued_run)
 
 
 def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
@@ -180,7 +183,7 @@ def _supervise(settings: Settings, command: list[str]) -> int:
         raise CommandError(str(error)) from error
 
 
-def _serve(settings: Settings, restarts: int) -> int:
+def _serve(settings: Settings, restarts: int, continued_run: Sequence[str] | None) -> int:
     from trainer_bridge.client.launch import worker_environment
 
     for name in os.environ.keys() - worker_environment(os.environ, {}).keys():
@@ -199,10 +202,12 @@ def _serve(settings: Settings, restarts: int) -> int:
     with stage("loading libraries", quiet=True), loading_libraries():
         import zmq
 
+        from rollout.metrics.wandb_sink import ContinuedRun
         from rollout.worker import serve
 
+    run = None if continued_run is None else ContinuedRun(continued_run[0], Path(continued_run[1]))
     try:
-        return serve(settings, restarts, followers)
+        return serve(settings, restarts, followers, run)
     except SettingsError:
         raise
     except (ValueError, OSError, zmq.ZMQError) as error:

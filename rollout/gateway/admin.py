@@ -145,7 +145,7 @@ class Admin:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """`/reset_prefix_cache`: nothing needs to be reset, since prefix keys hold the weights version."""
         ResetBody.take(await self._gateway.optional_body(request))
-        await self._gateway.workers.known(fresh=True)
+        await self._gateway.workers.ask()
         return json_answer({"success": True})
 
     async def abort_requests(self, request: Request) -> Response:

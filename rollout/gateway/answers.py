@@ -22,6 +22,8 @@ from rollout.gateway.json_text import json_text
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+#: Seconds after which the headers of a stream are sent, if there is neither an event nor an error.
+HEADERS_S = 1.0
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -65,8 +67,9 @@ async def _left(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events: the values of a generator as JSON, and `[DONE]` at the end.
 
-    An error before the first event is an ordinary error. A later one is an event with OpenAI's error body, after which
-    the stream ends without `[DONE]`.
+    A worker refuses a request at once, if it does. So an error within `HEADERS_S` is an ordinary error, with its
+    status. Then, or with the first event, the headers are sent: a client knows that its request waits. A later error is
+    an event with OpenAI's error body, after which the stream ends without `[DONE]`.
     """
 
     media_type = "text/event-stream"
@@ -88,9 +91,20 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _run(self, send: Send) -> None:
-        event = await anext(self._events, None)
-        await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        first = asyncio.ensure_future(anext(self._events, None))
         try:
+            await asyncio.wait([first], timeout=HEADERS_S)
+            if first.done():
+                first.result()  # raises
+            await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_events(send, first)
+        finally:
+            first.cancel()
+            await asyncio.wait([first])  # or the generator could not be closed
+
+    async def _send_events(self, send: Send, first: asyncio.Future[Any]) -> None:
+        try:
+            event = await first
             while event is not None:
                 await self._send(send, _body(f"data: {json_text(event)}\n\n".encode()))
                 event = await anext(self._events, None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from rollout.gateway.access import AccessRule
 from rollout.gateway.admin import Admin
 from rollout.gateway.answers import ClientGone
+from rollout.gateway.catch_up import CatchUp
 from rollout.gateway.chat import Chat, detokenize, tokenize
 from rollout.gateway.completions import Completions
 from rollout.gateway.control import Control
@@ -35,13 +37,19 @@ from rollout.gateway.settings import GatewaySettings
 from rollout.gateway.sglang import SglangAdmin, SglangGenerate
 from rollout.gateway.text import Text
 from rollout.gateway.workers import RolloutPool, Workers
+from rollout.model_name import readable_name
 from trainer_bridge.wire.errors import RolloutError, Unavailable
 from trainer_bridge.wire.keys import ClientCurve
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
-_ASK_AGAIN_S = 0.5
+#: Endpoints of OpenAI that clients ask for, and what is served in their place.
+_NOT_SERVED = {
+    "/v1/responses": "use /v1/chat/completions; ",
+    "/v1/embeddings": "this gateway only generates; ",
+}
+_ASK_AGAIN_S = 0.05
 
 
 def make_app(
@@ -55,14 +63,23 @@ def make_app(
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
         client = pool()
+        workers = Workers(client, settings)
+        tasks = [asyncio.ensure_future(workers.watch.run())]
+        gateway: Gateway | None = None
         try:
-            gateway = await _start(settings, client, curve)
+            gateway = await _start(settings, workers, curve)
+            tasks.append(asyncio.ensure_future(CatchUp(workers, gateway.updates).run()))
             app.router.routes.extend(_routes(gateway))
             yield
-            gateway.text.close()
-            if gateway.images is not None:
-                gateway.images.close()
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if gateway is not None:
+                await gateway.updates.close()
+                gateway.text.close()
+                if gateway.images is not None:
+                    gateway.images.close()
             await client.close()
 
     handlers: dict[Any, Any] = {HttpError: answer_error, RolloutError: answer_error, HTTPException: _http_exception}
@@ -71,13 +88,12 @@ def make_app(
     return Starlette(lifespan=life, exception_handlers=handlers, middleware=middleware)
 
 
-async def _start(settings: GatewaySettings, client: RolloutPool, curve: ClientCurve | None) -> Gateway:
+async def _start(settings: GatewaySettings, workers: Workers, curve: ClientCurve | None) -> Gateway:
     """The gateway, once a worker has answered. Raises `Unavailable` if none does in time."""
-    workers = Workers(client, settings)
     end_s = asyncio.get_running_loop().time() + settings.start_s
     while True:
         try:
-            status = (await workers.known(fresh=True))[0]
+            status = (await workers.known())[0]
             break
         except Unavailable:
             if asyncio.get_running_loop().time() > end_s:
@@ -96,7 +112,7 @@ async def _start(settings: GatewaySettings, client: RolloutPool, curve: ClientCu
         settings,
         workers,
         text,
-        settings.served_model_name or (status["model"],),
+        settings.served_model_name or tuple(dict.fromkeys((readable_name(status["model"]), status["model"]))),
         status["max_context_tokens"],
         FolderUpdates(settings.weights_root, settings.update_s, curve),
         text.formats(settings.tool_parser, settings.reasoning_parser),
@@ -198,5 +214,20 @@ def _plain(handler: Handler) -> Handler:
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    hint = "; the docs have a table of the endpoints" if error.status_code == 404 else ""
-    return HttpError(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}{hint}").response()
+    path, allowed, hint = request.url.path, (error.headers or {}).get("Allow"), ""
+    if error.status_code == 404:
+        hint = f"; {_NOT_SERVED.get(path) or _closest(path, request.app.routes)}docs/gateway.md lists all endpoints"
+    elif allowed is not None:
+        hint = f"; use {allowed}"
+    answer = HttpError(error.status_code, f"{request.method} {path:.200}: {error.detail}{hint}").response()
+    if allowed is not None:
+        answer.headers["Allow"] = allowed
+    return answer
+
+
+def _closest(path: str, routes: Sequence[BaseRoute]) -> str:
+    """The served path that is most like this one, as a question; empty if none is."""
+    served = [route.path for route in routes if isinstance(route, Route)]
+    ends = [each for each in served if path.endswith(each)]  # behind a prefix, such as a second /v1
+    like = ends or difflib.get_close_matches(path[:200], served, n=1, cutoff=0.75)
+    return f"did you mean {like[0]}? " if like else ""

@@ -1,14 +1,21 @@
-"""A connection of a client: cut off when it neither completes a request nor takes its answer.
+"""A connection of a client: kept between requests; cut off when its client completes no request or takes no answer.
+
+Clients keep connections in pools and use them again; a request that crosses with our close is lost. So an idle
+connection stays open for longer than usual pools keep theirs. When there are too many, the one that is idle for the
+longest makes room; if none is, the newcomer gets an error with OpenAI's body, whatever it asks for.
 
 uvicorn waits for ever for the rest of a request's head and for the reader of a whole answer, and takes heads of any
 size where httptools is installed. Bodies (`bodies.py`) and streams (`answers.py`) have limits of their own.
 
-A connection beyond the most that there may be gets an error with OpenAI's body, whatever it asks for.
+The system asks a silent client whether it is still there (TCP keepalive), so that one that has vanished, also while it
+waits for an answer, is noticed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -17,13 +24,18 @@ from rollout.gateway.errors import HttpError
 
 _MAX_HEAD_BYTES = 1 << 20
 _LINGER_S = 1.0  # for a refused client to read why
+_IN_USE_S = 5.0  # an idle connection makes room for another one only after that: a request may be on its way
+#: TCP keepalive: seconds of silence until the system asks, between its questions, and how many go unanswered.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 
 
-def connection_class(patience_s: float, most: int) -> type[asyncio.Protocol]:
-    """The protocol for uvicorn: connections that wait for their client for `patience_s` are cut off, at twice it.
+def connection_class(patience_s: float, keep_alive_s: float, most: int) -> type[asyncio.Protocol]:
+    """The protocol for uvicorn.
 
-    `most`: connections at once.
+    `patience_s`: connections that wait for their client in the middle of something are cut off, at twice it.
+    `keep_alive_s`: connections without a request are closed. `most`: connections at once.
     """
+    idle: dict[Any, float] = {}  # connections, and since when, the longest first
 
     class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         """One connection."""
@@ -31,24 +43,31 @@ def connection_class(patience_s: float, most: int) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             """Begin to watch; a connection too many is refused."""
             super().connection_made(transport)
+            _ask_when_silent(transport)
             self._head_bytes = 0
             self._seen: Any = None
             self._timer = self.loop.call_later(patience_s, self._look)
-            self._refused = len(self.connections) > most
+            self._refused = len(self.connections) > most and not make_room()
             if self._refused:
                 transport.write(_refusal(most))
                 self._timer.cancel()
                 self._timer = self.loop.call_later(_LINGER_S, transport.close)
+            else:
+                idle[self] = self.loop.time()
+                self._arm_keep_alive()
 
         def connection_lost(self, exc: Exception | None) -> None:
             """End the watch."""
+            idle.pop(self, None)
             self._timer.cancel()
+            self._unset_keepalive_if_required()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             """Take bytes; a head that does not end is cut off."""
             if self._refused:
                 return
+            idle.pop(self, None)
             super().data_received(data)
             if self.cycle is None or (self.cycle.response_complete and not self.cycle.more_body):
                 self._head_bytes += len(data)
@@ -57,17 +76,63 @@ def connection_class(patience_s: float, most: int) -> type[asyncio.Protocol]:
             else:
                 self._head_bytes = 0
 
+        def on_response_complete(self) -> None:
+            """The answer is written; the next request may have come with the last one."""
+            super().on_response_complete()
+            whole = (
+                self.cycle.response_complete and not self.cycle.more_body
+            )  # a request may be answered before its end
+            if whole and not self.transport.is_closing():
+                idle[self] = self.loop.time()
+
+        def timeout_keep_alive_handler(self) -> None:
+            """It has been idle for long enough."""
+            if _has_come(self.transport):  # a request, which is read next
+                self._arm_keep_alive()
+            else:
+                super().timeout_keep_alive_handler()
+
+        def _arm_keep_alive(self) -> None:
+            self.timeout_keep_alive_task = self.loop.call_later(keep_alive_s, self.timeout_keep_alive_handler)
+
         def _look(self) -> None:
             """Cut the connection off if it waits for its client, and nothing has changed since the last look."""
-            waits = self.cycle is None or self.cycle.response_complete
-            seen = (self.cycle, self.transport.get_write_buffer_size()) if waits else None
-            if waits and seen == self._seen:
+            unsent = self.transport.get_write_buffer_size()
+            stuck = (self.cycle is None or self.cycle.response_complete) and (self not in idle or unsent > 0)
+            seen = (self.cycle, unsent) if stuck else None
+            if stuck and seen == self._seen:
                 self.transport.abort()
                 return
             self._seen = seen
             self._timer = self.loop.call_later(patience_s, self._look)
 
+    def make_room() -> bool:
+        """Close the connection that is idle for the longest; false if none is."""
+        for connection, since_s in idle.items():
+            if connection.loop.time() - since_s < _IN_USE_S:
+                return False
+            if not (connection.transport.get_write_buffer_size() or _has_come(connection.transport)):
+                del idle[connection]
+                connection.connections.discard(connection)
+                connection.transport.close()
+                return True
+        return False
+
     return Connection
+
+
+def _ask_when_silent(transport: Any) -> None:
+    accepted = transport.get_extra_info("socket")
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        accepted.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _has_come(transport: Any) -> bool:
+    """Whether the system has something that was not read yet."""
+    waiting = select.poll()
+    waiting.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 def _refusal(most: int) -> bytes:

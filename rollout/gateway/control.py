@@ -6,19 +6,20 @@ The endpoints of `admin.py` (vLLM, prime-rl, SkyRL, AReaL) and of `sglang.py` ar
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Literal, NoReturn, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
 
 from rollout.gateway.errors import HttpError, bad_request
+from rollout.gateway.folder_updates import WeightsFolder
 from rollout.gateway.gateway import Gateway
-from trainer_bridge.wire.errors import Unavailable
+from rollout.gateway.watch import Published
+from rollout.gateway.workers import STATUS_S
+from trainer_bridge.wire.errors import UNANSWERED, RolloutError
 
 PauseMode = Literal["abort", "wait", "keep"]
+#: Brings weights to the workers at these endpoints, as this version.
+Publish = Callable[[int, Sequence[str]], Awaitable[None]]
 _VERSION_END = 2**62
-_LOOK_S = 1.0
-
-_T = TypeVar("_T")
 
 
 class Control:
@@ -39,15 +40,16 @@ class Control:
         if mode == "wait":
             try:
                 await self._workers.drain()
-                await self._order("pause", mode="keep")
+                await self._order_lasting("pause", mode="keep")
             finally:
                 self._workers.admit()
         else:
-            await self._order("pause", mode=mode)
+            await self._order_lasting("pause", mode=mode)
 
     async def resume(self) -> None:
         """End a pause."""
         self._workers.admit()
+        self._workers.lasting = None
         await self._order("resume")
 
     async def is_paused(self) -> bool:
@@ -59,11 +61,12 @@ class Control:
         _check_tags(tags)
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
             raise bad_request("a worker gives back weights and KV together: name both tags, or none", "tags")
-        await self._order("sleep", level=level)
+        await self._order_lasting("sleep", level=level)
 
     async def wake(self, tags: list[str] | None = None) -> None:
         """Take all memory again, whichever tag is named first; awake workers stay as they are."""
         _check_tags(tags)
+        self._workers.lasting = None
         await self._order("wake")
 
     async def is_sleeping(self) -> bool:
@@ -80,21 +83,35 @@ class Control:
         """Load the adapter in a folder below the workers' `adapter_root`, or with `in_place` a newer one."""
         if name in self._gateway.names:
             raise bad_request(f"{name!r:.200} is the model's own name; choose another one", "lora_name")
-        if not in_place and await self._has_adapter(name):
+        await self._workers.ask()
+        _, lack = self._having(name)
+        if not in_place and not lack:
             raise bad_request(
                 f"the adapter {name!r:.200} is loaded already; set 'load_inplace' to replace it", "lora_name"
             )
-        await self._order("load_adapter", name=name, path=path)
+        try:
+            await self._order("load_adapter", self._workers.pool.endpoints if in_place else lack, name=name, path=path)
+        finally:
+            if self._having(name)[0]:
+                self._workers.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter that no unfinished request names."""
-        if not await self._has_adapter(name):
+        await self._workers.ask()
+        have, _ = self._having(name)
+        if not have:
             raise HttpError(404, f"the adapter {name!r:.200} is not loaded", "lora_name")
-        await self._order("unload_adapter", name=name)
+        self._workers.adapters.pop(name, None)
+        await self._order("unload_adapter", have, name=name)
 
-    async def _has_adapter(self, name: str) -> bool:
-        statuses = await self._workers.known(fresh=True)
-        return any(adapter["name"] == name for status in statuses for adapter in status.get("adapters") or ())
+    def _having(self, name: str) -> tuple[list[str], list[str]]:
+        """The endpoints of the workers that have an adapter, and of the others."""
+        have: list[str] = []
+        lack: list[str] = []
+        for state in self._workers.watch.states():
+            loaded = (state.status or {}).get("adapters") or ()
+            (have if any(adapter["name"] == name for adapter in loaded) else lack).append(state.endpoint)
+        return have, lack
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -102,52 +119,83 @@ class Control:
         """The weights version that all workers have at least."""
         return min(status["weights_version"] for status in await self._workers.known(fresh=True))
 
-    async def update_from_folder(self, folder: str, version: Any, field: str) -> int:
+    async def update_from_folder(self, path: str, version: Any, field: str) -> int:
         """Publish a folder's weights to all workers; returns their version, `version` or the next one.
 
         The requests that run go on, with the new weights from some token on.
         """
-        updates, endpoints = self._gateway.updates, self._workers.pool.endpoints
+        updates = self._gateway.updates
+        folder = await updates.find(path, field)
 
-        def publish(number: int) -> Awaitable[object]:
-            return self._unless_lost(updates.publish(endpoints, folder, number, field))
+        async def publish(number: int, endpoints: Sequence[str]) -> None:
+            handle = await self._workers.unless_lost(updates.publish(endpoints, folder, number, field), endpoints)
+            if handle.error is not None:
+                raise handle.error
 
-        return await self.publish_as(version, publish)
+        return await self.publish_as(version, publish, folder)
 
-    async def _unless_lost(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The result of `work`; raises `ConnectionLost` once a worker is lost meanwhile.
+    async def publish_as(
+        self, version: Any, publish: Publish, folder: WeightsFolder | None = None, why_not_kept: str = ""
+    ) -> int:
+        """Let `publish` bring weights to all workers as `version` or the next one; returns that version.
 
-        The publisher has longer limits of its own, after which it ends by itself.
+        If some workers have this version already, only the others get it. Without a `folder` the weights cannot be sent
+        again to a worker that is restarted.
         """
-        publishing, watch = asyncio.ensure_future(work), asyncio.ensure_future(self._watch())
+        workers, watch = self._workers, self._workers.watch
+        async with workers.publishing:
+            newest = max(status["weights_version"] for status in await workers.ask())
+            wanted = max(newest, watch.published.version) + 1 if version is None else _version(version)
+            update = Published(wanted, folder, why_not_kept)
+            if endpoints := self._without(update):
+                try:
+                    await publish(wanted, endpoints)
+                except RolloutError as error:
+                    watch.attempt = update
+                    await watch.refresh(STATUS_S)  # some workers may use it
+                    if not isinstance(error, UNANSWERED):
+                        watch.attempt = None
+                    raise
+                watch.has_published(update)
+                await watch.refresh(STATUS_S)  # `/health` would compare an old status with the new version
+            return wanted
+
+    def _without(self, update: Published) -> tuple[str, ...]:
+        """The endpoints of the workers that need an update: of all, or of those that have not taken it yet.
+
+        Raises `HttpError` if the others have this version from another folder.
+        """
+        watch, endpoints = self._workers.watch, self._workers.pool.endpoints
+        versions = {state.endpoint: (state.status or {}).get("weights_version", -1) for state in watch.states()}
+        if max(versions.values()) != update.version:
+            return endpoints
+        kept = watch.published.folder if watch.published.version == update.version else None
+        if kept is not None and update.folder not in (None, kept):
+            known = f"version {update.version} is in use already, from {kept.path}"
+            if update.folder is not None and update.folder.path == kept.path:
+                raise HttpError(409, f"{known}, which was changed since: send it as a newer version", "weight_version")
+            raise HttpError(409, f"{known}: send that folder again, or a newer version", "weight_version")
+        late = tuple(endpoint for endpoint in endpoints if versions[endpoint] < update.version)
+        return late if late or (kept is not None and kept == update.folder) else endpoints
+
+    async def _order_lasting(self, op: str, **fields: Any) -> None:
+        """An order that lasts: a worker that is started again gets it, too."""
         try:
-            await asyncio.wait((publishing, watch), return_when=asyncio.FIRST_COMPLETED)
-            if not publishing.done():
-                watch.result()  # raises
-            return await publishing
-        finally:
-            publishing.cancel()
-            watch.cancel()
+            await self._order(op, **fields)
+        except UNANSWERED:
+            self._workers.lasting = op, fields  # the workers that answer have carried it out
+            raise
+        self._workers.lasting = op, fields
 
-    async def _watch(self) -> NoReturn:
-        """Raise `ConnectionLost` once a worker is lost."""
-        while True:
-            with contextlib.suppress(Unavailable):  # it is there, and busy
-                await self._workers.pool.control("ping")
-            await asyncio.sleep(_LOOK_S)
-
-    async def publish_as(self, version: Any, publish: Callable[[int], Awaitable[object]]) -> int:
-        """Let `publish` bring weights to all workers as `version` or the next one; returns that version."""
-        newest = max(status["weights_version"] for status in await self._workers.known(fresh=True))
-        wanted = max(newest, self._workers.published) + 1 if version is None else _version(version)
-        await publish(wanted)
-        self._workers.published = max(self._workers.published, wanted)
-        await self._workers.states(fresh=True)  # `/health` would compare an old status with the new version
-        return wanted
-
-    async def _order(self, op: str, **fields: Any) -> None:
-        await self._workers.pool.control(op, **fields)
-        await self._workers.states(fresh=True)
+    async def _order(self, op: str, endpoints: Sequence[str] | None = None, **fields: Any) -> None:
+        """Give an order to all workers, or to some. Raises the first error, once all have answered."""
+        asked = self._workers.pool.endpoints if endpoints is None else endpoints
+        orders = (self._workers.pool.control(op, endpoint=endpoint, **fields) for endpoint in asked)
+        outcomes = await asyncio.gather(*orders, return_exceptions=True)
+        await self._workers.watch.refresh(STATUS_S)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
 
 def no_group(name: str) -> HttpError:

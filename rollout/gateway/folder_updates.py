@@ -8,17 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.gateway.errors import HttpError, bad_request
+from trainer_bridge.wire.errors import RolloutError
 
 if TYPE_CHECKING:
-    from trainer_bridge.publish.handle import WorkerReport
+    from trainer_bridge.publish.handle import PublishHandle
+    from trainer_bridge.publish.publisher import WeightPublisher
     from trainer_bridge.wire.keys import ClientCurve
 
 _INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFolder:
+    """A folder of weights, and what its files were when it was looked at: name, bytes, time of the last change (ns)."""
+
+    path: Path
+    files: tuple[tuple[str, int, int], ...]
+
+    def problem(self) -> str:
+        """Why these weights cannot be read again; empty if they can. Looks at the files."""
+        try:
+            changed = _marks(self.path, [name for name, _, _ in self.files]) != self.files
+        except OSError:
+            return f"their folder {self.path} is gone"
+        return f"their folder {self.path} was changed since" if changed else ""
 
 
 class FolderUpdates:
@@ -29,41 +49,43 @@ class FolderUpdates:
         self._update_s = update_s
         self._curve = curve
         self._one_at_a_time = asyncio.Lock()
+        self._last: _Publication | None = None  # goes on if its caller has given it up
 
-    async def publish(self, endpoints: Sequence[str], folder: str, version: int, field: str) -> list[WorkerReport]:
-        """Publish a folder's weights as `version`; returns when the workers at these endpoints use them.
-
-        Raises `HttpError` for a folder that cannot be read, and `RolloutError` for an update that a worker refuses.
-        """
-        files = self._files(folder, field)
-        async with self._one_at_a_time:
-            return await asyncio.to_thread(self._publish, endpoints, files, version, field)
-
-    def _files(self, folder: str, field: str) -> list[Path]:
+    async def find(self, folder: str, field: str) -> WeightsFolder:
+        """A folder of weights, by its path or by its path below the root. Raises `HttpError`."""
         if self._root is None:
             raise HttpError(
                 403, "this gateway reads no folders; start it with --weights-root FOLDER, above the folder", field
             )
-        try:
-            path = Path(folder).expanduser().resolve()
-            path.exists()  # raises for a name that is too long, which `resolve` lets pass
-        except (OSError, ValueError, RuntimeError) as error:
-            raise bad_request(f"{folder!r:.200} is no path: {error}", field) from error
-        if not path.is_relative_to(self._root):
-            raise HttpError(403, f"{folder!r:.200} is not below --weights-root", field)
-        files = sorted(path.glob("*.safetensors"))
-        index = path / _INDEX
-        if index.is_file():  # a folder may hold other files, too
-            try:
-                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-                raise bad_request(f"{_INDEX} of {folder!r:.200} cannot be read: {error!r:.200}", field) from error
-            files = [path / name for name in sorted(names) if isinstance(name, str)]
-        if not files or any(not file.is_file() or file.resolve().parent != path for file in files):
-            raise bad_request(f"{folder!r:.200} has no complete set of safetensors files", field)
-        return files
+        return await asyncio.to_thread(_find, self._root, folder, field)
 
-    def _publish(self, endpoints: Sequence[str], files: list[Path], version: int, field: str) -> list[WorkerReport]:
+    async def publish(
+        self, endpoints: Sequence[str], folder: WeightsFolder, version: int, field: str | None = None
+    ) -> PublishHandle:
+        """Publish a folder's weights as `version`; returns the finished update, with the error of each worker.
+
+        If its caller is cancelled it goes on, until it ends or another update begins. Raises `HttpError` for a folder
+        that cannot be read.
+        """
+        async with self._one_at_a_time:
+            await self.close()
+            publication = self._last = _Publication()
+            work = asyncio.to_thread(self._publish, publication, endpoints, folder, version, field)
+            return await asyncio.shield(publication.run(work))
+
+    async def close(self) -> None:
+        """End an update that still goes on; workers keep the weights that they use."""
+        if self._last is not None:
+            await self._last.end()
+
+    def _publish(
+        self,
+        publication: _Publication,
+        endpoints: Sequence[str],
+        folder: WeightsFolder,
+        version: int,
+        field: str | None,
+    ) -> PublishHandle:
         try:
             from safetensors import SafetensorError
             from safetensors.torch import load_file
@@ -77,13 +99,93 @@ class FolderUpdates:
             ) from error
         tensors: dict[str, Any] = {}
         try:
-            for file in files:
-                tensors |= load_file(file)
+            for name, _, _ in folder.files:
+                tensors |= load_file(folder.path / name)
         except (OSError, SafetensorError) as error:
-            raise bad_request(f"{file.name} cannot be read: {error!s:.200}", field) from error
+            raise bad_request(f"{name} cannot be read: {error!s:.200}", field) from error
+        if problem := folder.problem():
+            raise HttpError(409, f"these weights cannot be published: {problem}", field)
         with WeightPublisher(endpoints, curve=self._curve, apply_s=self._update_s) as publisher:
+            publication.begin(publisher)
             try:
                 handle = publisher.publish(tensors, version)
             except ValueError as error:  # a dtype that no worker takes
                 raise bad_request(f"these weights cannot be published: {error}", field) from error
-            return handle.applied(self._update_s)
+            try:
+                handle.applied(self._update_s)
+            except RolloutError as error:
+                if handle.error is None:  # it goes on, after its time
+                    raise error
+        return handle
+
+
+class _Publication:
+    """One update, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._work: asyncio.Future[PublishHandle] | None = None
+        self._publisher: WeightPublisher | None = None
+        self._over = False
+
+    def run(self, work: Coroutine[Any, Any, PublishHandle]) -> asyncio.Future[PublishHandle]:
+        """The future result of `work`, whether or not anybody waits for it."""
+        self._work = asyncio.ensure_future(work)
+        self._work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return self._work
+
+    def begin(self, publisher: WeightPublisher) -> None:
+        """The weights are read. Raises `RolloutError` if the update is over already."""
+        with self._lock:
+            self._publisher = publisher
+            if self._over:
+                raise RolloutError("the update was given up", code="closed")
+
+    async def end(self) -> None:
+        """End it where it is."""
+        if self._work is None or self._work.done():
+            return
+        with self._lock:
+            self._over = True
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
+        await asyncio.wait([self._work])
+
+
+def _find(root: Path, folder: str, field: str) -> WeightsFolder:
+    try:
+        path = (root / Path(folder).expanduser()).resolve()
+        there = path.is_dir()  # raises for a name that is too long, which `resolve` lets pass
+    except (OSError, ValueError, RuntimeError) as error:
+        raise bad_request(f"{folder!r:.200} is no path: {error}", field) from error
+    if not path.is_relative_to(root):
+        raise HttpError(403, f"{folder!r:.200} is not below --weights-root {root}", field)
+    if not there:
+        raise bad_request(f"there is no folder {path!s:.300}", field)
+    names = [file.name for file in path.glob("*.safetensors")]
+    index = path / _INDEX
+    if index.is_file():  # a folder may hold other files, too
+        try:
+            found = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise bad_request(f"{_INDEX} of {folder!r:.200} cannot be read: {error!r:.200}", field) from error
+        names = [name for name in found if isinstance(name, str)]
+    try:
+        marks = _marks(path, names)
+    except (OSError, ValueError):  # ValueError: a name with a null
+        marks = ()
+    if not marks:
+        raise bad_request(f"{path!s:.300} has no complete set of safetensors files", field)
+    return WeightsFolder(path, marks)
+
+
+def _marks(path: Path, names: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
+    """What the files of a folder are now. Raises `OSError` for one that is none, or lies elsewhere."""
+    marks = []
+    for name in sorted(names):
+        file = path / name
+        facts = file.stat()
+        if not file.is_file() or file.resolve().parent != path:
+            raise FileNotFoundError(name)
+        marks.append((name, facts.st_size, facts.st_mtime_ns))
+    return tuple(marks)

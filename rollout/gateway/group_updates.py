@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rollout.gateway.control import Control
@@ -25,6 +26,7 @@ from trainer_bridge.wire.errors import RolloutError
 Rows = list[list[Any]]
 
 _LISTED = 4  # names in one message
+_NOT_KEPT = "came over a process group, and is not kept"
 
 
 class GroupUpdates:
@@ -114,7 +116,7 @@ class GroupUpdates:
             self.check_whole()
             rows = self._rows
             self._start()
-            return await self._control.publish_as(version, lambda number: self._publish(rows, number))
+            return await self._control.publish_as(version, partial(self._publish, rows), why_not_kept=_NOT_KEPT)
 
     def check_whole(self) -> None:
         """Raise `HttpError` if an update was begun and lacks tensors."""
@@ -127,44 +129,46 @@ class GroupUpdates:
         self._rows, self._parts, self._missing = [], 0, []
         self._left_out, self._waiting = [], None
 
-    async def _publish(self, rows: Rows, version: int) -> None:
+    async def _publish(self, rows: Rows, version: int, endpoints: Sequence[str]) -> None:
         try:
             from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES, pack
         except ModuleNotFoundError as error:
             raise HttpError(
                 501, f"updates need {error.name}: install the gateway with 'rollout-engine[http,publish]'"
             ) from error
-        count = len(self._pool.endpoints)
         manifest = pack(version, [tuple(row) for row in rows], MAX_BUCKET_BYTES).to_wire()
         begin = {"action": "begin", "version": version, "manifest": manifest, "transport": "torch_group", "options": {}}
-        replies = await self._replies([begin] * count)
+        replies = await self._replies([begin] * len(endpoints), endpoints)
         tokens = [None if isinstance(reply, BaseException) else reply["token"] for reply in replies]
         refusal = next((reply for reply in replies if isinstance(reply, BaseException)), None)
         if refusal is not None:
-            begun = [(place, token) for place, token in enumerate(tokens) if token is not None]
+            begun = [(each, token) for each, token in zip(endpoints, tokens, strict=True) if token is not None]
             await asyncio.gather(
-                *(self._one(place, {"action": "abort", "token": token}) for place, token in begun),
+                *(self._one(endpoint, {"action": "abort", "token": token}) for endpoint, token in begun),
                 return_exceptions=True,  # a worker that is gone drops the update, too
             )
             raise refusal
-        await self._ask([{"action": "commit", "token": token, "options": {}} for token in tokens])
+        await self._ask([{"action": "commit", "token": token, "options": {}} for token in tokens], endpoints)
 
-    async def _ask(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The replies of all workers to a message each. Raises the first error, once all have answered."""
-        replies = await self._replies(messages)
+    async def _ask(
+        self, messages: Sequence[dict[str, Any]], endpoints: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """The replies of all workers, or of some, to a message each. Raises the first error, once all have answered."""
+        replies = await self._replies(messages, self._pool.endpoints if endpoints is None else endpoints)
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
         return [reply for reply in replies if not isinstance(reply, BaseException)]
 
-    async def _replies(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any] | RolloutError]:
-        asked = (self._one(place, message) for place, message in enumerate(messages))
+    async def _replies(
+        self, messages: Sequence[dict[str, Any]], endpoints: Sequence[str]
+    ) -> list[dict[str, Any] | RolloutError]:
+        asked = map(self._one, endpoints, messages)
         replies = await asyncio.gather(*asked, return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException) and not isinstance(reply, RolloutError):
                 raise reply
         return [reply for reply in replies if not isinstance(reply, BaseException) or isinstance(reply, RolloutError)]
 
-    async def _one(self, place: int, message: dict[str, Any]) -> dict[str, Any]:
-        endpoint = self._pool.endpoints[place]
+    async def _one(self, endpoint: str, message: dict[str, Any]) -> dict[str, Any]:
         return (await self._pool.control("weights", endpoint=endpoint, timeout_s=self._update_s, **message))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +13,9 @@ from rollout import __version__
 from rollout.gateway.answers import json_answer
 from rollout.gateway.errors import HttpError
 from rollout.gateway.gateway import Gateway, now
-from rollout.gateway.workers import WorkerState
+from rollout.gateway.watch import WorkerState
 
-#: States in which a worker is in order: paused and sleeping ones go on when they are told to.
-_WELL = ("serving", "paused", "asleep")
+_PING_S = 10.0
 _LOGPROB_MODES = {"policy": "policy_logprobs", "processed": "processed_logprobs", "raw": "raw_logprobs"}
 
 
@@ -26,32 +26,14 @@ class Health:
         self._gateway = gateway
 
     async def health(self, request: Request) -> Response:
-        """`/health`: 200 if a worker is in order and has the fleet's weights, else 503 with the reasons.
-
-        The fleet's version is the newest of: `--min-version`, the workers' own `min_version`, and what this gateway has
-        published.
-        """
-        states = await self._gateway.workers.states()
-        floor = self.floor(states)
-        problems = {state.endpoint: problem for state in states if (problem := self._problem(state, floor))}
+        """`/health`: 200 if a worker is in order and has the fleet's weights, else 503 with the reasons."""
+        watch = self._gateway.workers.watch
+        states = watch.states()
+        problems = {state.endpoint: state.problem for state in states if state.problem}
         if len(problems) == len(states):
             raise HttpError(503, "; ".join(f"{endpoint}: {problem}" for endpoint, problem in problems.items()))
+        floor = watch.floor(states)
         return json_answer({"status": "ok", "workers": len(states), "unhealthy": problems, "min_version": floor})
-
-    def floor(self, states: list[WorkerState]) -> int:
-        """The version that a healthy worker has at least."""
-        own = [((state.status or {}).get("weights") or {}).get("min_version", 0) for state in states]
-        return max(self._gateway.workers.published, *own)
-
-    @staticmethod
-    def _problem(state: WorkerState, floor: int) -> str:
-        if state.status is None:
-            return str(state.error)
-        if state.status["state"] not in _WELL:
-            return f"the worker is {state.status['state']}"
-        if state.status["weights_version"] < floor:
-            return f"it has weights version {state.status['weights_version']}, the fleet {floor}"
-        return ""
 
     async def ping(self, request: Request) -> Response:
         """`/ping`: the gateway's process answers."""
@@ -60,17 +42,18 @@ class Health:
     async def health_generate(self, request: Request) -> Response:
         """SGLang's `/health_generate`: as `/health`, and the loop of every healthy worker answers."""
         answer = await self.health(request)
-        for state in await self._gateway.workers.states():
-            if not self._problem(state, 0):
-                await self._gateway.workers.pool.control("ping", endpoint=state.endpoint, timeout_s=10.0)
+        workers = self._gateway.workers
+        well = [state.endpoint for state in workers.watch.states() if not state.problem]
+        await asyncio.gather(*(workers.pool.control("ping", endpoint=each, timeout_s=_PING_S) for each in well))
         return answer
 
     async def models(self, request: Request) -> Response:
         """`/v1/models`: the model's names, and the loaded adapters."""
         gateway = self._gateway
-        cards = [_card(name, gateway.names[0], None, gateway.context_tokens) for name in gateway.names]
+        names = gateway.settings.served_model_name or gateway.names[:1]
+        cards = [_card(name, gateway.workers.model_path, None, gateway.context_tokens) for name in names]
         adapters: dict[str, None] = {}
-        for status in await gateway.workers.known():
+        for status in gateway.workers.watch.last_known():
             adapters |= dict.fromkeys(adapter["name"] for adapter in status.get("adapters") or ())
         cards += [_card(name, name, gateway.names[0], gateway.context_tokens) for name in adapters]
         return json_answer({"object": "list", "data": cards})
@@ -89,7 +72,7 @@ class Health:
             {
                 "vllm_config": {
                     "model_config": {
-                        "model": gateway.names[0],
+                        "model": gateway.workers.model_path,
                         "max_model_len": gateway.context_tokens,
                         "dtype": statuses[0].get("dtype"),
                         "logprobs_mode": _LOGPROB_MODES[gateway.settings.logprobs],
@@ -102,7 +85,7 @@ class Health:
                     "lora_config": {} if adapters else None,
                     "weight_transfer_config": {"backend": "nccl"},
                 },
-                "model_path": gateway.names[0],
+                "model_path": gateway.workers.model_path,
                 "served_model_name": gateway.names[0],
                 "context_length": gateway.context_tokens,
                 "dtype": statuses[0].get("dtype"),
@@ -121,7 +104,7 @@ class Health:
 
     async def metrics(self, request: Request) -> Response:
         """`/metrics`: Prometheus text with vLLM's names and ours."""
-        states = await self._gateway.workers.states()
+        states = self._gateway.workers.watch.states()
         text = "".join(f"{line}\n" for line in self._lines(states))
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
@@ -132,11 +115,12 @@ class Health:
         yield from _family("rollout_gateway_requests_total", "counter", [("", counts.requests)])
         yield from _family("rollout_gateway_refused_total", "counter", [("", counts.refused)])
         yield from _family("rollout_gateway_sessions", "gauge", [("", len(workers.sessions))])
-        yield from _family("rollout_gateway_min_version", "gauge", [("", self.floor(states))])
+        yield from _family("rollout_gateway_min_version", "gauge", [("", workers.watch.floor(states))])
         rows: dict[tuple[str, str], list[tuple[str, float]]] = {}
         for engine, state in enumerate(states):
             labels = f'{{engine="{engine}",model_name="{model}"}}'
             rows.setdefault(("rollout_gateway_worker_up", "gauge"), []).append((labels, int(state.status is not None)))
+            rows.setdefault(("rollout_gateway_worker_in_order", "gauge"), []).append((labels, int(not state.problem)))
             for name, kind, value in _values(state.status):
                 rows.setdefault((name, kind), []).append((labels, value))
             if state.status is not None:

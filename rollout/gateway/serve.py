@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import resource
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -18,16 +21,21 @@ from rollout.gateway.connection import connection_class
 from rollout.gateway.settings import GatewaySettings
 from rollout.process.announce import say, withdraw, write_whole
 from rollout.process.logs import set_up
+from rollout.process.open_files import raise_limit
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.wire.keys import ClientCurve
 
+log = logging.getLogger(__name__)
+
 _BACKLOG = 2048
+_OTHER_FILES = 128  # connections to workers, libraries, weights
 _GRACE_S = 5
 
 
 def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. Raises ValueError for settings that cannot work."""
     set_up("info", "text", "gateway")
+    settings = replace(settings, max_connections=_most_connections(settings))
     keys = read_keys(settings.api_key_file, settings.host)
     listening = _bind(settings.host, settings.port)
     shown = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -64,7 +72,8 @@ def uvicorn_config(settings: GatewaySettings, app: Starlette, grace_s: int) -> u
     """How uvicorn serves a gateway. At the end, requests that run have `grace_s` seconds."""
     return uvicorn.Config(
         app,
-        http=connection_class(max(settings.body_s, settings.send_s), settings.max_connections),
+        http=connection_class(max(settings.body_s, settings.send_s), settings.keep_alive_s, settings.max_connections),
+        timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type] # a time of the event loop
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=grace_s,
@@ -74,6 +83,15 @@ def uvicorn_config(settings: GatewaySettings, app: Starlette, grace_s: int) -> u
         ws="none",
         backlog=_BACKLOG,
     )
+
+
+def _most_connections(settings: GatewaySettings) -> int:
+    """`max_connections`, or as many as this process may have files for."""
+    limit = raise_limit(what="a gateway")
+    room = settings.max_connections if limit == resource.RLIM_INFINITY else limit - _OTHER_FILES
+    if room < settings.max_connections:
+        log.warning("--max-connections is %d here: this process may open %d files (ulimit -Hn)", room, limit)
+    return min(settings.max_connections, room)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -43,7 +43,14 @@ class GatewaySettings:
     stream_every: int = setting(1, "tokens of an event of a stream, at the least")
     session_s: float = setting(3600.0, "seconds after which an idle X-Session-ID is forgotten")
     max_in_flight: int = setting(8192, "completions in flight; beyond that requests get status 429")
-    max_connections: int = setting(4096, "connections of clients; a further one gets status 503 and is closed")
+    max_connections: int = setting(
+        4096, "connections of clients; for a further one an idle one is closed, or it gets status 503"
+    )
+    keep_alive_s: float = setting(
+        620.0,
+        "seconds until a connection without a request is closed; keep it above the limit of the clients' pools and of "
+        "proxies",
+    )
     max_body_bytes: int = setting(64 << 20, "most bytes of a request's body")
     body_s: float = setting(60.0, "seconds within which a request's body must arrive")
     send_s: float = setting(60.0, "seconds that a client may leave an answer unread; then it is cut off")
@@ -80,7 +87,7 @@ class GatewaySettings:
             raise ValueError("give at least one ENDPOINT, and each of them once")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"--port is {self.port}; use 0 to 65535")
-        for name in ("start_s", "resume_s", "heartbeat_s", "session_s", "body_s", "send_s", "update_s"):
+        for name in ("start_s", "resume_s", "heartbeat_s", "session_s", "body_s", "send_s", "keep_alive_s", "update_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0 seconds")
         for name in ("stream_every", "max_in_flight", "max_connections", "max_body_bytes"):

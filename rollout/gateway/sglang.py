@@ -382,11 +382,10 @@ class SglangAdmin:
 
     async def model_info(self, request: Request) -> Response:
         """`/get_model_info` and `/model_info`."""
-        name = self._gateway.names[0]
+        path = self._gateway.workers.model_path
         version = str(await self._control.version())
-        return json_answer(
-            {"model_path": name, "tokenizer_path": name, "is_generation": True, "weight_version": version}
-        )
+        names = {"model_path": path, "tokenizer_path": path, "served_model_name": self._gateway.names[0]}
+        return json_answer(names | {"is_generation": True, "weight_version": version})
 
     async def loads(self, request: Request) -> Response:
         """`/v1/loads` and `/get_load`: running and waiting completions of each worker."""

@@ -1,6 +1,7 @@
 """The workers of a gateway: requests to them, their states, and the sessions that they hold.
 
     handlers --> Workers --> RolloutPool (AsyncRolloutClient, which balances the fleet) --> workers
+                    +------> Watch (what is known of each worker)
 
 A request enters by `generate`, `generate_all` or `stream`, which count it, may refuse it (429) or hold it (a pause that
 waits), and cancel it at the worker when the handler's task is cancelled.
@@ -12,22 +13,27 @@ import asyncio
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
 from rollout.gateway.errors import HttpError
 from rollout.gateway.settings import GatewaySettings
+from rollout.gateway.watch import StatusSource, Watch, WorkerState
 from trainer_bridge.client.media import MediaItem, MediaPrompt
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
-from trainer_bridge.wire.errors import NotFound, RolloutError, Unavailable
+from trainer_bridge.wire.errors import NotFound, Unavailable
 
-_STATUS_S = 5.0  # for a worker to answer a question about its state
-_FRESH_S = 0.5  # a status may be this old
+#: Seconds for a worker to tell how it is, before an order and after it.
+STATUS_S = 5.0
+_LOOK_S = 1.0  # between two looks whether a worker is still there
+_LEAST_SILENT_S, _SILENT_HEARTBEATS = 2.0, 1.5  # without an answer a worker hangs
 _MAX_SESSIONS = 65_536
+
+_T = TypeVar("_T")
 
 
 class ChunkStream(Protocol):
@@ -47,12 +53,8 @@ class ChunkStream(Protocol):
         """Stop reading, and cancel the request."""
 
 
-class RolloutPool(Protocol):
+class RolloutPool(StatusSource, Protocol):
     """What a gateway uses of `AsyncRolloutClient`."""
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """The workers' endpoints."""
 
     @property
     def generate(self) -> Callable[..., Any]:
@@ -61,11 +63,6 @@ class RolloutPool(Protocol):
     @property
     def generate_as_completed(self) -> Callable[..., AsyncGenerator[Any, None]]:
         """The outcomes of many requests."""
-
-    async def control(
-        self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
-    ) -> list[dict[str, Any]]:
-        """A control message to one worker or all."""
 
     async def cancel(self, target: str) -> None:
         """End a request with the tokens that it has."""
@@ -98,15 +95,6 @@ class Counts:
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """A worker's `status` reply, or the error that came instead."""
-
-    endpoint: str
-    status: dict[str, Any] | None
-    error: RolloutError | None = None
-
-
 class Workers:
     """All workers of a gateway."""
 
@@ -114,17 +102,19 @@ class Workers:
         self.pool = pool
         self.counts = Counts()
         self.in_flight = 0  # completions
-        self.published = settings.min_version  # the newest version that this gateway has published
+        silent_s = max(_LEAST_SILENT_S, _SILENT_HEARTBEATS * settings.heartbeat_s)
+        self.watch = Watch(pool, settings.min_version, silent_s)
+        self.publishing = asyncio.Lock()  # held while the weights of a worker change
+        self.lasting: tuple[str, dict[str, Any]] | None = None  # a pause or sleep that has not ended, and its fields
+        self.adapters: dict[str, str] = {}  # paths of the adapters that this gateway has loaded, by name
         self.sessions = Sessions(pool, settings.session_s)
         self._most = settings.max_in_flight
+        self._resumes = settings.resumes
         self._running: dict[str, set[str]] = {}  # ids at workers, by the id that the client knows
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._states: list[WorkerState] = []
-        self._asked_s = -1e9
-        self._asking = asyncio.Lock()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -199,26 +189,48 @@ class Workers:
     # --- states ------------------------------------------------------------------------------------------------------
 
     async def states(self, fresh: bool = False) -> list[WorkerState]:
-        """The state of every worker, at most half a second old; with `fresh` asked for now."""
-        async with self._asking:
-            if fresh or time.monotonic() - self._asked_s > _FRESH_S:
-                self._states = list(await asyncio.gather(*map(self._state, self.pool.endpoints)))
-                self._asked_s = time.monotonic()
-            return self._states
+        """The state of every worker, at most half a second old; with `fresh` of now, where workers answer at once."""
+        if fresh:
+            await self.watch.refresh()
+        return self.watch.states()
 
     async def known(self, fresh: bool = False) -> list[dict[str, Any]]:
         """The statuses of the workers that answer. Raises `Unavailable` if none does."""
-        states = await self.states(fresh)
-        statuses = [state.status for state in states if state.status is not None]
-        if not statuses:
-            raise Unavailable(f"no worker answers: {states[0].error}")
-        return statuses
+        return _statuses(await self.states(fresh))
 
-    async def _state(self, endpoint: str) -> WorkerState:
+    @property
+    def model_path(self) -> str:
+        """The model as the workers name it: a folder or a hub id."""
+        path: str = self.watch.last_known()[0]["model"]
+        return path
+
+    async def ask(self) -> list[dict[str, Any]]:
+        """As `known`, after an order or before one: waits for what the workers say now."""
+        await self.watch.refresh(STATUS_S)
+        return _statuses(self.watch.states())
+
+    async def unless_lost(self, work: Coroutine[Any, Any, _T], endpoints: Sequence[str]) -> _T:
+        """The result of `work`; raises `ConnectionLost` once one of these workers is lost meanwhile."""
+        working = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._until_lost(endpoints))
         try:
-            return WorkerState(endpoint, (await self.pool.control("status", endpoint=endpoint, timeout_s=_STATUS_S))[0])
-        except RolloutError as error:
-            return WorkerState(endpoint, None, error)
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                watching.result()  # raises
+            return await working
+        finally:
+            working.cancel()
+            watching.cancel()
+
+    async def _until_lost(self, endpoints: Sequence[str]) -> NoReturn:
+        """Raise `ConnectionLost` once one of these workers is lost."""
+        while True:
+            await asyncio.gather(*map(self._ping, endpoints))
+            await asyncio.sleep(_LOOK_S)
+
+    async def _ping(self, endpoint: str) -> None:
+        with suppress(Unavailable):  # it is there, and busy
+            await self.pool.control("ping", endpoint=endpoint)
 
     # --- counting ----------------------------------------------------------------------------------------------------
 
@@ -227,6 +239,7 @@ class Workers:
         weight = sum(request.n for request in requests)
         if weight > self._most:
             raise HttpError(400, f"the request has {weight} completions, more than --max-in-flight ({self._most})")
+        self._check_reachable(requests)
         if self.in_flight + weight > self._most:
             self.counts.refused += 1
             raise HttpError(429, f"{self.in_flight} completions are in flight; try again later", retry_s=1.0)
@@ -246,6 +259,13 @@ class Workers:
                     del self._running[known_id]
             if not self._running:
                 self._idle.set()
+
+    def _check_reachable(self, requests: list[TokenRequest]) -> None:
+        """Raise `Unavailable` if requests are not resumed and no worker can take these: they would only wait."""
+        named = requests[0].fields.get("endpoint")
+        endpoints = self.pool.endpoints if named is None else (named,)
+        if not self._resumes and not any(map(self.watch.is_connected, endpoints)):
+            raise Unavailable(f"no worker can be reached: {_problems(self.watch.states(), endpoints)}")
 
     def _finished(self, result: GenerateResult) -> None:
         self.counts.prompt_tokens += result.prompt_tokens
@@ -297,6 +317,18 @@ class Sessions:
             if used_s > limit and len(self._used) < _MAX_SESSIONS:
                 return
             self.end(session)
+
+
+def _statuses(states: list[WorkerState]) -> list[dict[str, Any]]:
+    statuses = [state.status for state in states if state.status is not None]
+    if not statuses:
+        raise Unavailable(f"no worker answers: {_problems(states)}")
+    return statuses
+
+
+def _problems(states: list[WorkerState], endpoints: Sequence[str] = ()) -> str:
+    """Why workers, or those at these endpoints, are not in order."""
+    return "; ".join(f"{s.endpoint}: {s.problem}" for s in states if not endpoints or s.endpoint in endpoints)
 
 
 def _arguments(request: TokenRequest) -> dict[str, Any]:

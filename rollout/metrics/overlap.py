@@ -155,7 +155,8 @@ def write_overlap(
         for who in ("both", "device", "host"):
             colour = COLOURS[who].hexadecimal
             bars = [(1e3 * (b - origin), 1e3 * (e - b)) for (b, e), of in stretches if of == who]
-            axes.broken_barh(bars, (lane - 0.38, 0.76), facecolors=colour, edgecolors=colour, linewidth=0.3)
+            # Without edges: they would widen bars that are shorter than a pixel.
+            axes.broken_barh(bars, (lane - 0.38, 0.76), facecolors=colour, linewidth=0, snap=False)
     axes.set_yticks(range(len(lanes)), list(lanes))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(lanes) - 0.5, -0.5)

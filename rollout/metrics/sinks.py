@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollout.metrics.by_version import VersionRow
+from rollout.metrics.definitions import TOTALS
 from rollout.metrics.histogram import Histogram
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class Report:
     final: bool = False  # over the whole run, at its end
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     versions: tuple[VersionRow, ...] = ()  # rows of the versions that ended since the last report
+    totals: Mapping[str, float] = field(default_factory=dict)  # over the run so far
 
 
 class Sink(Protocol):
@@ -52,7 +54,7 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """Appends one line for each report: `time`, `step`, the metrics, and `final: true` in the last one.
+    """Appends one line for each report: `time`, `step`, the metrics, `total/...`, and `final: true` in the last one.
 
     A histogram is a list of `[begin, bound, count]`, one for each filled bucket; it is left out if all are empty.
     `versions` is a list of maps, one for each version that ended; it is left out if there is none.
@@ -72,6 +74,7 @@ class JsonlSink:
     def write(self, report: Report) -> None:
         """Append one line; it is in the file when this returns."""
         line: dict[str, Any] = {"time": report.time_s, "step": report.step, **report.metrics}
+        line |= {metric.name: report.totals[metric.name] for metric in TOTALS if metric.name in report.totals}
         for name, histogram in report.histograms.items():
             if filled := [list(bucket) for bucket in histogram.filled()]:
                 line[name] = filled
@@ -125,10 +128,11 @@ class MetricsThread:
         final: bool = False,
         histograms: Mapping[str, Histogram] | None = None,
         versions: tuple[VersionRow, ...] = (),
+        totals: Mapping[str, float] | None = None,
     ) -> bool:
         """Queue a report; False if it was dropped. Never blocks. Only one thread may call this."""
         assert not self._closing, "a report after close()"
-        self.latest = report = Report(time.time(), step, metrics, final, histograms or {}, versions)
+        self.latest = report = Report(time.time(), step, metrics, final, histograms or {}, versions, totals or {})
         for sink in self._at_once:
             sink.write(report)
         if self._queue.qsize() >= self._capacity:

@@ -1,36 +1,63 @@
-"""Reports in Weights & Biases: one run for each worker, online or offline.
+"""Reports in Weights & Biases: one run for each worker, over all its restarts; online or offline.
 
 each report            one row: metrics and histograms, over time or over any other value of the row
 each ended version     one row: `by_version/...` over `weights/version`, one point for each update of the trainer
-the final report       the summary of the run
+the summary            metrics over the whole time of this process, and `total/...` over all of them; of the last report
+
+Offline every process writes a folder of its own. All of them have the id of the run, so `wandb sync` makes one run.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollout.config import MetricsSettings
+from rollout.metrics.definitions import TOTALS
 from rollout.metrics.histogram import Histogram
 from rollout.metrics.sinks import Report
 from rollout.metrics.wandb_mode import wandb_mode
+from rollout.process.announce import write_whole
 
 log = logging.getLogger(__name__)
 
 VERSION = "weights/version"
+_FLUSH_S = 1.0  # W&B writes its file every 15 s: a process that is killed would lose that much
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedRun:
+    """A run that several processes log to, one after the other. `totals` is a file: what they have done so far."""
+
+    id: str
+    totals: Path
+
+    def earlier(self) -> dict[str, float]:
+        """`total/...` of the processes before this one."""
+        try:
+            found: dict[str, float] = json.loads(self.totals.read_text())
+        except FileNotFoundError:
+            return {}
+        return found
 
 
 class WandbSink:
     """Logs to W&B: online if a key is configured, otherwise into a folder for `wandb sync`. Never prompts.
 
+    The run begins with the first report, so that a worker that ends before it leaves no empty one.
+
     Args:
         settings: project, group, name and folder of the run.
         config: settings to show with the run.
+        name: the run's name, if neither the settings nor `WANDB_NAME` have one.
+        continued: the run to go on with; None: a new one.
     """
 
     at_once = False
@@ -38,14 +65,26 @@ class WandbSink:
     #: Without an answer from W&B's server for so many seconds the run continues offline.
     ONLINE_TIMEOUT_S = 30.0
 
-    def __init__(self, settings: MetricsSettings, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        settings: MetricsSettings,
+        config: Mapping[str, Any],
+        name: str | None = None,
+        continued: ContinuedRun | None = None,
+    ) -> None:
         self._settings = settings
         self._config = dict(config)
+        self._name = settings.wandb_name or os.environ.get("WANDB_NAME") or name
+        self._continued = continued
+        self._earlier = {} if continued is None else continued.earlier()
         self._run: Any = None
-        #: Address of an online run, folder of an offline one; None before `open` and for a disabled run.
+        #: Address of an online run, folder of an offline one; None before the first report and for a disabled run.
         self.run_path: str | None = None
 
     def open(self) -> None:
+        """Nothing: the run begins with the first report."""
+
+    def _begin(self) -> None:
         """Start the run; without an answer from the server, offline."""
         import wandb
 
@@ -71,29 +110,41 @@ class WandbSink:
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
         if mode == "online":
             quiet.init_timeout = self.ONLINE_TIMEOUT_S
+        if "x_transaction_log_flush_interval" in wandb.Settings.model_fields:  # older releases write at once
+            quiet.x_transaction_log_flush_interval = _FLUSH_S
         return wandb.init(
             project=self._settings.wandb_project,
             group=self._settings.wandb_group,
-            name=self._settings.wandb_name,
+            name=self._name,
             dir=str(folder),
             config=self._config,
             mode=mode,  # type: ignore[arg-type]
+            id=None if self._continued is None else self._continued.id,
+            resume=None if self._continued is None else "allow",
             settings=quiet,
         )
 
     def write(self, report: Report) -> None:
-        """Log a row for each ended version, then one for the report; the final report becomes the summary."""
+        """Log a row for each ended version, then one for the report; the summary is what the run has done so far."""
+        if self._run is None:
+            self._begin()
         for row in report.versions:
             self._run.log({VERSION: row.version, **row.metrics})
         shown = {**report.metrics, **_shown(report.histograms)}
-        if report.final:
-            self._run.summary.update(shown)
-        else:
+        if not report.final:
             # As W&B's own step, `step` would lose the reports of an idle worker, whose step does not grow.
             self._run.log({"step": report.step, **shown})
+            shown = {}
+        totals = {metric.name: report.totals[metric.name] for metric in TOTALS if metric.name in report.totals}
+        whole = {name: value + self._earlier.get(name, 0) for name, value in totals.items()}
+        self._run.summary.update({**shown, **report.totals, **whole})
+        if self._continued is not None and whole:
+            write_whole(self._continued.totals, json.dumps(whole))
 
     def close(self) -> None:
         """Finish the run; its file is complete when this returns. Also ends W&B in this process."""
+        if self._run is None:
+            return
         import wandb
 
         self._run.finish()

@@ -1,18 +1,37 @@
-"""Announcements of a worker and a supervisor: lines on stdout, and the ready file."""
+"""Announcements of a worker and a supervisor: lines on stdout, and the ready file.
+
+The lines of a supervised worker have no reader of their own: they are lines of its log.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
+_in_log = False
+
+
+def say_in_log() -> None:
+    """From now on, `say` writes to the log of this process."""
+    global _in_log
+    _in_log = True
+
 
 def say(fact: Mapping[str, Any]) -> None:
     """Print a fact on stdout: one line of JSON for a launcher, or a sentence if stdout is a terminal."""
-    print(_sentence(fact) if sys.stdout.isatty() else json.dumps(fact), flush=True)
+    if _in_log:
+        counts = {name: value for name, value in fact.get("totals", {}).items() if name.startswith("total/")}
+        facts = {name: value for name, value in fact.items() if name not in ("event", "totals")}
+        log.info("%s", fact["event"], extra=facts | counts)
+    else:
+        print(_sentence(fact) if sys.stdout.isatty() else json.dumps(fact), flush=True)
 
 
 def _sentence(fact: Mapping[str, Any]) -> str:

@@ -18,8 +18,10 @@ class TooFewFilesError(OSError):
     """The limit of open files is too low; the message says how to raise it."""
 
 
-def raise_limit(ranks: int = 1) -> int:
+def raise_limit(ranks: int = 1, what: str = "a worker") -> int:
     """Raise the limit of this process and its children; returns the limit. `ranks` as in `tensor_parallel`.
+
+    `what`: this process, for the message of the error.
 
     Raises `TooFewFilesError` if it stays too low.
     """
@@ -33,7 +35,7 @@ def raise_limit(ranks: int = 1) -> int:
     if soft != resource.RLIM_INFINITY and soft < least:
         group = f" of {ranks} ranks" if ranks > 1 else ""
         raise TooFewFilesError(
-            f"this process may open {soft} files, and a worker{group} needs {least}, and one for each client: raise "
+            f"this process may open {soft} files, and {what}{group} needs {least}, and one for each client: raise "
             f"the hard limit: `ulimit -n {WANTED}`, `docker run --ulimit nofile={WANTED}` or systemd's LimitNOFILE="
         )
     return soft

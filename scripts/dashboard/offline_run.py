@@ -1,17 +1,20 @@
-"""Reads the logged rows and the summary of an offline W&B run from its folder. Needs no server.
+"""Reads the logged rows, the settings and the summary of an offline W&B run from its folders. Needs no server.
 
     file = header, then blocks of 32 KiB; a record consists of pieces with checksum, length and kind
 
-The format is W&B's: a LevelDB log of protobuf records. W&B has no public reader for it. Reading ends at a record that
-is incomplete because its process was killed.
+A worker that was started again wrote a folder for each process, beside each other: they are one run. The format is
+W&B's: a LevelDB log of protobuf records. W&B has no public reader for it. Reading ends at a record that is incomplete
+because its process was killed.
 """
 
 from __future__ import annotations
 
+import glob
 import json
+import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,9 @@ class OfflineRun:
     name: str
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
+    id: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    processes: int = 1  # that wrote it, one after the other
 
 
 def read_offline_run(path: str | Path) -> OfflineRun:
@@ -42,20 +48,41 @@ def read_offline_run(path: str | Path) -> OfflineRun:
         if len(files) != 1:
             raise ValueError(f"{file} has {len(files)} files *.wandb; give the folder of one run (offline-run-...)")
         file = files[0]
+    parts = [_read(each) for each in _files_of_the_run(file)]
+    last = next((part for part in reversed(parts) if part.id), parts[-1])  # a process may have written nothing
+    rows = [row for part in parts for row in part.rows]
+    summary = {name: value for part in parts for name, value in part.summary.items()}
+    return OfflineRun(last.project, last.group, last.name, rows, summary, last.id, last.config, len(parts))
+
+
+def _files_of_the_run(file: Path) -> list[Path]:
+    """The files of all processes of a run, the oldest first: their folders have its id, after the time of the start."""
+    folder, run_id = file.resolve().parent, file.stem.removeprefix("run-")
+    named = re.match(rf"((?:offline-)?run-)\d{{8}}_\d{{6}}-{re.escape(run_id)}", folder.name)
+    if named is None:
+        return [file]
+    # W&B appends a number where two processes start in one second.
+    return sorted(folder.parent.glob(f"{named[1]}????????_??????-{glob.escape(run_id)}*/{glob.escape(file.name)}"))
+
+
+def _read(file: Path) -> OfflineRun:
     data = file.read_bytes()
     if data[:4] != _MAGIC:
         raise ValueError(f"{file} is not a W&B run: it does not begin with {_MAGIC.decode()}")
-    project = group = name = ""
+    project = group = name = run_id = ""
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     for record in _records(data):
         if record.HasField("run"):
-            project, group, name = record.run.project, record.run.run_group, record.run.display_name
+            run = record.run
+            project, group, name, run_id = run.project, run.run_group, run.display_name, run.run_id
+            config |= _items(run.config.update)
         elif record.HasField("history"):
             rows.append(_items(record.history.item))
         elif record.HasField("summary"):
             summary |= _items(record.summary.update)
-    return OfflineRun(project, group, name, rows, summary)
+    return OfflineRun(project, group, name, rows, summary, run_id, config)
 
 
 def _records(data: bytes) -> Iterator[Any]:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rollout.model_name import readable_name
 from tests.support.gateway.harness import gateway, post, refused
 from tests.support.peft_adapters import make_adapter, merged
 from tests.support.worker.harness import ONES, TWOS, text_of, token_ids, until
@@ -101,7 +102,10 @@ def test_weights_from_a_folder_while_a_request_runs(client: httpx.Client, direct
     assert counted(client) == " 18 19"
     assert client.get("/get_weight_version").json() == {"weight_version": str(before + 7)}
     assert client.get("/health").json()["min_version"] == before + 7
-    refused(client, "/update_weights_from_disk", disk, 409)  # it is not newer
+    assert post(client, "/update_weights_from_disk", disk)["success"]  # the same weights again: nothing is to be done
+    assert refused(client, "/update_weights_from_disk", disk | {"model_path": str(TWOS)}, 409) == "weight_version"
+    refused(client, "/update_weights_from_disk", disk | {"weight_version": before + 6}, 409)  # it is not newer
+    assert counted(client) == " 18 19"
 
 
 def test_an_update_as_prime_rls_orchestrator_orders_it(client: httpx.Client, direct: RolloutClient) -> None:
@@ -213,6 +217,42 @@ def test_a_gateway_tells_what_it_serves(client: httpx.Client) -> None:
         assert f"vllm:{name}{{" in client.get("/metrics").text
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("/models/Qwen3-8B", "Qwen3-8B"),
+        ("/models/step_100/", "step_100"),
+        ("./ckpt", "ckpt"),
+        ("a/b/c", "c"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("gpt2", "gpt2"),
+        ("/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", "Qwen/Qwen3-8B"),
+        ("/cache/models--gpt2/snapshots/0123abc/", "gpt2"),
+    ],
+)
+def test_a_model_has_a_readable_name(model: str, name: str) -> None:
+    assert readable_name(model) == name
+
+
+def test_a_model_is_found_by_its_name_and_its_path(worker: WorkerProcess) -> None:
+    with gateway([worker.endpoint]) as client:
+        (card,) = client.get("/v1/models").json()["data"]
+        assert (card["id"], card["root"]) == ("ones", str(ONES))
+        for model in ("ones", str(ONES), None):
+            assert post(client, "/v1/completions", COUNT | {"model": model})["choices"][0]["text"] == " 18 19"
+        assert post(client, "/v1/completions", COUNT)["model"] == "ones"
+        assert refused(client, "/v1/completions", COUNT | {"model": "twos"}, 404) == "model"
+        assert client.get("/get_model_info").json()["tokenizer_path"] == str(ONES)
+
+
+def test_weights_are_found_by_a_path_below_the_root(client: httpx.Client) -> None:
+    assert post(client, "/update_weights", {"weight_dir": "twos"})["success"] and counted(client) == " 19 21"
+    assert post(client, "/update_weights_from_disk", {"model_path": "./ones"})["success"]
+    assert counted(client) == " 18 19"
+    answer = client.post("/update_weights", json={"weight_dir": "../ones"})
+    assert answer.status_code == 403 and str(ONES.parent) in answer.json()["error"]["message"]
+
+
 def generated(client: httpx.Client) -> float:
     lines = client.get("/metrics").text.splitlines()
     return float(next(line for line in lines if line.startswith("vllm:generation_tokens_total{")).split()[-1])
@@ -230,3 +270,6 @@ def test_other_paths_and_methods_are_errors_in_the_same_form(client: httpx.Clien
     for method, path, status in (("GET", "/v2/models", 404), ("GET", "/pause", 405), ("DELETE", "/v1/models", 405)):
         answer = client.request(method, path)
         assert answer.status_code == status and answer.json()["error"]["code"] == status
+    assert client.get("/pause").headers["allow"] == "POST"
+    for path, served in (("/v1/responses", "/v1/chat/completions"), ("/chat/completion", "/v1/chat/completions")):
+        assert served in client.post(path).json()["error"]["message"]

@@ -368,3 +368,23 @@ def test_two_workers_take_their_ranks_and_swap_together(sender: Trainer, tmp_pat
         assert counted(client) == TEXT[2]
         with RolloutClient(one.endpoint) as direct:
             assert direct.status()["weights_version"] == 3
+
+        def unhealthy() -> str:
+            found: str = client.get("/health").json()["unhealthy"].get(two.endpoint, "")
+            return found
+
+        with launch(log=tmp_path / "again", bind=two.endpoint):
+            until(lambda: "process group" in unhealthy(), "what an operator can do")
+            gone = {"group_name": "two"}  # the other worker may still wait for its broadcast
+            until(lambda: client.post(LEAVE, json=gone).status_code in (200, 404), "the end of the group")
+            port = free_port()
+            sender.join(port, 3, "again")
+            assert post(client, JOIN, where | {"master_port": port, "backend": "gloo", "group_name": "again"})[
+                "success"
+            ]
+            assert sender.done() == {"ok": True}
+            sender.broadcast("again", FILES[2], names)
+            late = told(2, names, "again") | {"weight_version": 3}  # the other worker has it
+            assert post(client, UPDATE, late)["success"] and sender.done() == {"ok": True}
+            assert client.get("/weight_info").json() == {"weight_version": 3} and not unhealthy()
+            assert [counted(client) for _ in range(4)] == [TEXT[2]] * 4

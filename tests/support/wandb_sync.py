@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 from tests.support.patience import PATIENCE_S
 
-_RUN = {"id": "x", "displayName": "n", "config": "{}", "summaryMetrics": "{}", "historyLineCount": 0}
+_RUN: dict[str, Any] = {"id": "x", "displayName": "n", "config": "{}", "summaryMetrics": "{}", "historyLineCount": 0}
 _PROJECT = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
 
 
@@ -52,9 +54,11 @@ class _Server(ThreadingHTTPServer):
         """Take one request in; returns its reply."""
         if path.endswith("/file_stream"):
             for name, part in (body.get("files") or {}).items():
-                self._lines(name, part["content"])
+                self._lines(name, part["content"], part["offset"])
             return {}
         query, variables = body.get("query", ""), body.get("variables") or {}
+        if "RunResumeStatus" in query:
+            return {"data": {"model": _PROJECT | {"bucket": self._resumed()}}}
         if "upsertBucket" in query:
             self.uploaded.run |= {key: value for key, value in variables.items() if value is not None}
             bucket = _RUN | {"name": variables.get("name"), "project": _PROJECT}
@@ -64,8 +68,22 @@ class _Server(ThreadingHTTPServer):
             return {"data": {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}}
         return {"data": {"serverInfo": {"features": []}}}
 
-    def _lines(self, name: str, lines: list[str]) -> None:
+    def _resumed(self) -> dict[str, Any] | None:
+        """What W&B knows of the run, for a file that goes on with it."""
+        found = self.uploaded
+        if not found.rows:
+            return None
+        counts = {"historyLineCount": len(found.rows), "eventsLineCount": 0, "logLineCount": 0}
+        tails = {
+            "historyTail": json.dumps([json.dumps({"_step": len(found.rows) - 1, "_runtime": 1})]),
+            "eventsTail": "[]",
+        }
+        known = {"summaryMetrics": json.dumps(found.summary), "config": found.run["config"], "tags": []}
+        return _RUN | {"name": found.run["name"], "wandbConfig": '{"t": 1}'} | counts | tails | known
+
+    def _lines(self, name: str, lines: list[str], offset: int) -> None:
         if name == "wandb-history.jsonl":
+            assert offset == len(self.uploaded.rows), "a part would be written over another one"
             rows = (json.loads(line) for line in lines)
             self.uploaded.rows += [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
         elif name == "wandb-summary.json":
@@ -100,18 +118,26 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def sync(run: Path, home: Path) -> Uploaded:
-    """What `wandb sync` makes of the run in a folder. `home` is where it may write."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+@contextmanager
+def serving() -> Iterator[tuple[dict[str, str], Uploaded]]:
+    """A server for the time of the block: the variables that make it W&B's, and what it has got."""
     server = _Server()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        own = {"HOME": str(home), "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}
-        command = [sys.executable, "-m", "wandb", "sync", str(run)]
-        done = subprocess.run(command, env=kept | own, cwd=home, capture_output=True, text=True, timeout=PATIENCE_S)
+        yield {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}, server.uploaded
     finally:
         server.shutdown()
         server.server_close()
+
+
+def sync(run: Path | Sequence[Path], home: Path) -> Uploaded:
+    """What `wandb sync` makes of the run in a folder, or in several. `home` is where it may write."""
+    folders = [run] if isinstance(run, Path) else run
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    with serving() as (account, uploaded):
+        environ = kept | account | {"HOME": str(home)}
+        command = [sys.executable, "-m", "wandb", "sync", *map(str, folders)]
+        done = subprocess.run(command, env=environ, cwd=home, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    return server.uploaded
+    return uploaded

@@ -422,9 +422,14 @@ Supervisor(settings, [sys.executable, "-c", worker], [None, None]).run()
 """
 
 
-def flags_of_workers(folder: Path, metrics: dict[str, Any]) -> list[list[str]]:
+def flags_of_workers(folder: Path, metrics: dict[str, Any], model: str = "m") -> list[list[str]]:
     """The flags that a supervisor adds for each of two workers."""
-    given = {"metrics": metrics, "service": {"bind": "tcp://127.0.0.1:7000"}, "supervisor": {"workers": 2}}
+    given = {
+        "model": {"path": model},
+        "metrics": metrics,
+        "service": {"bind": "tcp://127.0.0.1:7000"},
+        "supervisor": {"workers": 2},
+    }
     environ = subprocess_environment(FOLDER=str(folder))
     if "WANDB_RUN_GROUP" in os.environ:
         environ["WANDB_RUN_GROUP"] = os.environ["WANDB_RUN_GROUP"]
@@ -445,6 +450,17 @@ def test_workers_do_not_share_a_file_or_a_name(tmp_path: Path) -> None:
         ("--metrics-port", "9401"),
     ):
         assert pair in list(zip(flags, flags[1:], strict=False))
+
+
+def test_each_worker_has_a_run_of_its_own_with_a_name_that_people_can_read(tmp_path: Path) -> None:
+    runs, names = [], []
+    for flags in flags_of_workers(tmp_path, {}, model="/models/ones"):
+        at = flags.index("--continued-run")
+        runs.append(flags[at + 1 : at + 3])
+        names.append(flags[flags.index("--wandb-name") + 1])
+    assert names == ["ones-0", "ones-1"]
+    (first, file), (second, other) = runs
+    assert first != second and file != other and first.rpartition("-")[0] == second.rpartition("-")[0]
 
 
 @pytest.mark.parametrize("own", [None, "theirs", "WANDB_RUN_GROUP"])

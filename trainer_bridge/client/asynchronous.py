@@ -252,6 +252,13 @@ class AsyncRolloutClient:
         """All endpoints except the ones that are being removed."""
         return tuple(self._core.endpoints)
 
+    def is_connected(self, endpoint: str) -> bool:
+        """Whether there is a connection to a worker now. One that hangs keeps it for three heartbeats."""
+        self._bind()
+        self._core.check_known(endpoint)
+        self._core.absorb(endpoint)
+        return self._core.connections[endpoint].can_send
+
     def add(self, endpoint: str) -> None:
         """As `RolloutClient.add`."""
         self._core.add(endpoint)

@@ -257,7 +257,7 @@ def serve_with(worker, monkeypatch, *arguments: str) -> int:
     for name in list(os.environ):
         if name.startswith("ROLLOUT_"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr("rollout.worker.serve", lambda settings, restarts, followers: worker())
+    monkeypatch.setattr("rollout.worker.serve", lambda settings, restarts, followers, run: worker())
     return main(["serve", "model", *arguments])
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import statistics
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -17,20 +20,22 @@ import torch
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages import SamplingParams
-from rollout.metrics.definitions import HISTOGRAMS, METRICS, VERSION_METRICS
+from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS
 from rollout.metrics.health import Health
 from rollout.metrics.meter import Meter
 from rollout.metrics.mismatch import Mismatch
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Report
 from rollout.metrics.step_timing import StepTiming
 from rollout.metrics.wandb_mode import wandb_mode
-from rollout.metrics.wandb_sink import WandbSink
+from rollout.metrics.wandb_sink import ContinuedRun, WandbSink
 from rollout.models import load_model
 from scripts.bench.driver import Driver
 from scripts.bench.shapes import write_checkpoint
-from scripts.dashboard.offline_run import read_offline_run
+from scripts.dashboard.offline_run import OfflineRun, read_offline_run
+from scripts.dashboard.summary import lines, read_runs
 from tests.support.patience import PATIENCE_S
-from tests.support.wandb_sync import sync
+from tests.support.wandb_sync import serving, sync
+from tests.support.worker.harness import until
 
 
 class Recorder:
@@ -221,6 +226,78 @@ def test_offline_wandb_run_is_written_without_a_question_and_reads_back(tmp_path
     assert json.loads(uploaded.run["config"])["engine"]["value"] == {"max_rows": 8}
     assert uploaded.rows == rows
     assert run.summary["gpu/active_pct"] == uploaded.summary["gpu/active_pct"] == 92.0
+
+
+def test_the_run_of_a_worker_goes_on_when_it_is_started_again(tmp_path, no_account):
+    """Offline a process writes a folder each; W&B and the summary take them for one run, which counts all of them."""
+    home, totals = tmp_path / "runs", tmp_path / "totals.json"
+    settings = MetricsSettings(wandb_dir=str(home), wandb_group="g")
+    counted = {metric.name: 0 for metric in TOTALS}
+    for tokens in (30, 12):
+        sink = WandbSink(settings, {"model": {"path": "m"}}, "ones-0", ContinuedRun("job-0", totals))
+        sink.write(
+            Report(1.0, 1, {"rollout/rows": 4}, totals=counted | {"total/tokens": tokens - 5, "rollout/rows": 3})
+        )
+        sink.write(Report(2.0, 2, {"rollout/rows": 2}, totals=counted | {"total/tokens": tokens, "rollout/rows": 3}))
+        sink.close()
+    folders = sorted(home.glob("wandb/offline-run-*"))
+    assert len(folders) == 2
+    uploaded = sync(folders, tmp_path)
+    assert [row["step"] for row in uploaded.rows] == [1, 2, 1, 2] and uploaded.run["displayName"] == "ones-0"
+    assert uploaded.summary["total/tokens"] == 42 and uploaded.summary["rollout/rows"] == 3
+    for folder in folders:
+        run = read_offline_run(folder)
+        assert [row["step"] for row in run.rows] == [1, 2, 1, 2] and run.processes == 2
+        assert (run.id, run.name, run.summary["total/tokens"]) == ("job-0", "ones-0", 42)
+    (again,) = read_runs(home / "wandb")
+    assert any("total/tokens" in line and "42" in line for line in lines([again]))
+    assert any("model.path" in line for line in lines([again], everything=True))
+    sums = list(lines([again, replace(again, id="job-1", name="ones-1")]))
+    assert any("total/tokens" in line and "84" in line for line in sums[-len(TOTALS) :])
+
+
+def test_an_online_run_goes_on_when_its_worker_is_started_again(tmp_path, no_account, monkeypatch):
+    settings = MetricsSettings(wandb_dir=str(tmp_path / "runs"))
+    with serving() as (account, uploaded):
+        for name, value in account.items():
+            monkeypatch.setenv(name, value)
+        for tokens in (30, 12):
+            sink = WandbSink(settings, {}, "ones-0", ContinuedRun("job-0", tmp_path / "totals.json"))
+            sink.write(Report(1.0, 1, {"rollout/rows": 4}, totals={"total/tokens": tokens}))
+            assert sink.run_path is not None and sink.run_path.startswith("http")
+            sink.close()
+    assert [row["step"] for row in uploaded.rows] == [1, 1] and uploaded.summary["total/tokens"] == 42
+
+
+@pytest.mark.parametrize("reports", [0, 1])
+def test_a_process_that_is_killed_leaves_what_it_has_reported_or_no_run(tmp_path, no_account, reports):
+    code = f"""
+import time
+from rollout.config import MetricsSettings
+from rollout.metrics.sinks import Report
+from rollout.metrics.wandb_sink import WandbSink
+sink = WandbSink(MetricsSettings(wandb_dir={str(tmp_path)!r}), {{}})
+sink.open()
+for _ in range({reports}):
+    sink.write(Report(1.0, 1, {{"rollout/rows": 4}}, totals={{"total/tokens": 7}}))
+print("written", flush=True)
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "written\n"
+
+        def read() -> OfflineRun | None:
+            found = [run for path in tmp_path.glob("wandb/*/*.wandb") if (run := read_offline_run(path)).rows]
+            return found[0] if found else None
+
+        if reports:
+            until(read, "the file of the run")
+        process.kill()
+    if reports:
+        run = read()
+        assert run is not None and run.summary["total/tokens"] == 7
+    else:
+        assert not list(tmp_path.glob("wandb/*"))
 
 
 def busy_meter() -> Meter:
