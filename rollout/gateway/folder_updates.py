@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.extras import install
 from rollout.gateway.errors import HttpError, bad_request
 
 if TYPE_CHECKING:
@@ -70,11 +71,7 @@ class FolderUpdates:
 
             from trainer_bridge.publish.publisher import WeightPublisher
         except ModuleNotFoundError as error:
-            raise HttpError(
-                501,
-                f"updates from folders need {error.name}: install the gateway with 'rollout-engine[http,publish]' and "
-                "safetensors",
-            ) from error
+            raise HttpError(501, f"updates from folders need {error.name}: {install('http', 'publish')}") from error
         tensors: dict[str, Any] = {}
         try:
             for file in files:
