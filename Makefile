@@ -109,7 +109,7 @@ clean: ## remove the environments and caches
 
 $(DEMO_READY): pyproject.toml $(VENV)/.ready-venv
 	@echo "installing torch and what else it needs into $(VENV): minutes, the first time"
-	@$(PIP) -e '.[worker,plot,constraints]'
+	@$(PIP) -e '.[worker,plot]'
 	@touch $@
 
 # What the tests need includes what the demo needs.

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -27,10 +29,17 @@ from rollout.config import Settings
 ENV_PREFIX = "ROLLOUT_"
 #: The setting that the command line takes as its positional argument.
 POSITIONAL = "model.path"
+_FLAG = re.compile(r"--[a-z][a-z-]*")
+#: A word that may be the name of a setting, with or without its section; and whether a value is given to it.
+_NAME = re.compile(r"(?<![\w./-])([a-z][a-z_]*(?:\.[a-z_]+)?)(?![\w/-])( = )?")
 
 
 class SettingsError(ValueError):
     """A setting that is unknown, of the wrong type or out of range. The message is one line and names the source."""
+
+
+class SettingsConflictError(SettingsError):
+    """Settings that do not go together; they may come from different sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,29 @@ def hint(name: str, allowed: Iterable[str]) -> str:
     return (f"; did you mean {near[0]}?" if near else ";") + f" allowed: {', '.join(names)}"
 
 
+def flags_hint(text: str, given: Mapping[str, object] = MappingProxyType({})) -> str:
+    """The end of an error message: the flags of the settings that it names; empty if it names none, or has the flags.
+
+    A setting is named by its section and name (`service.bind`), by a name with `_` in it, or by a name with ` = ` after
+    it. Those that the command line gave (`given`: values by `section.name`) are also named by their name alone, and by
+    a value that is a path or an address.
+    """
+    by_path = {key.path: key for key in setting_keys() if key.path != POSITIONAL}
+    names = [key.name for key in by_path.values()]
+    by_name = {key.name: key for key in by_path.values() if names.count(key.name) == 1}
+    flags: dict[str, None] = {}
+    for word, is_set in _NAME.findall(text):
+        key = by_path.get(word)
+        if key is None and (named := by_name.get(word)) and ("_" in word or is_set or named.path in given):
+            key = named
+        if key is not None:
+            flags[key.flag] = None
+    values = {path: value for path, value in given.items() if path in by_path and isinstance(value, str)}
+    flags |= {by_path[path].flag: None for path, value in values.items() if "/" in value and value in text}
+    unnamed = [flag for flag in flags if flag not in _FLAG.findall(text)]
+    return f" ({'flag' if len(unnamed) == 1 else 'flags'}: {', '.join(unnamed)})" if unnamed else ""
+
+
 def load_settings(config_file: str | Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> Settings:
     """Settings of one worker from all their sources.
 
@@ -120,7 +152,7 @@ def load_settings(config_file: str | Path | None, environ: Mapping[str, str], fl
     try:
         return Settings.model_validate(nested)
     except ValidationError as error:  # a rule about several settings
-        raise SettingsError(f"settings: {_reason(error)}") from error
+        raise SettingsConflictError(f"settings: {_reason(error)}") from error
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Command, Look, PutAdapter, RankStatus, Shutdown
 from rollout.engine.parts import Links
 from rollout.engine.step.execute import Orders
+from rollout.extras import install
 from rollout.metrics.health import Health
 from rollout.metrics.prometheus import PrometheusSink
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Sink
@@ -183,6 +184,7 @@ class Worker:
                 settings.engine.stop_check_every,
             ),
             worker_name=worker_name(),
+            metrics_url=_metrics_url(sinks),
             security=settings.security,
         )
         self._ends = threading.Lock()  # taken by the thread that ends a worker whose ranks are lost
@@ -389,9 +391,8 @@ class Worker:
             "model": self.settings.model.path,
             "weights_version": self.engine.roster.version,
         }
-        pages = [sink.url for sink in self.sinks if isinstance(sink, PrometheusSink)]
-        if pages:
-            ready["metrics_url"] = pages[0]
+        if (page := _metrics_url(self.sinks)) is not None:
+            ready["metrics_url"] = page
         if self.settings.ready_file is not None:
             write_whole(Path(self.settings.ready_file), json.dumps(ready))
         say(ready)
@@ -455,7 +456,7 @@ def serve(
 def check_settings(settings: Settings) -> Device:
     """Check settings before the model is loaded, which may take minutes; returns the device. Raises `SettingsError`."""
     if settings.metrics.timeline is not None and importlib.util.find_spec("matplotlib") is None:
-        raise SettingsError("timeline needs matplotlib: pip install 'rollout-engine[plot]', or leave the setting out")
+        raise SettingsError(f"metrics.timeline needs matplotlib: {install('plot')}; or leave the setting out")
     try:
         if settings.metrics.wandb:
             wandb_mode(os.environ)
@@ -479,6 +480,11 @@ def make_sinks(settings: Settings, health: Health, run: ContinuedRun | None = No
     return sinks
 
 
+def _metrics_url(sinks: list[Sink]) -> str | None:
+    """The address of the page for Prometheus; None without one."""
+    return next((sink.url for sink in sinks if isinstance(sink, PrometheusSink)), None)
+
+
 # --- the sources of adapters: folders, at start or by message, and the weight bridge ----------------------------------
 
 
@@ -500,8 +506,13 @@ def _read_adapters(
     folders = _adapter_folders(engine, model, ranks)
     if folders is None:
         return {}
-    named = engine.adapter_folders.items()
-    return {name: folders.read(Path(folder).expanduser(), time.monotonic()) for name, folder in named}
+    adapters = {}
+    for name, folder in engine.adapter_folders.items():
+        try:
+            adapters[name] = folders.read(Path(folder).expanduser(), time.monotonic())
+        except ValueError as error:
+            raise ValueError(f"engine.adapters, {name}={folder}: {error}") from error
+    return adapters
 
 
 def _adapter_target(

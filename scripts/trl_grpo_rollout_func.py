@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with a rollout worker, by TRL's `rollout_func`. Runs on a CPU.
 
-    pip install 'rollout-engine[worker,trl]'
+    pip install '.[worker,trl]'
     python scripts/trl_grpo_rollout_func.py --steps 60
 
 Without `--model` it trains the demo's tiny model from random weights: GRPO teaches it to write sevens.

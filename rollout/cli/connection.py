@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 _CONNECT_S = 4.0
 
 
+def is_http(address: str) -> bool:
+    """True for the address of a gateway; a worker's is a ZeroMQ endpoint."""
+    return address.startswith(("http://", "https://"))
+
+
 def add_worker(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
     """Declare ENDPOINT and the flags that `connect` reads."""
     parser.add_argument("endpoint", metavar="ENDPOINT", help="address of the worker, such as tcp://127.0.0.1:5757")
@@ -37,21 +42,30 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def connect(endpoint: str, args: argparse.Namespace) -> RolloutClient:
-    """A client of one endpoint. Raises `UsageError` for wrong flags."""
+def connect(
+    endpoint: str, args: argparse.Namespace, client: str | None = None, acknowledge: bool | None = None
+) -> RolloutClient:
+    """A client of one endpoint; its arguments are those of `RolloutClient`. Raises `UsageError` for wrong flags."""
     from trainer_bridge.client.blocking import RolloutClient
 
+    if is_http(endpoint):
+        raise UsageError(
+            f"{endpoint} is the address of an HTTP gateway, and this command speaks to workers: name the address of a "
+            "worker, such as tcp://127.0.0.1:5757 (`rollout status` shows a gateway, too)"
+        )
     if args.timeout_s is not None and not args.timeout_s > 0:
         raise UsageError("--timeout-s must be more than 0 seconds")
     # The connection's time-out comes first, because its error is more specific.
     limits = {} if args.timeout_s is None else {"connect_timeout_s": min(0.8 * args.timeout_s, _CONNECT_S)}
     try:
-        return RolloutClient(endpoint, timeout_s=args.timeout_s, curve=curve_of(args), **limits)
+        return RolloutClient(
+            endpoint, client=client, timeout_s=args.timeout_s, curve=curve_of(args), acknowledge=acknowledge, **limits
+        )
     except ValueError as error:  # not an endpoint
-        raise UsageError(f"{endpoint}: {error}") from error
+        raise UsageError(where(endpoint, error)) from error
 
 
-def where(endpoint: str, error: RolloutError) -> str:
+def where(endpoint: str, error: RolloutError | ValueError) -> str:
     """The error with the endpoint in front, unless its text names the endpoint already."""
     return str(error) if endpoint in str(error) else f"{endpoint}: {error}"
 

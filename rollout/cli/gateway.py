@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rollout.cli.connection import add_access, curve_of
 from rollout.cli.parser import CommandError, Parser, UsageError
+from rollout.extras import install
 
 DESCRIPTION = "Serve workers over HTTP: OpenAI's endpoints, vLLM's for reinforcement learning, and SGLang's."
 
@@ -50,9 +51,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn", "pydantic", "transformers"):
             raise
-        raise UsageError(
-            f"this command needs {error.name}; install the gateway with: pip install 'rollout-engine[http]'"
-        ) from error
+        raise UsageError(f"this command needs {error.name}: {install('http')}") from error
     from rollout.gateway.settings import GatewaySettings, declared
 
     given: dict[str, Any] = {name: vars(args)[name] for name, *_ in declared() if name in vars(args)}

@@ -1,4 +1,4 @@
-"""`rollout generate`: a worker completes a prompt. The text goes to stdout, everything else to stderr."""
+"""`rollout generate`: a worker completes a prompt. What was generated goes to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.cli.connection import add_worker, connect, where
-from rollout.cli.parser import CommandError, UsageError
+from rollout.cli.inputs import Inputs
+from rollout.cli.parser import CommandError, Parser, UsageError
 from trainer_bridge.wire.sampling_rules import RULES
 
 if TYPE_CHECKING:
-    from trainer_bridge.client.blocking import Stream
+    from rollout.cli.token_lines import TokenLines
+    from trainer_bridge.client.blocking import RolloutClient, Stream
     from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+    from trainer_bridge.wire.errors import RolloutError
 
 #: Flag, type and meaning of the fields that are sent unchanged. The flag's name is the field's name.
 _SENT = (
@@ -24,45 +26,137 @@ _SENT = (
     *((f"--{rule.name.replace('_', '-')}", rule.kind, f"{rule.meaning} [{rule.default}]") for rule in RULES),
     ("--seed", int, "seed of the random numbers [chosen by the worker]"),
     ("--deadline-s", float, "seconds after which completions end with their tokens so far"),
+    ("--min-version", int, "wait until the weights have at least this version [0]"),
+    ("--max-version-span", int, "end completions that would have tokens of more versions: newest minus oldest"),
+    ("--priority", int, "higher is admitted first [0]"),
+    ("--adapter", str, "name of a LoRA adapter that the worker has loaded"),
+    ("--session", str, "name of a conversation, whose KV the worker keeps for the next turn"),
 )
+#: Flags whose fields have another name -> the field of an error.
+_FIELDS = {
+    "--stop": "stop.strings",
+    "--stop-token-ids": "stop.token_ids",
+    "--min-tokens": "stop.min_tokens",
+    "--ignore-eos": "stop.ignore_eos",
+    "--json-schema": "constraint.json_schema",
+    "--regex": "constraint.regex",
+    "--grammar": "constraint.grammar",
+    "--choice": "constraint.choices",
+    "--logprobs": "logprobs",
+    "--tools": "tools",
+    "--chat-template-kwargs": "chat_template_kwargs",
+}
+#: Names of fields, and flags of other programs -> what to write here.
+SYNONYMS = {
+    "--constraint": "write --json-schema, --regex, --grammar or --choice",
+    "--schema": "write --json-schema",
+    "--guided-json": "write --json-schema",
+    "--guided-regex": "write --regex",
+    "--guided-grammar": "write --grammar",
+    "--guided-choice": "write --choice, once for each text",
+    "--choices": "write --choice, once for each text",
+    "--max-new-tokens": "write --max-tokens",
+    "--num-return-sequences": "write --n",
+    "--stop-strings": "write --stop, once for each text",
+    "--top-logprobs": "write --logprobs K",
+    "--return-logprobs": "write --logprobs",
+    "--system-prompt": "write --system",
+    "--message": "write --chat TEXT, or --messages FILE",
+    "--text": "write --prompt",
+    "--session-id": "write --session",
+    "--endpoint": "write the address without a flag: rollout generate tcp://127.0.0.1:5757",
+    "--host": "write the address without a flag: rollout generate tcp://127.0.0.1:5757",
+    "--port": "write the address without a flag: rollout generate tcp://127.0.0.1:5757",
+    "--url": "write the address without a flag: rollout generate tcp://127.0.0.1:5757",
+    "--model": "remove it: a worker serves one model",
+    "--weight-version": "write --min-version",
+}
+_CHAT_EXAMPLE = '[{"role": "user", "content": "Hello"}]'
 #: Tokens of a completion between two updates of the progress bar.
 _PROGRESS_EVERY = 256
-
+#: A raw prompt of a model with a chat template that gets at most so many tokens, and a stop, was probably a mistake.
+_NEARLY_EMPTY = 1
 
 #: Finish reasons of complete completions; with any other one the command exits with 1.
 _COMPLETE = ("stop", "length")
 
 
-def add_arguments(generate: argparse.ArgumentParser) -> None:
+def add_arguments(generate: Parser) -> None:
     """Declare the arguments."""
-    generate.description = "Have a worker complete a prompt. Ctrl-C shows the tokens so far."
+    generate.usage = (
+        "rollout generate ENDPOINT (--chat TEXT | --prompt TEXT | --messages FILE|JSON | --token-ids IDS) [FLAG ...]"
+    )
+    generate.synonyms = SYNONYMS
+    generate.stray = "write --chat TEXT, or --prompt TEXT for a text without the chat template"
+    generate.description = (
+        "Have a worker complete a prompt. Use --chat for a model that was trained for conversations, --prompt for a "
+        "text to go on with. A FILE|JSON that begins with { or [ is JSON. Ctrl-C shows the tokens so far."
+    )
     add_worker(generate, timeout_s=None)
     generate.add_argument("--json", action="store_true", help="print JSON, one object a completion or chunk")
-    prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="prompt text; - reads it from stdin")
-    prompt.add_argument("--messages", metavar="FILE", help="JSON list of role/content maps; - reads it from stdin")
+    asked = generate.add_argument_group("prompt, one of")
+    prompt = asked.add_mutually_exclusive_group()
+    prompt.add_argument("--chat", metavar="TEXT", help="message of a user, for the chat template; - reads stdin")
+    prompt.add_argument("--prompt", metavar="TEXT", help="prompt text as it is; - reads stdin")
+    prompt.add_argument(
+        "--messages", metavar="FILE|JSON", help="conversation, a list of maps of role and content; - reads stdin"
+    )
     prompt.add_argument("--token-ids", metavar="IDS", help="token ids, with commas or spaces between them")
+    chat = generate.add_argument_group("with --chat or --messages")
+    chat.add_argument("--system", metavar="TEXT", help="with --chat: system message in front of the user's")
+    chat.add_argument("--tools", metavar="FILE|JSON", help="list of functions, for the chat template")
+    chat.add_argument(
+        "--chat-template-kwargs",
+        metavar="FILE|JSON",
+        help="map of further variables of the chat template, such as '{\"enable_thinking\": false}'",
+    )
+    sampling = generate.add_argument_group("completions")
     for flag, kind, meaning in _SENT:
-        generate.add_argument(flag, type=kind, metavar=flag[2:].upper().replace("-", "_"), help=meaning)
-    generate.add_argument("--stop", action="append", metavar="TEXT", help="string that ends a completion; repeatable")
-    generate.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
-    generate.add_argument("--stream", action="store_true", help="print tokens as they arrive")
+        sampling.add_argument(flag, type=kind, metavar=flag[2:].upper().replace("-", "_"), help=meaning)
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="string that ends a completion; repeatable")
+    sampling.add_argument("--stop-token-ids", metavar="IDS", help="token ids that end a completion")
+    sampling.add_argument("--min-tokens", type=int, metavar="MIN_TOKENS", help="no stop before so many tokens [0]")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    rules = generate.add_argument_group("constraint, at most one of")
+    constraint = rules.add_mutually_exclusive_group()
+    constraint.add_argument("--json-schema", metavar="FILE|JSON", help="the completion is JSON of this schema")
+    constraint.add_argument("--regex", metavar="RE", help="the completion matches this whole regular expression")
+    constraint.add_argument("--choice", action="append", metavar="TEXT", help="it is one of these texts; repeatable")
+    constraint.add_argument("--grammar", metavar="FILE", help="it is text of this EBNF grammar with the rule root")
+    shown = generate.add_argument_group("output")
+    shown.add_argument("--stream", action="store_true", help="print tokens as they arrive")
+    shown.add_argument(
+        "--logprobs",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="K",
+        help="print a line for each token: its log-prob at the request's temperature, and with K (up to 20) also the K "
+        "likeliest tokens at its position, with their log-probs at temperature 1",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print completions, whole or in chunks. Returns 1 if one of them was cut short, 130 after Ctrl-C."""
+    if args.chat is args.prompt is args.messages is args.token_ids is None:
+        raise UsageError("no prompt: give one of --chat TEXT, --prompt TEXT, --messages FILE|JSON and --token-ids IDS")
     from trainer_bridge.wire.errors import RolloutError
 
     prompt, fields = _request(args)
-    shown = _Shown(args.json, fields.get("n", 1), whole=not args.stream)
-    every = _PROGRESS_EVERY if shown.whole else shown.stream_every
+    shown = _Shown(args.json, fields.get("n", 1), not args.stream, _token_lines(args))
+    every = _PROGRESS_EVERY if shown.whole and args.logprobs is None else shown.stream_every
+    # A session belongs to a client, so both have the same name in each call of this command.
+    client_name = None if args.session is None else f"rollout-generate/{args.session}"[:128]
     try:
-        with connect(args.endpoint, args) as client:
-            with client.generate(prompt, stream="tokens", stream_every=every, **fields) as chunks:
+        with connect(args.endpoint, args, client_name, acknowledge=True) as client:
+            if shown.lines is not None and args.logprobs:
+                shown.lines.find_texts(client.status()["model"])
+            with _ask(client, prompt, fields | {"stream_every": every}) as chunks:
                 result = _receive(chunks, shown, fields, quiet=args.json or args.stream)
+            hint = _nearly_empty(args, result) and "messages" in client.status()["capabilities"]
     except RolloutError as error:
         shown.end()
-        raise CommandError(where(args.endpoint, error)) from error
+        raise CommandError(where(args.endpoint, error) + _flag_of(error, args)) from error
     except KeyboardInterrupt:
         shown.end()
         print(f"[interrupted after {shown.tokens} tokens]", file=sys.stderr)
@@ -70,7 +164,18 @@ def run(args: argparse.Namespace) -> int:
     shown.end(result)
     for completion in result.completions:
         _note(completion)
+    if args.session is not None:
+        print(f"[{result.cached_tokens} of {result.prompt_tokens} prompt tokens were known]", file=sys.stderr)
+    if hint:
+        print("[this model has a chat template: try --chat instead of --prompt]", file=sys.stderr)
     return 0 if all(completion.finish_reason in _COMPLETE for completion in result.completions) else 1
+
+
+def _ask(client: RolloutClient, prompt: Any, fields: dict[str, Any]) -> Stream:
+    try:
+        return client.generate(prompt, stream="tokens", **fields)
+    except ValueError as error:  # a field that no worker would take
+        raise UsageError(str(error)) from error
 
 
 def _receive(chunks: Stream, shown: _Shown, fields: Mapping[str, Any], quiet: bool) -> GenerateResult:
@@ -86,12 +191,13 @@ def _receive(chunks: Stream, shown: _Shown, fields: Mapping[str, Any], quiet: bo
 
 
 class _Shown:
-    """Prints completions: at their end (`whole`), or chunk by chunk."""
+    """Prints completions: at their end (`whole`), or chunk by chunk; as text, as `lines` of tokens, or as JSON."""
 
-    def __init__(self, as_json: bool, n: int, whole: bool) -> None:
+    def __init__(self, as_json: bool, n: int, whole: bool, lines: TokenLines | None) -> None:
         self.whole = whole
+        self.lines = lines
         self.tokens = 0
-        self.stream_every = 32 if n > 1 else 1
+        self.stream_every = 32 if n > 1 and lines is None else 1
         self._as_json = as_json
         self._several = n > 1
         self._kept: dict[int, list[str]] = {}  # text by completion, if whole
@@ -100,12 +206,14 @@ class _Shown:
         """Take a chunk."""
         self.tokens += len(chunk.part.token_ids)
         text = chunk.part.text if chunk.part.text is not None else _ids(chunk.part) + " "
+        if self.lines is not None and not self._as_json:
+            text = "".join(f"{line}\n" for line in self.lines.of(chunk))
         if self.whole:
             self._kept.setdefault(chunk.index, []).append(text)
         elif self._as_json:
             print(json.dumps(_as_json(chunk.part) | {"offset": chunk.offset}), flush=True)
         elif self._several:
-            print(f"[{chunk.index}] {text}", flush=True)
+            print("".join(f"[{chunk.index}] {line}\n" for line in text.splitlines() or [""]), end="", flush=True)
         else:
             print(text, end="", flush=True)
 
@@ -114,46 +222,129 @@ class _Shown:
         if self.whole and result is not None:
             for completion in result.completions:
                 print(json.dumps(_as_json(completion)) if self._as_json else _text(completion))
+                if self.lines is not None and not self._as_json:
+                    print("".join(self._kept.get(completion.index, [])), end="")
         elif self.whole and not self._as_json:
             for index in sorted(self._kept):
                 print("".join(self._kept[index]))
-        elif not self._as_json and not self._several:
+        elif not self._as_json and not self._several and self.lines is None:
             print()
 
 
+def _token_lines(args: argparse.Namespace) -> TokenLines | None:
+    from rollout.cli.token_lines import TokenLines
+
+    return None if args.logprobs is None else TokenLines()
+
+
 def _request(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The prompt, or None with `messages`, and the other fields."""
+    inputs = Inputs()
     names = [flag[2:].replace("-", "_") for flag, _, _ in _SENT]
     fields: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if stop := _stop(args):
+        fields["stop"] = stop
+    if args.logprobs:
+        fields["logprobs"] = args.logprobs
+    fields["return_text"] = args.token_ids is None
+    prompt = _prompt(args, inputs, fields)
+    if (constraint := _constraint(args, inputs)) is not None:
+        fields["constraint"] = constraint
+    return prompt, fields
+
+
+def _prompt(args: argparse.Namespace, inputs: Inputs, fields: dict[str, Any]) -> Any:
+    if args.system is not None and args.chat is None:
+        raise UsageError("--system needs --chat; in --messages, put a message with the role system first")
+    if args.chat is None and args.messages is None:
+        for flag, given in (("--tools", args.tools), ("--chat-template-kwargs", args.chat_template_kwargs)):
+            if given is not None:
+                raise UsageError(f"{flag} is for the chat template: give --chat or --messages")
+    if args.token_ids is not None:
+        return _token_ids("--token-ids", args.token_ids)
+    if args.prompt is not None:
+        return inputs.text("--prompt", args.prompt)
+    if args.chat is not None:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        fields["messages"] = [*system, {"role": "user", "content": inputs.text("--chat", args.chat)}]
+    else:
+        fields["messages"] = _maps(inputs, "--messages", args.messages, _CHAT_EXAMPLE)
+    if args.tools is not None:
+        fields["tools"] = _maps(inputs, "--tools", args.tools, '[{"type": "function", "function": {"name": "add"}}]')
+    if args.chat_template_kwargs is not None:
+        example = '{"enable_thinking": false}'
+        options = inputs.json("--chat-template-kwargs", args.chat_template_kwargs, example)
+        if not isinstance(options, dict):
+            raise UsageError(f"--chat-template-kwargs must be a map, such as '{example}'")
+        fields["chat_template_kwargs"] = options
+    return None
+
+
+def _maps(inputs: Inputs, flag: str, value: str, example: str) -> list[dict[str, Any]]:
+    given = inputs.json(flag, value, example)
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise UsageError(f"{flag} must be a list of maps, such as '{example}'")
+    return given
+
+
+def _token_ids(flag: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise UsageError(f"{flag} takes integers: {error}") from error
+
+
+def _stop(args: argparse.Namespace) -> dict[str, Any]:
     stop: dict[str, Any] = {}
     if args.stop:
         stop["strings"] = args.stop
+    if args.stop_token_ids is not None:
+        stop["token_ids"] = _token_ids("--stop-token-ids", args.stop_token_ids)
+    if args.min_tokens is not None:
+        stop["min_tokens"] = args.min_tokens
     if args.ignore_eos:
         stop["ignore_eos"] = True
-    if stop:
-        fields["stop"] = stop
-    fields["return_text"] = args.token_ids is None
-    if args.messages is not None:
-        fields["messages"] = _messages(args.messages)
-        return None, fields
-    if args.token_ids is not None:
-        try:
-            return [int(part) for part in args.token_ids.replace(",", " ").split()], fields
-        except ValueError as error:
-            raise UsageError(f"--token-ids takes integers: {error}") from error
-    return sys.stdin.read() if args.prompt == "-" else args.prompt, fields
+    return stop
 
 
-def _messages(source: str) -> list[dict[str, Any]]:
-    try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-        messages = json.loads(text)
-    except OSError as error:
-        raise UsageError(f"cannot read --messages {source}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"--messages {source} is not JSON: {error}") from error
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UsageError(f"--messages {source} must hold a list of maps with role and content")
-    return messages
+def _constraint(args: argparse.Namespace, inputs: Inputs) -> dict[str, Any] | None:
+    if args.json_schema is not None:
+        example = '{"type": "object"}'
+        schema = inputs.json("--json-schema", args.json_schema, example)
+        if not isinstance(schema, dict):
+            raise UsageError(f"--json-schema must be a map, such as '{example}'")
+        return {"json_schema": schema}
+    if args.regex is not None:
+        return {"regex": args.regex}
+    if args.choice is not None:
+        return {"choices": args.choice}
+    return None if args.grammar is None else {"grammar": inputs.file("--grammar", args.grammar)}
+
+
+def _nearly_empty(args: argparse.Namespace, result: GenerateResult) -> bool:
+    """True if a raw prompt got nearly nothing."""
+    return args.prompt is not None and all(
+        completion.finish_reason == "stop" and (len(completion) <= _NEARLY_EMPTY or not (completion.text or "").strip())
+        for completion in result.completions
+    )
+
+
+def _flag_of(error: RolloutError, args: argparse.Namespace) -> str:
+    """The flag of the field at fault, for the end of a message."""
+    if error.field is None:
+        return ""
+    given = vars(args)
+    flags = [flag for flag, field in _FIELDS.items() if _is_in(error.field, field)]
+    flags += [flag for flag, *_ in _SENT if error.field.removeprefix("sampling.") == flag[2:].replace("-", "_")]
+    flags += [flag for flag in ("--prompt", "--token-ids") if _is_in(error.field, "prompt")]
+    flags += [flag for flag in ("--chat", "--messages") if _is_in(error.field, "messages")]
+    used = [flag for flag in flags if given[flag[2:].replace("-", "_")] is not None]
+    return f" ({used[0]})" if used and used[0] not in str(error).split() else ""
+
+
+def _is_in(field: str, outer: str) -> bool:
+    """True if `field` is `outer`, a part of it, or what it is a part of."""
+    return f"{field}.".startswith(f"{outer}.") or f"{outer}.".startswith(f"{field}.")
 
 
 def _text(completion: Completion) -> str:
@@ -168,7 +359,9 @@ def _as_json(completion: Completion) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "index": completion.index,
         "token_ids": completion.token_ids.tolist(),
-        "logprobs": [round(value, 6) for value in completion.logprobs.tolist()],
+        "logprobs": _rounded(completion.logprobs.tolist()),
+        "top_ids": None if completion.top_ids is None else completion.top_ids.tolist(),
+        "top_logprobs": None if completion.top_logprobs is None else _rounded(completion.top_logprobs.tolist()),
         "versions": [list(run) for run in completion.versions],
         "text": completion.text,
         "finish_reason": completion.finish_reason,
@@ -177,6 +370,10 @@ def _as_json(completion: Completion) -> dict[str, Any]:
         "error": completion.error,
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _rounded(values: Any) -> Any:
+    return [_rounded(value) for value in values] if isinstance(values, list) else round(values, 6)
 
 
 def _note(completion: Completion) -> None:

@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 from rollout import __version__
 from rollout.cli.parser import CommandError, Parser, UsageError
+from rollout.extras import install
 from rollout.process.logs import complain
 
 #: Command -> (module, help text). A module has `add_arguments(parser)` and `run(args) -> int`.
@@ -53,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in WORKER_PACKAGES:
             raise
-        message = f"this command needs {error.name}; install the worker with: pip install 'rollout-engine[worker]'"
-        return _fail(ImportError(message), 2)
+        return _fail(ImportError(f"this command needs {error.name}: {install('worker')}"), 2)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has ended, as in `rollout generate ... | head`

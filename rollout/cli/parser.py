@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 
@@ -19,12 +19,14 @@ class CommandError(Exception):
 class Parser(argparse.ArgumentParser):
     """`argparse`, without abbreviated flags; raises `UsageError` instead of printing usage and exiting.
 
-    `synonyms` maps flags of other programs to a sentence that names ours.
+    `synonyms` maps flags of other programs to a sentence that names ours. `stray` is the sentence for a
+    further argument without a flag.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
-        self.synonyms: dict[str, str] = {}
+        self.synonyms: Mapping[str, str] = {}
+        self.stray = ""
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`."""
@@ -38,9 +40,12 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def _suggestion(self, argument: str) -> str:
-        known: Sequence[str] = list(self._option_string_actions)
         flag = argument.split("=")[0]
         if flag in self.synonyms:
             return f"; {self.synonyms[flag]}"
-        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
-        return f"; did you mean {near[0]}?" if near else ""
+        if not flag.startswith("-"):
+            return f"; {self.stray}" if self.stray else ""
+        # Without the dashes, which would make any two flags similar.
+        known = {known.lstrip("-"): known for known in self._option_string_actions}
+        near = difflib.get_close_matches(flag.lstrip("-"), known, n=1, cutoff=0.6)
+        return f"; did you mean {known[near[0]]}?" if near else ""

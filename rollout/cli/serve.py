@@ -19,7 +19,15 @@ from rollout.config import Settings
 from rollout.process.announce import say_in_log, withdraw
 from rollout.process.child_python import module_command
 from rollout.process.logs import set_up, worker_name
-from rollout.settings_sources import POSITIONAL, SettingKey, SettingsError, load_settings, setting_keys
+from rollout.settings_sources import (
+    POSITIONAL,
+    SettingKey,
+    SettingsConflictError,
+    SettingsError,
+    flags_hint,
+    load_settings,
+    setting_keys,
+)
 
 DESCRIPTION = (
     "Serve a checkpoint over ZeroMQ. Settings come from --config, then ROLLOUT_<SECTION>__<KEY> environment variables, "
@@ -102,16 +110,21 @@ def _add_flag(group: Any, key: SettingKey) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the settings and serve until the last worker ends; returns the exit code."""
-    try:
-        return _run(args)
-    except SettingsError as error:
-        raise UsageError(str(error)) from error
-
-
-def _run(args: argparse.Namespace) -> int:
     given = vars(args)
     flags = {key.path: given[key.path] for key in setting_keys() if key.path in given}
-    settings = load_settings(args.config, os.environ, flags)
+    try:
+        settings = load_settings(args.config, os.environ, flags)
+    except SettingsConflictError as error:
+        raise UsageError(f"{error}{flags_hint(str(error), flags)}") from error
+    except SettingsError as error:  # it names the source of the value
+        raise UsageError(str(error)) from error
+    try:
+        return _run(settings, args, flags)
+    except SettingsError as error:
+        raise UsageError(f"{error}{flags_hint(str(error), flags)}") from error
+
+
+def _run(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any]) -> int:
     if not settings.model.path:
         raise UsageError("no model: name a checkpoint folder or a hub id, as in: rollout serve MODEL")
     if args.restarts is not None:
@@ -124,9 +137,10 @@ def _run(args: argparse.Namespace) -> int:
         return _start(settings, args, flags)
     ready_file = Path(settings.ready_file)
     try:
+        ready_file.parent.mkdir(parents=True, exist_ok=True)
         ready_file.unlink(missing_ok=True)  # of an earlier worker: the file means that this worker is ready
     except OSError as error:
-        raise CommandError(f"cannot remove the ready file {ready_file}: {error.strerror}") from error
+        raise CommandError(f"cannot write --ready-file {ready_file}: {error.strerror}") from error
     try:
         return _start(settings, args, flags)
     finally:
@@ -145,7 +159,7 @@ def _start(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any
         return _supervise(settings, module_command("rollout.cli.main", "serve", *command_line(args.config, flags)))
     if supervised:
         say_in_log()
-    return _serve(settings, args.restarts or 0, args.continued_run)
+    return _serve(settings, args.restarts or 0, args.continued_run, flags)
 
 
 def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
@@ -183,7 +197,7 @@ def _supervise(settings: Settings, command: list[str]) -> int:
         raise CommandError(str(error)) from error
 
 
-def _serve(settings: Settings, restarts: int, continued_run: Sequence[str] | None) -> int:
+def _serve(settings: Settings, restarts: int, continued_run: Sequence[str] | None, flags: Mapping[str, Any]) -> int:
     from trainer_bridge.client.launch import worker_environment
 
     for name in os.environ.keys() - worker_environment(os.environ, {}).keys():
@@ -212,4 +226,5 @@ def _serve(settings: Settings, restarts: int, continued_run: Sequence[str] | Non
         raise
     except (ValueError, OSError, zmq.ZMQError) as error:
         logging.getLogger(__name__).debug("the worker failed", exc_info=True)
-        raise CommandError(f"{error} (--log-level debug shows the traceback)") from error
+        hint = flags_hint(str(error), flags)
+        raise CommandError(f"{error}{hint} (--log-level debug shows the traceback)") from error

@@ -37,7 +37,7 @@ class ConstraintError(ValueError):
 
 
 def available() -> bool:
-    """True if grammars can be compiled: the `constraints` extra is installed."""
+    """True if grammars can be compiled: xgrammar is installed."""
     return importlib.util.find_spec("xgrammar") is not None
 
 

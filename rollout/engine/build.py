@@ -536,7 +536,7 @@ def kept_routing(engine: EngineSettings, model: LanguageModel) -> RoutingShape |
     shape = routing_shape(native(model).spec)
     if shape is None:
         raise ValueError(
-            f"routing is set, but {model.spec.architecture} of this checkpoint has no experts: leave it out"
+            f"engine.routing is set, but {model.spec.architecture} of this checkpoint has no experts: leave it out"
         )
     return shape
 
@@ -548,8 +548,8 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
     if not supports(model, engine.fused_experts):
         experts = ", with fused_experts" if model.spec.moe is not None else ""
         raise ValueError(
-            f"deterministic needs the fused kernels: a GPU, a model in 16 bits without biases of its output and MLP "
-            f"products{experts}; torch's own products on a {model.embed.device.type} depend on the batch"
+            f"engine.deterministic needs the fused kernels: a GPU, a model in 16 bits without biases of its output and "
+            f"MLP products{experts}; torch's own products on a {model.embed.device.type} depend on the batch"
         )
     check_deterministic(model.spec)
 

@@ -66,7 +66,7 @@ class Sleeper:
         """Take an order; `advance` carries it out."""
         refused: Failed | None = None
         if self.memory is None:
-            refused = Failed(order.token, "this worker cannot sleep: start it with 'engine.sleep'", "op")
+            refused = Failed(order.token, "this worker cannot sleep: start it with --sleep (engine.sleep)", "op")
         elif self._gate.draining:
             refused = Failed(order.token, _ENDING, code="unavailable")
         elif isinstance(order, Sleep) and order.level == 2 and not self._gate.takes_weights:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.extras import install
 from rollout.gateway.errors import HttpError, bad_request
 from trainer_bridge.wire.errors import RolloutError
 
@@ -92,11 +93,7 @@ class FolderUpdates:
 
             from trainer_bridge.publish.publisher import WeightPublisher
         except ModuleNotFoundError as error:
-            raise HttpError(
-                501,
-                f"updates from folders need {error.name}: install the gateway with 'rollout-engine[http,publish]' and "
-                "safetensors",
-            ) from error
+            raise HttpError(501, f"updates from folders need {error.name}: {install('http', 'publish')}") from error
         tensors: dict[str, Any] = {}
         try:
             for name, _, _ in folder.files:

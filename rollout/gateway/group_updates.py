@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from rollout.extras import install
 from rollout.gateway.control import Control
 from rollout.gateway.errors import HttpError, bad_request
 from rollout.gateway.gateway import Gateway
@@ -133,9 +134,7 @@ class GroupUpdates:
         try:
             from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES, pack
         except ModuleNotFoundError as error:
-            raise HttpError(
-                501, f"updates need {error.name}: install the gateway with 'rollout-engine[http,publish]'"
-            ) from error
+            raise HttpError(501, f"updates need {error.name}: {install('http', 'publish')}") from error
         manifest = pack(version, [tuple(row) for row in rows], MAX_BUCKET_BYTES).to_wire()
         begin = {"action": "begin", "version": version, "manifest": manifest, "transport": "torch_group", "options": {}}
         replies = await self._replies([begin] * len(endpoints), endpoints)

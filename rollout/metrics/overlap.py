@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout.extras import install
 from rollout.metrics.step_timing import Interval, StepTiming
 
 
@@ -145,7 +146,7 @@ def write_overlap(
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ValueError("a picture of the overlap needs matplotlib: pip install 'rollout-engine[plot]'") from error
+        raise ValueError(f"a picture of the overlap needs matplotlib: {install('plot')}") from error
     figure = Figure(figsize=(14, 1.4 + 0.9 * len(lanes)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.extras import install
 from rollout.metrics.step_timing import StepTiming
 
 LANES = ("host", "h2d", "compute", "d2h")
@@ -92,7 +93,7 @@ def write_timeline(records: Sequence[StepTiming], path: str | Path, title: str) 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("a timeline needs matplotlib: pip install 'rollout-engine[plot]'") from error
+        raise ValueError(f"a timeline needs matplotlib: {install('plot')}") from error
     drawn = bars(records)
     origin = min(begin for intervals in drawn.values() for begin, _ in intervals)
     figure = Figure(figsize=(14, 4.0), layout="constrained")

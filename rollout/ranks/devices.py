@@ -17,7 +17,7 @@ def check_devices(name: str, ranks: int) -> None:
     if ranks == 1 or name == "cpu":
         return
     if name not in ("auto", "cuda"):
-        raise ValueError(f"device {name!r} is a single device for {ranks} ranks: write auto, cuda or cpu")
+        raise ValueError(f"model.device {name!r} is a single device for {ranks} ranks: write auto, cuda or cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (name == "cuda" or count) and count < ranks:
         raise ValueError(f"tensor_parallel is {ranks}, but {count} CUDA devices are visible: lower it")

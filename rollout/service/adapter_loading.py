@@ -36,7 +36,10 @@ class AdapterFolders:
     def resolve(self, path: str) -> Path:
         """A folder below the root, links resolved. Raises `ServiceError`."""
         if self.root is None:
-            raise bad_request("this worker loads no adapters by path; start it with engine.adapter_root", "path")
+            raise bad_request(
+                "this worker loads no adapters by path; start it with --adapter-root FOLDER (engine.adapter_root)",
+                "path",
+            )
         if "\0" in path:
             raise bad_request("the path contains a NUL character; remove it", "path")
         root = self.root.resolve()
@@ -46,7 +49,7 @@ class AdapterFolders:
         except (OSError, RuntimeError):  # links in a circle, names that are too long
             raise bad_request("the path cannot be resolved; check its links and length", "path") from None
         if not folder.is_relative_to(root):
-            raise bad_request("the path leads out of engine.adapter_root; choose a folder below it", "path")
+            raise bad_request("the path leads out of --adapter-root (engine.adapter_root); choose one below it", "path")
         return folder
 
 

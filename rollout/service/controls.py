@@ -128,8 +128,8 @@ class Controls:
     def _check_sleeps(self, op: str) -> None:
         if not self._sleep:
             raise bad_request(
-                f"this worker does not offer '{op}'; start it with 'engine.sleep' ('capabilities' in its status lists "
-                "what it does)",
+                f"this worker does not offer '{op}'; start it with --sleep (engine.sleep). 'capabilities' in its "
+                "status lists what it does",
                 "op",
             )
 
@@ -141,7 +141,9 @@ class Controls:
 
     def _adapter_loads(self) -> AdapterLoads:
         if self._adapters is None:
-            raise bad_request("this worker does not offer adapters; start it with 'adapter_slots'", "op")
+            raise bad_request(
+                "this worker does not offer adapters; start it with --adapter-slots N (engine.adapter_slots)", "op"
+            )
         return self._adapters
 
     def _answer_weights(self, peer: ReplyAddress, answer: dict[str, Any]) -> None:

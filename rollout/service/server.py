@@ -101,6 +101,7 @@ class Server:
         text: ServedText = ServedText(),  # noqa: B008 -- frozen
         *,
         worker_name: str = "",
+        metrics_url: str | None = None,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
     ) -> None:
         self.outbox = engine.outbox
@@ -121,14 +122,14 @@ class Server:
         self._connections = Connections(self._socket, settings.max_stream_buffer_bytes, self._connection_gone)
         self._disconnects = Disconnects(self._socket)
 
-        constraints = text.constraints or Constraints(None, model.vocab_size)
+        constraints = text.constraints or Constraints(None, model.vocab_size, "it has no compiler of others")
         prompts = text.prompts
         if prompts is None and text.codec is not None:
             prompts = PromptEncoder(text.codec, settings.max_prompt_chars)
         self._background: BackgroundWork[PreparedPrompt | None] = BackgroundWork(self.outbox.post)
         self._generation = Generation(
             settings,
-            Intake(settings, model, text.codec, text.stop_check_every, constraints.grammars),
+            Intake(settings, model, text.codec, text.stop_check_every, constraints),
             prompts,
             inbox=engine.inbox,
             status=engine.status,
@@ -155,6 +156,7 @@ class Server:
             engine.receiver,
             engine.views,
             worker=worker_name,
+            metrics_url=metrics_url,
             capabilities=default_capabilities(
                 text.codec,
                 engine.receiver,

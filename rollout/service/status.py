@@ -25,6 +25,7 @@ class WorkerStatus:
         views: Views | None,
         *,
         worker: str,
+        metrics_url: str | None,
         capabilities: Sequence[str],
         max_queue: int,
     ) -> None:
@@ -33,6 +34,7 @@ class WorkerStatus:
         self._receiver = receiver
         self._views = views
         self._worker = worker
+        self._metrics_url = metrics_url
         self._capabilities = tuple(capabilities)
         self._max_queue = max_queue
 
@@ -47,6 +49,7 @@ class WorkerStatus:
             results={"stored": len(generation.store), "bytes": generation.store.size},
             max_queue=self._max_queue,
             worker=self._worker,
+            metrics_url=self._metrics_url,
             capabilities=self._capabilities,
             weights_endpoint=self._receiver.endpoint if self._receiver is not None else None,
             weights=self._receiver.summary() if self._receiver is not None else None,

@@ -104,7 +104,10 @@ def read_adapter(header: Mapping[str, Any], target: AdapterTarget | None) -> Inc
     if value is None:
         return None
     if target is None:
-        raise BadRequest("this worker does not offer adapters; start it with 'adapter_slots'", field="adapter")
+        raise BadRequest(
+            "this worker does not offer adapters; start it with --adapter-slots N (engine.adapter_slots)",
+            field="adapter",
+        )
     if type(value) is not dict or value.keys() != {"name", "config"} or type(value["config"]) is not dict:
         raise BadRequest("adapter must be a map of name and config, the adapter's configuration", field="adapter")
     name = value["name"]

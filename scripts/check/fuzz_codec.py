@@ -274,7 +274,7 @@ def main() -> int:
     try:
         import atheris
     except ImportError:
-        print("this needs atheris: pip install 'rollout-engine[dev]' on Linux, or make fuzz", file=sys.stderr)
+        print("this needs atheris: pip install '.[dev]' on Linux, or make fuzz", file=sys.stderr)
         return 2
     sys.path.insert(0, str(ROOT))
     with atheris.instrument_imports(include=list(TARGETS)):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.extras import install
 from scripts.dashboard.layout import COLUMNS, LAYOUT, Panel, Section
 from scripts.dashboard.offline_run import OfflineRun, read_offline_run
 
@@ -54,7 +55,7 @@ def write_dashboard(run: OfflineRun, path: str | Path, title: str) -> None:
         from matplotlib.figure import Figure
         from PIL import Image
     except ImportError as error:
-        raise ValueError("a picture needs matplotlib: pip install 'rollout-engine[plot]'") from error
+        raise ValueError(f"a picture needs matplotlib: {install('plot')}") from error
     width, height = _PANEL_INCHES
     rows = [section.rows for section in LAYOUT]
     size = width * COLUMNS, (height + 0.5) * sum(rows)

@@ -12,6 +12,7 @@ import argparse
 import sys
 from typing import Any
 
+from rollout.extras import install
 from scripts.dashboard.layout import COLUMNS, LAYOUT, Panel
 
 _X = {"time": "RelativeTime(Process)", "version": "weights/version"}
@@ -22,7 +23,7 @@ def workspace(entity: str, project: str, name: str) -> Any:
     try:
         import wandb_workspaces.workspaces as ws
     except ImportError as error:
-        raise ValueError("saving a view needs wandb-workspaces: pip install 'rollout-engine[dashboard]'") from error
+        raise ValueError(f"saving a view needs wandb-workspaces: {install('dashboard')}") from error
     sections = [
         ws.Section(
             name=section.name,

@@ -26,7 +26,7 @@ from trainer_bridge.integrations.trl import RolloutWorker, Sample, WeightTransfe
 from trainer_bridge.publish.publisher import WeightPublisher
 
 needs_trl = pytest.mark.skipif(
-    importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install 'rollout-engine[trl]'"
+    importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install '.[trl]'"
 )
 ROWS = [{"prompt": f"{first}:", "wanted": str(first)} for first in (17, 23, 42, 58)]
 STEPS, TEMPERATURE, TOKENS = 4, 0.8, 12

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 if importlib.util.find_spec("trl") is None:
-    pytest.skip("TRL is not installed: pip install 'rollout-engine[trl]'", allow_module_level=True)
+    pytest.skip("TRL is not installed: pip install '.[trl]'", allow_module_level=True)
 
 import trl
 from datasets import Dataset

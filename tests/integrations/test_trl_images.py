@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 if importlib.util.find_spec("trl") is None:
-    pytest.skip("TRL is not installed: pip install 'rollout-engine[trl]'", allow_module_level=True)
+    pytest.skip("TRL is not installed: pip install '.[trl]'", allow_module_level=True)
 
 from datasets import Dataset
 from PIL import Image, ImageDraw

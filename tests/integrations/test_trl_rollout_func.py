@@ -14,7 +14,7 @@ from tests.support.integrations.integration_worker import worker_environment
 from tests.support.integrations.tiny_checkpoints import logprobs_of
 
 if importlib.util.find_spec("trl") is None:
-    pytest.skip("TRL is not installed: pip install 'rollout-engine[trl]'", allow_module_level=True)
+    pytest.skip("TRL is not installed: pip install '.[trl]'", allow_module_level=True)
 
 from scripts import trl_grpo_rollout_func as program
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 if importlib.util.find_spec("verl") is None or importlib.util.find_spec("ray") is None:
-    pytest.skip("verl is not installed: pip install 'rollout-engine[verl]'", allow_module_level=True)
+    pytest.skip("verl is not installed: pip install '.[verl]'", allow_module_level=True)
 
 import ray
 import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 if any(importlib.util.find_spec(name) is None for name in ("verl", "ray", "transfer_queue")):
-    pytest.skip("verl is not installed: pip install 'rollout-engine[verl]'", allow_module_level=True)
+    pytest.skip("verl is not installed: pip install '.[verl]'", allow_module_level=True)
 
 from tests.support.integrations.integration_worker import ROOT
 

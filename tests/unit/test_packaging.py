@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from setuptools import find_packages
 
 ROOT = Path(__file__).parents[2]
@@ -51,4 +53,46 @@ def test_serve_without_the_worker_extra_says_how_to_install_it():
     script = f"{blocked}from rollout.cli.main import main\nsys.exit(main(['serve', 'folder']))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "rollout-engine[worker]" in done.stderr and "Traceback" not in done.stderr
+    assert "'.[worker]'" in done.stderr and "rollout-engine[worker]" in done.stderr and "Traceback" not in done.stderr
+
+
+def extras() -> dict[str, list[str]]:
+    extras: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    return extras
+
+
+def test_a_publisher_needs_nothing_but_its_extra():
+    names = {Requirement(line).name for line in extras()["publish"]}
+    blocked = [
+        name for name in HEAVY if name.replace("_", "-") not in names and name != "triton"
+    ]  # torch may import it
+    script = (
+        f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\nfrom trainer_bridge import WeightPublisher"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_worker_brings_the_compiler_of_constraints():
+    assert set(extras()["constraints"]) <= set(extras()["worker"])
+
+
+def test_extras_that_messages_and_pages_name_exist():
+    named = set()
+    for place in ("rollout", "scripts", "trainer_bridge", "docs"):
+        for file in [*(ROOT / place).rglob("*.py"), *(ROOT / place).rglob("*.md"), ROOT / "README.md"]:
+            text = file.read_text()
+            for listed in re.findall(r"'(?:\.|rollout-engine)\[([a-z,-]+)\]'", text):
+                named |= set(listed.split(","))
+            for call in re.findall(r"\binstall\(((?:'[a-z-]+'(?:, )?)+)\)", text):
+                named |= set(re.findall(r"[a-z-]+", call))
+    assert {"worker", "http", "publish", "plot", "ray", "trl"} <= named <= extras().keys()
+
+
+def test_the_readme_lists_every_extra_that_is_for_users():
+    ours = {"integrations", "verl-tests", "agent-lightning-tests", "pytest", "worker"}
+    table = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+    listed = {name for cell in table for name in re.findall(r"`([a-z-]+)`", cell)}
+    assert extras().keys() - ours <= listed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout.config import Settings
-from rollout.settings_sources import SettingsError, load_settings, setting_keys
+from rollout.settings_sources import POSITIONAL, SettingsError, flags_hint, load_settings, setting_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -41,6 +41,25 @@ def test_environment_wins_over_file_and_flag_over_environment(tmp_path):
     assert settings.engine.page_size == 4
     assert settings.engine.kv_pages == 100
     assert settings.log_level == "debug"
+
+
+def test_a_text_that_names_a_setting_gets_its_flag():
+    for key in setting_keys():
+        if key.section is not None and key.path != POSITIONAL:
+            for text in (f"raise {key.path}.", f"'{key.path}' = 3 is too much", f"{key.path}: lower it"):
+                assert flags_hint(text).endswith(f" {key.flag})")
+            assert flags_hint(f"lower {key.path}, or {key.flag}") == ""
+
+
+def test_a_setting_without_its_section_is_known_by_its_form_or_by_being_given():
+    assert flags_hint("lower max_rows or kv_pages") == " (flags: --max-rows, --kv-pages)"
+    assert "--longrope" in flags_hint("use longrope = short")
+    assert flags_hint("a device with more memory, images, and a path to sleep") == ""
+    assert "--device" in flags_hint("device 'x' is none", {"model.device": "x"})
+    assert flags_hint("/no/key is missing", {"security.curve_secret_key": "/no/key"}) == " (flag: --curve-secret-key)"
+    assert flags_hint("auto is not possible", {"model.dtype": "auto"}) == ""
+    assert flags_hint("model.layers.0 of /folder/max_rows and docs/max_rows.md, --max-rows") == ""
+    assert flags_hint("bind = x") == "", "two sections have it"
 
 
 def test_a_source_leaves_the_other_settings_of_a_section_alone(tmp_path):

@@ -95,13 +95,13 @@ def make_device(name: str) -> Device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device {name!r}: write auto, cpu, cuda or cuda:N") from error
+        raise ValueError(f"model.device {name!r}: write auto, cpu, cuda or cuda:N") from error
     if device.type == "cpu":
         return CpuDevice()
     if device.type != "cuda":
-        raise ValueError(f"device {name!r}: write auto, cpu, cuda or cuda:N")
+        raise ValueError(f"model.device {name!r}: write auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} does not exist: {torch.cuda.device_count()} CUDA devices are visible")
+        raise ValueError(f"model.device {name!r} does not exist: {torch.cuda.device_count()} CUDA devices are visible")
     return CudaDevice(torch.device("cuda", device.index or 0))
 
 

@@ -40,7 +40,7 @@ def check_wanted(message: GenerateMessage, shape: RoutingShape | None, sparse: b
         return
     if shape is None:
         why = (
-            "this worker records no experts: start it with engine.routing = true"
+            "this worker records no experts: start it with --routing (engine.routing)"
             if sparse
             else "this model has no experts"
         )

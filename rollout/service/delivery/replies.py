@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -98,18 +99,22 @@ def status_reply(
     results: dict[str, int],
     max_queue: int,
     worker: str,
+    metrics_url: str | None,
     capabilities: Sequence[str],
     weights_endpoint: str | None,
     weights: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The state of the worker. `preparing`: requests with the tokenizer, which count as waiting.
 
-    `weights` describes how updates apply; it is None for a worker without a weight receiver.
+    `weights` describes how updates apply; it is None for a worker without a weight receiver. `metrics_url` is the
+    address of the page for Prometheus, if there is one.
     """
     return _header("status", request_id) | {
         "model": model.name,
         "dtype": model.dtype,
         "worker": worker,
+        "pid": os.getpid(),
+        "metrics_url": metrics_url,
         "state": "draining" if draining and status.state != "stalled" else status.state,
         "weights_version": status.weights_version,
         "weights_endpoint": weights_endpoint,

@@ -12,6 +12,7 @@ from rollout.constraints import regex_check
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, allow_list, available
 from rollout.constraints.matcher import Constraint
 from rollout.constraints.spec import ConstraintSpec
+from rollout.extras import install
 from rollout.service.errors import bad_request
 from rollout.service.requests.fields import TokenIds
 from rollout.service.text.codec import TextCodec
@@ -70,9 +71,13 @@ class ConstraintFields(BaseModel):
 
 
 class Constraints:
-    """Prepares constraints; errors are `ServiceError`. Without a compiler only allow lists are offered."""
+    """Prepares constraints; errors are `ServiceError`.
 
-    def __init__(self, compiler: ConstraintCompiler | None, vocab: int) -> None:
+    Without a compiler only allow lists are offered, and `missing` is the reason, with what to do about it.
+    """
+
+    def __init__(self, compiler: ConstraintCompiler | None, vocab: int, missing: str = "") -> None:
+        self.missing = missing
         self._compiler = compiler
         self._vocab = vocab
 
@@ -97,14 +102,17 @@ class Constraints:
 
 def constraints_for(text: TextCodec | None, vocab: int, compile_s: float) -> Constraints:
     """The constraints for a model of `vocab` output tokens, as far as this machine and tokenizer support them."""
-    if text is None or not available():
-        return Constraints(None, vocab)
+    if text is None:
+        return Constraints(None, vocab, "the model has no tokenizer")
+    if not available():
+        missing = f"xgrammar is not installed where the worker runs: {install('worker')}; then start the worker again"
+        return Constraints(None, vocab, missing)
     try:
         return Constraints(ConstraintCompiler(text.tokenizer, vocab, compile_s), vocab)
     # The compiler does not support every tokenizer. The worker serves without it; see `capabilities`.
     except (ImportError, ValueError, RuntimeError) as error:
         logger.warning("this tokenizer supports no constraint except 'token_ids'", extra={"why": str(error)})
-        return Constraints(None, vocab)
+        return Constraints(None, vocab, f"xgrammar cannot use the model's tokenizer ({error!s:.200})")
 
 
 def _schema_text(schema: dict[str, Any] | str) -> str:

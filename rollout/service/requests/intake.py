@@ -22,7 +22,7 @@ from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
 from rollout.service.delivery.token_columns import TokenColumns
 from rollout.service.errors import ServiceError, bad_request
-from rollout.service.requests.constraint import ConstraintFields
+from rollout.service.requests.constraint import ConstraintFields, Constraints
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.media import MediaLimits, check_media, check_pieces, check_placeholders
 from rollout.service.requests.schema import GenerateMessage, MediaMessage, Sampling
@@ -52,13 +52,13 @@ class Intake:
         model: ServedModel,
         text: TextCodec | None,
         stop_check_every: int,
-        grammars: bool = False,
+        constraints: Constraints,
     ) -> None:
         self._settings = settings
         self._model = model
         self._text = text
         self._stop_check_every = stop_check_every
-        self._grammars = grammars
+        self._constraints = constraints
         self.media_limits = MediaLimits(
             settings.max_media, settings.max_media_patches, model.image_patches, settings.media_store_bytes
         )
@@ -84,8 +84,8 @@ class Intake:
         check_wanted(message, self._model.routing, self._model.sparse)
         if message.adapter is not None and not self._model.adapters:
             raise bad_request(
-                "this worker does not offer 'adapter'; start it with engine.adapter_slots, or remove the field (see "
-                "'capabilities' in the status)",
+                "this worker does not offer 'adapter'; start it with --adapter-slots N (engine.adapter_slots), or "
+                "remove the field (see 'capabilities' in the status)",
                 "adapter",
             )
         if message.constraint is not None:
@@ -195,11 +195,9 @@ class Intake:
     def _check_constraint(self, message: GenerateMessage, constraint: ConstraintFields) -> None:
         if constraint.token_ids is not None:
             self._check_ids(constraint.token_ids, "constraint.token_ids")
-        elif not self._grammars:
+        elif not self._constraints.grammars:
             raise bad_request(
-                "this worker offers the constraint 'token_ids' only; others need a tokenizer and the "
-                "'constraints' extra",
-                "constraint",
+                f"this worker offers the constraint 'token_ids' only: {self._constraints.missing}", "constraint"
             )
         if not self.stop_ids(message):
             raise bad_request(

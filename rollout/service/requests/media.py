@@ -111,8 +111,8 @@ def check_pieces(media: Sequence[MediaFields], tower: TowerSpec | None, limits: 
 def _check_served(tower: TowerSpec | None, limits: MediaLimits, media: Sequence[MediaFields]) -> None:
     if tower is None:
         raise bad_request(
-            "this worker serves text alone; start it with model.images and a model that has a vision tower, or remove "
-            "'media' (see 'capabilities' in the status)",
+            "this worker serves text alone; start it with --images (model.images) and a model that has a vision tower, "
+            "or remove 'media' (see 'capabilities' in the status)",
             "media",
         )
     if len(media) > limits.pieces:

@@ -5,9 +5,11 @@ What a client command says to a worker is checked against a real ROUTER socket t
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -145,6 +147,30 @@ def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
         (["generate", "tcp://127.0.0.1:1", "--prompt", "a", "--token-ids", "1"], "not allowed with"),
         (["generate", "tcp://127.0.0.1:1", "--messages", "/nowhere.json"], "cannot read --messages /nowhere.json"),
         (["generate", "tcp://127.0.0.1:1", "--prompt", "a", "--n", "two"], "invalid int value"),
+        (["generate", "tcp://127.0.0.1:1"], "--chat"),
+        (["generate", "tcp://127.0.0.1:1", "hello"], "--chat"),
+        (["generate", "tcp://127.0.0.1:1", "--chat", "a", "--prompt", "b"], "not allowed with"),
+        (["generate", "tcp://127.0.0.1:1", "--chat", "a", "--messages", "[]"], "not allowed with"),
+        (["generate", "tcp://127.0.0.1:1", "--prompt", "a", "--system", "b"], "--system needs --chat"),
+        (["generate", "tcp://127.0.0.1:1", "--prompt", "a", "--tools", "[]"], "--tools"),
+        (["generate", "tcp://127.0.0.1:1", "--messages", '[{"role"'], "--messages is not JSON"),
+        (["generate", "tcp://127.0.0.1:1", "--messages", '{"role": "user"}'], "--messages must be a list"),
+        (["generate", "tcp://127.0.0.1:1", "--messages", "["], "--messages is not JSON"),
+        (["generate", "tcp://127.0.0.1:1", "--chat", "a", "--json-schema", "/no"], "cannot read --json-schema /no"),
+        (["generate", "tcp://127.0.0.1:1", "--chat", "a", "--json-schema", "[]"], "--json-schema must be a map"),
+        (["generate", "tcp://127.0.0.1:1", "--chat", "a", "--grammar", "/no"], "cannot read --grammar /no"),
+        (["generate", "tcp://127.0.0.1:1", "--chat", "a", "--regex", "b", "--choice", "c"], "not allowed with"),
+        (["generate", "tcp://127.0.0.1:1", "--chat", "a", "--stop-token-ids", "b"], "--stop-token-ids takes integers"),
+        (["generate", "tcp://127.0.0.1:1", "--chat", "a", "--constraint", "b"], "--json-schema"),
+        (["generate", "tcp://127.0.0.1:1", "--chat", "a", "--max-new-tokens", "3"], "write --max-tokens"),
+        (["generate", "tcp://127.0.0.1:1", "--chat", "a", "--sesion", "b"], "did you mean --session?"),
+        (["generate", "http://127.0.0.1:1", "--chat", "a"], "gateway"),
+        (["top", "http://127.0.0.1:1", "--once"], "gateway"),
+        (["trace", "https://127.0.0.1:1"], "gateway"),
+        (["status", "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"], "given twice"),
+        (["status", "http://"], "names no host"),
+        (["status", "http://127.0.0.1:99999"], "is not an address"),
+        (["status", "http://127.0.0.1:1", "--api-key-file", "/no"], "cannot read --api-key-file /no"),
         (["status", "nonsense"], "not a ZeroMQ endpoint"),
         (["status", "tcp://127.0.0.1:1", "--timeout-s", "0"], "more than 0"),
         (["top", "tcp://127.0.0.1:1", "--json"], "--json needs --once"),
@@ -173,6 +199,23 @@ def test_a_wrong_command_line_is_one_line_and_status_2(arguments, says, capsys, 
     assert captured.out == ""
     assert says in captured.err
     assert captured.err.startswith("rollout: ") and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--constraint", "--qqqqqq"])
+def test_an_unlike_flag_is_not_suggested(flag, capsys):
+    assert main(["status", "tcp://127.0.0.1:1", flag, "x"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_synonyms_of_generate_name_flags_that_exist():
+    from rollout.cli import generate
+    from rollout.cli.main import parser_of
+
+    flags = {flag for action in parser_of("generate")._actions for flag in action.option_strings}
+    named = {
+        word.rstrip(",;)") for text in generate.SYNONYMS.values() for word in text.split() if word.startswith("--")
+    }
+    assert named <= flags and not generate.SYNONYMS.keys() & flags
 
 
 def test_synonyms_name_flags_that_exist():
@@ -314,6 +357,30 @@ def test_a_ready_file_that_cannot_be_is_one_line_and_status_1(tmp_path, capsys):
     assert str(tmp_path) in error and error.count("\n") == 1
 
 
+def test_the_folder_of_a_ready_file_is_made(tmp_path, monkeypatch):
+    ready = tmp_path / "new" / "folder" / "ready.json"
+
+    def worker() -> int:
+        ready.write_text(json.dumps({"pid": os.getpid()}))
+        return 0
+
+    assert serve_with(worker, monkeypatch, "--ready-file", str(ready)) == 0
+
+
+@pytest.mark.parametrize("flag", ["--bind", "--weights-bind", "--metrics-port"])
+def test_an_address_in_use_names_its_flag(flag, capsys, monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("ROLLOUT_"):
+            monkeypatch.delenv(name)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        value = str(port) if flag == "--metrics-port" else f"tcp://127.0.0.1:{port}"
+        others = [] if flag == "--bind" else ["--bind", "tcp://127.0.0.1:0"]
+        assert main(["serve", "no-model", "--no-wandb", flag, value, *others]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert flag in error.replace(",", " ").replace(")", " ").split() and str(port) in error
+
+
 def test_a_supervised_workers_ready_file_is_its_supervisors(tmp_path, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # it would leave Ctrl-C to its supervisor
     ready = tmp_path / "ready.json"
@@ -364,7 +431,7 @@ def result(*completions: dict) -> dict:
 
 
 class Answering:
-    """A ROUTER socket that answers each request with a fixed list of replies, and keeps what it was asked."""
+    """A ROUTER socket that answers `status` and `generate` with fixed replies, and keeps what it was asked."""
 
     def __init__(self, *replies: dict) -> None:
         self.asked: list[dict] = []
@@ -384,8 +451,9 @@ class Answering:
             self.asked.append(header)
             if header["op"] == "ping":
                 return
+            replies = [reply for reply in self._replies if (reply["op"] == "status") == (header["op"] == "status")]
             if header["op"] in ("status", "generate"):
-                for reply in self._replies:
+                for reply in replies:
                     self._socket.send_multipart([*envelope, *wire.encode({"v": 1, "id": header["id"], **reply})])
 
     def close(self) -> None:
@@ -426,6 +494,115 @@ def test_status_as_json_is_one_object(capsys):
         assert main(["status", worker.endpoint, "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert status == {name: value for name, value in STATUS.items() if name != "op"}
+
+
+def test_status_of_several_is_a_line_each_and_one_that_is_silent_is_status_1(capsys):
+    second = STATUS | {"weights_version": 4, "pid": 17, "metrics_url": "http://127.0.0.1:9/metrics", "problems": ["oh"]}
+    with answering(STATUS) as one, answering(second) as two:
+        assert main(["status", one.endpoint, two.endpoint]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines[1:3]] == [one.endpoint, two.endpoint]
+        assert {"4", "17", "http://127.0.0.1:9/metrics"} <= set(lines[2].split()) and "oh" in lines[3]
+        assert main(["status", one.endpoint, "tcp://127.0.0.1:9", "--timeout-s", "2"]) == 1
+        shown = capsys.readouterr()
+        assert "serving" in shown.out and "no answer" in shown.out and shown.err == ""
+
+
+def test_status_of_several_as_json_is_one_line_each(capsys):
+    with answering(STATUS) as worker:
+        addresses = [worker.endpoint, "tcp://127.0.0.1:9", "http://127.0.0.1:9"]
+        assert main(["status", *addresses, "--json", "--timeout-s", "2"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["endpoint"] for line in lines] == addresses
+    assert lines[0]["weights_version"] == 3 and all(line.keys() == {"endpoint", "error"} for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        (["--chat", "hi"], {"messages": [{"role": "user", "content": "hi"}]}),
+        (
+            ["--chat", "hi", "--system", "be short", "--chat-template-kwargs", '{"enable_thinking": false}'],
+            {
+                "messages": [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}],
+                "chat_template_kwargs": {"enable_thinking": False},
+            },
+        ),
+        (
+            ["--messages", ' [{"role": "user", "content": "hi"}]', "--tools", '[{"type": "function"}]'],
+            {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]},
+        ),
+        (["--prompt", "a", "--json-schema", '{"type": "object"}'], {"constraint": {"json_schema": {"type": "object"}}}),
+        (["--prompt", "a", "--regex", "[0-9]+"], {"constraint": {"regex": "[0-9]+"}}),
+        (["--prompt", "a", "--choice", "yes", "--choice", "no"], {"constraint": {"choices": ["yes", "no"]}}),
+        (["--prompt", "a", "--min-version", "3", "--max-version-span", "1"], {"min_version": 3, "max_version_span": 1}),
+        (["--prompt", "a", "--priority", "-2", "--adapter", "chess"], {"priority": -2, "adapter": "chess"}),
+        (["--prompt", "a", "--logprobs", "4"], {"logprobs": 4}),
+        (
+            ["--prompt", "a", "--stop-token-ids", "4, 5", "--min-tokens", "2"],
+            {"stop": {"token_ids": [4, 5], "min_tokens": 2}},
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_flags_of_generate_become_fields(flags, fields, capsys):
+    with answering(STATUS, result(completion([5, 6], text="x"))) as worker:
+        assert main(["generate", worker.endpoint, *flags]) == 0
+    asked = next(header for header in worker.asked if header["op"] == "generate")
+    assert {name: asked[name] for name in fields} == fields
+    assert ("prompt" in asked) == ("messages" not in asked) and "template" not in capsys.readouterr().err
+
+
+def test_files_and_stdin_are_read_where_a_flag_takes_them(tmp_path, capsys, monkeypatch):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar"
+    schema.write_text('{"type": "integer"}')
+    grammar.write_text('root ::= "a"')
+    messages = [{"role": "user", "content": "count"}]
+    for flags, stdin, field, value in (
+        (["--prompt", "a", "--json-schema", str(schema)], "", "constraint", {"json_schema": {"type": "integer"}}),
+        (["--prompt", "a", "--json-schema", "-"], '{"type": "null"}', "constraint", {"json_schema": {"type": "null"}}),
+        (["--prompt", "a", "--grammar", str(grammar)], "", "constraint", {"grammar": 'root ::= "a"'}),
+        (["--messages", "-"], json.dumps(messages), "messages", messages),
+        (["--chat", "-"], "count", "messages", messages),
+        (["--prompt", "-"], "count", "prompt", "count"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        with answering(result(completion([5], text="a"))) as worker:
+            assert main(["generate", worker.endpoint, *flags]) == 0
+        assert next(header for header in worker.asked if header["op"] == "generate")[field] == value
+
+
+def test_stdin_is_read_once(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("count"))
+    assert main(["generate", "tcp://127.0.0.1:1", "--chat", "-", "--json-schema", "-"]) == 2
+    error = capsys.readouterr().err
+    assert "--chat" in error and "--json-schema" in error and "stdin" in error
+
+
+def test_two_turns_of_a_session_are_of_one_client(capsys):
+    with answering(result(completion([5], text="a"))) as worker:
+        for _ in range(2):
+            assert main(["generate", worker.endpoint, "--prompt", "a", "--session", "talk"]) == 0
+    first, second = (header for header in worker.asked if header["op"] == "generate")
+    assert first["session"] == second["session"] == "talk" and first["client"] == second["client"]
+    assert first["id"] != second["id"]
+
+
+def test_an_error_of_a_field_names_its_flag(capsys):
+    refused = {"op": "error", "code": "bad_request", "message": "too much", "field": "sampling.top_p"}
+    for field, flags, flag in (
+        ("sampling.top_p", ["--top-p", "2"], "--top-p"),
+        ("stop.strings.0", ["--stop", "x"], "--stop"),
+        ("constraint", ["--regex", "x"], "--regex"),
+        ("constraint.choices", ["--choice", "x"], "--choice"),
+        ("min_version", ["--min-version", "7"], "--min-version"),
+    ):
+        with answering(refused | {"field": field}) as worker:
+            assert main(["generate", worker.endpoint, "--chat", "a", *flags]) == 1
+        assert f"({flag})" in capsys.readouterr().err
+    with answering(refused | {"field": "messages"}) as worker:
+        assert main(["generate", worker.endpoint, "--chat", "a", "--top-p", "1"]) == 1
+    assert "(--chat)" in capsys.readouterr().err
 
 
 def test_generate_sends_what_the_flags_say(capsys):

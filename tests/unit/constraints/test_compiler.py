@@ -398,7 +398,15 @@ def test_a_model_with_an_unsupported_tokenizer_is_served_without_grammars(tmp_pa
     from transformers import ByT5Tokenizer
 
     ByT5Tokenizer().save_pretrained(tmp_path)
-    assert not constraints_for(load_text_codec(tmp_path), 400, 5.0).grammars
+    constraints = constraints_for(load_text_codec(tmp_path), 400, 5.0)
+    assert not constraints.grammars and "tokenizer" in constraints.missing and "install" not in constraints.missing
+
+
+def test_without_the_compiler_the_reason_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)  # as if it were not installed
+    missing = constraints_for(load_text_codec(make_tokenizer_folder(tmp_path)), 300, 5.0).missing
+    assert "pip install '.[worker]'" in missing and "'rollout-engine[worker]'" in missing and "again" in missing
+    assert "install" not in constraints_for(None, 300, 5.0).missing
 
 
 def test_compiled_grammars_are_cached_and_the_least_recently_used_goes_first(tokenizer, vocab, monkeypatch):
