@@ -262,7 +262,8 @@ _REAL: dict[str, dict[str, Any]] = {
 
 
 def _on_gpu(architecture: str, family: Family) -> str:
-    config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128, **_REAL.get(architecture, {}))
+    heads = {} if family.latent else {"head_dim": 128}
+    config = CONFIG_MAPPING[family.read_as or family.model_type](**heads, **_REAL.get(architecture, {}))
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     spec = spec_from_config(config, architecture)
