@@ -109,11 +109,11 @@ def read_config(folder: Path, impl: ModelImpl = "native") -> CheckpointConfig:
     whole = _checked(file, content, text, config_rules(family), read_as)
     unknown = _unknown_keys(text, known_keys(family), whole.get_text_config())
     if text is not content:
-        of_the_whole = WITHOUT_EFFECT | {entry.name for entry in fields(whole)} | TOKEN_RULES.keys()
-        if content.get("text_config") is None:  # the keys of both stand side by side
-            unknown = tuple(name for name in unknown if name not in of_the_whole)
-        else:
-            unknown += tuple(name for name in content if name not in of_the_whole)
+        of_the_whole = WITHOUT_EFFECT | {entry.name for entry in fields(whole)}
+        if flat_model_type(architecture) is not None:  # files have the language model's keys there, alone or once more
+            of_the_whole |= known_keys(family)
+        unknown = tuple(name for name in unknown if name not in of_the_whole or name in content.get("text_config", {}))
+        unknown += tuple(name for name in content if name not in of_the_whole and name not in unknown)
     return CheckpointConfig(architecture, whole, unknown)
 
 

@@ -312,9 +312,8 @@ def _settle_tying(
         other = next((name for name in tied if not are_equal(tensors, first, name, source.dtype)), None)
         if other is not None:
             log.warning(
-                "config.json of %s says that %s is %s (tie_word_embeddings), and the checkpoint has other values for "
-                "it: they are not tied, as in transformers, and updates must have both; write tie_word_embeddings = "
-                "false into config.json to say so",
+                "%s/config.json ties %s to %s, and the checkpoint has other values for it: they are not tied, as in "
+                "transformers, and updates must have both. Set tie_word_embeddings to false in config.json",
                 source.folder,
                 other,
                 first,

@@ -103,14 +103,16 @@ WITHOUT_EFFECT = frozenset(
         *("router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "load_balance_coeff"),
         *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"),
         *("moe_layer_freq", "scoring_func", "num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
-        *("mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "attn_output_gate", "model_max_length"),
+        *("mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "attn_output_gate", "model_max_length", "topk_method"),
+        *("image_token_id", "video_token_id", "vision_token_id", "vision_start_token_id", "vision_end_token_id"),
+        *("experts_per_token", "initial_context_length", "use_mrope"),
     )
 )
 #: Keys that are off while they are null, also for families that do not read them.
 OFF_IF_NULL = frozenset(
     (
         *("sliding_window", "layer_types", "attention_chunk_size", "clip_qkv", "use_bidirectional_attention"),
-        *("attn_logit_softcapping", "final_logit_softcapping", "quantization_config"),
+        *("attn_logit_softcapping", "final_logit_softcapping"),
     )
 )
 #: Keys of the maps `rope_parameters` and `rope_scaling`.
@@ -1079,8 +1081,9 @@ def known_keys(family: Family) -> frozenset[str]:
     own = _rules(family).keys()
     common = _COMMON.keys() - {"layer_types", "sliding_window", "use_sliding_window"}
     windows = {"use_sliding_window"} if "sliding_window" in own else set()
-    activations = {"hidden_act"}  # families that read another key for it do not read this one
-    return frozenset(own | common | windows | activations | _MADE_INTO_OTHERS | WITHOUT_EFFECT)
+    # Families that read another key for their activation do not read this one. Quantization is read for all.
+    others = {"hidden_act", "quantization_config"}
+    return frozenset(own | common | windows | others | _MADE_INTO_OTHERS | WITHOUT_EFFECT)
 
 
 def size_rules() -> dict[str, Rule]:
