@@ -121,7 +121,7 @@ ROPE_KEYS = frozenset(
         *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
         *("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "truncate"),
         *("mscale", "mscale_all_dim", "short_factor", "long_factor", "short_mscale", "long_mscale", "finetuned"),
-        *("mrope_section", "mrope_interleaved", "llama_4_scaling_beta"),
+        *("mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings"),
     )
 )
 _SIZES = (

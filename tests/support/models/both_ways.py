@@ -33,11 +33,12 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def logits(folder: Path, **settings: Any) -> torch.Tensor:
     """What the worker computes after each of `IDS`, in float32. Raises ValueError for a folder that it refuses."""
     loaded = load_model(ModelSettings(path=str(folder), **settings), CPU)
-    return PagedRunner(loaded.model, rows=1, max_tokens=len(IDS)).prefill({0: IDS})[0]
+    ids = IDS[: loaded.spec.max_positions]
+    return PagedRunner(loaded.model, rows=1, max_tokens=len(ids)).prefill({0: ids})[0]
 
 
-def transformers_logits(folder: Path) -> torch.Tensor:
-    """The same by transformers' `from_pretrained`."""
+def transformers_logits(folder: Path, count: int = len(IDS)) -> torch.Tensor:
+    """The same by transformers' `from_pretrained`, after each of the first `count` tokens."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     cls = getattr(transformers, architecture.replace("MiMo", "Qwen2"))  # transformers has no MiMo
     transformers.logging.disable_progress_bar()
@@ -45,7 +46,7 @@ def transformers_logits(folder: Path) -> torch.Tensor:
     if cls._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the grouped product refuses some widths
     with torch.no_grad():
-        return model(torch.tensor([IDS])).logits[0].float()
+        return model(torch.tensor([IDS[:count]])).logits[0].float()
 
 
 def compare(folder: Path) -> Outcome:
@@ -55,7 +56,7 @@ def compare(folder: Path) -> Outcome:
     except ValueError:
         return "refused"
     try:
-        theirs = transformers_logits(folder)
+        theirs = transformers_logits(folder, len(ours))
     except Exception:  # it fails in many ways
         return "transformers fails"
     return "equal" if float((ours - theirs).abs().max()) < TOLERANCE else "differ"
@@ -64,14 +65,15 @@ def compare(folder: Path) -> Outcome:
 def older(text: dict[str, Any]) -> None:
     """The keys of releases of transformers before 5, in place."""
     rope = text.get("rope_parameters")
-    if rope and not any(isinstance(value, dict) for value in rope.values()):
+    if isinstance(rope, dict) and rope and not any(isinstance(value, dict) for value in rope.values()):
         del text["rope_parameters"]
         rope = dict(rope)
         for name in ("rope_theta", "partial_rotary_factor"):
             if name in rope:
                 text[name] = rope.pop(name)
-        if rope.get("rope_type", "default") != "default":
-            text["rope_scaling"] = rope | {"type": rope.pop("rope_type")}
+        kind = rope.pop("rope_type", "default")
+        if rope or kind != "default":
+            text["rope_scaling"] = rope | {"type": kind}
     if "dtype" in text:
         text["torch_dtype"] = text.pop("dtype")
 
@@ -122,10 +124,13 @@ def _language_model(content: dict[str, Any]) -> dict[str, Any]:
 def change_at_random(content: dict[str, Any], rng: random.Random) -> str:
     """Change one thing of a config, in place; returns what."""
     text = _language_model(content)
-    map_key = next((key for key in ("rope_parameters", "rope_scaling") if text.get(key)), "rope_parameters")
-    rope = text.get(map_key) or {}
+    maps = ("rope_parameters", "rope_scaling")
+    map_key = next((key for key in maps if isinstance(text.get(key), dict)), "rope_parameters")
+    rope = text[map_key] if isinstance(text.get(map_key), dict) else {}
     name = rng.choice([key for key in text if key not in ("model_type", "architectures")])
-    match rng.choice(["delete", "null", "wrong", "set", "set", "older", "rope", "scaling", "scaling", "move", "rename"]):
+    match rng.choice(
+        ["delete", "null", "wrong", "set", "set", "older", "rope", "scaling", "scaling", "move", "rename"]
+    ):
         case "delete":
             del text[name]
             return f"delete {name}"
