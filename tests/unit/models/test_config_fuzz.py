@@ -37,7 +37,7 @@ def test_a_changed_config_is_as_in_transformers_or_refused(name: str, cases: int
         folder = Path(shutil.copytree(tmp_path / "good", tmp_path / "changed", dirs_exist_ok=True))
         changes: list[str] = []
         for _ in range(rng.choice([1, 1, 2, 3])):
-            edit(folder, lambda content: changes.append(change_at_random(content, rng)))
+            edit(folder, lambda content, rng=rng, changes=changes: changes.append(change_at_random(content, rng)))
         outcome = compare(folder)
         assert outcome != "differ", changes
         outcomes[outcome] += 1
