@@ -13,6 +13,8 @@ import transformers
 
 from rollout.config import ModelSettings
 from rollout.models import load_model
+from tests.support.models import images
+from tests.support.models.every_family import EVERY_FAMILY
 from tests.support.models.paged import PagedRunner
 
 CPU = torch.device("cpu")
@@ -20,6 +22,20 @@ CPU = torch.device("cpu")
 IDS = [random.Random(i).randrange(60) for i in range(24)]
 TOLERANCE = 1e-3
 Outcome = Literal["equal", "differ", "refused", "transformers fails"]
+
+
+#: Names of tiny models: of language models, and of models of text and images.
+NAMES = (*(name for name in EVERY_FAMILY if name != "Kimi-K2"), *images.MODELS)
+
+
+def make(name: str, folder: Path) -> None:
+    """Save the tiny model of one of `NAMES`, as transformers' own class runs it."""
+    if name in EVERY_FAMILY:
+        EVERY_FAMILY[name](folder, 0)
+    else:
+        images.make_model(name, folder)
+    if name == "GptOss":
+        edit(folder, lambda content: content.update(swiglu_limit=7.0))  # which is a constant of transformers 5.17
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -96,7 +112,7 @@ _KEYS: dict[str, tuple[Any, Any]] = {
     "num_experts": (4, None), "num_experts_per_tok": (1, 2), "norm_topk_prob": (True, False),
     "scoring_func": ("softmax", "sigmoid"), "topk_method": ("greedy", "noaux_tc"), "routed_scaling_factor": (3.0, 1.0),
     "route_scale": (3.0, None), "pretraining_tp": (2, 1), "num_kv_shared_layers": (1, 0), "use_qk_norm": (True, False),
-    "clip_qkv": (0.5, None), "swiglu_limit": (0.3, None), "no_rope_layers": ([0, 1, 0], None),
+    "clip_qkv": (0.5, None), "swiglu_limit": (7.0, None), "no_rope_layers": ([0, 1, 0], None),
     "attn_output_gate": (False, True), "rope_interleave": (False, True), "mlp_only_layers": ([0], []),
     "decoder_sparse_step": (2, 1), "first_k_dense_replace": (0, 2), "moe_layer_freq": (2, 1),
     "torch_dtype": ("bfloat16", "float32"), "linear_allow_neg_eigval": (True, False), "foo": (1, None),

@@ -19,9 +19,17 @@ from rollout.config import ModelSettings
 from rollout.models import CheckpointError, load_model
 from rollout.models.checkpoint_config import read_config, read_generation_defaults
 from rollout.models.registry import FAMILIES, MULTIMODAL, WITHOUT_EFFECT, Family, config_rules, known_keys
-from tests.support.models import images
-from tests.support.models.both_ways import CPU, TOLERANCE, compare, edit, logits, older, transformers_logits
-from tests.support.models.every_family import EVERY_FAMILY
+from tests.support.models.both_ways import (
+    CPU,
+    NAMES,
+    TOLERANCE,
+    compare,
+    edit,
+    logits,
+    make,
+    older,
+    transformers_logits,
+)
 from tests.support.models.families import make_checkpoint
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -46,9 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     class Made(dict[str, Path]):
         def __missing__(self, name: str) -> Path:
             self[name] = folder = tmp_path_factory.mktemp("made")
-            (EVERY_FAMILY[name] if name in EVERY_FAMILY else lambda to, seed: images.make_model(name, to, seed))(
-                folder, 0
-            )
+            make(name, folder)
             return folder
 
     return Made(made)
@@ -228,7 +234,7 @@ def test_a_factor_that_is_null_is_refused(folders: dict[str, Path], tmp_path: Pa
 # --- the known form ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*(name for name in EVERY_FAMILY if name != "Kimi-K2"), *images.MODELS])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_transformers_saves_is_known(name: str, folders: dict[str, Path]) -> None:
     ours = {"num_experts", "moe_intermediate_size"}  # that tests give families without them
     assert not set(read_config(folders[name]).unknown) - ours
@@ -388,7 +394,7 @@ _READ_IN_VAIN = {
     *("attention_dropout", "resid_pdrop", "residual_dropout", "router_jitter_noise", "initializer_range"),
     *("output_router_logits", "router_aux_loss_coef", "pad_token_id", "_attn_implementation", "num_labels"),
     *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"),
-    *("image_token_id", "video_token_id"),
+    *("image_token_id", "video_token_id", "vision_start_token_id", "use_cache"),
 }
 
 

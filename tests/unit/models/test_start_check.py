@@ -16,24 +16,15 @@ from transformers import LlamaForCausalLM
 from rollout.config import ModelSettings
 from rollout.models import load_model, start_check
 from rollout.models.registry import FAMILIES, Family, by_layer, no_windows, same_rope
-from tests.support.models import images
-from tests.support.models.both_ways import CPU, edit, logits, transformers_logits
+from tests.support.models.both_ways import CPU, NAMES, edit, logits, make, transformers_logits
 from tests.support.models.every_family import EVERY_FAMILY
 from tests.support.models.fallback import make_checkpoint as make_fallback
 from tests.support.models.families import make_checkpoint
 from tests.support.models.latent import LATENT, make_latent
 from tests.support.models.variants import make_variant
 
-EVERY = (*(name for name in EVERY_FAMILY if name != "Kimi-K2"), *images.MODELS)
 #: One of each kind of attention and feed-forward block, and inside a model of text and images.
 SOME = ("qwen2", "Gemma3", "GptOss", "Glm4Moe", "Qwen3_5", "DeepseekV3", "MiMo", "images: Ministral 3", "Qwen2.5-VL")
-
-
-def make(name: str, folder: Path) -> None:
-    if name in EVERY_FAMILY:
-        EVERY_FAMILY[name](folder, 0)
-    else:
-        images.make_model(name, folder)
 
 
 def unknown(folder: Path, **keys: Any) -> None:
@@ -50,7 +41,7 @@ def load(folder: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.nightly) for name in EVERY]
+    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES]
 )
 def test_keys_that_change_nothing_are_found_to_change_nothing(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -16,9 +16,8 @@ from rollout.models.cut import whole_shape
 from rollout.models.loader import check_cut
 from rollout.weights.destination import check_equal
 from rollout.weights.parameter_map import ParameterMap, update_names
-from tests.support.models import fallback, images
+from tests.support.models import both_ways, fallback
 from tests.support.models.both_ways import CPU, TOLERANCE, edit, logits, transformers_logits
-from tests.support.models.every_family import EVERY_FAMILY
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import pack
 
@@ -30,10 +29,7 @@ NAMES = ("llama", "qwen2", "Gemma3", "GptOss", "images: Gemma 3", "images: Minis
 
 def make(name: str, folder: Path) -> None:
     """A checkpoint that does not tie its output layer, whatever its family usually does."""
-    if name in EVERY_FAMILY:
-        EVERY_FAMILY[name](folder, 0)
-    else:
-        images.make_model(name, folder)
+    both_ways.make(name, folder)
     tensors = load_file(folder / WEIGHTS)
     embed, head = embedding(tensors), output_layer(tensors)
     if head not in tensors:
