@@ -112,7 +112,8 @@ def read_config(folder: Path, impl: ModelImpl = "native") -> CheckpointConfig:
         of_the_whole = WITHOUT_EFFECT | {entry.name for entry in fields(whole)}
         if flat_model_type(architecture) is not None:  # files have the language model's keys there, alone or once more
             of_the_whole |= known_keys(family)
-        unknown = tuple(name for name in unknown if name not in of_the_whole or name in content.get("text_config", {}))
+        inside = content.get("text_config") or {}  # absent: all stand side by side
+        unknown = tuple(name for name in unknown if name in inside or name not in of_the_whole)
         unknown += tuple(name for name in content if name not in of_the_whole and name not in unknown)
     return CheckpointConfig(architecture, whole, unknown)
 

@@ -139,6 +139,15 @@ def test_a_class_that_cannot_run_is_a_refusal(tmp_path: Path, monkeypatch: pytes
         load(tmp_path)
 
 
+def test_keys_of_any_text_stay_on_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    make("llama", tmp_path)
+    unknown(tmp_path, **{"a\nWARNING b": 1, "x" * 5000: 1, **{f"key {i}": i for i in range(100)}})
+    load(tmp_path)
+    (record,) = records(caplog)
+    assert "\n" not in record.getMessage() and len(record.getMessage()) < 2000
+
+
 def test_logits_that_are_no_numbers_are_a_refusal(tmp_path: Path) -> None:
     make("llama", tmp_path)
     unknown(tmp_path)
