@@ -76,7 +76,7 @@ from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, ServedText, Server
-from rollout.service.text.codec import load_text_codec
+from rollout.service.text.codec import TextCodec, load_text_codec
 from rollout.service.text.process import TextProcess
 from rollout.service.vitals import Vitals
 from rollout.settings_sources import SettingsError
@@ -158,7 +158,7 @@ class Worker:
                 settings.model.path,
                 loaded.spec.vocab,
                 longest_sequence(settings, model, self.engine),
-                loaded.generation_config.eos_token_ids,
+                eos_ids(loaded.generation_config.eos_token_ids, text, loaded.spec.vocab),
                 sparse=loaded.spec.moe is not None,
                 routing=kept_routing(settings.engine, model),
                 adapters=settings.engine.adapter_slots > 0,
@@ -483,6 +483,23 @@ def make_sinks(settings: Settings, health: Health, run: ContinuedRun | None = No
 def _metrics_url(sinks: list[Sink]) -> str | None:
     """The address of the page for Prometheus; None without one."""
     return next((sink.url for sink in sinks if isinstance(sink, PrometheusSink)), None)
+
+
+def eos_ids(declared: tuple[int, ...], text: TextCodec | None, vocab: int) -> tuple[int, ...]:
+    """The tokens that end a completion: those that the checkpoint declares, and the one of its tokenizer, ascending."""
+    own = None if text is None else text.eos_id
+    if own is not None and own not in declared:
+        if own < vocab:
+            log.info("the tokenizer's eos token ends completions, too", extra={"token": own, "declared": declared})
+            declared = tuple(sorted((*declared, own)))
+        else:
+            log.warning("the tokenizer's eos token is not in the model's vocabulary", extra={"token": own})
+    if not declared:
+        log.warning(
+            "the checkpoint names no eos token, so completions go on to max_tokens: add eos_token_id to its "
+            "generation_config.json, or send stop.token_ids with requests"
+        )
+    return declared
 
 
 # --- the sources of adapters: folders, at start or by message, and the weight bridge ----------------------------------

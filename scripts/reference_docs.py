@@ -76,6 +76,34 @@ Models with "MTP" have layers for multi-token prediction in their checkpoints, t
 steps within 1e-4, and through the engine the same greedy tokens, with several rows and with preemptions or an update of
 the weights in the middle."""
 
+_CONFIG = """\
+## What config.json means
+
+transformers decides what the keys of a config mean: which of two wins, what an absent one is, what older ones stand
+for. So the worker makes transformers' own config of the checkpoint, standardises it as a model of transformers does,
+and takes every value from it. Frequencies of scaled rotary embeddings are those that transformers computes.
+
+Whether the output layer is the embedding follows from `tie_word_embeddings` and from the files. If these have another
+output layer, it is not tied, and the log warns. If they have one of the two tensors, it stands for both.
+
+A config is in the **known form** if each of its keys is one of these (`known_keys` in `rollout/models/registry.py`):
+
+- a key that the declaration of the family reads, also under another name that transformers has for it;
+- a key of which transformers makes one of those, such as `rope_scaling` or `sliding_window_pattern`;
+- a key on which no forward depends: names, token ids, dropout and the rest of training, caches;
+- a key that is off while it is null, such as `final_logit_softcapping`, and is null.
+
+Keys in the maps of rotary embeddings count like the others. What transformers saves for these families is in the known
+form, and so are most files of the hub. `per_layer_config`, and `is_causal` other than true, are errors.
+
+For any other config the worker **compares logits** with transformers' own class before it loads the weights. Both run
+in float32 on the CPU, with one layer of each kind and the checkpoint's tensors, on a prompt whose positions are far
+apart; windows are read off the masks of transformers. If the logits of a token differ by more than 0.001 of their
+standard deviation, or if a window differs, the worker does not start, and the error names the keys. The comparison
+takes the import of transformers' modelling code, and host memory for these layers and both ends of the model: about
+15 s on one slow core and 6 GiB for Qwen3-8B. With `tensor_parallel` rank 0 compares for all. The log says when nothing
+can be compared: host memory has no room, or transformers has no such model. In the known form nothing is compared."""
+
 _LONGROPE = """\
 ## LongRoPE
 
@@ -245,7 +273,7 @@ def models_page() -> str:
         images = "" if whole.tower is None else "yes"
         rows.append((whole.models, f"`{name}`", " or ".join(ways), f"`{name}`", images, drafts))
     heads = ("models", "architecture", "on a GPU", "held against", "images", "drafts")
-    return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows)), "", _LONGROPE]) + "\n"
+    return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows)), "", _CONFIG, "", _LONGROPE]) + "\n"
 
 
 def _drafts(family: Family) -> str:
@@ -264,7 +292,8 @@ _REAL: dict[str, dict[str, Any]] = {
 
 
 def _on_gpu(architecture: str, family: Family) -> str:
-    config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128, **_REAL.get(architecture, {}))
+    heads = {} if family.latent else {"head_dim": 128}
+    config = CONFIG_MAPPING[family.read_as or family.model_type](**heads, **_REAL.get(architecture, {}))
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     spec = spec_from_config(config, architecture)

@@ -9,10 +9,12 @@ Legend: T tokens of the step, B rows, P pages (of the cache, or of a row), S pag
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from rollout_kernels import DecodePlan, plan_paged_decode
 
@@ -22,6 +24,8 @@ from rollout.models.state_pool import StatePool
 
 if TYPE_CHECKING:
     from rollout_kernels.attention.triton_decode_plan import DecodeWork
+
+_ALIGNED = 64  # bytes, as torch aligns tensors
 
 
 class Chunk(NamedTuple):
@@ -235,4 +239,9 @@ class KVCache:
 
 
 def _zeros(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+    """Zeroed memory; on a CPU the system gives a page of it when it is first written."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(nbytes + _ALIGNED, np.uint8))  # torch would write the zeros
+    return memory[-memory.data_ptr() % _ALIGNED :][:nbytes].view(dtype).view(shape)

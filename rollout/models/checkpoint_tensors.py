@@ -22,6 +22,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES_SHOWN = 8
+_COMPARED_VALUES = 1 << 22  # at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class StoredTensor:
     dtype: str  # as safetensors names it, or "MXFP4"
     scales: Path | None = None  # the file with the scales of MXFP4; `file` has the blocks
     turned: bool = False  # the file has its last two dimensions the other way round
+    name: str | None = None  # in its file, where it stands for a tensor of another name
 
     @property
     def values(self) -> int:
@@ -129,13 +131,14 @@ def copy_tensors(tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor
             for name in names:
                 if tensors[name].file == file:
                     view = views[name]
+                    own_name = tensors[name].name or name
                     if tensors[name].scales is not None:
-                        _decode(name, tensors[name], view)
+                        _decode(own_name, tensors[name], view)
                     elif isinstance(view, CutView) and not tensors[name].turned:
                         if view.cut.kept:
-                            view.copy_kept(view.cut.read(reader.get_slice(name)))
+                            view.copy_kept(view.cut.read(reader.get_slice(own_name)))
                     else:
-                        tensor = reader.get_tensor(name)
+                        tensor = reader.get_tensor(own_name)
                         view.copy_(tensor.mT if tensors[name].turned else tensor)
                     done += tensors[name].values
                     if progress is not None:
@@ -146,6 +149,20 @@ def _decode(name: str, stored: StoredTensor, view: torch.Tensor) -> None:
     assert stored.scales is not None
     with safe_open(stored.file, framework="pt") as blocks, safe_open(stored.scales, framework="pt") as scales:
         decode_into(view, blocks.get_tensor(name + BLOCKS), scales.get_tensor(name + SCALES))
+
+
+def are_equal(tensors: dict[str, StoredTensor], first: str, second: str, dtype: torch.dtype) -> bool:
+    """Whether two tensors have the same values once they are converted to `dtype`; reads up to the first difference."""
+    a, b = tensors[first], tensors[second]
+    if a.shape != b.shape or not {a.dtype, b.dtype} <= _DTYPES.keys():
+        return False
+    rows = max(1, _COMPARED_VALUES // max(1, math.prod(a.shape[1:])))
+    with safe_open(a.file, framework="pt") as reader, safe_open(b.file, framework="pt") as other_reader:
+        one, other = reader.get_slice(first), other_reader.get_slice(second)
+        return all(
+            torch.equal(one[begin : begin + rows].to(dtype), other[begin : begin + rows].to(dtype))
+            for begin in range(0, a.shape[0], rows)
+        )
 
 
 def stored_dtype(tensors: dict[str, StoredTensor]) -> torch.dtype | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,18 +18,18 @@ from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import ModelSettings, Settings
-from rollout.models.checkpoint_folder import (
-    CheckpointError,
+from rollout.models.checkpoint_config import (
+    CheckpointConfig,
     GenerationDefaults,
-    check_links,
     read_config,
     read_generation_defaults,
     read_tower,
-    resolve_folder,
 )
+from rollout.models.checkpoint_folder import CheckpointError, check_links, resolve_folder
 from rollout.models.checkpoint_tensors import (
     Progress,
     StoredTensor,
+    are_equal,
     check_tensors,
     copy_tensors,
     first_names,
@@ -128,13 +128,14 @@ def load_model(
     group = TensorGroup.single(device) if group is None else group
     folder = fetch(settings) if folder is None else folder
     check_links(folder)
-    config, architecture = read_config(folder, settings.model_impl)
-    choose_factors(config.get_text_config(), settings.longrope)
+    config = read_config(folder, settings.model_impl)
+    choose_factors(config.text, settings.longrope)
     tensors = {} if settings.load_format == "random" else list_tensors(folder)
-    dtype = _pick_dtype(settings, getattr(config, "dtype", None) or stored_dtype(tensors), device)
+    own = getattr(config.whole, "dtype", None) or getattr(config.text, "dtype", None)
+    dtype = _pick_dtype(settings, own or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)
-    source = _Source(settings, folder, config, architecture, tensors, dtype, device, progress, group, draft, mtp)
-    native = is_native(architecture, settings.model_impl)
+    source = _Source(settings, folder, config, tensors, dtype, device, progress, group, draft, mtp)
+    native = is_native(config.architecture, settings.model_impl)
     model: LanguageModel = _load_native(source, experts) if native else _load_fallback(source, experts)
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
         vocab = model.spec.vocab
@@ -150,11 +151,11 @@ def check_cut(settings: ModelSettings, folder: Path, ranks: int, experts: Format
     if ranks == 1:
         return
     check_links(folder)
-    config, architecture = read_config(folder, settings.model_impl)
-    if not is_native(architecture, settings.model_impl):
-        raise ValueError(_no_shards(architecture, ranks))
-    choose_factors(config.get_text_config(), settings.longrope)
-    spec = shard_spec(_read_spec(folder, config, architecture, settings.images), 0, ranks)
+    config = read_config(folder, settings.model_impl)
+    if not is_native(config.architecture, settings.model_impl):
+        raise ValueError(_no_shards(config.architecture, ranks))
+    choose_factors(config.text, settings.longrope)
+    spec = shard_spec(_read_spec(folder, config, settings.images), 0, ranks)
     blocks = [layer.feed_forward for layer in spec.layers]
     if experts == "fp8_row" and any(isinstance(block, MoESpec) and block.width_cut for block in blocks):
         raise ValueError(
@@ -163,13 +164,15 @@ def check_cut(settings: ModelSettings, folder: Path, ranks: int, experts: Format
         )
 
 
-def _read_spec(folder: Path, config: Any, architecture: str, images: bool) -> ModelSpec:
+def _read_spec(folder: Path, config: CheckpointConfig, images: bool) -> ModelSpec:
     """The spec of the whole model."""
     try:
-        tower = read_tower(folder, architecture, config) if images else None
-        return spec_from_config(config, architecture, tower)
+        tower = read_tower(folder, config) if images else None
+        return spec_from_config(config.text, config.architecture, tower)
     except (TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder}/config.json lacks a value that {architecture} needs: {error}") from error
+        raise CheckpointError(
+            f"{folder}/config.json lacks a value that {config.architecture} needs: {error}"
+        ) from error
 
 
 def _no_shards(architecture: str, ranks: int) -> str:
@@ -185,8 +188,7 @@ class _Source:
 
     settings: ModelSettings
     folder: Path
-    config: Any
-    architecture: str
+    config: CheckpointConfig
     tensors: dict[str, StoredTensor]
     dtype: torch.dtype
     device: torch.device
@@ -196,14 +198,24 @@ class _Source:
     mtp: MTP
 
     @property
+    def architecture(self) -> str:
+        """As config.json names it."""
+        return self.config.architecture
+
+    @property
     def random(self) -> bool:
         """True if no weights are read."""
         return self.settings.load_format == "random"
 
 
 def _load_native(source: _Source, experts: Format) -> Decoder:
-    config, architecture, device = source.config, source.architecture, source.device
-    whole = _read_spec(source.folder, config, architecture, source.settings.images)
+    architecture, device = source.architecture, source.device
+    whole = _read_spec(source.folder, source.config, source.settings.images)
+    names, stored = whole.names, join_mxfp4(source.tensors)
+    if whole.tied:
+        embeds, heads = (names.spellings(f"{module}.weight") for module in (names.embed, names.lm_head))
+        stored, tied = _settle_tying(stored, [(embeds, heads)], source)
+        whole = replace(whole, tied=tied)
     check_format(whole, experts)
     group = source.group
     spec = shard_spec(whole, group.rank, group.size)
@@ -211,13 +223,14 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)  # shapes without memory
     used = outline.draft_names()
     unused = spec.unused
-    tensors = _needed(
-        join_mxfp4(source.tensors), spec.tied_names, lambda name: name not in used and name.startswith(unused)
-    )
-    if spec.turned_files:
-        tensors = turn(tensors, outline.hf_views(), spec.turned_files)
+    stored = _needed(stored, spec.tied_names, lambda name: name not in used and name.startswith(unused))
+    tensors = turn(stored, outline.hf_views(), spec.turned_files) if spec.turned_files else stored
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
+    if source.config.unknown and group.rank == 0:
+        from rollout.models.start_check import check_start
+
+        check_start(source.config, whole, source.folder, stored, source.settings.random_seed)
     drafted: dict[str, StoredTensor] = {}
     if source.draft is not None:
         draft, drafted = read_draft(source.draft, spec, source.random)
@@ -279,6 +292,36 @@ def _check_own_draft(source: _Source, stored: dict[str, StoredTensor], regions: 
         ) from error
 
 
+def _settle_tying(
+    tensors: dict[str, StoredTensor], groups: Iterable[tuple[Sequence[str], Sequence[str]]], source: _Source
+) -> tuple[dict[str, StoredTensor], bool]:
+    """Decide as transformers does what becomes of tensors that config.json ties; returns the tensors to read.
+
+    A group has the names of a tensor, and those of the tensors tied to it. If a checkpoint has both with other values,
+    they are not tied, and the second result is False. If it has only one that is tied to the first, that is the first.
+    """
+    settled = dict(tensors)
+    for firsts, others in groups:
+        present = [name for name in firsts if name in tensors]
+        tied = [name for name in others if name in tensors]
+        if not tied:
+            continue
+        first = (present or tied)[0]
+        if not present:
+            settled[firsts[0]] = replace(settled.pop(first), name=first)
+        other = next((name for name in tied if not are_equal(tensors, first, name, source.dtype)), None)
+        if other is not None:
+            log.warning(
+                "%s/config.json ties %s to %s, and the checkpoint has other values for it: they are not tied, as in "
+                "transformers, and updates must have both. Set tie_word_embeddings to false in config.json",
+                source.folder,
+                other,
+                first,
+            )
+            return tensors, False
+    return settled, True
+
+
 def _needed(
     tensors: dict[str, StoredTensor], tied: Container[str], is_unused: Callable[[str], bool]
 ) -> dict[str, StoredTensor]:
@@ -296,7 +339,7 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     from rollout.models.fallback.start import check_start
     from rollout.models.fallback.weights import checkpoint_regions, own_tensors
 
-    architecture, dtype, device = source.architecture, source.dtype, source.device
+    architecture, config, dtype, device = source.architecture, source.config.whole, source.dtype, source.device
     if source.settings.images:
         raise ValueError(f"{architecture} runs through transformers' own code, without images: set images = false")
     if source.draft is not None:
@@ -304,7 +347,7 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
             f"{architecture} runs through transformers' own code, and no model drafts for it: leave speculation_model "
             "out"
         )
-    cls = module_class(source.config, architecture)
+    cls = module_class(config, architecture)
     if source.group.size > 1:
         raise ValueError(_no_shards(architecture, source.group.size))
     if experts != "plain":
@@ -320,15 +363,20 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     )
     refused = f"{architecture} cannot be served through transformers' code"
     try:
-        outline = make_module(cls, source.config, dtype, torch.device("meta"))
+        outline = make_module(cls, config, dtype, torch.device("meta"))
         regions, (own, aliases) = checkpoint_regions(outline), own_tensors(outline)
-        tensors = _needed(source.tensors, aliases, _declared_unused(cls, regions))
+        stored, tied = _settle_tying(source.tensors, _tied_groups(regions, aliases), source)
+        if not tied:
+            config.tie_word_embeddings = False
+            outline = make_module(cls, config, dtype, torch.device("meta"))
+            regions, (own, aliases) = checkpoint_regions(outline), own_tensors(outline)
+        tensors = _needed(stored, aliases, _declared_unused(cls, regions))
         if not source.random:
             check_tensors(source.folder, tensors, regions, architecture)
         _check_memory(own.values(), source.folder, device)
         seed = source.settings.random_seed if source.random else None
-        module = make_module(cls, source.config, dtype, device, seed)
-        model = TransformersModel(module, max_positions(source.config))
+        module = make_module(cls, config, dtype, device, seed)
+        model = TransformersModel(module, max_positions(config))
         if not source.random:
             copy_tensors(tensors, model.hf_views(), source.progress)
         check_start(model)
@@ -340,6 +388,16 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"{refused}: its own code fails: {type(error).__name__}: {error!s:.500}") from error
     return model
+
+
+def _tied_groups(regions: list[Region], aliases: dict[str, str]) -> list[tuple[Sequence[str], Sequence[str]]]:
+    """All names of each tensor that others are tied to, as files usually have it first, and the names of the others."""
+    groups: list[tuple[Sequence[str], Sequence[str]]] = []
+    for first in dict.fromkeys(aliases.values()):
+        region = next(region for region in regions if any(first in views for views in region.alternatives))
+        names = [*(name for views in region.alternatives if len(views) == 1 for name in views), first]
+        groups.append((names, [alias for alias, of in aliases.items() if of == first]))
+    return groups
 
 
 def _declared_unused(cls: Any, regions: list[Region]) -> Callable[[str], bool]:

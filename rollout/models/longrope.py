@@ -30,7 +30,7 @@ def choose_factors(config: Any, which: LongRope) -> None:
 
     Raises ValueError if it has no LongRoPE, or no long factors.
     """
-    maps = list(_maps(config))
+    maps = list(rope_maps(config, "longrope"))
     if which == "short":
         if border := first_border(config):
             log.info("sequences end at %d tokens: longer ones need longrope = long", border)
@@ -47,15 +47,15 @@ def first_border(config: Any) -> int | None:
     """The length past which transformers takes other frequencies; None if they are the same for all lengths."""
     borders = [
         int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
-        for parameters in _maps(config)
+        for parameters in rope_maps(config, "longrope")
         if parameters.get("short_factor") != parameters.get("long_factor")
     ]
     return min(borders, default=None)
 
 
-def _maps(config: Any) -> Iterator[dict[str, Any]]:
-    """The rope parameters of all layers, or of the types of layers, that have LongRoPE."""
+def rope_maps(config: Any, kind: str) -> Iterator[dict[str, Any]]:
+    """The rope parameters of all layers, or of types of layers, whose scaling is of this kind."""
     parameters = getattr(config, "rope_parameters", None) or {}
     for part in (parameters, *parameters.values()):
-        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+        if isinstance(part, dict) and part.get("rope_type") == kind:
             yield part

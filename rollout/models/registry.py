@@ -9,16 +9,18 @@ A family reads no key without a rule: a `Key` has the rule of its field, a funct
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from rollout.config import ModelImpl
 from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
-from rollout.models.longrope import first_border
+from rollout.models.longrope import first_border, rope_maps
 from rollout.models.spec import (
     Activation,
     AttentionNames,
@@ -44,6 +46,7 @@ from rollout.models.spec import (
     NormPlace,
     QKNorm,
     QueryGrowth,
+    RopeKind,
     RopeSpec,
     RouterSpec,
     Scoring,
@@ -75,6 +78,52 @@ _COMMON: dict[str, Rule] = {
 }
 
 
+#: Keys of which transformers' config classes make others; here these others are read.
+_MADE_INTO_OTHERS = frozenset(
+    (
+        *("rope_parameters", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"),
+        *("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern", "max_window_layers"),
+        *("full_attention_interval", "qk_head_dim", "no_rope_layer_interval", "global_attn_every_n_layers"),
+    )
+)
+#: Keys on which no forward of a family here depends: names, token ids, training, what transformers returns and caches,
+#: and what models of the hub have for their own code alone.
+WITHOUT_EFFECT = frozenset(
+    (
+        *("architectures", "model_type", "_name_or_path", "name_or_path", "auto_map", "transformers_version"),
+        *("dtype", "torch_dtype", "tokenizer_class", "_commit_hash", "unsloth_fixed", "unsloth_version", "model_name"),
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "experts_implementation"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+        *("return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("use_cache", "cache_implementation", "torchscript", "chunk_size_feed_forward", "is_encoder_decoder"),
+        *("is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "pruned_heads"),
+        *("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "residual_dropout"),
+        *("initializer_range", "initializer_factor", "pretraining_tp", "ep_size", "aux_loss_alpha", "seq_aux"),
+        *("router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "load_balance_coeff"),
+        *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"),
+        *("moe_layer_freq", "scoring_func", "num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
+        *("mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "attn_output_gate", "model_max_length", "topk_method"),
+        *("image_token_id", "video_token_id", "vision_token_id", "vision_start_token_id", "vision_end_token_id"),
+        *("experts_per_token", "initial_context_length", "use_mrope"),
+    )
+)
+#: Keys that are off while they are null, also for families that do not read them.
+OFF_IF_NULL = frozenset(
+    (
+        *("sliding_window", "layer_types", "attention_chunk_size", "clip_qkv", "use_bidirectional_attention"),
+        *("attn_logit_softcapping", "final_logit_softcapping"),
+    )
+)
+#: Keys of the maps `rope_parameters` and `rope_scaling`.
+ROPE_KEYS = frozenset(
+    (
+        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+        *("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+        *("mscale", "mscale_all_dim", "short_factor", "long_factor", "short_mscale", "long_mscale", "finetuned"),
+        *("mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings"),
+    )
+)
 _SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"),
     *("num_key_value_heads", "head_dim"),
@@ -104,6 +153,8 @@ class If(NamedTuple):
     otherwise: Any
 
 
+#: Kinds of scaled rotary embeddings. Their frequencies do not depend on the length of a sequence.
+_SCALED_ROPES: tuple[RopeKind, ...] = ("linear", "llama3", "yarn", "longrope")
 #: Activations by their names in config.json.
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -165,6 +216,8 @@ def windows_by_type(config: Any) -> tuple[int | None, ...]:
     for kind in config.layer_types:
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer type {kind!r} is not supported; supported: full_attention, sliding_attention")
+        if kind == "sliding_attention" and config.sliding_window is None:
+            raise ValueError("layer_types names sliding_attention, and there is no sliding_window: add it")
         windows.append(config.sliding_window if kind == "sliding_attention" else None)
     return tuple(windows)
 
@@ -872,7 +925,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     "Gemma3ForConditionalGeneration": Multimodal(
         model_type="gemma3",
         models="Gemma 3 (its language model)",
-        language_models=("Gemma3ForCausalLM",),
+        language_models=(replace(FAMILIES["Gemma3ForCausalLM"], logit_softcap=None),),
         beginnings=_INSIDE_LLAVA,
     ),
     "Mistral3ForConditionalGeneration": Multimodal(
@@ -1020,6 +1073,19 @@ def config_rules(family: Family) -> dict[str, Rule]:
     return _COMMON | _rules(family)
 
 
+def known_keys(family: Family) -> frozenset[str]:
+    """The known form of a config: keys that this family reads, and keys of which transformers' forward is independent.
+
+    transformers' name of a key counts, where it knows one by several.
+    """
+    own = _rules(family).keys()
+    common = _COMMON.keys() - {"layer_types", "sliding_window", "use_sliding_window"}
+    windows = {"use_sliding_window"} if "sliding_window" in own else set()
+    # Families that read another key for their activation do not read this one. Quantization is read for all.
+    others = {"hidden_act", "quantization_config"}
+    return frozenset(own | common | windows | others | _MADE_INTO_OTHERS | WITHOUT_EFFECT)
+
+
 def size_rules() -> dict[str, Rule]:
     """What the keys of any config.json that sizes follow from may hold, where they are not null."""
     return {name: _COMMON[name] for name in _SIZES} | dict.fromkeys(_EXPERT_COUNTS, integer(0, 1 << 14))
@@ -1074,13 +1140,13 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         eps=config.rms_norm_eps,
-        max_positions=_max_positions(config, layers),
+        max_positions=_max_positions(config),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         layers=layers,
         names=family.names,
-        embed_scale=_value(config, family.embed_scale),
+        embed_scale=_number(config, family.embed_scale),
         embed_scale_rounded=family.embed_scale_rounded,
-        logit_divisor=_value(config, family.logit_divisor),
+        logit_divisor=_number(config, family.logit_divisor),
         logit_softcap=_value(config, family.logit_softcap),
         unit_offset=family.unit_offset,
         unused=_unused(config, family, tower),
@@ -1162,6 +1228,8 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
             attention[window, kind] = _latent(config, family.latent, ropes[kind])
     linear, delta_net = (False,) * count, None
     if family.linear is not None and any(linear := family.linear.linear(config)):
+        if _activation(config, family) != "silu":
+            raise ValueError(f"{family.activation.name} of a model with linear attention must be silu")
         delta_net = _delta_net(config, family.linear)
     if all(linear):
         raise ValueError("layer_types names no layer with full attention; at least one is needed")
@@ -1172,7 +1240,7 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
         if _activation(config, family) != "silu":
             raise ValueError(f"{family.activation.name} of experts must be silu")
         feed_forward[True] = _moe(config, family.moe)
-    scale = _value(config, family.residual_scale)
+    scale = _number(config, family.residual_scale)
     layers = []
     for mixer, is_linear, is_sparse in zip(mixers, linear, sparse, strict=True):
         block: MixerSpec = attention[mixer]
@@ -1231,15 +1299,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
     if spec.head_dim % 2 or not spec.head_dim:
         raise ValueError(f"head_dim ({spec.head_dim}) must be even and at least 2, for rotary embeddings")
-    if not rope.width(spec.head_dim) or rope.width(spec.head_dim) % 2:
-        raise ValueError(
-            f"partial_rotary_factor ({rope.share}) must leave an even number of {spec.head_dim} dimensions, at least 2"
-        )
-    if rope.factors and len(rope.factors) != rope.width(spec.head_dim) // 2:
-        raise ValueError(
-            f"short_factor and long_factor have {len(rope.factors)} numbers for {rope.width(spec.head_dim) // 2} "
-            "frequencies"
-        )
+    _check_width(rope, spec.head_dim)
     if window is not None and window < 1:
         raise ValueError("sliding_window must be at least 1")
     return spec
@@ -1266,6 +1326,10 @@ def _latent(config: Any, family: LatentFamily, rope: RopeSpec) -> LatentSpec:
     )
     if rope_dim % 2:
         raise ValueError(f"{family.rope_dim.name} ({rope_dim}) must be even, for rotary embeddings")
+    for name, dim in (("head_dim", rope_dim), ("qk_head_dim", spec.head_dim)):
+        if getattr(config, name, dim) not in (None, dim):  # transformers' class sets it, unless config.json has it
+            raise ValueError(f"{name} ({getattr(config, name)}) must be {dim} in a model with these heads, or absent")
+    _check_width(rope, rope_dim)
     if config.num_key_value_heads not in (None, spec.heads):
         raise ValueError(
             f"num_key_value_heads ({config.num_key_value_heads}) must be num_attention_heads ({spec.heads}), or absent"
@@ -1304,7 +1368,7 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
             groups=_value(config, family.groups) if grouped else 1,
             top_groups=_value(config, family.top_groups) if grouped else 1,
             group_best=family.group_best,
-            scale=_value(config, family.scale),
+            scale=_number(config, family.scale),
             logit_bias=family.logit_bias,
         ),
         names=family.names,
@@ -1374,6 +1438,14 @@ def _value(config: Any, declared: Any) -> Any:
     return getattr(config, declared.name, *([] if declared.default is None else [declared.default]))
 
 
+def _number(config: Any, declared: Any) -> float:
+    """A value that no model of the family lacks. Raises ValueError where the key is null."""
+    value = _value(config, declared)
+    if value is None:
+        raise ValueError(f"config.json gives no {declared.name}")
+    return float(value)
+
+
 # --- rotary embedding ------------------------------------------------------------------------------------------------
 
 
@@ -1381,12 +1453,14 @@ def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
     if part is None or (family.optional_rope and _rope_parameters(config).get("rope_theta") is None):
         return RopeSpec("none", theta=1.0)
     params = _rope_parameters(config, part, family.one_rope_map)
+    nested = part if part in (config.rope_parameters or {}) else ""
     share = params.get("partial_rotary_factor", _rope_share(config, family))
     if share != 1.0 and not family.partial_rope:
         raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
     if not 0 < share <= 1:
         raise ValueError(f"partial_rotary_factor ({share}) must be above 0 and at most 1")
-    rope = replace(_scaled_rope(config, params), share=share, interleaved=bool(_value(config, family.interleaved_rope)))
+    interleaved = bool(_value(config, family.interleaved_rope))
+    rope = replace(_scaled_rope(config, nested, params), share=share, interleaved=interleaved)
     return replace(rope, axes=_rope_axes(config, family, params, rope))
 
 
@@ -1398,6 +1472,20 @@ def _rope_share(config: Any, family: Family) -> float:
 
 def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _check_width(rope: RopeSpec, head_dim: int) -> None:
+    """Raise ValueError unless an even number of dimensions turns, with a frequency for each two of them."""
+    width = rope.width(head_dim)
+    if not width or width % 2:
+        raise ValueError(
+            f"partial_rotary_factor ({rope.share}) must leave an even number of {head_dim} dimensions, at least 2"
+        )
+    if rope.frequencies and len(rope.frequencies) != width // 2:
+        raise ValueError(
+            f"rope scaling {rope.kind!r} has {len(rope.frequencies)} frequencies, and {width // 2} are needed: check "
+            "head_dim, partial_rotary_factor, short_factor and long_factor"
+        )
 
 
 def _rope_axes(config: Any, family: Family, params: dict[str, Any], rope: RopeSpec) -> tuple[int, ...]:
@@ -1440,91 +1528,48 @@ def _growth(config: Any) -> QueryGrowth | None:
     return QueryGrowth(beta, positions)
 
 
-def _scaled_rope(config: Any, params: dict[str, Any]) -> RopeSpec:
-    kind = params.get("rope_type", "default")
-    theta = params.get("rope_theta")
+def _scaled_rope(config: Any, part: str, params: dict[str, Any]) -> RopeSpec:
+    """The embedding that one map of `rope_parameters` describes; scaled frequencies are those of transformers."""
+    kind, theta = params.get("rope_type", "default"), params.get("rope_theta")
     if theta is None:
         raise ValueError("config.json gives no rope_theta")
     if theta <= 1:
         raise ValueError(f"rope_theta ({theta}) must be more than 1")
+    if kind not in ("default", *_SCALED_ROPES):
+        supported = ", ".join(("default", *_SCALED_ROPES))
+        raise ValueError(f"rope_type {kind!r:.80} is not supported; supported: {supported}")
     if kind == "default":
-        return RopeSpec("default", theta)
-    factor = params.get("factor")
-    if kind == "linear":
-        return RopeSpec("linear", theta, factor=_required(factor, "factor", kind))
-    original = params.get("original_max_position_embeddings") or config.max_position_embeddings
-    if kind == "llama3":
-        return RopeSpec(
-            "llama3",
-            theta,
-            factor=_required(factor, "factor", kind),
-            original_max_positions=original,
-            low_freq_factor=_required(params.get("low_freq_factor"), "low_freq_factor", kind),
-            high_freq_factor=_required(params.get("high_freq_factor"), "high_freq_factor", kind),
-        )
-    if kind == "yarn":
-        factor = factor or config.max_position_embeddings / original
-        return RopeSpec(
-            "yarn",
-            theta,
-            factor=factor,
-            original_max_positions=original,
-            beta_fast=params.get("beta_fast") or 32.0,
-            beta_slow=params.get("beta_slow") or 1.0,
-            truncate=params.get("truncate", True),
-            attention_factor=_yarn_attention_factor(params, factor),
-        )
-    if kind == "longrope":
-        factor = factor or config.max_position_embeddings / original
-        return RopeSpec(
-            "longrope",
-            theta,
-            factor=factor,
-            attention_factor=_longrope_attention_factor(params, factor, original),
-            factors=tuple(_required(params.get("short_factor"), "short_factor", kind)),
-        )
-    raise ValueError(f"rope_type {kind!r:.80} is not supported; supported: default, linear, llama3, yarn, longrope")
-
-
-def _required(value: Any, name: str, kind: str) -> Any:
-    if value is None:
-        raise ValueError(f"config.json: rope scaling {kind!r} needs {name!r}")
-    return value
-
-
-def _yarn_attention_factor(params: dict[str, Any], factor: float) -> float:
-    """The temperature of the YaRN paper (arXiv 2309.00071, section 3.4), as checkpoints override it."""
-    magnitude = functools.partial(_yarn_magnitude, factor)
-    if params.get("attention_factor") is not None:
-        return params["attention_factor"]
-    mscale, mscale_all = params.get("mscale"), params.get("mscale_all_dim")
-    return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
-
-
-def _yarn_magnitude(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return RopeSpec(kind, theta)
+    try:
+        inv_freq_F, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=part or None)
+    except KeyError as error:
+        raise ValueError(f"config.json: rope scaling {kind!r} needs {error.args[0]!r}") from error
+    # The function makes logarithms and tensors of values that may fit no scaling.
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"config.json: rope scaling {kind!r} cannot be computed: {error!s:.200}") from error
+    if not bool(torch.isfinite(inv_freq_F).all()):
+        raise ValueError(f"config.json: rope scaling {kind!r} gives frequencies that are no numbers: check its factors")
+    return RopeSpec(kind, theta, frequencies=tuple(inv_freq_F.tolist()), amplitude=float(factor))
 
 
 def _yarn_score_factor(config: Any) -> float:
     """What latent attention multiplies its scores by where a rotary embedding is scaled and has `mscale_all_dim`."""
     params = _rope_parameters(config)
-    mscale_all = params.get("mscale_all_dim")
-    if params.get("rope_type", "default") == "default" or not mscale_all:
+    kind, mscale_all, factor = params.get("rope_type", "default"), params.get("mscale_all_dim"), params.get("factor")
+    if kind == "default" or not mscale_all:
         return 1.0
-    return _yarn_magnitude(_required(params.get("factor"), "factor", params["rope_type"]), mscale_all) ** 2
+    if factor is None:
+        raise ValueError(f"config.json: rope scaling {kind!r} with 'mscale_all_dim' needs 'factor'")
+    return (0.1 * mscale_all * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
 
 
-def _longrope_attention_factor(params: dict[str, Any], factor: float, original: int) -> float:
-    """The temperature of the LongRoPE paper (arXiv 2402.13753), as checkpoints override it."""
-    if params.get("attention_factor") is not None:
-        return params["attention_factor"]
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-
-
-def _max_positions(config: Any, layers: tuple[LayerSpec, ...]) -> int:
+def _max_positions(config: Any) -> int:
     """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one."""
     if border := first_border(config):
         return border
-    ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, KVMixerSpec)}
-    extended = (int(rope.factor * rope.original_max_positions) for rope in ropes if rope.kind == "yarn")
+    extended = [
+        int(params["factor"] * params["original_max_position_embeddings"])
+        for params in rope_maps(config, "yarn")
+        if params.get("factor") and params.get("original_max_position_embeddings")
+    ]
     return max(config.max_position_embeddings, *extended, 0)

@@ -1,11 +1,9 @@
-"""Rotary embeddings: inverse frequencies for every kind of scaling, and the module that holds them.
+"""Rotary embeddings: inverse frequencies, and the module that holds them.
 
 Legend: T tokens, D dimensions of a head that turn, F = D / 2 frequencies.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from rollout_kernels import rope_cos_sin
@@ -19,38 +17,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     width = rope.width(head_dim)
     if rope.kind == "none":
         return torch.zeros(width // 2)
-    inv_freq_F = 1.0 / rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-    if rope.kind == "linear":
-        return inv_freq_F / rope.factor
-    if rope.kind == "llama3":
-        return _llama3(inv_freq_F, rope)
-    if rope.kind == "yarn":
-        return _yarn(inv_freq_F, rope, width)
-    if rope.kind == "longrope":
-        return inv_freq_F / torch.tensor(rope.factors)
-    return inv_freq_F
-
-
-def _llama3(inv_freq_F: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
-    """Divide slow frequencies by the factor, keep fast ones, interpolate between the two (Llama 3.1)."""
-    turns_F = rope.original_max_positions * inv_freq_F / (2 * math.pi)
-    kept_F = ((turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return inv_freq_F * kept_F + inv_freq_F / rope.factor * (1 - kept_F)
-
-
-def _yarn(inv_freq_F: torch.Tensor, rope: RopeSpec, width: int) -> torch.Tensor:
-    """As llama3, but the ramp is over dimensions rather than frequencies (arXiv 2309.00071, section 3.2)."""
-
-    def dimension(turns: float) -> float:
-        period = rope.original_max_positions / (turns * 2 * math.pi)
-        return width * math.log(period) / (2 * math.log(rope.theta))
-
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    ramp_F = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
-    return inv_freq_F * (1 - ramp_F) + inv_freq_F / rope.factor * ramp_F
+    if rope.frequencies:
+        return torch.tensor(rope.frequencies)
+    return 1.0 / rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
 
 class Rope(nn.Module):
@@ -59,7 +28,7 @@ class Rope(nn.Module):
     def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device) -> None:
         super().__init__()
         inv_freq_F = inverse_frequencies(rope, head_dim)
-        sign_F = torch.full_like(inv_freq_F, rope.attention_factor)
+        sign_F = torch.full_like(inv_freq_F, rope.amplitude)
         self.inv_freq_D: torch.Tensor
         self.sign_D: torch.Tensor
         signs = (-sign_F, sign_F)

@@ -39,19 +39,13 @@ Scoring = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding and its scaling; fields of other kinds than `kind` are unused. `none` turns by no angle."""
+    """Rotary embedding. `default` has the frequencies 1 / theta^(i / width), `none` turns by no angle."""
 
     kind: RopeKind
     theta: float
-    factor: float = 1.0
-    original_max_positions: int = 0  # llama3, yarn
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
-    attention_factor: float = 1.0  # yarn, longrope: multiplies sine and cosine
-    factors: tuple[float, ...] = ()  # longrope: what divides each frequency
+    #: Radians per position of the dimensions that turn, fastest first, where the embedding is scaled: float32 values.
+    frequencies: tuple[float, ...] = ()
+    amplitude: float = 1.0  # multiplies sine and cosine
     share: float = 1.0  # of a head's dimensions, the first ones: they turn, the others stay
     interleaved: bool = False  # a dimension turns with its neighbour, and not with the one half of them further on
     #: Which of three positions each frequency takes, fastest first; empty where a token has one position.

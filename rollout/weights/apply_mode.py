@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from rollout.process.host_memory import available_bytes
 from rollout.process.progress import stage
 from rollout.weights.destination import InPlaceDestination, StagedDestination
 from rollout.weights.parameter_map import Fit
@@ -71,7 +72,7 @@ class ApplyMode:
             device = self._cuda or torch.device("cpu")
             if takes_device(nbytes, device, staging):
                 self.shadow = DeviceShadow(nbytes, device, allocate)
-        fits = self.shadow is not None or nbytes <= HOST_SHARE * _free_host_bytes()
+        fits = self.shadow is not None or nbytes <= HOST_SHARE * available_bytes()
         self.in_place = asked == "in_place" or (asked == "auto" and not fits)
         self.name = "in_place" if self.in_place else "staged"
         level = logging.INFO if self.in_place and asked == "auto" else logging.DEBUG  # it costs generation time
@@ -137,11 +138,3 @@ def _pin(staging: HostStaging, nbytes: int) -> None:
             f"the host does not give {nbytes / (1 << 30):.1f} GiB of pinned memory for updates of the weights: set "
             f"weights.staging to device, or weights.apply to in_place ({error!s:.200})"
         ) from error
-
-
-def _free_host_bytes() -> float:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return float("inf")  # not Linux: an allocation that is too large fails with the system's own error

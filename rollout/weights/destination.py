@@ -172,4 +172,9 @@ def check_equal(kept: str, other: str, a: torch.Tensor, b: torch.Tensor, dtype: 
         torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dtype == b.dtype else False
     )
     if not same and not torch.equal(a.to(dtype), b.to(dtype)):
-        raise WeightsRejected(f"{kept} and {other} are one parameter of the model, but differ; send one of them")
+        raise WeightsRejected(
+            f"{kept} and {other} are one parameter of the worker's model, but differ: send one of them. If it is an "
+            "output layer that the trainer's model does not tie to its embedding, start the worker with a checkpoint "
+            "that has both tensors, and tie_word_embeddings = false in config.json",
+            field="manifest",
+        )

@@ -166,8 +166,10 @@ class ParameterMap:
             raise _rejected("tensors that write the same parameters", pairs, "send one layout of each parameter")
         written, kept = self._with_kept(_merge(intervals), may_lack)
         if not np.array_equal(written, self._whole):
-            missing = self._missing(written)
-            raise _rejected("missing tensors", missing, "an update must carry every parameter")
+            missing, advice = self._missing(written), "an update must carry every parameter"
+            if all(name.endswith("lm_head.weight") for name in missing):
+                advice += "; the worker's output layer is not its embedding: send what the trainer's model has for it"
+            raise _rejected("missing tensors", missing, advice)
         return Fit(tuple(copied), tuple(aliases), tuple(kept), unused)
 
     def _split_aliases(self, names: list[str]) -> tuple[list[str], list[tuple[str, str]]]:

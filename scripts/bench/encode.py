@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rollout.models.checkpoint_folder import read_config, read_tower
+from rollout.models.checkpoint_config import read_config, read_tower
 from rollout.models.vision import VisionTower, to_device
 from scripts.bench.images import SHAPES, write_checkpoint
 
@@ -40,8 +40,7 @@ def make_tower(shape: str, device: torch.device) -> VisionTower:
     """The tower of a shape, with random weights in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(shape, Path(folder))
-        config, architecture = read_config(path)
-        tower = VisionTower(read_tower(path, architecture, config), torch.bfloat16, device)
+        tower = VisionTower(read_tower(path, read_config(path)), torch.bfloat16, device)
     tower.fill_random(torch.Generator(device=device).manual_seed(1))
     return tower
 

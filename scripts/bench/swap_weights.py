@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from rollout.models.checkpoint_folder import read_config
+from rollout.models.checkpoint_config import read_config
 from rollout.models.cut import whole_shape
 from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
@@ -62,8 +62,8 @@ def shape_tensors(
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of an update, by name, in the loader's order."""
-    config, architecture = read_config(folder)
-    outline = Decoder(spec_from_config(config, architecture), torch.bfloat16, torch.device("meta"))
+    config = read_config(folder)
+    outline = Decoder(spec_from_config(config.text, config.architecture), torch.bfloat16, torch.device("meta"))
     return {
         name: whole_shape(view)
         for name, view in outline.hf_views().items()

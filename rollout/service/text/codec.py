@@ -70,6 +70,11 @@ class TextCodec:
         """True if the tokenizer has a chat template, which `render_chat` needs."""
         return bool(self._tokenizer.chat_template)
 
+    @property
+    def eos_id(self) -> int | None:
+        """The token that the tokenizer declares as the end of a text; None if it declares none."""
+        return self._tokenizer.eos_token_id
+
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text prompt, int32 [n], with the special tokens that the tokenizer adds."""
         return self._encode(text, add_special_tokens=True)

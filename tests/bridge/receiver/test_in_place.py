@@ -114,7 +114,7 @@ def test_a_model_that_fits_beside_itself_is_staged() -> None:
 
 
 def test_auto_writes_in_place_where_the_host_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.weights.apply_mode._free_host_bytes", lambda: 1000.0)
+    monkeypatch.setattr("rollout.weights.apply_mode.available_bytes", lambda: 1000.0)
     with Worker(model=TinyModel()) as worker:
         assert worker.status()["apply"] == "in_place"
     with Worker(apply="staged") as worker:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 from rollout.engine.build import longest_sequence
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.messages import Rejected
 from rollout.engine.schedule.preemption import change_weights
+from rollout.models.batch import KVCache
 from tests.support.engine.harness import Bench, watch_prefills
 
 SAMPLED = {"temperature": 1.0, "seed": 5}
@@ -233,3 +237,23 @@ def test_the_longest_sequence_is_bounded_by_model_and_pool(model, pages, longest
     bench = Bench(model, kv_pages=pages)
     assert longest_sequence(bench.settings, model, bench.engine) == longest
     bench.close()
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_pool_on_a_cpu_takes_memory_as_its_pages_are_used(model, dtype):
+    """A worker may have a pool of gigabytes, of which a few completions use little."""
+    page = model.spec.kv_bytes_per_token(dtype) * 16
+    pages = (256 << 20) // page
+    before = resident_bytes()
+    cache = KVCache.allocate(model.spec, pages, 16, dtype, "cpu")
+    assert sum(tensor.nbytes for tensor in cache.tensors) == pages * page
+    assert resident_bytes() - before < 32 << 20
+    assert all(int(tensor.reshape(-1)[-1]) == 0 and tensor.data_ptr() % 64 == 0 for tensor in cache.tensors)
+    for tensor in cache.tensors:
+        tensor.fill_(1)
+    assert resident_bytes() - before > 200 << 20

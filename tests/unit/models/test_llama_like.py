@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
 from rollout.models import load_model
-from rollout.models.checkpoint_folder import read_config
+from rollout.models.checkpoint_config import read_config
 from rollout.models.cut import kept_values
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
@@ -124,14 +124,15 @@ def test_mimo_is_read_as_qwen2_without_its_prediction_of_further_tokens(
 def test_rotary_embeddings_follow_the_config_whichever_release_of_transformers_reads_it(tmp_path: Path) -> None:
     """Earlier ones leave `rotary_dim` of MiniMax-M2 as it is, and keep one map of rotary embeddings for OLMo 3."""
     make_variant("MiniMaxM2", tmp_path / "minimax")
-    config, name = read_config(tmp_path / "minimax", "auto")
+    read = read_config(tmp_path / "minimax", "auto")
+    config = read.text
     config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
-    attention = spec_from_config(config, name).layers[0].mixer
+    attention = spec_from_config(config, read.architecture).layers[0].mixer
     assert attention.rope.width(attention.head_dim) == config.rotary_dim == attention.head_dim // 2
     make_variant("Olmo3", tmp_path / "olmo")
-    config, name = read_config(tmp_path / "olmo", "auto")
-    config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    mixers = [layer.mixer for layer in spec_from_config(config, name).layers]
+    read = read_config(tmp_path / "olmo", "auto")
+    read.text.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    mixers = [layer.mixer for layer in spec_from_config(read.text, read.architecture).layers]
     kinds = [(mixer.window, mixer.rope.kind, mixer.rope.theta) for mixer in mixers]
     assert kinds == [(6, "default", 1e4), (None, "linear", 1e4), (6, "default", 1e4)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rollout_kernels.parallel import TensorGroup
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
 from rollout.models import Decoder, LoadedModel, load_model
@@ -17,6 +18,7 @@ from rollout.models.cut import CutView, kept_values, whole_shape
 from rollout.models.loader import check_cut
 from rollout.weights.destination import InPlaceDestination
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
+from tests.support.models.both_ways import edit
 from tests.support.models.families import FAMILIES, make_checkpoint
 from tests.support.models.hybrids import HYBRIDS, make_hybrid
 from tests.support.models.images import make_model
@@ -147,6 +149,40 @@ def _check_shards(folder: Path, ranks: Ranks, share: float) -> None:
     assert len({*logits.argmax(-1).tolist(), *tokens}) > 1
     largest = max(values for *_, values in results)
     assert largest < sum(parameter.numel() for parameter in whole.model.parameters()) * share
+
+
+@pytest.mark.parametrize("lacks", [None, "model.embed_tokens.weight"])
+def test_ranks_agree_on_whether_the_output_layer_is_tied(
+    lacks: str | None, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    """The config says so; the files have another output layer, or that one alone."""
+    make_checkpoint("qwen2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 0.5
+    tensors.pop(lacks, None)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert _load(tmp_path).spec.tied == (lacks is not None)
+    _check_shards(tmp_path, start_ranks(2), 0.8)
+
+
+def _checks(group: TensorGroup, folder: Path) -> int:
+    records: list[logging.LogRecord] = []
+    logger, handler = logging.getLogger("rollout.models.start_check"), logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    _load(folder, group)
+    logger.removeHandler(handler)
+    return len(records)
+
+
+def test_one_rank_checks_the_logits_of_a_config_with_unknown_keys(
+    tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    edit(tmp_path, lambda content: content.update(new_key=1))
+    assert start_ranks(2).run(_checks, tmp_path) == [1, 0]
+    _check_shards(tmp_path, start_ranks(2), 0.8)
 
 
 @pytest.mark.parametrize("width", [32, 256], ids=["whole experts", "parts of each"])
