@@ -19,7 +19,15 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 import zmq
 
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
-from trainer_bridge.client.core import ClientCall, StreamView, next_chunk, until_cancelled, until_done, until_ended
+from trainer_bridge.client.core import (
+    MAKE_CLIENTS,
+    ClientCall,
+    StreamView,
+    next_chunk,
+    until_cancelled,
+    until_done,
+    until_ended,
+)
 from trainer_bridge.client.generate_request import (
     AttachFields,
     GenerateFields,
@@ -33,13 +41,14 @@ from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_misma
 from trainer_bridge.client.progress import Progress, show_progress
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.client.resume import ResumePolicy, make_core
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire.keys import ClientCurve
 
 _Item = TypeVar("_Item", Chunk, Completion)
 _Value = TypeVar("_Value")
 
 
-class RolloutClient:
+class RolloutClient(ProcessBound):
     """Sends requests to one or several workers. Not thread-safe.
 
     A request goes to the endpoint with the fewest completions of this client in flight. Requests that begin with the
@@ -70,6 +79,9 @@ class RolloutClient:
         heartbeat_s: Seconds between heartbeats. A worker whose machine is gone or whose process hangs is lost after at
             most four times this value; the end of a process is noticed at once. Default: 10.
     """
+
+    _instead = MAKE_CLIENTS
+    _readable_after_fork = frozenset({"endpoints", "_core"})
 
     def __init__(
         self,
@@ -343,7 +355,8 @@ class RolloutClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._owned:
+            self.close()
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
@@ -427,11 +440,15 @@ class Stream(StreamView, Generic[_Item]):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._owned:
+            self.close()
 
 
-class Session:
+class Session(ProcessBound):
     """Turns of one conversation, one at a time. `id` and `lease_s` are what each turn sends with it."""
+
+    _instead = MAKE_CLIENTS
+    _readable_after_fork = frozenset({"id", "lease_s"})
 
     def __init__(self, client: RolloutClient, session_id: str, lease_s: float | None) -> None:
         self.id = session_id
@@ -451,4 +468,5 @@ class Session:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.end()
+        if self._owned:
+            self.end()

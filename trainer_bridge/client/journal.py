@@ -30,6 +30,7 @@ from typing import Any, Literal
 import msgpack
 
 from trainer_bridge.client.results import Chunk, GenerateResult, read_chunk, read_result
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire import codec as wire
 from trainer_bridge.wire.errors import JournalFailed, ProtocolError
 
@@ -86,11 +87,15 @@ def _sorted(value: Any) -> Any:
     return [_sorted(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-class Journal:
+class Journal(ProcessBound):
     """The file, open for one client. Raises `JournalFailed` where it cannot be read or written.
 
     With `read_only` the file must be there and stays as it is; only `ids` and `read` may be called.
     """
+
+    _instead = "open it in one process at a time"
+    _idle_after_fork = frozenset({"close"})
+    _fd = -1
 
     def __init__(self, path: str | os.PathLike[str], fsync: Fsync = "never", read_only: bool = False) -> None:
         if fsync not in ("never", "results", "always"):
@@ -99,7 +104,6 @@ class Journal:
         self._fsync, self._read_only = fsync, read_only
         self._ids: dict[str, _Index] = {}
         self._end = 0
-        self._fd = -1
         try:
             self._fd = _open_locked(self.path, read_only)
         except OSError as error:
@@ -112,6 +116,10 @@ class Journal:
 
     def __del__(self) -> None:
         self.close()  # of a client that is dropped without `close`, the lock must not stay
+
+    def _leave_after_fork(self) -> None:
+        """Without this the lock would last as long as the forked process."""
+        self.close()
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.keys import ClientCurve
 
@@ -133,12 +134,18 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
     return kept
 
 
-class WorkerProcess:
+class WorkerProcess(ProcessBound):
     """A worker that `start_worker` started. It is killed when this object is deleted, at the latest when the job ends.
 
     With `workers=N` it is a supervisor and its N workers; `endpoint` and `weights_endpoint` are then the first one's.
     Leaving a `with` block ends the worker at once; call `stop()` before that to let requests finish.
     """
+
+    _instead = "end the worker in its process, and pass its endpoints"
+    _readable_after_fork = frozenset(
+        {"log_path", "log_tail", "pid", "pids", "endpoint", "endpoints", "weights_endpoint", "weights_endpoints"}
+        | {"model", "_pid", "_ready", "_ready_file", "_read_ready", "_told", "_workers"}
+    )
 
     def __init__(
         self,
@@ -152,7 +159,7 @@ class WorkerProcess:
         self.log_path = log_path
         self._curve = curve
         self._stages = stages
-        self._process = process
+        self._process, self._pid = process, process.pid
         self._ready_file = ready_file
         self._ready: dict[str, Any] | None = None
         self._end = weakref.finalize(self, _end, process, folder, os.getpid())
@@ -160,7 +167,7 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         """The process id."""
-        return self._process.pid
+        return self._pid
 
     @property
     def returncode(self) -> int | None:
@@ -292,7 +299,8 @@ class WorkerProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.stop("now", timeout_s=10.0)
+        if self._owned:
+            self.stop("now", timeout_s=10.0)
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:

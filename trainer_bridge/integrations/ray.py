@@ -42,6 +42,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerFailed, WorkerProcess, start_worker
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.keys import ClientCurve
 
@@ -187,7 +188,7 @@ class _Worker:
     problem: str | None = None
 
 
-class RayFleet:
+class RayFleet(ProcessBound):
     """Workers on the Ray cluster that this process is connected to (`ray.init`).
 
     Returns once all workers can serve. A worker of a cluster with several nodes listens on its node's address, so it
@@ -212,6 +213,8 @@ class RayFleet:
 
     Raises `WorkerFailed` if Ray has no room, or a worker does not start.
     """
+
+    _instead = "change the fleet in its process, and pass its endpoints"
 
     def __init__(
         self,
@@ -344,7 +347,8 @@ class RayFleet:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._owned:
+            self.close()
 
     def _new_worker(self, group: PlacementGroup, bundle: int) -> _Worker:
         name = f"worker-{next(self._numbers)}.log"

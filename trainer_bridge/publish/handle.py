@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.transports.base import Recipient
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import ProtocolError, RolloutError, RolloutTimeout
@@ -26,8 +27,11 @@ class WorkerReport:
     phases: dict[str, float]  # seconds on the worker: receive, verify, wait, apply
 
 
-class PublishHandle:
+class PublishHandle(ProcessBound):
     """An update in progress. All methods may be called from any thread, any number of times."""
+
+    _instead = "wait for the update in its process, and pass its reports"
+    _readable_after_fork = frozenset({"version", "nbytes", "phase", "reports", "errors", "error"})
 
     def __init__(self, payload: Payload) -> None:
         self.version = payload.manifest.version

@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.publish.control_link import ControlLink, ask_all
 from trainer_bridge.publish.handle import PublishHandle, WorkerReport
 from trainer_bridge.publish.kept_update import KeptUpdate
@@ -67,7 +68,7 @@ class _Change:
     joins: ControlLink | None
 
 
-class WeightPublisher:
+class WeightPublisher(ProcessBound):
     """Publishes weights to one or several workers.
 
     Closing ends unfinished updates, so wait for `applied` first. Workers keep the weights they serve. If a worker still
@@ -99,6 +100,9 @@ class WeightPublisher:
             out of memory that the other ranks' GPUs lend, at most 512 MiB each; else they cross host memory. `held`
             and `applied` mean the same on all ranks. The default group is not used for transfers. Default: False.
     """
+
+    _instead = "publish in its process, or pass its endpoints and make a publisher in each process"
+    _readable_after_fork = frozenset({"endpoints", "transport"})
 
     def __init__(
         self,
@@ -223,11 +227,16 @@ class WeightPublisher:
         self._thread.join()
         atexit.unregister(self.close)
 
+    def _leave_after_fork(self) -> None:
+        """The forked process has nothing to close when it ends."""
+        atexit.unregister(self.close)
+
     def __enter__(self) -> WeightPublisher:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._owned:
+            self.close()
 
     def _check_not_closed(self) -> None:
         if self._closing.is_set():
