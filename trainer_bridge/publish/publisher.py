@@ -461,7 +461,8 @@ class WeightPublisher(ProcessBound):
             meanwhile,
         )
         replies = []
-        for (recipient, _), answer in zip(asked, answers, strict=True):
+        for (recipient, link), answer in zip(asked, answers, strict=True):
+            recipient.weight_socket = link.weight_socket
             if isinstance(answer, RolloutError):
                 recipient.fail(answer)
                 continue
