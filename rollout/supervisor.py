@@ -31,10 +31,10 @@ from rollout.config import Settings
 from rollout.process.announce import say, write_whole
 from rollout.process.child_python import import_path
 from rollout.process.observed_time import ObservedTime
-from rollout.process.scratch import ScratchFolder
 from rollout.ranks.thread_stat import is_stopped
 from rollout.ranks.watch import SILENT_S
 from trainer_bridge.client.launch import worker_environment
+from trainer_bridge.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Supervisor:
             _Worker(i, nth_endpoint(settings.service.bind, i), nth_endpoint(settings.weights.bind, i), device)
             for i, device in enumerate(devices)
         ]
-        self._folder = ScratchFolder("rollout-supervisor-")
+        self._folder = ScratchFolder("supervisor")
         self._announced = False
         self._signals = 0
         self._signals_sent = 0  # to each worker

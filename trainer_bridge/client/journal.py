@@ -101,6 +101,7 @@ class Journal(ProcessBound):
         if fsync not in ("never", "results", "always"):
             raise ValueError(f"journal_fsync is {fsync!r}; use 'never', 'results' or 'always'")
         self.path = Path(path)
+        self._new_file = self.path.with_name(f"{self.path.name}.new")
         self._fsync, self._read_only = fsync, read_only
         self._ids: dict[str, _Index] = {}
         self._end = 0
@@ -109,6 +110,8 @@ class Journal(ProcessBound):
         except OSError as error:
             raise JournalFailed(f"the journal {self.path} cannot be opened: {error}") from error
         try:
+            if not read_only:
+                self._new_file.unlink(missing_ok=True)  # of a client that was killed while it cleared out
             self._load()
         except BaseException:
             self.close()
@@ -283,14 +286,13 @@ class Journal(ProcessBound):
 
     def _compact(self) -> None:
         """Write the records that are left to a new file, and put it in the old one's place."""
-        new_file = self.path.with_name(self.path.name + ".new")
-        new_file.unlink(missing_ok=True)
+        self._new_file.unlink(missing_ok=True)
         try:
-            fd = _open_locked(new_file)
+            fd = _open_locked(self._new_file)
             try:
                 moved = self._copy_to(fd)
                 os.fsync(fd)
-                os.replace(new_file, self.path)
+                os.replace(self._new_file, self.path)
             except BaseException:
                 os.close(fd)
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -176,6 +177,35 @@ def test_what_a_launcher_of_ranks_sets_does_not_leak() -> None:
 )
 def test_a_number_of_threads_that_is_not_torchruns_stays(base: dict, changes: dict, threads: str) -> None:
     assert worker_environment(base, changes) == {"OMP_NUM_THREADS": threads}
+
+
+def test_a_job_that_is_killed_leaves_its_folder_to_the_next_start(tmp_path: Path) -> None:
+    job = f"""
+import os, signal, sys
+from trainer_bridge.client.launch import start_worker
+worker = start_worker("m", command=(sys.executable, "-c", {FAKE_WORKER!r}))
+print(worker.log_path.parent, worker.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", job], capture_output=True, text=True, timeout=PATIENCE_S)
+    folder, pid = done.stdout.split()
+    try:
+        assert Path(folder, "ready.json").exists()
+        with start() as first, start() as second:
+            assert not Path(folder).exists()
+            assert first.log_path.exists() and second.log_path.exists(), "those of live jobs stay"
+    finally:
+        os.killpg(int(pid), signal.SIGKILL)  # this worker does not look after its parent
+
+
+def test_a_worker_that_cannot_be_started_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with pytest.raises(FileNotFoundError):
+        start_worker("m", command=("/no/such/command",))
+    with pytest.raises(FileNotFoundError):
+        start(log_file=tmp_path / "no" / "such" / "folder.log")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stopped_worker_leaves_no_folder() -> None:
