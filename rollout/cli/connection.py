@@ -9,7 +9,6 @@ from rollout.cli.parser import UsageError
 
 if TYPE_CHECKING:
     from trainer_bridge.client.blocking import RolloutClient
-    from trainer_bridge.wire.errors import RolloutError
     from trainer_bridge.wire.keys import ClientCurve
 
 #: Most seconds to wait for a connection; a worker that runs accepts one at once.
@@ -48,12 +47,14 @@ def connect(endpoint: str, args: argparse.Namespace) -> RolloutClient:
     try:
         return RolloutClient(endpoint, timeout_s=args.timeout_s, curve=curve_of(args), **limits)
     except ValueError as error:  # not an endpoint
-        raise UsageError(f"{endpoint}: {error}") from error
+        raise UsageError(where(endpoint, error)) from error
 
 
-def where(endpoint: str, error: RolloutError) -> str:
+def where(endpoint: str, error: Exception) -> str:
     """The error with the endpoint in front, unless its text names the endpoint already."""
-    return str(error) if endpoint in str(error) else f"{endpoint}: {error}"
+    from trainer_bridge.wire.errors import with_endpoint
+
+    return with_endpoint(endpoint, str(error))
 
 
 def curve_of(args: argparse.Namespace) -> ClientCurve | None:

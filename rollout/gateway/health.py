@@ -13,6 +13,7 @@ from rollout.gateway.answers import json_answer
 from rollout.gateway.errors import HttpError
 from rollout.gateway.gateway import Gateway, now
 from rollout.gateway.workers import WorkerState
+from trainer_bridge.wire.errors import with_endpoint
 
 #: States in which a worker is in order: paused and sleeping ones go on when they are told to.
 _WELL = ("serving", "paused", "asleep")
@@ -35,7 +36,7 @@ class Health:
         floor = self.floor(states)
         problems = {state.endpoint: problem for state in states if (problem := self._problem(state, floor))}
         if len(problems) == len(states):
-            raise HttpError(503, "; ".join(f"{endpoint}: {problem}" for endpoint, problem in problems.items()))
+            raise HttpError(503, "; ".join(with_endpoint(*problem) for problem in problems.items()))
         return json_answer({"status": "ok", "workers": len(states), "unhealthy": problems, "min_version": floor})
 
     def floor(self, states: list[WorkerState]) -> int:

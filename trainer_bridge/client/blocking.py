@@ -133,7 +133,7 @@ class RolloutClient(ProcessBound):
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[GenerateFields],
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
-        """Generate `n` completions of a prompt (token ids or text) or of `messages=`; fields: see the protocol page.
+        """Generate `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
 
         Returns the result. With `stream` it returns an iterator of chunks, or of completions in the order in which they
         end. If the call is interrupted (a time-out, Ctrl-C), the request is cancelled at the worker.

@@ -53,7 +53,8 @@ class BackgroundFuture(ProcessBound, Future[_Value]):
 class BackgroundClient(ProcessBound):
     """An `AsyncRolloutClient` (with its arguments) and an event loop in a thread of its own. May be used by any thread.
 
-    Cancelling a future cancels its requests at the worker, and so does `close`. A future raises what the client does.
+    Its futures are those of `concurrent.futures`. Cancelling a future cancels its requests at the worker, and so does
+    `close`. A future raises what the client does.
     """
 
     _instead = MAKE_CLIENTS
