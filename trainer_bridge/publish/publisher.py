@@ -141,6 +141,8 @@ class WeightPublisher(ProcessBound):
         self._client = f"publisher-{secrets.token_hex(4)}"
         self._links = {link.endpoint: link for link in self._connect()}
         self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | _Change | None] = queue.SimpleQueue()
+        # A tensor with several names goes under one. `disk` writes for other readers, and before a worker can refuse.
+        self._once = transport != "disk"
         self._newest: dict[str | None, int] = {}  # the last version that was published, by adapter; None: the model's
         self._jobs_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
@@ -152,10 +154,12 @@ class WeightPublisher(ProcessBound):
     ) -> PublishHandle:
         """Start to publish every parameter, under its Hugging Face name, as `version`, which must grow.
 
-        Correction biases of routers may be left out: they keep their values. Tensors that text needs none of (`mtp.*`,
-        `visual.*`) may be sent, and workers drop them. Tensors of a worker's draft model are `draft.NAME`, with the
-        names of its checkpoint and without `d2t` and `t2d`. If a layer for multi-token prediction drafts, its tensors
-        have the names of the model's checkpoint. An update may have all, some or none of them.
+        A tensor that comes under two names, as tied embeddings do in a `state_dict`, is sent once, unless a worker has
+        two parameters for it. Correction biases of routers may be left out: they keep their values. Tensors that text
+        needs none of (`mtp.*`, `visual.*`) may be sent, and workers drop them. Tensors of a worker's draft model are
+        `draft.NAME`, with the names of its checkpoint and without `d2t` and `t2d`. If a layer for multi-token
+        prediction drafts, its tensors have the names of the model's checkpoint. An update may have all, some or none of
+        them.
 
         Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device, where they are read after the work that
         is already on the current CUDA stream. They must not change before `held`. Raises ValueError for tensors that
@@ -167,7 +171,8 @@ class WeightPublisher(ProcessBound):
         """
         if (adapter is None) != (adapter_config is None):
             raise ValueError("adapter and adapter_config go together: pass both, or none")
-        payload = Payload(named_tensors, version, self._bucket_bytes, spread=self._ranks is not None)
+        once = self._once and adapter is None
+        payload = Payload(named_tensors, version, self._bucket_bytes, spread=self._ranks is not None, once=once)
         if adapter is not None:
             payload.adapter = {"name": adapter, "config": _config_map(adapter_config)}
         handle = PublishHandle(payload)
@@ -270,6 +275,11 @@ class WeightPublisher(ProcessBound):
                 if kept is not None:
                     kept.fill(payload)
                 self._publish(payload, handle, list(self._links))
+                if payload.tied and any(error.field == "tied" for error in handle.errors.values()):
+                    self._once = False  # to a worker they are several parameters
+                    if not handle.begun:
+                        handle.use_every_name()
+                        self._publish(payload, handle, list(self._links))
                 if kept is not None:
                     kept.keep_finished(payload, handle, self._closing)
             except RolloutError as caught:
@@ -418,6 +428,8 @@ class WeightPublisher(ProcessBound):
         begin = {"action": "begin", "version": version, "manifest": payload.manifest.to_wire()}
         if payload.adapter is not None:
             begin["adapter"] = payload.adapter
+        if payload.tied:
+            begin["tied"] = payload.tied
         left = list(recipients)
         while left:
             handle.phase = "prepare"
