@@ -39,7 +39,7 @@ from trainer_bridge.client.generate_request import (
 from trainer_bridge.client.journal import Fsync
 from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
 from trainer_bridge.client.progress import Progress, show_progress
-from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Status
 from trainer_bridge.client.resume import ResumePolicy, make_core
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire.keys import ClientCurve
@@ -193,13 +193,13 @@ class AsyncRolloutClient(ProcessBound):
         calls = self._core.cancel(target, endpoint)
         await self._wait(until_cancelled(self._core, calls), calls)
 
-    async def status(self, endpoint: str | None = None) -> dict[str, Any]:
+    async def status(self, endpoint: str | None = None) -> Status:
         """How a worker is: `state`, `weights_version`, `rows`, `queue`, `pages`, ... as the protocol lists them."""
-        return (await self.control("status", endpoint=self._core.only_endpoint(endpoint)))[0]
+        return Status((await self.control("status", endpoint=self._core.only_endpoint(endpoint)))[0])
 
-    async def statuses(self) -> dict[str, dict[str, Any]]:
+    async def statuses(self) -> dict[str, Status]:
         """The status of every endpoint."""
-        return dict(zip(self._core.endpoints, await self.control("status"), strict=True))
+        return dict(zip(self._core.endpoints, map(Status, await self.control("status")), strict=True))
 
     async def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
         """Return when the endpoint, or every one, has answered."""

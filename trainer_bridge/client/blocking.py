@@ -39,7 +39,7 @@ from trainer_bridge.client.generate_request import (
 from trainer_bridge.client.journal import Fsync
 from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
 from trainer_bridge.client.progress import Progress, show_progress
-from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Status
 from trainer_bridge.client.resume import ResumePolicy, make_core
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire.keys import ClientCurve
@@ -249,13 +249,13 @@ class RolloutClient(ProcessBound):
         calls = self._core.cancel(target, endpoint)
         self._wait(until_cancelled(self._core, calls), calls)
 
-    def status(self, endpoint: str | None = None) -> dict[str, Any]:
+    def status(self, endpoint: str | None = None) -> Status:
         """A worker's `state`, `weights_version`, `rows`, `queue`, `pages` and more: see the protocol page."""
-        return self.control("status", endpoint=self._core.only_endpoint(endpoint))[0]
+        return Status(self.control("status", endpoint=self._core.only_endpoint(endpoint))[0])
 
-    def statuses(self) -> dict[str, dict[str, Any]]:
+    def statuses(self) -> dict[str, Status]:
         """The status of every endpoint."""
-        return dict(zip(self._core.endpoints, self.control("status"), strict=True))
+        return dict(zip(self._core.endpoints, map(Status, self.control("status")), strict=True))
 
     def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
         """Return when the endpoint has answered; without `endpoint`, when all have."""

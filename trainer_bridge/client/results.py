@@ -20,6 +20,7 @@ from trainer_bridge.wire.prompt_tops import PromptTops
 from trainer_bridge.wire.short_repr import short_fields
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
+_MAIN = ("model", "state", "weights_version", "rows", "queue", "problems")  # fields of a status
 _SHOWN = 3  # completions, or spans of versions, in a repr
 _FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 
@@ -156,6 +157,15 @@ class GenerateResult:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values: lists for arrays, None for NaN."""
         return _plain_fields(self)
+
+
+class Status(dict[str, Any]):
+    """A worker's answer to `status`: a map with the fields of the protocol. It prints the main ones, `dict(it)` all."""
+
+    def __repr__(self) -> str:
+        main = {name: self[name] for name in _MAIN if name in self}
+        shown = ", ".join(f"{name}={value!r}" for name, value in main.items())
+        return f"Status({shown}, and {len(self) - len(main)} more)"
 
 
 def _plain_fields(value: Any) -> dict[str, Any]:

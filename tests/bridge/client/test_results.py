@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 
 from tests.support.bridge.scripted_worker import completion, result
-from trainer_bridge.client.results import Chunk, GenerateResult, read_completion, read_result
+from trainer_bridge.client.results import Chunk, GenerateResult, Status, read_completion, read_result
 from trainer_bridge.publish.handle import WorkerReport
 from trainer_bridge.wire.prompt_tops import PromptTops
 
@@ -40,6 +41,13 @@ def test_what_a_short_completion_prints_tells_it() -> None:
     printed = repr(read_completion(fields))
     for fact in ("index=4", "tokens=3", "'stop'", "stop=7", "'a b'", "(3, 3)"):
         assert fact in printed
+
+
+def test_a_status_prints_its_main_fields_and_is_a_map() -> None:
+    fields = {"state": "serving", "weights_version": 3, "tokens_by_second": [7.5] * 1000}
+    status = Status(fields)
+    assert "serving" in repr(status) and "7.5" not in repr(status)
+    assert status == fields and json.loads(json.dumps(status)) == fields
 
 
 def test_a_report_prints_its_seconds_rounded() -> None:
