@@ -373,7 +373,10 @@ class EngineSettings(_Section):
 class ServiceSettings(_Section):
     """The request socket and the limits of requests."""
 
-    bind: str = Field("tcp://127.0.0.1:5757", description="endpoint of the request socket; port 0 picks a free port")
+    bind: str = Field(
+        "tcp://127.0.0.1:5757",
+        description="endpoint of the request socket, an IPv6 address in brackets; port 0 picks a free port",
+    )
     max_queue: int = Field(4096, ge=1, description="most completions in the queue")
     max_n: int = Field(1024, ge=1, description="most completions of one request")
     max_prompt_tokens: int = Field(1 << 20, ge=1, description="most tokens of one prompt")

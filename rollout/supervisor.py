@@ -33,10 +33,10 @@ from rollout.model_name import readable_name
 from rollout.process.announce import say, write_whole
 from rollout.process.child_python import import_path
 from rollout.process.observed_time import ObservedTime
-from rollout.process.scratch import ScratchFolder
 from rollout.ranks.thread_stat import is_stopped
 from rollout.ranks.watch import SILENT_S
 from trainer_bridge.client.launch import worker_environment
+from trainer_bridge.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Supervisor:
             _Worker(i, nth_endpoint(settings.service.bind, i), nth_endpoint(settings.weights.bind, i), device)
             for i, device in enumerate(devices)
         ]
-        self._folder = ScratchFolder("rollout-supervisor-")
+        self._folder = ScratchFolder("supervisor")
         self._job = secrets.token_hex(4)  # the first part of the ids of the workers' runs in W&B
         self._announced = False
         self._signals = 0

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin, is_typeddict
 
 import torch
 from transformers import CONFIG_MAPPING
@@ -412,7 +412,9 @@ def _rule(rule: SamplingRule) -> tuple[str, ...]:
 
 
 def _signature(thing: Any) -> str:
-    """The parameters without their annotations, which are long."""
+    """The parameters without their annotations, which are long; of a typed map its keys."""
+    if is_typeddict(thing):
+        return f": {', '.join(thing.__annotations__)}"
     try:
         signature = inspect.signature(thing)
     except (TypeError, ValueError):  # not a Python function

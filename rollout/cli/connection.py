@@ -9,7 +9,6 @@ from rollout.cli.parser import UsageError
 
 if TYPE_CHECKING:
     from trainer_bridge.client.blocking import RolloutClient
-    from trainer_bridge.wire.errors import RolloutError
     from trainer_bridge.wire.keys import ClientCurve
 
 #: Most seconds to wait for a connection; a worker that runs accepts one at once.
@@ -65,9 +64,11 @@ def connect(
         raise UsageError(where(endpoint, error)) from error
 
 
-def where(endpoint: str, error: RolloutError | ValueError) -> str:
+def where(endpoint: str, error: Exception) -> str:
     """The error with the endpoint in front, unless its text names the endpoint already."""
-    return str(error) if endpoint in str(error) else f"{endpoint}: {error}"
+    from trainer_bridge.wire.errors import with_endpoint
+
+    return with_endpoint(endpoint, str(error))
 
 
 def curve_of(args: argparse.Namespace) -> ClientCurve | None:

@@ -14,6 +14,7 @@ from rollout.gateway.answers import json_answer
 from rollout.gateway.errors import HttpError
 from rollout.gateway.gateway import Gateway, now
 from rollout.gateway.watch import WorkerState
+from trainer_bridge.wire.errors import with_endpoint
 
 _PING_S = 10.0
 _LOGPROB_MODES = {"policy": "policy_logprobs", "processed": "processed_logprobs", "raw": "raw_logprobs"}
@@ -31,7 +32,7 @@ class Health:
         states = watch.states()
         problems = {state.endpoint: state.problem for state in states if state.problem}
         if len(problems) == len(states):
-            raise HttpError(503, "; ".join(f"{endpoint}: {problem}" for endpoint, problem in problems.items()))
+            raise HttpError(503, "; ".join(with_endpoint(*problem) for problem in problems.items()))
         floor = watch.floor(states)
         return json_answer({"status": "ok", "workers": len(states), "unhealthy": problems, "min_version": floor})
 

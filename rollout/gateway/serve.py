@@ -23,6 +23,7 @@ from rollout.process.announce import say, withdraw, write_whole
 from rollout.process.logs import set_up
 from rollout.process.open_files import raise_limit
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
+from trainer_bridge.wire.address import bare, host_port, resolve
 from trainer_bridge.wire.keys import ClientCurve
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,10 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. Raises ValueError for settings that cannot work."""
     set_up("info", "text", "gateway")
     settings = replace(settings, max_connections=_most_connections(settings))
-    keys = read_keys(settings.api_key_file, settings.host)
-    listening = _bind(settings.host, settings.port)
-    shown = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{shown}:{listening.getsockname()[1]}"
+    host = bare(settings.host)
+    keys = read_keys(settings.api_key_file, host)
+    listening = _bind(host, settings.port)
+    url = f"http://{host_port(host, listening.getsockname()[1])}"
 
     def pool() -> AsyncRolloutClient:
         return worker_client(settings, curve)
@@ -96,14 +97,18 @@ def _most_connections(settings: GatewaySettings) -> int:
 
 def _bind(host: str, port: int) -> socket.socket:
     """A bound socket. uvicorn listens at it once a worker has answered."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
+        family, address = resolve(host, port, socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+        except OSError:
+            listening.close()
+            raise
     except OSError as error:
-        listening.close()
-        raise ValueError(f"cannot listen at {host}:{port}: {error.strerror or error}; choose another --port") from error
+        why = f"{error.strerror or error}; choose another --host or --port"
+        raise ValueError(f"cannot listen at {host_port(host, port)}: {why}") from error
     return listening
 
 

@@ -20,6 +20,7 @@ from rollout.metrics.definitions import HISTOGRAMS, METRICS, Metric
 from rollout.metrics.health import Health
 from rollout.metrics.histogram import Histogram
 from rollout.metrics.sinks import Report
+from trainer_bridge.wire.address import bare, host_port, resolve
 
 _PREFIX = "rollout_"
 
@@ -49,18 +50,18 @@ class PrometheusSink:
     def __init__(self, host: str, port: int, model: str, health: Health) -> None:
         self._latest: Report | None = None
         self._model = model
+        host = bare(host)
         try:
             self._server = _server(host, port, self, health)
         except OSError as error:
             raise ValueError(
-                f"cannot serve metrics at {host}:{port}: {error.strerror or error}; choose another metrics_port "
-                "(0 picks a free one) or metrics_host"
+                f"cannot serve metrics at {host_port(host, port)}: {error.strerror or error}; choose another "
+                "metrics_port (0 picks a free one) or metrics_host"
             ) from error
         self._thread = Thread(target=self._server.serve_forever, name="metrics-port", daemon=True)
         self._thread.start()
-        shown = f"[{host}]" if ":" in host else host
         #: Address of the page.
-        self.url = f"http://{shown}:{self._server.server_port}/metrics"
+        self.url = f"http://{host_port(host, self._server.server_port)}/metrics"
 
     def open(self) -> None:
         """No-op: the port is open."""
@@ -150,6 +151,6 @@ def _server(host: str, port: int, collector: PrometheusSink, health: Health) -> 
             self.wfile.write(body)
 
     class Server(ThreadingHTTPServer):
-        address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        address_family = resolve(host, port, socket.SOCK_STREAM)[0][0]
 
     return Server((host, port), Handler)

@@ -23,6 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from rollout.config import SecuritySettings, Settings
+from trainer_bridge.wire.address import has_brackets
 from trainer_bridge.wire.keys import PUBLIC_SUFFIX, KeyPair, read_pair, read_public
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -70,10 +71,11 @@ class Access:
 
     def check_bind(self, endpoint: str, setting: str) -> None:
         """Raise ValueError for an endpoint that is wrong or open to other hosts; `setting` is its name."""
-        if "://" not in endpoint or (endpoint.startswith("tcp://") and not _names_port(endpoint)):
+        wrong = endpoint.startswith("tcp://") and not (_names_port(endpoint) and has_brackets(endpoint))
+        if "://" not in endpoint or wrong:
             raise ValueError(
-                f"{setting} = {endpoint} is not an endpoint: write ipc://PATH, or tcp://HOST:PORT with a port up to "
-                "65535, 0 for a free one"
+                f"{setting} = {endpoint} is not an endpoint: write ipc://PATH, or tcp://HOST:PORT with an IPv6 address "
+                "in brackets and a port up to 65535, 0 for a free one"
             )
         if self.keys is None and not self.insecure and not is_loopback(endpoint):
             raise ValueError(

@@ -1,7 +1,7 @@
 """Checks that a worker's ports are free before it spends minutes on loading a model.
 
-Only TCP ports of numeric addresses are checked. Host names, interfaces and other transports fail later, when their
-socket is bound.
+Ports of numeric addresses are checked, and paths of `ipc`: ZeroMQ would take the path of a worker that lives. What a
+killed one left there does no harm. Host names and interfaces fail later, when their socket is bound.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from rollout.config import Settings
 def check_free(settings: Settings) -> None:
     """Raise ValueError if another process uses a port of the settings. Call `Access.check_binds` first."""
     for setting, endpoint in (("service.bind", settings.service.bind), ("weights.bind", settings.weights.bind)):
+        if endpoint.startswith("ipc://") and _answers(endpoint.removeprefix("ipc://")):
+            raise ValueError(f"cannot bind {endpoint}: another process listens there; choose another {setting!r}")
         if (address := _address(endpoint)) is None:
             continue
         family, host_port = address
@@ -38,3 +40,13 @@ def _address(endpoint: str) -> tuple[socket.AddressFamily, tuple[str, int]] | No
     except ValueError:
         return None
     return (socket.AF_INET if version == 4 else socket.AF_INET6), (host, int(port))
+
+
+def _answers(path: str) -> bool:
+    """Whether a process listens at the path of a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+        except OSError:
+            return False
+    return True

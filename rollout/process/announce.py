@@ -54,8 +54,11 @@ def _sentence(fact: Mapping[str, Any]) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the whole text or no file."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    """Write a file atomically: a reader sees the whole text or no file.
+
+    What a killed process left of it has the name that the next one writes to.
+    """
+    partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
 

@@ -33,7 +33,6 @@ from rollout.engine.messages import RankStatus
 from rollout.models.language_model import LanguageModel, native
 from rollout.process.compiling import compiling, watch_compilations
 from rollout.process.observed_time import ObservedTime
-from rollout.process.scratch import ScratchFolder
 from rollout.ranks.adapters import RankAdapters
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
@@ -46,6 +45,7 @@ from rollout.ranks.start import CONNECTING, LOADING, READY, StartLook, StartPlac
 from rollout.ranks.thread_stat import thread_stat
 from rollout.ranks.updates import RankUpdates
 from rollout.ranks.watch import FollowerLook, GroupLook, GroupWatch, Lane, LaneName
+from trainer_bridge.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Ranks:
         self._progress: Callable[[], OwnProgress] = OwnProgress
         if self.size == 1:
             return
-        self._folder = ScratchFolder("rollout-ranks-")
+        self._folder = ScratchFolder("ranks")
         self._followers = FollowerProcesses(self.size - 1) if followers is None else followers
         self.reports = Reports(self._followers.memories["reports"], self.size - 1)
         facts: dict[str, Any] = {"folder": str(self._folder.path), "settings": settings.model_dump(mode="json")}

@@ -412,6 +412,7 @@ class Generation:
             worker=self._worker,
             metadata=entry.message.metadata,
             media=[item.hash for item in entry.message.media or ()],
+            prompt=entry.request.prompt.token_ids if entry.message.return_prompt_ids else None,
         )
         frames = encode(result)
         if logger.isEnabledFor(logging.DEBUG):

@@ -116,6 +116,21 @@ class ParameterMap:
         may_lack = self.names.optional if whole else self.names.kept_if_absent | self.names.optional
         return self._check_cover(self._used(manifest), unused, may_lack)
 
+    def check_tied(self, tied: Mapping[str, str], manifest: Manifest) -> None:
+        """Check names that a manifest leaves out because it has the same tensor under another name.
+
+        Raises `WeightsRejected` unless both names are one parameter here, or have no use: then send every name.
+        """
+        sent = {entry.name for entry in manifest.tensors}
+        for name, other in tied.items():
+            if other not in sent or name in sent:
+                raise WeightsRejected(f"tied names {name!r:.80} as {other!r:.80}; send that one alone", field="tied")
+            if not (self._is_unused(name) or self._is_one(name, other)):
+                raise WeightsRejected(f"{name!r:.80} is not {other!r:.80} here; send it, too", field="tied")
+
+    def _is_one(self, name: str, other: str) -> bool:
+        return name in self.views and other in self.views and _home(self.views[name]) == _home(self.views[other])
+
     def check_tensors(self, manifest: Manifest) -> None:
         """Raise `WeightsRejected`, listing names, when a name is unknown or a shape differs."""
         entries = [entry for entry in manifest.tensors if not self._is_unused(entry.name)]
@@ -177,7 +192,7 @@ class ParameterMap:
         copied, aliases = [], []
         for name in names:
             view = self.views[name]
-            home = (view.data_ptr(), view.shape, view.stride(), view.dtype)
+            home = _home(view)
             if view.numel() and home in first:
                 aliases.append((first[home], name))
             else:
@@ -196,6 +211,10 @@ class ParameterMap:
             if len(missing) > _LISTED:
                 break
         return missing or ["part of a parameter that has no name of its own"]
+
+
+def _home(view: torch.Tensor) -> tuple:
+    return view.data_ptr(), view.shape, view.stride(), view.dtype
 
 
 def _byte_runs(view: torch.Tensor) -> np.ndarray:

@@ -49,7 +49,7 @@ from trainer_bridge.wire.errors import (
     error_reply,
 )
 from trainer_bridge.wire.manifest import Manifest, from_wire
-from trainer_bridge.wire.weight_messages import check_fields, read_token
+from trainer_bridge.wire.weight_messages import check_fields, read_tied, read_token
 
 if TYPE_CHECKING:
     from rollout.weights.adapter_target import AdapterTarget
@@ -518,8 +518,9 @@ def read_begin(
     transport = header["transport"]
     if type(transport) is not str or transport not in receivers:
         raise BadRequest(f"transport must be one of {', '.join(receivers)}", field="transport")
-    fit = Fit((), ())
+    fit, tied = Fit((), ()), read_tied(header.get("tied", {}))
     if adapter is None:
+        parameters.check_tied(tied, manifest)
         fit = parameters.check(manifest, whole=again)
     else:
         adapter.check(manifest)

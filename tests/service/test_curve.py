@@ -186,7 +186,9 @@ def test_an_open_address_needs_curve_or_insecure(bind: str, keys: Path) -> None:
         server.stop()
 
 
-@pytest.mark.parametrize("place", ["x", "tcp://127.0.0.1", "tcp://127.0.0.1:65536", "tcp://[::1]:", "tcp://lo:\u00b2"])
+@pytest.mark.parametrize(
+    "place", ["x", "tcp://127.0.0.1", "tcp://127.0.0.1:65536", "tcp://[::1]:", "tcp://::1:0", "tcp://lo:\u00b2"]
+)
 def test_an_address_without_a_port_that_there_is_is_none(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     """ZeroMQ takes 65536 and more for other ports."""
     assert main(["serve", "no-model", "--bind", place]) == 2

@@ -41,6 +41,36 @@ def test_arrays_are_numpy_and_writable(client: RolloutClient) -> None:
     assert result.prompt_tokens == 3 and result.timing.total_s > 0
 
 
+def test_chunks_have_their_text(client: RolloutClient) -> None:
+    stream = client.generate("17:", n=2, max_tokens=40, stream="tokens", stream_every=1, return_text=True)
+    texts = ["", ""]
+    for chunk in stream:
+        assert chunk.text is not None
+        texts[chunk.index] += chunk.text
+    assert texts == [completion.text for completion in stream.wait().completions] and texts[0].startswith(" 18 19")
+    assert all(chunk.text is None for chunk in client.generate("17:", max_tokens=4, stream="tokens"))
+
+
+def test_a_result_tells_the_prompts_token_ids_if_asked(worker: WorkerProcess, tmp_path: Path) -> None:
+    expected = token_ids("17:")
+    asked = {"max_tokens": 8, "return_prompt_ids": True}
+    with (
+        RolloutClient(worker.endpoint, client="prompts") as client,
+        RolloutClient(worker.endpoint, journal=tmp_path / "journal") as resuming,
+    ):
+        for prompt in ("17:", expected):
+            ids = client.generate(prompt, n=2, **asked).prompt_token_ids
+            assert ids is not None and ids.dtype == np.int32 and ids.tolist() == expected
+        stream = client.generate("17:", stream="tokens", request_id="streamed", **asked)
+        assert [chunk.offset for chunk in stream][:1] == [0] and stream.result is not None
+        assert stream.result.prompt_token_ids.tolist() == expected
+        assert client.attach("streamed").prompt_token_ids.tolist() == expected
+        assert resuming.generate("17:", request_id="a", **asked).prompt_token_ids.tolist() == expected
+        assert client.generate("17:", max_tokens=8).prompt_token_ids is None
+    with RolloutClient(worker.endpoint, journal=tmp_path / "journal") as again:
+        assert again.generate("17:", request_id="a", **asked).prompt_token_ids.tolist() == expected
+
+
 def test_a_batch_comes_back_in_order(client: RolloutClient) -> None:
     requests = [{"prompt": f"{start}:", "max_tokens": 5 + start % 7} for start in range(20, 60)]
     results = client.generate_many(requests)  # more than fit into the worker's queue at once

@@ -19,7 +19,15 @@ import zmq
 
 from trainer_bridge.client.assembly import join_chunks
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
-from trainer_bridge.client.core import ClientCall, StreamView, next_chunk, until_cancelled, until_done, until_ended
+from trainer_bridge.client.core import (
+    MAKE_CLIENTS,
+    ClientCall,
+    StreamView,
+    next_chunk,
+    until_cancelled,
+    until_done,
+    until_ended,
+)
 from trainer_bridge.client.generate_request import (
     AttachFields,
     GenerateFields,
@@ -31,16 +39,20 @@ from trainer_bridge.client.generate_request import (
 from trainer_bridge.client.journal import Fsync
 from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
 from trainer_bridge.client.progress import Progress, show_progress
-from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Status
 from trainer_bridge.client.resume import ResumePolicy, make_core
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire.keys import ClientCurve
 
 _Item = TypeVar("_Item", Chunk, Completion)
 _Value = TypeVar("_Value")
 
 
-class AsyncRolloutClient:
+class AsyncRolloutClient(ProcessBound):
     """`RolloutClient` for asyncio, with the same arguments. Any number of tasks of one event loop may use it."""
+
+    _instead = MAKE_CLIENTS
+    _readable_after_fork = frozenset({"endpoints", "_core"})
 
     def __init__(
         self,
@@ -181,13 +193,13 @@ class AsyncRolloutClient:
         calls = self._core.cancel(target, endpoint)
         await self._wait(until_cancelled(self._core, calls), calls)
 
-    async def status(self, endpoint: str | None = None) -> dict[str, Any]:
+    async def status(self, endpoint: str | None = None) -> Status:
         """How a worker is: `state`, `weights_version`, `rows`, `queue`, `pages`, ... as the protocol lists them."""
-        return (await self.control("status", endpoint=self._core.only_endpoint(endpoint)))[0]
+        return Status((await self.control("status", endpoint=self._core.only_endpoint(endpoint)))[0])
 
-    async def statuses(self) -> dict[str, dict[str, Any]]:
+    async def statuses(self) -> dict[str, Status]:
         """The status of every endpoint."""
-        return dict(zip(self._core.endpoints, await self.control("status"), strict=True))
+        return dict(zip(self._core.endpoints, map(Status, await self.control("status")), strict=True))
 
     async def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
         """Return when the endpoint, or every one, has answered."""
@@ -292,7 +304,8 @@ class AsyncRolloutClient:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self.close()
+        if self._owned:
+            await self.close()
 
     async def _generate(
         self, prompt: Prompt | None, stream: Literal[False, "tokens", "completions"], fields: GenerateFields
@@ -366,8 +379,10 @@ class AsyncRolloutClient:
                     await _changed(changed, step)
 
 
-class Answer(Coroutine[Any, Any, _Value]):
+class Answer(ProcessBound, Coroutine[Any, Any, _Value]):
     """The coroutine that `generate` returns. `async for` over it says what is missing: an `await`."""
+
+    _instead = MAKE_CLIENTS
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
@@ -445,11 +460,15 @@ class AsyncStream(StreamView, Generic[_Item]):
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self.close()
+        if self._owned:
+            self.close()
 
 
-class AsyncSession:
+class AsyncSession(ProcessBound):
     """As `Session`."""
+
+    _instead = MAKE_CLIENTS
+    _readable_after_fork = frozenset({"id", "lease_s"})
 
     def __init__(self, client: AsyncRolloutClient, session_id: str, lease_s: float | None) -> None:
         self.id = session_id
@@ -469,4 +488,5 @@ class AsyncSession:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self.end()
+        if self._owned:
+            self.end()

@@ -19,7 +19,15 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 import zmq
 
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
-from trainer_bridge.client.core import ClientCall, StreamView, next_chunk, until_cancelled, until_done, until_ended
+from trainer_bridge.client.core import (
+    MAKE_CLIENTS,
+    ClientCall,
+    StreamView,
+    next_chunk,
+    until_cancelled,
+    until_done,
+    until_ended,
+)
 from trainer_bridge.client.generate_request import (
     AttachFields,
     GenerateFields,
@@ -31,15 +39,16 @@ from trainer_bridge.client.generate_request import (
 from trainer_bridge.client.journal import Fsync
 from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
 from trainer_bridge.client.progress import Progress, show_progress
-from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Status
 from trainer_bridge.client.resume import ResumePolicy, make_core
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire.keys import ClientCurve
 
 _Item = TypeVar("_Item", Chunk, Completion)
 _Value = TypeVar("_Value")
 
 
-class RolloutClient:
+class RolloutClient(ProcessBound):
     """Sends requests to one or several workers. Not thread-safe.
 
     A request goes to the endpoint with the fewest completions of this client in flight. Requests that begin with the
@@ -70,6 +79,9 @@ class RolloutClient:
         heartbeat_s: Seconds between heartbeats. A worker whose machine is gone or whose process hangs is lost after at
             most four times this value; the end of a process is noticed at once. Default: 10.
     """
+
+    _instead = MAKE_CLIENTS
+    _readable_after_fork = frozenset({"endpoints", "_core"})
 
     def __init__(
         self,
@@ -121,7 +133,7 @@ class RolloutClient:
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[GenerateFields],
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
-        """Generate `n` completions of a prompt (token ids or text) or of `messages=`; fields: see the protocol page.
+        """Generate `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
 
         Returns the result. With `stream` it returns an iterator of chunks, or of completions in the order in which they
         end. If the call is interrupted (a time-out, Ctrl-C), the request is cancelled at the worker.
@@ -237,13 +249,13 @@ class RolloutClient:
         calls = self._core.cancel(target, endpoint)
         self._wait(until_cancelled(self._core, calls), calls)
 
-    def status(self, endpoint: str | None = None) -> dict[str, Any]:
+    def status(self, endpoint: str | None = None) -> Status:
         """A worker's `state`, `weights_version`, `rows`, `queue`, `pages` and more: see the protocol page."""
-        return self.control("status", endpoint=self._core.only_endpoint(endpoint))[0]
+        return Status(self.control("status", endpoint=self._core.only_endpoint(endpoint))[0])
 
-    def statuses(self) -> dict[str, dict[str, Any]]:
+    def statuses(self) -> dict[str, Status]:
         """The status of every endpoint."""
-        return dict(zip(self._core.endpoints, self.control("status"), strict=True))
+        return dict(zip(self._core.endpoints, map(Status, self.control("status")), strict=True))
 
     def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
         """Return when the endpoint has answered; without `endpoint`, when all have."""
@@ -343,7 +355,8 @@ class RolloutClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._owned:
+            self.close()
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
@@ -427,11 +440,15 @@ class Stream(StreamView, Generic[_Item]):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._owned:
+            self.close()
 
 
-class Session:
+class Session(ProcessBound):
     """Turns of one conversation, one at a time. `id` and `lease_s` are what each turn sends with it."""
+
+    _instead = MAKE_CLIENTS
+    _readable_after_fork = frozenset({"id", "lease_s"})
 
     def __init__(self, client: RolloutClient, session_id: str, lease_s: float | None) -> None:
         self.id = session_id
@@ -451,4 +468,5 @@ class Session:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.end()
+        if self._owned:
+            self.end()

@@ -26,6 +26,7 @@ from trainer_bridge.client.assembly import Assembler, join_chunks
 from trainer_bridge.client.generate_request import AttachFields, RequestPlan, StreamKind, attach_fields
 from trainer_bridge.client.placement import Fleet
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result, split_chunks
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire import codec as wire
 from trainer_bridge.wire.connection import REFUSED_S, Connection, close_when_dropped
 from trainer_bridge.wire.errors import (
@@ -49,6 +50,8 @@ _ENVELOPE_FIELDS = ("v", "id", "op")
 _MOST_PIXEL_BYTES = 32 << 20  # of a request; more go ahead of it, in messages of their own
 _MOST_SENT_AGAIN = 2  # a request with images: with those that are missing, then with all
 _MOST_KNOWN = 65_536  # images that a worker has been sent
+#: What to do instead of taking a client to another process.
+MAKE_CLIENTS = "pass its endpoints, and make a client in each process"
 _NO_JOURNAL = "this client has no journal; make it with journal="
 
 
@@ -133,7 +136,7 @@ class ClientCall:
         self.on_update()
 
 
-class ClientCore:
+class ClientCore(ProcessBound):
     """Connections to all endpoints and the calls in flight on them. Not thread-safe.
 
     `on_unread`, `on_closing` and `on_opened` are called with an endpoint: when there may be more to `absorb`, before
@@ -143,6 +146,10 @@ class ClientCore:
     If `acknowledges` is true, results are acknowledged at their worker once they are here, or in the journal. This is
     the default, except for clients with a name and without a journal, which may come back for their results.
     """
+
+    _called, _instead = "client", MAKE_CLIENTS
+    _readable_after_fork = frozenset({"endpoints", "fleet"})
+    _idle_after_fork = frozenset({"abandon"})  # generators and tasks call it when they are dropped
 
     def __init__(
         self,
@@ -631,8 +638,11 @@ def _unreachable(connection: Connection, waited_s: float) -> str:
     )
 
 
-class StreamView:
+class StreamView(ProcessBound):
     """One streamed request, apart from waiting: its id, its endpoint, its chunks."""
+
+    _instead = "read it in its process, and pass its chunks or its result"
+    _readable_after_fork = frozenset({"id", "endpoint", "result", "partials", "_call"})
 
     def __init__(self, core: ClientCore, call: ClientCall, kind: StreamKind) -> None:
         self._core = core

@@ -26,7 +26,20 @@ _HALF = "\ufffd"  # what a text ends with whose last token is half a character; 
 
 
 class GenerateFields(SamplingFields, total=False):
-    """The arguments of `generate`, apart from the prompt and `stream`. A field that is None is not sent."""
+    """The keyword arguments of `generate` apart from `stream`, and the keys of a request of `generate_many`.
+
+    The fields of the protocol's `generate` have the same names, meanings and defaults there. One that is None is not
+    sent. Besides:
+
+    - The sampling rules, `seed` and `logit_bias` may be given one by one, or as the map `sampling`.
+    - `stop` may also be a string, a token id, or a list of either; a map has `token_ids`, `strings`, `ignore_eos` and
+      `min_tokens`.
+    - `continue_from` may be a `Completion`.
+    - For the client alone: `endpoint` (the one to use; absent: the least loaded one), `request_id` (1 to 128
+      characters; absent: made up), `timeout_s` (seconds until `RolloutTimeout`; absent: the client's).
+
+    An unknown name raises TypeError, a value that cannot be sent ValueError.
+    """
 
     # instead of a prompt
     messages: Sequence[Mapping[str, Any]] | None  # role and content; rendered with the model's chat template
@@ -47,6 +60,7 @@ class GenerateFields(SamplingFields, total=False):
     stream_every: int  # tokens between two chunks of a completion
     join_chunks: bool  # chunks of several streams may travel together: cheaper for clients with many streams
     return_text: bool
+    return_prompt_ids: bool  # the token ids of the prompt, also of a text or messages: `prompt_token_ids`
     metadata: Mapping[str, Any] | None  # echoed as it is
     continue_from: Completion | Mapping[str, Any] | None  # an earlier partial completion; needs n = 1
     priority: int  # higher is admitted first and preempted last
@@ -285,7 +299,12 @@ def prior_fields(prior: Completion) -> dict[str, Any]:
 
 
 class AttachFields(TypedDict, total=False):
-    """The arguments of `attach`, apart from the target and `stream`; the first three need `stream`."""
+    """The keyword arguments of `attach` apart from `stream`; the first three need `stream`.
+
+    `stream_every` is the least number of tokens in a chunk, `n` the number of the request's completions, `partials`
+    what an earlier stream of it delivered. `endpoint` is where it was sent (absent: the only one), `timeout_s` the
+    seconds until `RolloutTimeout` (absent: the client's).
+    """
 
     stream_every: int | None  # tokens of a chunk, at the least
     n: int  # completions that the request has; 1

@@ -30,6 +30,7 @@ from typing import Any, Literal
 import msgpack
 
 from trainer_bridge.client.results import Chunk, GenerateResult, read_chunk, read_result
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire import codec as wire
 from trainer_bridge.wire.errors import JournalFailed, ProtocolError
 
@@ -86,25 +87,31 @@ def _sorted(value: Any) -> Any:
     return [_sorted(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-class Journal:
+class Journal(ProcessBound):
     """The file, open for one client. Raises `JournalFailed` where it cannot be read or written.
 
     With `read_only` the file must be there and stays as it is; only `ids` and `read` may be called.
     """
 
+    _instead = "open it in one process at a time"
+    _idle_after_fork = frozenset({"close"})
+    _fd = -1
+
     def __init__(self, path: str | os.PathLike[str], fsync: Fsync = "never", read_only: bool = False) -> None:
         if fsync not in ("never", "results", "always"):
             raise ValueError(f"journal_fsync is {fsync!r}; use 'never', 'results' or 'always'")
         self.path = Path(path)
+        self._new_file = self.path.with_name(f"{self.path.name}.new")
         self._fsync, self._read_only = fsync, read_only
         self._ids: dict[str, _Index] = {}
         self._end = 0
-        self._fd = -1
         try:
             self._fd = _open_locked(self.path, read_only)
         except OSError as error:
             raise JournalFailed(f"the journal {self.path} cannot be opened: {error}") from error
         try:
+            if not read_only:
+                self._new_file.unlink(missing_ok=True)  # of a client that was killed while it cleared out
             self._load()
         except BaseException:
             self.close()
@@ -112,6 +119,10 @@ class Journal:
 
     def __del__(self) -> None:
         self.close()  # of a client that is dropped without `close`, the lock must not stay
+
+    def _leave_after_fork(self) -> None:
+        """Without this the lock would last as long as the forked process."""
+        self.close()
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -275,14 +286,13 @@ class Journal:
 
     def _compact(self) -> None:
         """Write the records that are left to a new file, and put it in the old one's place."""
-        new_file = self.path.with_name(self.path.name + ".new")
-        new_file.unlink(missing_ok=True)
+        self._new_file.unlink(missing_ok=True)
         try:
-            fd = _open_locked(new_file)
+            fd = _open_locked(self._new_file)
             try:
                 moved = self._copy_to(fd)
                 os.fsync(fd)
-                os.replace(new_file, self.path)
+                os.replace(self._new_file, self.path)
             except BaseException:
                 os.close(fd)
                 raise

@@ -15,11 +15,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -27,6 +25,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.process_bound import ProcessBound
+from trainer_bridge.scratch import ScratchFolder
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.keys import ClientCurve
 
@@ -65,31 +65,36 @@ def start_worker(
 
     `flags` become command line flags: `max_rows=8` is `--max-rows 8`, True is `--flag`, False is `--no-flag`, None is
     left out; `args` are appended as they are. `env` adds to the environment (None removes). Without `log_file`, the
-    log is in a temporary folder that is deleted with the worker. With `wait=False` the call returns while the worker
-    starts: call `wait_ready` later (to start several at once). Unless `progress` is False, stderr shows the stages that
-    take long, such as fetching the model. `curve` has the keys with which `stop` talks to a worker that was started
-    with `curve_secret_key`. Raises `WorkerFailed` if the worker does not start.
+    log is in a temporary folder that is deleted with the worker; the next start deletes that of a job that was killed.
+    With `wait=False` the call returns while the worker starts: call `wait_ready` later (to start several at once).
+    Unless `progress` is False, stderr shows the stages that take long, such as fetching the model. `curve` has the keys
+    with which `stop` talks to a worker that was started with `curve_secret_key`. Raises `WorkerFailed` if the worker
+    does not start.
     """
-    folder = Path(tempfile.mkdtemp(prefix="rollout-worker-"))
-    ready_file = folder / "ready.json"
-    log_path = folder / "worker.log" if log_file is None else Path(log_file)
+    scratch = ScratchFolder("worker")
+    ready_file = scratch.path / "ready.json"
+    log_path = scratch.path / "worker.log" if log_file is None else Path(log_file)
     flags = {"bind": "tcp://127.0.0.1:0", **flags, "ready_file": ready_file, "exit_with_parent": True}
     environ = worker_environment(os.environ, env or {})
     # In an installation the worker finds the packages by itself, and in front they could hide standard modules.
     installed = Path(_PACKAGES).name in ("site-packages", "dist-packages")
     if command == _SERVE and not installed and "PYTHONPATH" not in (env or {}):
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), _PACKAGES]))
-    with open(log_path, "ab") as log:
-        stages = StageLines(log_path) if progress else None
-        process = subprocess.Popen(
-            [*command, os.fspath(model), *flag_list(flags), *args],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environ,
-            start_new_session=True,
-        )
-    worker = WorkerProcess(process, folder, ready_file, log_path, curve, stages)
+    try:
+        with open(log_path, "ab") as log:
+            stages = StageLines(log_path) if progress else None
+            process = subprocess.Popen(
+                [*command, os.fspath(model), *flag_list(flags), *args],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                start_new_session=True,
+            )
+    except OSError:
+        scratch.close()
+        raise
+    worker = WorkerProcess(process, scratch, ready_file, log_path, curve, stages)
     if wait:
         try:
             worker.wait_ready(ready_timeout_s)
@@ -133,17 +138,23 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
     return kept
 
 
-class WorkerProcess:
+class WorkerProcess(ProcessBound):
     """A worker that `start_worker` started. It is killed when this object is deleted, at the latest when the job ends.
 
     With `workers=N` it is a supervisor and its N workers; `endpoint` and `weights_endpoint` are then the first one's.
     Leaving a `with` block ends the worker at once; call `stop()` before that to let requests finish.
     """
 
+    _instead = "end the worker in its process, and pass its endpoints"
+    _readable_after_fork = frozenset(
+        {"log_path", "log_tail", "pid", "pids", "endpoint", "endpoints", "weights_endpoint", "weights_endpoints"}
+        | {"model", "_pid", "_ready", "_ready_file", "_read_ready", "_told", "_workers"}
+    )
+
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        folder: Path,
+        scratch: ScratchFolder,
         ready_file: Path,
         log_path: Path,
         curve: ClientCurve | None = None,
@@ -152,15 +163,15 @@ class WorkerProcess:
         self.log_path = log_path
         self._curve = curve
         self._stages = stages
-        self._process = process
+        self._process, self._pid = process, process.pid
         self._ready_file = ready_file
         self._ready: dict[str, Any] | None = None
-        self._end = weakref.finalize(self, _end, process, folder, os.getpid())
+        self._end = weakref.finalize(self, _end, process, scratch, os.getpid())
 
     @property
     def pid(self) -> int:
         """The process id."""
-        return self._process.pid
+        return self._pid
 
     @property
     def returncode(self) -> int | None:
@@ -292,16 +303,17 @@ class WorkerProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.stop("now", timeout_s=10.0)
+        if self._owned:
+            self.stop("now", timeout_s=10.0)
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
+def _end(process: subprocess.Popen[bytes], scratch: ScratchFolder, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the job has a copy of the object, but not the worker
         return
     if process.poll() is None:  # otherwise the process id may have been reused
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    scratch.close()
 
 
 class StageLines:

@@ -1,7 +1,8 @@
 """What a client gets back, typed: completions, chunks of a stream, the result of a request.
 
 Arrays are numpy, one entry a token, and writable: `torch.from_numpy` takes them. `to_dict` gives plain values that
-`json.dumps` takes. A reply whose arrays differ in length, or whose version runs do not add up, raises `ProtocolError`.
+`json.dumps` takes; `repr` is short, with the number of tokens in their place. A reply whose arrays differ in length, or
+whose version runs do not add up, raises `ProtocolError`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import numpy as np
 from trainer_bridge.wire.codec import JOINED_ARRAYS
 from trainer_bridge.wire.errors import ProtocolError
 from trainer_bridge.wire.prompt_tops import PromptTops
+from trainer_bridge.wire.short_repr import short_fields
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
+_MAIN = ("model", "state", "weights_version", "rows", "queue", "problems")  # fields of a status
+_SHOWN = 3  # completions, or spans of versions, in a repr
 _FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Completion:
     """One completion, or in a stream its tokens so far (`finish_reason` is then None).
 
@@ -57,12 +61,20 @@ class Completion:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def __repr__(self) -> str:
+        return f"Completion({self._facts()})"
+
+    def _facts(self) -> str:
+        apart = ("index", "token_ids", "logprobs", "raw_logprobs", "versions")
+        spans = {"versions": self.versions if len(self.versions) <= _SHOWN else f"{len(self.versions)} spans"}
+        return short_fields(self, apart, index=self.index, tokens=len(self), **spans)
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values: lists for arrays, None for NaN."""
         return _plain_fields(self)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Chunk:
     """New tokens of one completion. `offset` is the position of the first one in the completion.
 
@@ -86,6 +98,14 @@ class Chunk:
         return self.part.token_ids
 
     @property
+    def text(self) -> str | None:
+        """The text of the new tokens, with `return_text=True`; it may be empty where a character is not complete."""
+        return self.part.text
+
+    def __repr__(self) -> str:
+        return f"Chunk(offset={self.offset}, {self.part._facts()})"
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """How the completion ended, or None while it goes on."""
         return self.part.finish_reason
@@ -105,7 +125,7 @@ class Timing:
     total_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GenerateResult:
     """The answer to one `generate`: its `n` completions in order of their index."""
 
@@ -123,12 +143,29 @@ class GenerateResult:
     #: float32 [prompt tokens]: of each token of the prompt after those before it, at temperature 1; NaN for the first.
     prompt_logprobs: np.ndarray | None = None
     media: list[str] = field(default_factory=list)  # hashes of the prompt's images
+    prompt_token_ids: np.ndarray | None = None  # int32 [prompt tokens], with `return_prompt_ids`
     #: With `prompt_top_logprobs=k`: ranks of the same tokens, and the k likeliest tokens at each position.
     prompt_tops: PromptTops | None = None
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self.completions[:_SHOWN]))
+        more = len(self.completions) - _SHOWN
+        completions = f"[{shown}, and {more} more]" if more > 0 else f"[{shown}]"
+        facts = short_fields(self, ("id", "completions", "timing"), id=self.id)
+        return f"GenerateResult({facts}, total_s={self.timing.total_s:.3g}, completions={completions})"
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values: lists for arrays, None for NaN."""
         return _plain_fields(self)
+
+
+class Status(dict[str, Any]):
+    """A worker's answer to `status`: a map with the fields of the protocol. It prints the main ones, `dict(it)` all."""
+
+    def __repr__(self) -> str:
+        main = {name: self[name] for name in _MAIN if name in self}
+        shown = ", ".join(f"{name}={value!r}" for name, value in main.items())
+        return f"Status({shown}, and {len(self) - len(main)} more)"
 
 
 def _plain_fields(value: Any) -> dict[str, Any]:
@@ -166,6 +203,7 @@ _RESULT_FIELDS = {
     "metadata",
     "prompt_logprobs",
     "media",
+    "prompt_token_ids",
     "prompt_ranks",
     "prompt_top_ids",
     "prompt_top_logprobs",
@@ -189,6 +227,9 @@ def read_result(header: Mapping[str, Any], endpoint: str | None = None) -> Gener
         metadata=header.get("metadata"),
         prompt_logprobs=_prompt_logprobs(header),
         media=[str(each) for each in header.get("media") or ()],
+        prompt_token_ids=None
+        if header.get("prompt_token_ids") is None
+        else _array(header, "prompt_token_ids", np.int32),
         prompt_tops=_prompt_tops(header),
         endpoint=endpoint,
         extra={name: value for name, value in header.items() if name not in _RESULT_FIELDS},

@@ -195,6 +195,7 @@ class ResumedCall(ClientCall):
             preemptions=sum(result.preemptions for result in results),
             worker=None if last is None else last.worker,
             metadata=self.plan.fields.get("metadata"),
+            prompt_token_ids=next((ids for each in results if (ids := each.prompt_token_ids) is not None), None),
             prompt_logprobs=self.assembler.prompt_logprobs,
             prompt_tops=self.assembler.prompt_tops,
             endpoint=None if last is None else last.endpoint,

@@ -18,17 +18,47 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem
+from trainer_bridge.client.core import MAKE_CLIENTS
 from trainer_bridge.client.generate_request import GenerateFields, Prompt
 from trainer_bridge.client.results import GenerateResult
+from trainer_bridge.process_bound import ProcessBound
 
 _Value = TypeVar("_Value")
 
 
-class BackgroundClient:
+class BackgroundFuture(ProcessBound, Future[_Value]):
+    """A `concurrent.futures.Future` of what a `BackgroundClient` does in its thread."""
+
+    _instead = "wait for it in its process, and pass its result"
+
+    def __init__(self, work: Future[_Value]) -> None:
+        super().__init__()
+        self._work = work
+        work.add_done_callback(self._end)
+
+    def cancel(self) -> bool:
+        """Cancel the requests at the worker. False if they are over."""
+        return self._work.cancel()
+
+    def _end(self, work: Future[_Value]) -> None:
+        if work.cancelled():
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        elif (error := work.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(work.result())
+
+
+class BackgroundClient(ProcessBound):
     """An `AsyncRolloutClient` (with its arguments) and an event loop in a thread of its own. May be used by any thread.
 
-    Cancelling a future cancels its requests at the worker, and so does `close`. A future raises what the client does.
+    Its futures are those of `concurrent.futures`. Cancelling a future cancels its requests at the worker, and so does
+    `close`. A future raises what the client does.
     """
+
+    _instead = MAKE_CLIENTS
+    _readable_after_fork = frozenset({"endpoints", "_client"})
 
     def __init__(self, endpoints: str | Sequence[str], **options: Any) -> None:
         self._client = AsyncRolloutClient(endpoints, **options)
@@ -37,7 +67,10 @@ class BackgroundClient:
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="background-client", daemon=True)
+        running = threading.Event()
+        self._loop.call_soon(running.set)
         self._thread.start()
+        running.wait()  # a forked process closes a loop that does not run yet, also for this process
 
     def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> Future[GenerateResult]:
         """As `RolloutClient.generate`, but a future of its result."""
@@ -89,7 +122,7 @@ class BackgroundClient:
             if self._closed:
                 coroutine.close()
                 raise ValueError("this client is closed; make a new one")
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            future = BackgroundFuture(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
             self._under_way.add(future)
         future.add_done_callback(self._forget)
         return future
@@ -102,4 +135,5 @@ class BackgroundClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._owned:
+            self.close()

@@ -42,6 +42,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerFailed, WorkerProcess, start_worker
+from trainer_bridge.process_bound import ProcessBound
+from trainer_bridge.wire.address import LOOPBACK, host_port
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.keys import ClientCurve
 
@@ -51,7 +53,6 @@ _STATUS_S = 10.0
 _STOP_S = 10.0
 _RECENT_S = 3600.0
 _MOST_BACKOFF_S = 60.0
-_LOOPBACK = "127.0.0.1"
 
 State = Literal["starting", "serving", "waiting", "leaving", "gone"]
 
@@ -133,7 +134,7 @@ class _WorkerActor:
         if self._process is not None:
             self._process.kill()
         launch, node = self._launch, get_node_ip_address()
-        host = _LOOPBACK if launch.one_node else node
+        any_port = f"tcp://{host_port(LOOPBACK if launch.one_node else node, 0)}"
         self._process = start_worker(
             launch.model,
             env=launch.env,
@@ -141,8 +142,8 @@ class _WorkerActor:
             ready_timeout_s=launch.ready_timeout_s,
             progress=False,
             curve=launch.curve,
-            bind=self._endpoint or f"tcp://{host}:0",
-            weights_bind=f"tcp://{host}:0",
+            bind=self._endpoint or any_port,
+            weights_bind=any_port,
             **{**launch.flags, "min_version": max(min_version, launch.flags.get("min_version", 0))},
         )
         self._endpoint = self._process.endpoint
@@ -187,7 +188,7 @@ class _Worker:
     problem: str | None = None
 
 
-class RayFleet:
+class RayFleet(ProcessBound):
     """Workers on the Ray cluster that this process is connected to (`ray.init`).
 
     Returns once all workers can serve. A worker of a cluster with several nodes listens on its node's address, so it
@@ -212,6 +213,8 @@ class RayFleet:
 
     Raises `WorkerFailed` if Ray has no room, or a worker does not start.
     """
+
+    _instead = "change the fleet in its process, and pass its endpoints"
 
     def __init__(
         self,
@@ -344,7 +347,8 @@ class RayFleet:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._owned:
+            self.close()
 
     def _new_worker(self, group: PlacementGroup, bundle: int) -> _Worker:
         name = f"worker-{next(self._numbers)}.log"

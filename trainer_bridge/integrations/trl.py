@@ -33,6 +33,7 @@ import numpy as np
 
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.results import Completion, GenerateResult
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class WeightTransfer:
             publisher.close()
 
 
-class RolloutWorker:
+class RolloutWorker(ProcessBound):
     """TRL's `rollout_worker`: groups of completions of a dataset's prompts, scored, in the order in which they end.
 
     `dataset` is a sequence of rows with `prompt`, a text or a list of messages, and columns for the reward functions,
@@ -137,6 +138,8 @@ class RolloutWorker:
     step, that is about how many steps old they get. `weights` tells how the workers' versions are counted; without it
     they are the trainer's own. Requests outlive a worker that is started again (`resume=True`).
     """
+
+    _instead = "take its samples in its process"
 
     def __init__(
         self,

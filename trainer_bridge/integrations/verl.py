@@ -34,6 +34,7 @@ from trainer_bridge.client.launch import WorkerProcess, start_worker
 from trainer_bridge.client.media import MediaPrompt
 from trainer_bridge.client.results import Completion
 from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.wire.address import bracketed, host_of, is_loopback
 from trainer_bridge.wire.errors import NotFound, RolloutError
 
 NAME = "rollout"
@@ -111,7 +112,7 @@ class Server:
         """Start the worker. Returns its endpoint. Raises `WorkerFailed`; ValueError if a processor is missing."""
         if self._flags.get("images"):
             self._media = await asyncio.to_thread(MediaProcessor, self._processor)
-        host = ray.util.get_node_ip_address()
+        host = bracketed(ray.util.get_node_ip_address())
         flags: dict[str, Any] = {
             name: value.format(host=host) if isinstance(value, str) else value for name, value in self._flags.items()
         }
@@ -440,7 +441,7 @@ class _Updates:
     def _connect(self, places: Sequence[tuple[str, str]]) -> WeightPublisher:
         endpoints = [endpoint for endpoint, _ in places]
         for endpoint, node in places:
-            if "//127." in endpoint and node != ray.get_runtime_context().get_node_id():
+            if is_loopback(host_of(endpoint)) and node != ray.get_runtime_context().get_node_id():
                 raise ValueError(
                     f"the worker at {endpoint} is on another node and serves its own alone; below "
                     "rollout.engine_kwargs.rollout set bind and weights_bind to tcp://{host}:0, and insecure to true"

@@ -65,6 +65,11 @@ class ControlLink:
             return f", to its weight socket {self._connection.endpoint}"
         return f": {self._connection.refused}" if self._connection.refused else self._connection.hint
 
+    @property
+    def weight_socket(self) -> str:
+        """The endpoint of the weight socket, once a message could be sent."""
+        return self._connection.endpoint
+
     def send(self, fields: Mapping[str, Any]) -> str | None:
         """Send a message; its id, or None while there is no connection to the weight socket. Raises `RolloutError`."""
         asking = bool(self._question)
@@ -142,7 +147,7 @@ class ControlLink:
             raise BadRequest(f"the worker at {self.endpoint} takes no weights")
         if type(address) is not str:
             raise ProtocolError(f"status: {self.endpoint} answered with the weights_endpoint {address!r:.200}")
-        self._move_to(reachable(address, self.endpoint), found=True)
+        self._move_to(reachable(address, self._connection.numeric_endpoint()), found=True)
         return True
 
     def _send(self, op: str, fields: Mapping[str, Any]) -> str:

@@ -7,12 +7,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.transports.base import Recipient
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import ProtocolError, RolloutError, RolloutTimeout
+from trainer_bridge.wire.short_repr import short_fields
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class WorkerReport:
     """The result of an update on one worker."""
 
@@ -25,9 +27,15 @@ class WorkerReport:
     seconds: float  # from publish() until the worker used the new weights
     phases: dict[str, float]  # seconds on the worker: receive, verify, wait, apply
 
+    def __repr__(self) -> str:
+        return f"WorkerReport({short_fields(self)})"
 
-class PublishHandle:
+
+class PublishHandle(ProcessBound):
     """An update in progress. All methods may be called from any thread, any number of times."""
+
+    _instead = "wait for the update in its process, and pass its reports"
+    _readable_after_fork = frozenset({"version", "nbytes", "phase", "reports", "errors", "error"})
 
     def __init__(self, payload: Payload) -> None:
         self.version = payload.manifest.version
@@ -42,6 +50,10 @@ class PublishHandle:
         self._held_error: RolloutError | None = None
         self.error: RolloutError | None = None  # of `applied`, once it is done
         self._done = threading.Event()
+
+    def __repr__(self) -> str:
+        over = f", {len(self.reports)} applied, {len(self.errors)} failed" if self._done.is_set() else ""
+        return f"PublishHandle(version={self.version}, nbytes={self.nbytes}, phase={self.phase!r}{over})"
 
     def held(self, timeout: float | None = None) -> None:
         """Return when the trainer may change its tensors: all of them have been copied out of its memory.
@@ -67,6 +79,12 @@ class PublishHandle:
         if self.error is not None:
             raise self.error
         return list(self.reports.values())
+
+    def use_every_name(self) -> None:
+        """Begin again, with each tensor under all of its names: a worker has several parameters for it."""
+        self._payload.use_every_name()
+        self.nbytes = self._payload.manifest.tensor_bytes
+        self.errors.clear()
 
     def report(self, recipient: Recipient, reply: dict[str, Any]) -> None:
         """A worker uses the new weights; `reply` is its answer to `commit`."""

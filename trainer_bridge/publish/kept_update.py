@@ -41,8 +41,7 @@ class KeptUpdate:
 
     def fill(self, payload: Payload) -> None:
         """Keep this update from its first bytes on."""
-        nbytes = payload.manifest.total_bytes
-        payload.keep_in(lambda: self._memory(nbytes))
+        payload.keep_in(lambda: self._memory(payload.manifest.total_bytes))
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         with self._lock:

@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.publish.control_link import ControlLink, ask_all
 from trainer_bridge.publish.handle import PublishHandle, WorkerReport
 from trainer_bridge.publish.kept_update import KeptUpdate
@@ -67,7 +68,7 @@ class _Change:
     joins: ControlLink | None
 
 
-class WeightPublisher:
+class WeightPublisher(ProcessBound):
     """Publishes weights to one or several workers.
 
     Closing ends unfinished updates, so wait for `applied` first. Workers keep the weights they serve. If a worker still
@@ -99,6 +100,9 @@ class WeightPublisher:
             out of memory that the other ranks' GPUs lend, at most 512 MiB each; else they cross host memory. `held`
             and `applied` mean the same on all ranks. The default group is not used for transfers. Default: False.
     """
+
+    _instead = "publish in its process, or pass its endpoints and make a publisher in each process"
+    _readable_after_fork = frozenset({"endpoints", "transport"})
 
     def __init__(
         self,
@@ -137,6 +141,8 @@ class WeightPublisher:
         self._client = f"publisher-{secrets.token_hex(4)}"
         self._links = {link.endpoint: link for link in self._connect()}
         self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | _Change | None] = queue.SimpleQueue()
+        # A tensor with several names goes under one. `disk` writes for other readers, and before a worker can refuse.
+        self._once = transport != "disk"
         self._newest: dict[str | None, int] = {}  # the last version that was published, by adapter; None: the model's
         self._jobs_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
@@ -148,10 +154,12 @@ class WeightPublisher:
     ) -> PublishHandle:
         """Start to publish every parameter, under its Hugging Face name, as `version`, which must grow.
 
-        Correction biases of routers may be left out: they keep their values. Tensors that text needs none of (`mtp.*`,
-        `visual.*`) may be sent, and workers drop them. Tensors of a worker's draft model are `draft.NAME`, with the
-        names of its checkpoint and without `d2t` and `t2d`. If a layer for multi-token prediction drafts, its tensors
-        have the names of the model's checkpoint. An update may have all, some or none of them.
+        A tensor that comes under two names, as tied embeddings do in a `state_dict`, is sent once, unless a worker has
+        two parameters for it. Correction biases of routers may be left out: they keep their values. Tensors that text
+        needs none of (`mtp.*`, `visual.*`) may be sent, and workers drop them. Tensors of a worker's draft model are
+        `draft.NAME`, with the names of its checkpoint and without `d2t` and `t2d`. If a layer for multi-token
+        prediction drafts, its tensors have the names of the model's checkpoint. An update may have all, some or none of
+        them.
 
         Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device, where they are read after the work that
         is already on the current CUDA stream. They must not change before `held`. Raises ValueError for tensors that
@@ -163,7 +171,8 @@ class WeightPublisher:
         """
         if (adapter is None) != (adapter_config is None):
             raise ValueError("adapter and adapter_config go together: pass both, or none")
-        payload = Payload(named_tensors, version, self._bucket_bytes, spread=self._ranks is not None)
+        once = self._once and adapter is None
+        payload = Payload(named_tensors, version, self._bucket_bytes, spread=self._ranks is not None, once=once)
         if adapter is not None:
             payload.adapter = {"name": adapter, "config": _config_map(adapter_config)}
         handle = PublishHandle(payload)
@@ -223,11 +232,16 @@ class WeightPublisher:
         self._thread.join()
         atexit.unregister(self.close)
 
+    def _leave_after_fork(self) -> None:
+        """The forked process has nothing to close when it ends."""
+        atexit.unregister(self.close)
+
     def __enter__(self) -> WeightPublisher:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._owned:
+            self.close()
 
     def _check_not_closed(self) -> None:
         if self._closing.is_set():
@@ -261,6 +275,11 @@ class WeightPublisher:
                 if kept is not None:
                     kept.fill(payload)
                 self._publish(payload, handle, list(self._links))
+                if payload.tied and any(error.field == "tied" for error in handle.errors.values()):
+                    self._once = False  # to a worker they are several parameters
+                    if not handle.begun:
+                        handle.use_every_name()
+                        self._publish(payload, handle, list(self._links))
                 if kept is not None:
                     kept.keep_finished(payload, handle, self._closing)
             except RolloutError as caught:
@@ -409,6 +428,8 @@ class WeightPublisher:
         begin = {"action": "begin", "version": version, "manifest": payload.manifest.to_wire()}
         if payload.adapter is not None:
             begin["adapter"] = payload.adapter
+        if payload.tied:
+            begin["tied"] = payload.tied
         left = list(recipients)
         while left:
             handle.phase = "prepare"
@@ -452,7 +473,8 @@ class WeightPublisher:
             meanwhile,
         )
         replies = []
-        for (recipient, _), answer in zip(asked, answers, strict=True):
+        for (recipient, link), answer in zip(asked, answers, strict=True):
+            recipient.weight_socket = link.weight_socket
             if isinstance(answer, RolloutError):
                 recipient.fail(answer)
                 continue

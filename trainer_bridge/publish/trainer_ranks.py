@@ -44,11 +44,12 @@ from trainer_bridge.publish.lent_parts import (
     map_buffers,
     read_answer,
 )
-from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupError, device_name, local_address
+from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupError, device_name
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.ranks import take_part
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shards import HEADER, LentParts, Shards
+from trainer_bridge.wire.address import LOOPBACK, address_towards
 from trainer_bridge.wire.errors import RolloutError, from_reply
 from trainer_bridge.wire.manifest import Manifest
 
@@ -347,4 +348,4 @@ def _ending(result: dict[str, Any]) -> tuple[list[WorkerReport], RolloutError | 
 def _address() -> str:
     """Address of this host towards the other trainers."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    return local_address(f"tcp://{host}:{port}") if host and port.isdigit() else "127.0.0.1"
+    return address_towards(host, int(port)) if host and port.isdigit() else LOOPBACK

@@ -138,6 +138,7 @@ class Recipient:
     transport: str = ""  # the transport that it granted
     route: str = ""  # the sender of that transport that serves it
     why: str = ""  # why it is this transport and not a faster one
+    weight_socket: str = ""  # the endpoint by which the publisher is connected to it
 
     def fail(self, error: RolloutError) -> None:
         """Give up on this worker; the first error stays."""

@@ -16,6 +16,7 @@ import zmq
 
 from trainer_bridge.transports.base import Recipient, TransferRules
 from trainer_bridge.transports.payload import Payload
+from trainer_bridge.wire.address import host_port
 from trainer_bridge.wire.connection import socket_events
 from trainer_bridge.wire.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
 from trainer_bridge.wire.keys import ClientCurve
@@ -46,8 +47,7 @@ class Link:
         # At most a window of buckets waits for a reconnection, and a restarted worker refuses their token.
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.MAXMSGSIZE, MAX_REFUSAL_BYTES + REFUSAL.size)
-        if "[" in address:
-            self.socket.set(zmq.IPV6, 1)
+        self.socket.set(zmq.IPV6, "[" in address)
         if curve is not None:
             curve.apply(self.socket)
         self.monitor: zmq.Socket = self.socket.get_monitor_socket(_EVENTS)
@@ -168,15 +168,14 @@ def read_grant(recipient: Recipient) -> tuple[int, str]:
             )
         )
         return 1, ""
-    return window, reachable(address, recipient.endpoint)
+    return window, reachable(address, recipient.weight_socket or recipient.endpoint)
 
 
 def reachable(address: str, endpoint: str) -> str:
     """`address`, with the host of `endpoint` if the worker is bound to all interfaces and so names no host."""
     at, via = urlsplit(address), urlsplit(endpoint)
     if at.scheme == "tcp" and at.hostname in ("0.0.0.0", "::", "*") and via.scheme == "tcp":
-        host = f"[{via.hostname}]" if ":" in (via.hostname or "") else via.hostname
-        return f"tcp://{host}:{at.port}"
+        return f"tcp://{host_port(via.hostname or '', at.port or 0)}"
     return address
 
 

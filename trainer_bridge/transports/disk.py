@@ -6,6 +6,9 @@ The publisher writes the folder under a temporary name and renames it when it is
 incomplete one. Any reader of Hugging Face checkpoints can read it. The worker gets names, sizes and checksums of the
 files in `begin`, reads them while it generates, and writes their bytes directly to the staging memory.
 
+Names have a word of their publisher, which keeps a file with this word locked. The next publisher on the same host that
+writes there removes what a killed one left incomplete, and treats its updates as its own.
+
 Invariants of the reader:
 
 - It opens regular files only, by plain names inside the folder, without following links.
@@ -16,11 +19,13 @@ Invariants of the reader:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import struct
 from collections.abc import Mapping, Sequence
@@ -30,12 +35,14 @@ from typing import Any
 
 from safetensors.torch import save
 
+from trainer_bridge.scratch import OwnerMark, inherit
 from trainer_bridge.transports.base import IncomingUpdate, Recipient, TransferRules, TransportReceiver, TransportSender
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
 from trainer_bridge.wire.manifest import Checksum, TensorEntry, checksum
 
 DEFAULT_FILE_BYTES = 256 << 20
+_MARK = ".publisher-"
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
@@ -256,7 +263,8 @@ def _read_notes(files: Any) -> list[_FileNote]:
 class DiskSender(TransportSender):
     """Writes one folder for each update, for all workers.
 
-    Keeps the newest `keep` folders that a worker took, and the newest folder that no worker has taken yet.
+    Keeps the newest `keep` folders that a worker took, and the newest folder that no worker has taken yet. After the
+    end they stay.
     """
 
     name = "disk"
@@ -268,13 +276,16 @@ class DiskSender(TransportSender):
         self._keep = keep
         self._taken: list[Path] = []
         self._fresh: list[Path] = []  # not taken by a worker yet
+        self._word = secrets.token_hex(4)  # in the names of this publisher's folders
+        self._mark: OwnerMark | None = None
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
         """Write the folder; afterwards the tensors are not read. Raises `RolloutError` if writing fails."""
-        name = f"version-{payload.manifest.version}-{secrets.token_hex(4)}"
+        name = f"version-{payload.manifest.version}-{self._word}{secrets.token_hex(4)}"
         final, draft = self._root / name, self._root / f".{name}.part"
         try:
-            draft.mkdir(parents=True)
+            self._claim()
+            draft.mkdir()
             files = self._write_files(payload, draft)
             draft.rename(final)
         except BaseException as error:
@@ -297,6 +308,31 @@ class DiskSender(TransportSender):
         for folders, most in ((self._taken, self._keep), (self._fresh, 0 if applied else 1)):
             while len(folders) > most:
                 shutil.rmtree(folders.pop(0), ignore_errors=True)
+
+    def close(self) -> None:
+        """End the claim: the folders that are kept stay."""
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None
+
+    def _claim(self) -> None:
+        """Say that this publisher lives, and inherit from those on this host that were killed."""
+        if self._mark is not None:
+            return
+        self._root.mkdir(parents=True, exist_ok=True)
+        for mark in self._root.glob(f"{_MARK}*"):
+            inherit(mark, functools.partial(self._inherit, mark.name.removeprefix(_MARK)))
+        self._taken.sort(key=lambda folder: folder.stat().st_mtime)
+        self._mark = OwnerMark(self._root / f"{_MARK}{self._word}", socket.gethostname())
+
+    def _inherit(self, word: str, host: str) -> bool:
+        # Locks of other hosts need not be visible here.
+        if host != socket.gethostname() or not re.fullmatch("[0-9a-f]{8}", word):
+            return False
+        for draft in self._root.glob(f".version-*-{word}*.part"):
+            shutil.rmtree(draft, ignore_errors=True)
+        self._taken += self._root.glob(f"version-*-{word}*")
+        return True
 
     def _write_files(self, payload: Payload, draft: Path) -> list[list[Any]]:
         groups = _group(payload.manifest.tensors, self._file_bytes)

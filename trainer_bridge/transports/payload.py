@@ -36,14 +36,20 @@ class Payload:
     """An update to publish. Holds references to the tensors until `release`.
 
     With `spread` tensors may be DTensors, whose parts are fetched from the ranks that hold them. `bucket_bytes` None
-    means the usual size.
+    means the usual size. With `once` a tensor that comes under several names has the first one, until
+    `use_every_name`; not with `spread`, since all ranks must do the same.
 
     Raises ValueError for tensors that cannot be sent: a dtype other than float32, bfloat16 and float16, sparse tensors,
     or several CUDA devices.
     """
 
     def __init__(
-        self, named_tensors: NamedTensors, version: int, bucket_bytes: int | None, spread: bool = False
+        self,
+        named_tensors: NamedTensors,
+        version: int,
+        bucket_bytes: int | None,
+        spread: bool = False,
+        once: bool = False,
     ) -> None:
         if isinstance(named_tensors, torch.nn.Module):
             raise ValueError("publish takes the tensors by name, not the model; pass model.state_dict()")
@@ -54,10 +60,12 @@ class Payload:
         if bucket_bytes is None:  # the same on all ranks, even if the tensors of some are not on a GPU
             total_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
             bucket_bytes = usual_bucket_bytes(total_bytes, torch.cuda.is_available())
-        self.manifest: Manifest = pack(
-            version, ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in tensors), bucket_bytes
-        )
-        self._tensors = [tensor for _, tensor in tensors]
+        self._version, self._bucket_bytes = version, bucket_bytes
+        self._every = tensors
+        #: Names that are left out, and the name of the same tensor.
+        self.tied = _tied(tensors) if once and not spread else {}
+        self._tensors: list[torch.Tensor]
+        self._arrange()
         self.shards: Shards | None = None
         if any(is_spread(tensor) for tensor in self._tensors) or spread:
             if not spread:
@@ -72,7 +80,6 @@ class Payload:
         self.again = False  # a kept update that is sent again
         self._keep_in: Callable[[], torch.Tensor] | None = None
         self._kept: torch.Tensor | None = None
-        self._starts = [entry.offset for entry in self.manifest.tensors]
         self._flat: tuple[int, torch.Tensor] | None = None
         self._borrow = self.shards is not None  # rank 0 has not asked yet whether the other ranks lend
         self._lent: LentParts | None = None
@@ -80,6 +87,18 @@ class Payload:
         self._readers = 1
         self._released = threading.Event()
         self._stream, self._after = _side_stream(self._tensors)
+
+    def _arrange(self) -> None:
+        tensors = [(name, tensor) for name, tensor in self._every if name not in self.tied]
+        facts = ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in tensors)
+        self.manifest: Manifest = pack(self._version, facts, self._bucket_bytes)
+        self._tensors = [tensor for _, tensor in tensors]
+        self._starts = [entry.offset for entry in self.manifest.tensors]
+
+    def use_every_name(self) -> None:
+        """Have each tensor under all of its names. Only before anything is sent."""
+        self.tied = {}
+        self._arrange()
 
     @property
     def spread(self) -> bool:
@@ -319,7 +338,7 @@ class Payload:
             if self._released.is_set():
                 return
             self.wait_packed()  # a sender that failed may have begun to copy
-            self._tensors = []
+            self._tensors, self._every = [], []
             self._flat = self.shards = self._lent = None
             self._borrow = False
             self._released.set()
@@ -358,6 +377,18 @@ class Payload:
         # Without the first, leaving the second would make the thread's device current, with a context there.
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             yield
+
+
+def _tied(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Names of tensors that are an earlier one under another name, as `state_dict` has tied embeddings; that name."""
+    first: dict[tuple, str] = {}  # names by memory
+    tied = {}
+    for name, tensor in tensors:
+        if tensor.numel() and not is_spread(tensor):  # others have no address of their own
+            memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if first.setdefault(memory, name) != name:
+                tied[name] = first[memory]
+    return tied
 
 
 def _checked(name: str, tensor: torch.Tensor) -> torch.Tensor:

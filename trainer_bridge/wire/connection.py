@@ -8,6 +8,9 @@ ZeroMQ's own thread learns of a loss later than the operating system does: on a 
 meanwhile would be lost with the socket. So the operating system is asked, too: a connection that the worker has closed
 is `ending`. It still delivers messages that have arrived; new ones wait for the next connection.
 
+A name may have addresses of IPv4 and IPv6, and ZeroMQ tries one of them. So after an attempt that failed, the next one
+is by the other family, until there has been a connection.
+
 A worker that refuses the connection (CURVE keys) is not asked again by ZeroMQ: `refused` says why, until `reopen`.
 
 Sending never blocks (no high-water mark: the number of requests in flight is the caller's business). Not thread-safe.
@@ -15,8 +18,10 @@ Sending never blocks (no high-water mark: the number of requests in flight is th
 
 from __future__ import annotations
 
+import errno
 import os
 import select
+import socket
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +30,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from trainer_bridge.wire.address import has_brackets, host_of, host_port, is_name, with_zone
 from trainer_bridge.wire.keys import ClientCurve
 
 #: How long a client waits for an endpoint that refuses connections, unless its user says how long to wait.
@@ -33,6 +39,8 @@ REFUSED_S = 3.0
 _RECONNECT_MAX_MS = 1000
 _HEARTBEATS_MISSED = 3
 _LEAST_HEARTBEAT_S, _MOST_HEARTBEAT_S = 0.05, 3600.0
+_TURN_S = 0.1  # between two changes of the family
+_OTHER_FAMILY_MS = 2000  # for an attempt by IPv6, which may get no answer at all
 _EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -70,6 +78,8 @@ class Connection:
         self.refusing_since_s: float | None = None
         self.refused_at_s = 0.0  # the last time
         self._reached = False  # a worker has been there
+        self._by_name, self._ipv6 = is_name(host_of(endpoint)), "[" in endpoint
+        self._turned_s = 0.0
         self._context = context
         self._curve = curve
         self._unsent: dict[str, Sequence[bytes]] = {}  # only while not connected, or ending
@@ -87,17 +97,42 @@ class Connection:
         self.socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         self.socket.set(zmq.HEARTBEAT_IVL, self._heartbeat_ms)
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEATS_MISSED * self._heartbeat_ms)
-        if "[" in self.endpoint:
-            self.socket.set(zmq.IPV6, 1)
+        self.socket.set(zmq.IPV6, self._ipv6)
         if self._curve is not None:
             self._curve.apply(self.socket)
-        self.monitor = self.socket.get_monitor_socket(_EVENTS)
+        self.monitor = self.socket.get_monitor_socket(_EVENTS | (zmq.EVENT_CONNECT_RETRIED if self._by_name else 0))
         try:
+            if not has_brackets(self.endpoint):
+                raise zmq.ZMQError(errno.EINVAL)
             self.socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             self._close(0)
-            text = f"{self.endpoint!r} is not a ZeroMQ endpoint; write it as tcp://HOST:PORT ({error})"
-            raise ValueError(text) from error
+            how = "write it as tcp://HOST:PORT, an IPv6 address in brackets"
+            raise ValueError(f"{self.endpoint!r} is not a ZeroMQ endpoint; {how} ({error})") from error
+
+    def _turn(self) -> None:
+        """Try the other family of the name's addresses. Nothing is lost: no message goes out without a connection."""
+        if self._descriptor is not None or time.monotonic() < self._turned_s + _TURN_S:
+            return
+        self._turned_s, self._ipv6 = time.monotonic(), not self._ipv6
+        self.socket.disconnect(self.endpoint)
+        self.socket.set(zmq.IPV6, self._ipv6)
+        self.socket.set(zmq.CONNECT_TIMEOUT, _OTHER_FAMILY_MS if self._ipv6 else 0)
+        self.socket.connect(self.endpoint)
+
+    def numeric_endpoint(self) -> str:
+        """The endpoint, with the address that the connection goes to in the place of a name.
+
+        A name may have several hosts, and what follows has to reach the same one.
+        """
+        if not self._by_name or self._descriptor is None:
+            return self.endpoint
+        try:
+            with socket.socket(fileno=os.dup(self._descriptor)) as peer:
+                address = peer.getpeername()
+        except OSError:  # it has just been lost
+            return self.endpoint
+        return f"tcp://{host_port(with_zone(address), address[1])}"
 
     @property
     def can_send(self) -> bool:
@@ -156,6 +191,8 @@ class Connection:
                 self.refused_at_s = time.monotonic()
                 if self.refusing_since_s is None and not self._reached:
                     self.refusing_since_s = self.refused_at_s
+            elif event["event"] == zmq.EVENT_CONNECT_RETRIED:
+                self._turn()
             elif event["event"] == zmq.EVENT_CONNECTED:
                 self._descriptor = event["value"]
                 self._reached, self.refusing_since_s = True, None

@@ -142,6 +142,11 @@ def from_reply(header: Mapping[str, Any]) -> RolloutError:
     return error
 
 
+def with_endpoint(endpoint: str, problem: str) -> str:
+    """A problem with its endpoint in front, unless the text names it already."""
+    return problem if endpoint in problem else f"{endpoint}: {problem}"
+
+
 def error_reply(error: RolloutError) -> dict[str, Any]:
     """The `error` reply that `from_reply` turns into `error` again."""
     header: dict[str, Any] = {"op": "error", "code": error.code, "message": str(error)}

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from trainer_bridge.wire.short_repr import short_fields
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PromptTops:
     """Row i belongs to token i of the prompt. The first row is unknown, and so are those of a prompt that was cut.
 
@@ -20,6 +22,9 @@ class PromptTops:
     ranks: np.ndarray  # int32 [prompt tokens]
     ids: np.ndarray  # int32 [prompt tokens, k]
     logprobs: np.ndarray  # float32 [prompt tokens, k]
+
+    def __repr__(self) -> str:
+        return f"PromptTops({short_fields(self)})"
 
     @classmethod
     def unknown(cls, tokens: int, k: int) -> PromptTops:

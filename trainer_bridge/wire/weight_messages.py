@@ -1,6 +1,7 @@
 """The control messages of the weight bridge: which fields each action has.
 
-    {op: weights, action: begin,  version, manifest, transport, options [, adapter]}  -> {op: ok, version, token, grant}
+    {op: weights, action: begin,  version, manifest, transport, options [, adapter] [, tied]}
+                                                                          -> {op: ok, version, token, grant}
     {op: weights, action: commit, token, options}                         -> {op: ok, version, pause_s, bytes, phases}
     {op: weights, action: abort,  token [, newer]}                        -> {op: ok}
     {op: weights, action: status}                                         -> {op: ok, version, state, ...}
@@ -33,7 +34,7 @@ _FIELDS: dict[str, set[str]] = {
     "gather": {"group", "part", "tensors", "packed_bytes"},
     "leave": {"group"},
 }
-_OPTIONAL: dict[str, set[str]] = {"begin": {"adapter"}, "abort": {"newer"}}
+_OPTIONAL: dict[str, set[str]] = {"begin": {"adapter", "tied"}, "abort": {"newer"}}
 
 
 def check_fields(header: Mapping[str, Any]) -> str:
@@ -48,6 +49,13 @@ def check_fields(header: Mapping[str, Any]) -> str:
     if "options" in _FIELDS[action] and type(header["options"]) is not dict:
         raise BadRequest("options must be a map", field="options")
     return action
+
+
+def read_tied(value: Any) -> dict[str, str]:
+    """Names that the manifest leaves out, and the name in it of the same tensor. Raises `BadRequest`."""
+    if type(value) is not dict or any(type(name) is not str for pair in value.items() for name in pair):
+        raise BadRequest("tied must be a map from names that are left out to names of the manifest", field="tied")
+    return value
 
 
 def read_token(value: Any) -> bytes:

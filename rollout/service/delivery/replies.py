@@ -59,8 +59,9 @@ def result_reply(
     worker: str,
     metadata: dict[str, Any] | None,
     media: Sequence[str] = (),
+    prompt: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """All completions of a request, its timing, and the hashes of its images."""
+    """All completions of a request, its timing, and the hashes of its images; with the token ids of its `prompt`."""
     reply = _header("result", request_id) | {
         "completions": completions,
         "prompt_tokens": done.prompt_tokens,
@@ -80,6 +81,8 @@ def result_reply(
         reply["metadata"] = metadata
     if media:
         reply["media"] = list(media)
+    if prompt is not None:
+        reply["prompt_token_ids"] = prompt
     return reply
 
 

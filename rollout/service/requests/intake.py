@@ -254,6 +254,7 @@ class Intake:
         consumed = max_tokens + (prompt_tokens if message.return_routing == "all" else 0)
         prompt_tops = message.prompt_top_logprobs
         sizes = {
+            "return_prompt_ids": 4 * prompt_tokens if message.return_prompt_ids else 0,
             "logprobs": message.n * max_tokens * message.logprobs * 8,
             "prompt_top_logprobs": 0 if prompt_tops is None else reply_bytes(prompt_tokens, prompt_tops),
             "return_routing": 0 if shape is None else message.n * consumed * shape.bytes_per_token,

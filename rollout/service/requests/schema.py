@@ -127,6 +127,7 @@ class GenerateMessage(RequestHeader):
     stream_every: int = Field(64, ge=1, le=INT32_MAX)
     join_chunks: bool = False
     return_text: bool = False
+    return_prompt_ids: bool = False
     return_routing: Annotated[Literal[False, True, "all"], BeforeValidator(_routing_wanted)] = False
     continue_from: ContinueFrom | None = None
     logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)

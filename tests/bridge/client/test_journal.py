@@ -173,6 +173,17 @@ def test_forgotten_requests_are_gone_and_their_bytes_too(tmp_path: Path) -> None
     assert [entry.name for entry in tmp_path.iterdir()] == ["j"]
 
 
+def test_what_a_client_that_was_killed_while_it_cleared_out_left_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    write(path, "a")
+    (tmp_path / "journal.new").write_bytes(b"half of it")
+    Journal(path, read_only=True).close()
+    assert len(list(tmp_path.iterdir())) == 2, "a reader changes nothing"
+    journal = Journal(path)
+    assert list(tmp_path.iterdir()) == [path] and "a" in journal.ids()
+    journal.close()
+
+
 def test_a_forgotten_id_can_be_used_again(tmp_path: Path) -> None:
     write(tmp_path / "j", "r")
     journal = Journal(tmp_path / "j")

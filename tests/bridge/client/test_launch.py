@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,32 +14,13 @@ from typing import Any
 import pytest
 
 from rollout.process.logs import JsonFormatter, TextFormatter
+from tests.support.bridge.fake_worker import FAKE_WORKER
 from tests.support.patience import PATIENCE_S
 from trainer_bridge.client import launch
 from trainer_bridge.client.launch import WorkerFailed, WorkerProcess, flag_list, start_worker, worker_environment
 
-# Says so in its log and reports ready, then answers `shutdown` (or, with --deaf, nothing).
-FAKE = """
-import json, os, sys, msgpack, zmq
-socket = zmq.Context().socket(zmq.ROUTER)
-socket.bind("tcp://127.0.0.1:*")
-endpoint = socket.last_endpoint.decode()
-told = {"endpoint": endpoint, "weights_endpoint": endpoint, "model": sys.argv[1], "pid": os.getpid()}
-path = sys.argv[sys.argv.index("--ready-file") + 1]
-open(path + ".part", "w").write(json.dumps(told))
-print("ready", sys.argv[1:], os.environ.get("RANK"), os.environ.get("EXTRA"), flush=True)
-os.replace(path + ".part", path)
-while True:
-    *address, header = socket.recv_multipart()
-    header = msgpack.unpackb(header)
-    if "--deaf" in sys.argv:
-        continue
-    socket.send_multipart([*address, msgpack.packb({"v": 1, "id": header["id"], "op": "ok"})])
-    sys.exit({"drain": 3, "now": 4}[header["mode"]])
-"""
 
-
-def start(code: str = FAKE, **settings: Any) -> WorkerProcess:
+def start(code: str = FAKE_WORKER, **settings: Any) -> WorkerProcess:
     return start_worker(
         "some/model", command=(sys.executable, "-c", code), **{"ready_timeout_s": PATIENCE_S, **settings}
     )
@@ -75,7 +57,7 @@ def test_what_takes_long_at_the_start_is_told_on_stderr_unless_asked_not_to(
     log.write_text(line("rollout.progress", "of the worker before") + "\n")
     said = [("rollout.progress", "loading weights: 45 %"), ("rollout.engine.build", "beside it"), ("x", "of others")]
     lines = ["{", '{"a":' * 5000, *(line(*each) for each in said)]  # lines in another form are ignored
-    code = f"print(*{lines!r}, sep='\\n', flush=True)\n{FAKE}"
+    code = f"print(*{lines!r}, sep='\\n', flush=True)\n{FAKE_WORKER}"
     with start(code, log_file=log):
         assert capfd.readouterr().err == "worker box:7: loading weights: 45 %\n"
     with start(code, log_file=log, progress=False):
@@ -129,7 +111,7 @@ def test_a_worker_ends_with_the_job_that_forgot_it(tmp_path: Path) -> None:
     job = f"""
 import sys
 from trainer_bridge.client.launch import start_worker
-worker = start_worker("m", command=(sys.executable, "-c", {FAKE!r}))
+worker = start_worker("m", command=(sys.executable, "-c", {FAKE_WORKER!r}))
 print(worker.pid)
 """
     done = subprocess.run([sys.executable, "-c", job], capture_output=True, text=True, timeout=60)
@@ -139,10 +121,11 @@ print(worker.pid)
 
 def test_a_fork_of_the_job_does_not_end_the_worker() -> None:
     with start() as worker:
+        end = worker._end  # Python calls it when the object goes, or the process ends
         child = os.fork()
         if child == 0:
             try:
-                worker._end()
+                end()
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
@@ -194,6 +177,35 @@ def test_what_a_launcher_of_ranks_sets_does_not_leak() -> None:
 )
 def test_a_number_of_threads_that_is_not_torchruns_stays(base: dict, changes: dict, threads: str) -> None:
     assert worker_environment(base, changes) == {"OMP_NUM_THREADS": threads}
+
+
+def test_a_job_that_is_killed_leaves_its_folder_to_the_next_start(tmp_path: Path) -> None:
+    job = f"""
+import os, signal, sys
+from trainer_bridge.client.launch import start_worker
+worker = start_worker("m", command=(sys.executable, "-c", {FAKE_WORKER!r}))
+print(worker.log_path.parent, worker.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", job], capture_output=True, text=True, timeout=PATIENCE_S)
+    folder, pid = done.stdout.split()
+    try:
+        assert Path(folder, "ready.json").exists()
+        with start() as first, start() as second:
+            assert not Path(folder).exists()
+            assert first.log_path.exists() and second.log_path.exists(), "those of live jobs stay"
+    finally:
+        os.killpg(int(pid), signal.SIGKILL)  # this worker does not look after its parent
+
+
+def test_a_worker_that_cannot_be_started_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with pytest.raises(FileNotFoundError):
+        start_worker("m", command=("/no/such/command",))
+    with pytest.raises(FileNotFoundError):
+        start(log_file=tmp_path / "no" / "such" / "folder.log")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stopped_worker_leaves_no_folder() -> None:

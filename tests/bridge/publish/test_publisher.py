@@ -75,6 +75,59 @@ class FakeWorker:
         self.data.close(0)
 
 
+class UntiedModel(TinyModel):
+    """Its output layer is a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameters["lm_head"] = torch.zeros_like(self.parameters["embed"])
+        self.views["lm_head.weight"] = self.parameters["lm_head"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("transport", ["zmq", "shm", "nccl"])
+def test_a_tensor_with_two_names_is_sent_once_unless_a_worker_has_two_parameters_for_it(
+    worker: Worker, transport: str, keep: bool
+) -> None:
+    with (
+        Worker(model=UntiedModel()) as untied,
+        WeightPublisher(worker.endpoint, transport=transport, keep=keep) as one,
+        WeightPublisher(untied.endpoint, transport=transport, keep=keep) as other,
+    ):
+        for version in (1, 2):
+            tensors = new_tensors(worker.model, version)
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            tied = {**tensors, "lm_head.weight": tensors["embed.weight"]}
+            for publisher, receiver, expected in (
+                (one, worker, nbytes),
+                (other, untied, nbytes + tensors["embed.weight"].nbytes),
+            ):
+                update = publisher.publish(tied, version)
+                (report,) = update.applied(20)
+                assert (report.nbytes, update.nbytes) == (expected, expected) and not update.errors
+                assert serves(receiver.model, tied)
+        both = tied | {"lm_head.weight": tied["embed.weight"].clone()}  # equal, and not one tensor
+        assert one.publish(both, 3).applied(20)[0].nbytes == nbytes + tensors["embed.weight"].nbytes
+        for wrong in (tied["embed.weight"], torch.ones(3)):
+            with pytest.raises(WeightsRejected, match="unknown tensors: other"):
+                one.publish(tied | {"other": wrong}, 4).applied(20)
+
+
+@pytest.mark.parametrize(
+    "tied", [[], {"lm_head.weight": 1}, {"lm_head.weight": "q.weight"}, {"other": "embed.weight"}, {"q.weight": "x"}]
+)
+def test_names_that_are_not_tied_here_are_refused_and_disturb_nothing(worker: Worker, tied: Any) -> None:
+    payload = Payload(tensors := new_tensors(worker.model, 1), 1, None)
+    begin = {"action": "begin", "version": 1, "manifest": payload.manifest.to_wire(), "transport": "zmq", "options": {}}
+    assert worker.control(**begin, tied=tied)["field"] == "tied"
+    assert (
+        worker.status()["state"] == "idle" and worker.control(**begin, tied={"lm_head.weight": "embed.weight"})["token"]
+    )
+    with WeightPublisher(worker.endpoint) as publisher:
+        publisher.publish(tensors, 1).applied(20)
+    assert serves(worker.model, tensors)
+
+
 @pytest.mark.parametrize("transport", ["zmq", "shm", "nccl"])
 @pytest.mark.parametrize("bucket_bytes", [SMALL, 192, 1 << 20])
 def test_tensors_arrive_whatever_the_bucket_size(worker: Worker, bucket_bytes: int, transport: str) -> None:

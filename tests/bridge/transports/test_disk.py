@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,8 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import save
 
-from tests.support.bridge.harness import Worker, new_tensors, serves
+from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
+from tests.support.patience import PATIENCE_S
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.disk import DiskSender
 from trainer_bridge.transports.payload import Payload
@@ -27,7 +31,8 @@ def worker():
 
 
 def folders(root: Path) -> list[str]:
-    return sorted(path.name.rsplit("-", 1)[0] for path in root.iterdir())
+    """Of updates; the mark of a publisher that lives is left out."""
+    return sorted(path.name.rsplit("-", 1)[0] for path in root.iterdir() if path.is_dir())
 
 
 def test_an_update_through_a_folder(worker: Worker, tmp_path: Path) -> None:
@@ -42,6 +47,49 @@ def test_an_update_through_a_folder(worker: Worker, tmp_path: Path) -> None:
             (report,) = handle.applied(20)
             assert report.transport == "disk" and serves(worker.model, sent)
     assert folders(tmp_path) == ["version-2", "version-3"]  # older ones are removed
+
+
+PUBLISHES = """
+import os, signal, sys
+from tests.support.bridge.harness import TinyModel, new_tensors
+from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.transports.payload import Payload
+publisher = WeightPublisher(sys.argv[1], transport="disk", folder=sys.argv[2])
+for version in (1, 2, 3):
+    publisher.publish(new_tensors(TinyModel(), version), version).applied(60)
+Payload.host_copy = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+publisher.publish(new_tensors(TinyModel(), 4), 4).applied(60)
+"""
+
+
+def test_the_next_publisher_removes_what_a_killed_one_left(worker: Worker, tmp_path: Path) -> None:
+    other = tmp_path / ".version-9-of-somebody.part"
+    other.mkdir()
+    command = [sys.executable, "-c", PUBLISHES, worker.endpoint, tmp_path]
+    assert subprocess.run(command, timeout=PATIENCE_S).returncode == -signal.SIGKILL
+    assert folders(tmp_path) == sorted([".version-9-of", ".version-4", "version-2", "version-3"])
+    with WeightPublisher(worker.endpoint, transport="disk", folder=str(tmp_path)) as publisher:
+        publisher.publish(new_tensors(worker.model, 5), 5).applied(20)
+        assert folders(tmp_path) == [".version-9-of", "version-3", "version-5"]
+        with WeightPublisher(worker.endpoint, transport="disk", folder=str(tmp_path)) as second:
+            second.publish(new_tensors(worker.model, 6), 6).applied(20)
+            second.publish(new_tensors(worker.model, 7), 7).applied(20)
+        assert folders(tmp_path) == [".version-9-of", "version-3", "version-5", "version-6", "version-7"]
+    assert all(path.is_dir() for path in tmp_path.iterdir()), "no mark is left"
+
+
+def test_what_a_publisher_on_another_host_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = Payload(new_tensors(TinyModel(), 1), 1, 64)
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: "elsewhere")
+        abroad = DiskSender(str(tmp_path))
+        abroad.prepare(payload)
+        abroad._mark._release()  # as its end does
+    payload = Payload(new_tensors(TinyModel(), 2), 2, 64)
+    here = DiskSender(str(tmp_path), keep=1)
+    here.prepare(payload)
+    here.release(payload, applied=True)
+    assert folders(tmp_path) == ["version-1", "version-2"]
 
 
 def test_the_folder_is_a_readable_checkpoint_of_several_files(worker: Worker, tmp_path: Path) -> None:
@@ -74,7 +122,7 @@ def test_an_update_that_cannot_be_written_leaves_no_draft(
             patch.setattr(Payload, "host_copy", copy)
             with pytest.raises(RolloutError, match="cannot be reached|no space left"):
                 publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
-        assert list(tmp_path.iterdir()) == []
+        assert folders(tmp_path) == []
         publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
         assert serves(worker.model, tensors)
 

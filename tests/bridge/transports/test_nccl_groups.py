@@ -24,7 +24,6 @@ from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves,
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.transport_choice import TransportChoice
 from trainer_bridge.transports.nccl import broadcasts as group_broadcasts
-from trainer_bridge.transports.nccl import group
 from trainer_bridge.transports.nccl import member as group_member
 from trainer_bridge.transports.nccl import transport as nccl
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
@@ -32,6 +31,7 @@ from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, Gro
 from trainer_bridge.transports.nccl.member import Member
 from trainer_bridge.transports.nccl.transport import NcclSender
 from trainer_bridge.transports.payload import Payload
+from trainer_bridge.wire.address import LOOPBACK
 from trainer_bridge.wire.errors import RolloutError
 
 SMALL = 64
@@ -337,11 +337,11 @@ def test_who_got_the_bytes_keeps_them_when_another_fails_the_same_way_in_a_secon
 
 
 def test_a_member_that_waited_in_vain_can_leave_before_the_groups_own_deadline() -> None:
-    server, members = StoreServer([group._LOOPBACK], 30.0), {}
+    server, members = StoreServer([LOOPBACK], 30.0), {}
 
     def join(rank: int) -> None:
         store = connect(server.local_host, server.port, 30.0)
-        members[rank] = BroadcastGroup(store, "g", rank, 2, group._LOOPBACK, CPU, 30.0, op_timeout_s=3600.0)
+        members[rank] = BroadcastGroup(store, "g", rank, 2, LOOPBACK, CPU, 30.0, op_timeout_s=3600.0)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
     for thread in threads:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rollout.weights.parameter_map import UpdateNames
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from tests.support.bridge.tensor_group import GroupWorker
-from tests.support.ports import free_port
+from tests.support.ports import free_port, needs_ipv6
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.group import BroadcastGroup
 from trainer_bridge.transports.torch_group.member import cut
@@ -46,16 +46,18 @@ def rows_of(tensors: dict[str, torch.Tensor]) -> Rows:
 class Peer:
     """Rank 0 of a group of two."""
 
-    def __init__(self, worker: Worker, name: str = "mine") -> None:
+    def __init__(self, worker: Worker, name: str = "mine", host: str = "127.0.0.1", shown: str = "") -> None:
         self.worker, self.name = worker, name
         self._closed = False
         wait = timedelta(seconds=20)
         # It listens before the worker is told where: the worker's time to connect is short in some tests.
-        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=wait, wait_for_workers=False)
+        store = dist.TCPStore(host, 0, 2, is_master=True, timeout=wait, wait_for_workers=False)
         with ThreadPoolExecutor(1) as thread:
-            joined = thread.submit(worker.control, action="join", group=name, meeting=meeting(store.port))
+            joined = thread.submit(
+                worker.control, action="join", group=name, meeting=meeting(store.port, host=shown or host)
+            )
             prefix = f"{name}/{name}//cpu/"
-            self.group = BroadcastGroup(store, prefix, 0, 2, "127.0.0.1", torch.device("cpu"), 20)
+            self.group = BroadcastGroup(store, prefix, 0, 2, "", torch.device("cpu"), 20)
             assert joined.result() == {"op": "ok"}
 
     def send(self, part: int, tensors: dict[str, torch.Tensor], packed_bytes: int | None = None) -> dict[str, Any]:
@@ -78,8 +80,8 @@ class Peer:
 
 
 @contextmanager
-def peer(worker: Worker, name: str = "mine") -> Iterator[Peer]:
-    made = Peer(worker, name)
+def peer(worker: Worker, name: str = "mine", **where: str) -> Iterator[Peer]:
+    made = Peer(worker, name, **where)
     try:
         yield made
     finally:
@@ -109,6 +111,15 @@ def test_what_is_gathered_reaches_all_ranks_of_a_tensor_group() -> None:
             order = [name for part in range(parts) for name in names[part::parts]]
             rows = rows_of({name: tensors[name] for name in order})
             assert publish(worker, version, rows)["op"] == "ok" and worker.serve(tensors)
+
+
+@needs_ipv6
+@pytest.mark.parametrize("shown", ["::1", "[::1]"])
+def test_a_trainers_store_may_be_at_an_ipv6_address(worker: Worker, shown: str) -> None:
+    tensors = new_tensors(worker.model, 1)
+    with peer(worker, host="::1", shown=shown) as trainer:
+        assert trainer.send(0, tensors)["op"] == "ok" and publish(worker, 1, rows_of(tensors))["op"] == "ok"
+    assert serves(worker.model, tensors)
 
 
 @pytest.mark.parametrize("packed_bytes", [None, 1, 100, 1 << 30])

@@ -22,6 +22,7 @@ from rollout.weights.shard_destination import Ranks
 from rollout.weights.staging import StagedWeights
 from tests.support.bridge.file_memory import share_with
 from tests.support.ports import free_port
+from trainer_bridge.wire.address import bracketed, host_port
 from trainer_bridge.wire.codec import decode, encode, join_envelope, split_envelope
 
 EXPERTS, HIDDEN, INTER = 3, 6, 4
@@ -106,12 +107,16 @@ class Worker:
         shared: Path | None = None,
         names: UpdateNames = UpdateNames(),  # noqa: B008 -- frozen
         ranks: Ranks | None = None,
+        host: str = "127.0.0.1",
         **settings: Any,
     ) -> None:
-        """`shared`: a folder of files by which `cuda_ipc` may come. `ranks`: the others of a tensor group."""
+        """`shared`: a folder of files by which `cuda_ipc` may come. `ranks`: the others of a tensor group.
+
+        `host`: where both sockets are bound.
+        """
         self.model = model or TinyModel()
         self.engine_gate = Gate(takes_weights=True)
-        weights = WeightsSettings(**settings)
+        weights = WeightsSettings(**{"bind": f"tcp://{bracketed(host)}:0", **settings})
         self.receiver = WeightReceiver(
             self.model.views, version, weights, self.engine_gate, adapters=adapters, names=names, ranks=ranks
         )
@@ -122,7 +127,8 @@ class Worker:
         self.updates: list[StagedWeights | AdapterUpdate] = []
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
-        wait_for(lambda: self._bound(f"tcp://127.0.0.1:{port or free_port()}"), "a free port")
+        self._socket.set(zmq.IPV6, ":" in host)
+        wait_for(lambda: self._bound(f"tcp://{host_port(host, port or free_port())}"), "a free port")
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         self.port = int(self.endpoint.rpartition(":")[2])
         self._closing = threading.Event()

@@ -47,7 +47,7 @@ def test_another_path_is_not_found_and_says_which_there_are(base: str):
     assert status == 404 and "/metrics" in text and "/health" in text
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]"])
 def test_a_taken_port_is_an_error_that_names_the_setting(host: str, health: Health):
     try:
         first = PrometheusSink(host, 0, "m", health)
@@ -61,4 +61,4 @@ def test_a_taken_port_is_an_error_that_names_the_setting(host: str, health: Heal
         first.close()
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        free.bind((host, port))  # closing the sink frees the port
+        free.bind((host.strip("[]"), port))  # closing the sink frees the port

@@ -27,6 +27,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from trainer_bridge.wire.address import LOOPBACK, address_towards, host_port, is_loopback
+
 POLL_S = 0.002
 REACH_S = 2.0
 END_S = 2.0  # to wait for threads at the end: a thread inside torch may abort the process when Python ends
@@ -35,7 +37,6 @@ _LANDED_POLL_S = 0.0005
 _LANDED_POLL_GPU_S = 0.0001  # between two GPUs a bucket takes 0.2 ms
 _GONE = "gone"  # key of a store
 _MAX_REASON = 300  # characters
-_LOOPBACK = "127.0.0.1"
 #: Read by the nccl backend when it is made. Without them a group that has lost a member ends the whole process.
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _environment_lock = threading.Lock()
@@ -71,16 +72,10 @@ def device_name(device: torch.device) -> str:
 
 def local_address(endpoint: str) -> str:
     """The address of this host on the route to `endpoint`. Sends nothing."""
-    host, port = urlsplit(endpoint).hostname, urlsplit(endpoint).port
-    if urlsplit(endpoint).scheme != "tcp" or host is None:
-        return _LOOPBACK  # ipc: the same host
-    try:
-        family, kind, *_, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return probe.getsockname()[0]
-    except OSError:
-        return _LOOPBACK
+    parts = urlsplit(endpoint)
+    if parts.scheme != "tcp" or parts.hostname is None:
+        return LOOPBACK  # ipc: the same host
+    return address_towards(parts.hostname, parts.port)
 
 
 class StoreServer:
@@ -88,19 +83,30 @@ class StoreServer:
 
     def __init__(self, hosts: Sequence[str], timeout_s: float) -> None:
         # Loopback last: a local member that joins by another address can be reached by members on other hosts, too.
-        self.hosts = sorted(dict.fromkeys(hosts), key=lambda host: host == _LOOPBACK)
-        self.local_host = _LOOPBACK
-        local = all(host == _LOOPBACK for host in self.hosts)
-        self._socket = socket.create_server((_LOOPBACK if local else "0.0.0.0", 0))  # noqa: S104
+        self.hosts = sorted(dict.fromkeys(hosts), key=is_loopback)
+        if is_loopback(self.hosts[0]):
+            self.hosts = self.hosts[:1]  # members on this host reach either; a group of gloo has one family
+            self.local_host = self.hosts[0]
+            self._socket = _listen(self.local_host)
+        elif any(":" in host for host in self.hosts):
+            self._socket, self.local_host = _listen("::", dual=True), "::1"
+        else:
+            self._socket, self.local_host = _listen("0.0.0.0"), LOOPBACK  # noqa: S104
         self.port: int = self._socket.getsockname()[1]
         self.store = dist.TCPStore(
-            _LOOPBACK,
+            self.local_host,
             self.port,
             is_master=True,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=self._socket.detach(),  # the store closes it
         )
+
+
+def _listen(host: str, dual: bool = False) -> socket.socket:
+    """A listening socket on a free port; `dual`: of IPv4, too."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, dualstack_ipv6=dual)
 
 
 def reach(hosts: Sequence[str], port: int, timeout_s: float) -> str:
@@ -116,7 +122,7 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
-        raise GroupError(f"the store at {host}:{port} cannot be used: {_first_line(error)}") from error
+        raise GroupError(f"the store at {host_port(host, port)} cannot be used: {_first_line(error)}") from error
 
 
 def begin_ending(work: Callable[[], object]) -> threading.Thread | None:
@@ -174,8 +180,8 @@ class BroadcastGroup:
     ) -> None:
         """Meet the other members. Raises `GroupError` if not all of them join within `timeout_s`.
 
-        `name` is the prefix of the group's keys in the store. `op_timeout_s` bounds each later operation; default:
-        `timeout_s`.
+        `name` is the prefix of the group's keys in the store. `address` is where gloo listens on this host; empty:
+        where torch.distributed would by itself. `op_timeout_s` bounds each later operation; default: `timeout_s`.
         """
         self.device = device
         self._join_timeout = timedelta(seconds=timeout_s)
@@ -279,7 +285,9 @@ class BroadcastGroup:
         from torch.distributed import ProcessGroupGloo
 
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the only way to set an address
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._devices = [
+            ProcessGroupGloo.create_device(hostname=address) if address else ProcessGroupGloo.create_default_device()
+        ]
         options._timeout = self._join_timeout
         options._threads = 2
         return ProcessGroupGloo(store, rank, size, options)

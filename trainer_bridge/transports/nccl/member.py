@@ -32,10 +32,10 @@ from trainer_bridge.transports.nccl.group import (
     Pending,
     connect,
     give_up,
-    local_address,
 )
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import MAX_RUNS, Bucket, Runs
+from trainer_bridge.wire.address import address_towards
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
 
 _MAX_MEMBERS = 4096
@@ -124,7 +124,7 @@ class Member:
             raise GroupError("the update was dropped")
 
     def _join(self, store: dist.TCPStore, place: GroupSeat) -> BroadcastGroup:
-        address = local_address(f"tcp://{self._where[0]}:{self._where[1]}")
+        address = address_towards(*self._where)
         return BroadcastGroup(store, place.name, place.rank, place.size, address, self._device, self._timeout_s)
 
     def _take_buckets(self, group: BroadcastGroup, store: dist.Store, rank: int, runs: Runs) -> None:

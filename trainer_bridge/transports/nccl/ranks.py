@@ -31,12 +31,12 @@ from trainer_bridge.transports.nccl.group import (
     connect,
     device_name,
     give_up,
-    local_address,
     reach,
 )
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import MAX_RUNS, Columns, Runs
 from trainer_bridge.transports.payload import Payload
+from trainer_bridge.wire.address import address_towards
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import DTYPE_BYTES
 
@@ -181,7 +181,7 @@ def _broadcast(
     store, watch = (connect(host, order["port"], stall_s) for _ in range(2))
     seat = order["places"][str(rank)]
     place = GroupSeat(order["group"], seat, order["size"], order["runs"], order["columns"])
-    address = local_address(f"tcp://{host}:{order['port']}")
+    address = address_towards(host, order["port"])
     member = f"rank {rank} of the trainer"
     job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing), kept, member=member)
     job.run(watch)

@@ -32,14 +32,8 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.transports.nccl.group import (
-    REACH_S,
-    BroadcastGroup,
-    GroupError,
-    Pending,
-    local_address,
-    reach,
-)
+from trainer_bridge.transports.nccl.group import REACH_S, BroadcastGroup, GroupError, Pending, reach
+from trainer_bridge.wire.address import address_towards, bare, host_port, is_loopback
 from trainer_bridge.wire.errors import BadRequest, InternalError, RolloutError, WeightsRejected
 from trainer_bridge.wire.manifest import TensorEntry
 from trainer_bridge.wire.nccl_id import ID_BYTES, read_nccl_id
@@ -96,6 +90,7 @@ class Meeting:
                 raise BadRequest(f"nccl_id must be {ID_BYTES} bytes in hexadecimal", field="meeting.nccl_id")
             return cls(name, kind, rank, size, backend, nccl_id=bytes.fromhex(digits))
         host, port = fields["host"], fields["port"]
+        host = bare(host) if type(host) is str else host
         if type(host) is not str or not 1 <= len(host) <= 255 or type(port) is not int or not 1 <= port <= 65535:
             raise BadRequest("host and port must name the trainer's store", field="meeting.host")
         return cls(name, kind, rank, size, backend, host, port)
@@ -221,7 +216,7 @@ class GroupMember:
             )
         except (RuntimeError, ValueError) as error:
             raise GroupError(
-                f"its {meeting.size} members did not meet at {meeting.host}:{meeting.port} within "
+                f"its {meeting.size} members did not meet at {host_port(meeting.host, meeting.port)} within "
                 f"{self._timeout_s:g} s: {_first_line(error)}"
             ) from error
 
@@ -234,8 +229,9 @@ class GroupMember:
 
     def _meet(self, store: dist.Store, prefix: str, until_s: float) -> BroadcastGroup:
         meeting = self.meeting
-        host = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
-        address = local_address(f"tcp://{host}:{meeting.port}") if host else ""
+        address = address_towards(meeting.host, meeting.port) if meeting.host else ""
+        if is_loopback(address):  # the trainer's gloo is at an address of the host's name, of either family
+            address = ""
         left_s = max(1.0, until_s - time.monotonic())
         connect: Literal["late", "now"] = "late" if meeting.kind == "torch" else "now"
         return BroadcastGroup(
@@ -304,7 +300,7 @@ class GroupMember:
         if errors:
             raise errors[0]
         if not results:
-            where = f" at {self.meeting.host}:{self.meeting.port}" if self.meeting.host else ""
+            where = f" at {host_port(self.meeting.host, self.meeting.port)}" if self.meeting.host else ""
             raise GroupError(f"its members did not connect{where} within {self._timeout_s:g} s, or it was left")
         return results[0]
 
