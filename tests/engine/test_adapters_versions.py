@@ -158,10 +158,11 @@ def test_a_row_that_has_launched_nothing_keeps_no_kv_of_the_older_version(model,
     bench.close()
 
 
-def test_log_probs_of_a_prompt_are_of_one_version(model, adapters):
+@pytest.mark.parametrize("max_tokens", [0, 8])
+def test_log_probs_of_a_prompt_are_of_one_version(model, adapters, max_tokens):
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prompt = prompt_of(30)
-    bench.submit("r", prompt, 8, adapter="a0", prompt_logprobs=True)
+    bench.submit("r", prompt, max_tokens, adapter="a0", prompt_logprobs=True)
     while not any(seq.kv.length for seq in bench.engine.roster.prefilling):
         bench.engine.tick()
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))

@@ -98,10 +98,14 @@ def test_prompt_logprobs_are_those_of_the_whole_model(name: str, models: Any) ->
     reference, model = models[name]
     bench = Bench(model, prefill_chunk_tokens=9)
     prompt = prompts_of(name)["several"]
-    submit(bench, "r", prompt, 1, prompt_logprobs=True)
+    for max_tokens in (0, 1):
+        submit(bench, f"r{max_tokens}", prompt, max_tokens, prompt_logprobs=True)
     bench.run()
     exact = logits_of(reference, prompt).log_softmax(-1)[:-1].gather(1, torch.tensor(prompt.ids[1:])[:, None])[:, 0]
-    np.testing.assert_allclose(bench.completions["r", 0].prompt_logprobs[1:], exact.numpy(), atol=1e-4)
+    for max_tokens in (0, 1):
+        done = bench.completions[f"r{max_tokens}", 0]
+        np.testing.assert_allclose(done.prompt_logprobs[1:], exact.numpy(), atol=1e-4)
+        assert len(done.token_ids) == max_tokens
     bench.close()
 
 

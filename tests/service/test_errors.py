@@ -54,7 +54,7 @@ WRONG_FIELDS = [
     ({"n": 9}, "n"),
     ({"n": True}, "n"),
     ({"n": 1.0}, "n"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"stream": "yes"}, "stream"),
     ({"stream": True}, "stream"),
@@ -108,7 +108,7 @@ WRONG_FIELDS = [
     ({"continue_from": {"token_ids": [1], "seed": 1, "versions": [[2**63, 1]]}}, "continue_from.versions"),
     ({"continue_from": {"token_ids": [1], "seed": 1, "recomputed": [[0, 2**63]]}}, "continue_from.recomputed"),
     ({"continue_from": {"token_ids": [1], "seed": 1}, "n": 2}, "n"),
-    ({"continue_from": {"token_ids": [1, 2], "seed": 1}, "max_tokens": 2}, "max_tokens"),
+    ({"continue_from": {"token_ids": [1, 2], "seed": 1}, "max_tokens": 1}, "max_tokens"),
     ({"continue_from": {"token_ids": [1, 2], "seed": 1}, "sampling": {"seed": 2}}, "sampling.seed"),
 ]
 

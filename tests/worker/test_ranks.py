@@ -96,6 +96,12 @@ def test_scores_and_routing_are_those_of_one_rank(pair: Pair) -> None:
         assert a.top_ids is not None and np.array_equal(a.top_ids, b.top_ids)
         assert np.allclose(a.top_logprobs, b.top_logprobs, rtol=0, atol=LOGPROB)
         assert a.routing is not None and np.array_equal(a.routing, b.routing)
+    whole = {"max_tokens": 0, "prompt_logprobs": True, "return_routing": "all"}
+    for theirs, ours in pair.both([{"prompt": pair.prompt(length, length), **whole} for length in (1, 30, 200)]):
+        assert np.allclose(ours.prompt_logprobs, theirs.prompt_logprobs, rtol=0, atol=LOGPROB, equal_nan=True)
+        assert len(ours.completions[0]) == 0 and ours.completions[0].finish_reason == "length"
+        a, b = ours.completions[0].routing, theirs.completions[0].routing
+        assert a is b is None if ours.prompt_tokens == 1 else len(a) == ours.prompt_tokens - 1 and np.array_equal(a, b)
 
 
 def test_constrained_rows_draw_with_the_masks_of_rank_0(pair: Pair) -> None:

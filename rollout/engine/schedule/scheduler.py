@@ -177,25 +177,26 @@ class Scheduler:
                 kv.uniform = end
             kv.length = end
             if prompt is not None:
-                self._prompt_launched(seq, start, end, draws, version)
+                self._prompt_launched(seq, start, end, version)
         for draft in plan.drafts:
             draft.seq.drafted += draft.length
             self.roster.counters.drafted += draft.length
         if self.speculation is not None:
             self.speculation.launched(plan)
 
-    def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
-        roster = self.roster
+    def _prompt_launched(self, seq: Sequence, start: int, end: int, version: int) -> None:
+        roster, kv = self.roster, seq.kv
+        assert kv.prefill_tokens is not None
         if not seq.row_ready:
             roster.turns.begin(seq)
         seq.row_ready = True
         roster.counters.prefilled_tokens += end - start
-        seq.kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)
+        kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)
         roster.allocator.chunk_launched(seq, version)
         roster.feed.prefill_launched(seq)
-        if not draws:
+        if end < len(kv.prefill_tokens):
             return
-        seq.kv.prefill_tokens = None
+        kv.prefill_tokens = None
         seq.state = State.DECODE
         seq.check_at = 0
         roster.prefilling.remove(seq)
@@ -214,7 +215,7 @@ class Scheduler:
         tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
         version, counters, leaving = plan.version, roster.counters, State.LEAVING
         end = 0  # place in the output after a row's tokens
-        for seq, _, _, draws, _ in plan.spans:
+        for seq, start, tokens_in, draws, _ in plan.spans:
             at, end = end, end + draws
             seq.inflight_refs -= 1
             kept = end if draws < 2 else at + 1 + self._settle_drafts(seq, draws - 1, output, at)
@@ -250,6 +251,8 @@ class Scheduler:
                     self._examine(seq, token)
                     if seq.finalized:
                         break
+            if not draws:
+                self._chunk_committed(seq, start + tokens_in)
             if seq.state is leaving and not seq.finalized:
                 roster.settle(seq)
         if plan.drafts:
@@ -293,6 +296,12 @@ class Scheduler:
             next_delta = drawn.flushed + request.stream_every if request.stream_every else seq.max_tokens
             seq.check_at = min(seq.max_tokens, next_delta, next_page)
 
+    def _chunk_committed(self, seq: Sequence, end: int) -> None:
+        """A span that draws nothing was committed: the last one, if its sequence may have no (other) token."""
+        tokens = len(seq.tokens)
+        if tokens >= seq.max_tokens and end == seq.prompt_len + tokens:
+            self.roster.finish(seq, Finish("length"))
+
     def _note_first_tokens(self, plan: Plan) -> None:
         now = self.roster.clock()
         for seq in plan.sampled:
@@ -329,6 +338,7 @@ def note_scores(plan: Plan, scores: Scores, accepted: list[int] | None = None) -
         if prompt is not None and prompt.scored and logprobs is not None:
             here, found = slice(start + 1, start + 1 + prompt.scored), slice(taken, taken + prompt.scored)
             if start == 0:  # an earlier prefill may have left values of other weights
+                seq.group.prompt_version = plan.version
                 logprobs[:] = np.nan
                 if prompt_tops is not None:
                     prompt_tops.forget()

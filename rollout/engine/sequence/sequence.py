@@ -96,6 +96,7 @@ class Group:
     first_token_s: float | None = None
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens], NaN where not known yet; None if not asked for
     prompt_tops: PromptTops | None = None  # of the same tokens
+    prompt_version: int | None = None  # weights version of these; None while none is known
     prompt_due: bool = False  # the leader has to compute them
 
     @property
@@ -212,8 +213,13 @@ class Sequence:
 
     @property
     def consumed(self) -> int:
-        """Positions whose KV the tokens generated here depend on; 0 before the first such token."""
-        return self.prompt_len + len(self.tokens) - 1 if self.drawn.versions else 0
+        """Positions whose KV the tokens generated here depend on; 0 before the first such token.
+
+        A completion that ends without one, as `max_tokens` says, has those on which a scored prompt depends: all but
+        the last.
+        """
+        ended = self.finish is not None and self.finish.reason == "length"
+        return self.prompt_len + len(self.tokens) - 1 if self.drawn.versions or ended else 0
 
     def settle_drafts(self, count: int, accepted: int) -> None:
         """A step with `count` drafts is being committed, its tokens are not taken yet: take back what was refused."""

@@ -94,9 +94,9 @@ class Intake:
             raise bad_request(f"ask for at most {self._settings.max_session_lease_s:g} seconds", "session_lease_s")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         if message.max_tokens is not None:
-            if message.max_tokens <= known:
+            if message.max_tokens < known:
                 raise bad_request(
-                    f"'max_tokens' includes the {known} tokens of 'continue_from'; set it to more than that",
+                    f"'max_tokens' includes the {known} tokens of 'continue_from'; set it to at least that",
                     "max_tokens",
                 )
             if message.stop.min_tokens > message.max_tokens:
@@ -230,11 +230,12 @@ class Intake:
 
     def _max_tokens(self, message: GenerateMessage, prompt_tokens: int, known: int) -> int:
         left = self._model.max_context_tokens - prompt_tokens
-        if left <= known:
+        if left < known or (left == known and message.max_tokens is None):
+            only = "" if left < known else ", or set 'max_tokens' to " + (f"{known}" if known else "0 to score it")
             raise ServiceError(
                 "too_long",
                 f"the context of {self._model.max_context_tokens} tokens has no room after {prompt_tokens + known} "
-                "tokens; send a shorter prompt",
+                f"tokens; send a shorter prompt{only}",
                 "messages" if message.messages is not None else "prompt",
             )
         if message.max_tokens is None:

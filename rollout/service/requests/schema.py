@@ -120,7 +120,7 @@ class GenerateMessage(RequestHeader):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     n: int = Field(1, ge=1)
-    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     sampling: Sampling = Field(default_factory=Sampling)
     stop: Stop = Field(default_factory=Stop)
     stream: Literal[False, "tokens", "completions"] = False
