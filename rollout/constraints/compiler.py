@@ -41,9 +41,9 @@ def available() -> bool:
     return importlib.util.find_spec("xgrammar") is not None
 
 
-def allow_list(spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int], vocab: int) -> Constraint:
-    """The constraint of kind `token_ids`; stop tokens are allowed, too. Raises ConstraintError if `prior` breaks it."""
-    allowed = AllowList((*(token for token in spec.source if isinstance(token, int)), *stop_ids), vocab)
+def allow_list(spec: ConstraintSpec, prior: list[int], vocab: int) -> Constraint:
+    """The constraint of kind `token_ids`: these tokens and no others. Raises ConstraintError if `prior` breaks it."""
+    allowed = AllowList(tuple(token for token in spec.source if isinstance(token, int)), vocab)
     for index, token in enumerate(prior):
         if not allowed.accept(token):
             raise ConstraintError(f"the constraint does not allow token {index} of the tokens to continue from")
@@ -69,7 +69,10 @@ class ConstraintCompiler:
         self._new_matcher = xgrammar.GrammarMatcher
         self._vocab = vocab
         texts = info.decoded_vocab
-        self._text_W = ~mask_of([*_not_text(tokenizer, vocab), *_invalid_utf8(texts)], vocab)
+        special = _not_text(tokenizer, vocab)
+        # xgrammar wants a stop token; where a request has none, this one stands in for it and is never allowed.
+        self._no_stop = next(iter(special), vocab - 1)
+        self._text_W = ~mask_of([*special, *_invalid_utf8(texts)], vocab)
         self._json_W = self._text_W & ~mask_of(_control_characters(texts), vocab)
         self._after = {token: ~mask_of(tokens, vocab) for token, tokens in _invalid_after(texts).items()}
         self._thread = DeadlineThread("grammar-compiler")
@@ -77,12 +80,10 @@ class ConstraintCompiler:
         self._bytes = 0
 
     def compile(self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]) -> Constraint:
-        """A constraint whose completions begin with `prior` and end with one of `stop_ids` (at least one).
+        """A constraint whose completions begin with `prior`; where their text is complete, `stop_ids` are allowed.
 
         Raises ConstraintError.
         """
-        if not stop_ids:
-            raise ConstraintError("a constrained completion ends with a stop token; give a stop token, or allow eos")
         if self._thread.left_behind >= _MOST_HUNG:
             raise ConstraintError(
                 "too many constraints have hung this worker's compiler; send this one to another worker"
@@ -99,7 +100,7 @@ class ConstraintCompiler:
         """The grammar and a matcher after `prior`. It may be abandoned, so it does not change the compiler."""
         if grammar is None:
             grammar = self._checked(spec, stop_ids)
-        matcher = self._new_matcher(grammar, override_stop_tokens=list(stop_ids))
+        matcher = self._begin(grammar, stop_ids)
         for index, token in enumerate(prior):
             if not matcher.accept_token(token):
                 raise ConstraintError(f"the constraint does not allow token {index} of the tokens to continue from")
@@ -117,18 +118,25 @@ class ConstraintCompiler:
             ) from None
         except RuntimeError as error:  # of xgrammar, for anything that it cannot compile
             raise ConstraintError(_reason(error, spec.kind)) from error
-        first = self._constraint(self._new_matcher(grammar, override_stop_tokens=list(stop_ids)), spec, stop_ids, [])
+        first = self._constraint(self._begin(grammar, stop_ids), spec, stop_ids, []).start()
         masks_RW = torch.zeros(1, mask_words(self._vocab), dtype=torch.int32)
-        first.start().fill(masks_RW, 0)
-        if not masks_RW.any():
+        first.fill(masks_RW, 0)
+        if not (masks_RW.any() or first.complete):
             raise ConstraintError("no text obeys it, or none that this model's tokens can begin; allow some text")
         return grammar
+
+    def _begin(self, grammar: Any, stop_ids: tuple[int, ...]) -> Any:
+        return self._new_matcher(grammar, override_stop_tokens=list(stop_ids) or [self._no_stop])
 
     def _constraint(
         self, matcher: Any, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]
     ) -> Constraint:
         text_W = self._json_W if spec.kind == "json_schema" else self._text_W
-        return GrammarConstraint(matcher, text_W | mask_of(stop_ids, self._vocab), self._after, prior[-1:])
+        if stop_ids:
+            text_W = text_W | mask_of(stop_ids, self._vocab)
+        else:
+            text_W = text_W & ~mask_of([self._no_stop], self._vocab)
+        return GrammarConstraint(matcher, text_W, self._after, prior[-1:])
 
     def _keep(self, spec: ConstraintSpec, grammar: Any) -> None:
         if spec not in self._compiled:

@@ -1,7 +1,7 @@
 """Matchers: the position of a completion in its constraint.
 
-A mask is a row of int32 words: bit `v % 32` of word `v // 32` is set if token v may come next. Stop tokens are allowed
-where the constraint is complete, and are the only choice where it allows nothing else.
+A mask is a row of int32 words: bit `v % 32` of word `v // 32` is set if token v may come next. A grammar allows stop
+tokens where its text is complete, and nothing else where no text may follow. A list of tokens allows these only.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class Matcher(Protocol):
 
     def undo(self, tokens: int) -> None:
         """Go back by the last `tokens` accepted tokens, `MOST_UNDONE` at most."""
+
+    @property
+    def complete(self) -> bool:
+        """True if the completion obeys the constraint as it is."""
 
 
 class Constraint(Protocol):
@@ -72,6 +76,11 @@ class AllowList:
 
     def undo(self, tokens: int) -> None:
         """No-op."""
+
+    @property
+    def complete(self) -> bool:
+        """True: whatever was accepted is made of these tokens."""
+        return True
 
 
 class GrammarConstraint:
@@ -127,3 +136,8 @@ class GrammarMatcher:
         self._matcher.rollback(tokens)
         for _ in range(tokens):
             self._next.pop()
+
+    @property
+    def complete(self) -> bool:
+        """True if what was accepted is a whole text of the grammar."""
+        return bool(self._matcher.is_completed())

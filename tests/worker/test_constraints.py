@@ -117,10 +117,57 @@ def test_texts_fit_with_and_without_neighbours(client: RolloutClient, constraint
         assert beside.token_ids.tolist() == by_itself.token_ids.tolist()
 
 
-def test_an_allow_list_is_kept(client: RolloutClient) -> None:
-    (completion,) = client.generate("abc", max_tokens=40, seed=1, constraint={"token_ids": [40, 41, 42]}).completions
-    *tokens, last = completion.token_ids.tolist()
-    assert set(tokens) <= {40, 41, 42} and (completion.finish_reason == "stop" or last in {40, 41, 42})
+def test_an_allow_list_allows_its_tokens_and_an_end_only_if_that_is_among_them(client: RolloutClient, eos: int) -> None:
+    allowed: Any = {"constraint": {"token_ids": [40, 41]}}
+    drawn = [
+        completion.token_ids.tolist()
+        for result in client.generate_many(["abc"] * 10, max_tokens=1, n=60, **allowed)
+        for completion in result.completions
+    ]
+    assert {40, 41} == {token for (token,) in drawn} and len(drawn) == 600
+    for stop in ({}, {"ignore_eos": True}, {"min_tokens": 7}):
+        (completion,) = client.generate("abc", max_tokens=30, seed=1, stop=stop, **allowed).completions
+        assert set(completion.token_ids.tolist()) <= {40, 41} and completion.finish_reason == "length"
+    ended: Any = {"max_tokens": 60, "n": 8, "seed": 1, "constraint": {"token_ids": [40, eos]}}
+    for completion in client.generate("abc", **ended).completions:
+        *tokens, last = completion.token_ids.tolist()
+        assert set(tokens) <= {40} and (completion.finish_reason, last) == ("stop", eos)
+    for completion in client.generate("abc", stop={"min_tokens": 9}, **ended).completions:
+        assert completion.token_ids.tolist()[:9] == [40] * 9 and completion.finish_reason == "stop"
+    for completion in client.generate("abc", stop={"ignore_eos": True}, **ended).completions:
+        assert set(completion.token_ids.tolist()) == {40, eos} and completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "fits"),
+    [
+        ({"regex": "[a-f]{3}"}, "[a-f]{3}"),
+        ({"choices": ["yes", "no"]}, "yes|no"),
+        ({"json_schema": {"type": "boolean"}}, "true|false"),
+        ({"grammar": 'root ::= "(" [xyz] ")"'}, r"\([xyz]\)"),
+    ],
+)
+def test_a_text_ends_when_it_is_whole_though_eos_is_ignored_or_more_tokens_are_wanted(
+    client: RolloutClient, eos: int, constraint: dict, fits: str
+) -> None:
+    bound: dict = {"prompt": "abc", "max_tokens": 60, "n": 8, "seed": 6, "constraint": constraint, "return_text": True}
+    ignored, longer = client.generate_many(
+        [{**bound, "stop": {"ignore_eos": True}}, {**bound, "stop": {"min_tokens": 20}}]
+    )
+    for completion in ignored.completions:
+        assert re.fullmatch(fits, completion.text or "") and eos not in completion.token_ids
+        assert (completion.finish_reason, completion.stop) == ("stop", None)
+    for completion in longer.completions:
+        assert re.fullmatch(fits, completion.text or "")
+        assert (completion.finish_reason, completion.stop, completion.token_ids[-1]) == ("stop", eos, eos)
+
+
+def test_min_tokens_make_a_text_longer_where_it_may_be(client: RolloutClient) -> None:
+    bound: dict = {"max_tokens": 80, "n": 8, "seed": 6, "constraint": {"regex": "[ab]*"}, "return_text": True}
+    for completion in client.generate("abc", stop={"min_tokens": 20}, **bound).completions:
+        assert len(completion) > 20 and re.fullmatch("[ab]{20,}", completion.text or "")
+    for completion in client.generate("abc", stop={"ignore_eos": True}, **bound).completions:
+        assert len(completion) == 80 and completion.finish_reason == "length"
 
 
 def test_a_continued_completion_stays_in_its_constraint(client: RolloutClient) -> None:
@@ -154,8 +201,6 @@ def test_a_continued_completion_stays_in_its_constraint(client: RolloutClient) -
         ({"constraint": {"token_ids": []}}, "constraint", "at least one"),
         ({"constraint": {"token_ids": [99_999]}}, "constraint.token_ids", "vocabulary"),
         ({"constraint": {"pattern": "a"}}, "constraint.pattern", "unknown"),
-        ({"constraint": {"regex": "a"}, "stop": {"ignore_eos": True}}, "stop", "stop token"),
-        ({"constraint": {"regex": "a"}, "stop": {"min_tokens": 3}}, "stop.min_tokens", "min_tokens"),
     ],
 )
 def test_unusable_constraints_are_refused_with_the_reason(

@@ -31,10 +31,14 @@ from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, decode_spans, make_plan, make_verify_plan, prompt_spans
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.speculation import Speculation
+from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Group, Sequence, State
 from rollout.engine.sequence.sequence_kv import Prefill
 from rollout.engine.step_output import Scores, StepOutput
 from trainer_bridge.wire.prompt_tops import PromptTops
+
+
+_CONSTRAIN = Feature.CONSTRAIN.value  # flags of an enum are slow to test
 
 
 class Scheduler:
@@ -283,7 +287,8 @@ class Scheduler:
         """A token that may end its sequence, or after which something is due."""
         roster, drawn, request = self.roster, seq.drawn, seq.group.request
         count = len(drawn.tokens)
-        if token in seq.stop_ids and count > request.stop.min_tokens:
+        # Before `min_tokens` only the mask of a constraint lets a stop token be drawn: where nothing else may follow.
+        if token in seq.stop_ids and (count > request.stop.min_tokens or seq.feature_bits & _CONSTRAIN):
             roster.finish(seq, Finish("stop", token))
         elif count >= seq.max_tokens:
             roster.finish(seq, Finish("length"))

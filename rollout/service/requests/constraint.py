@@ -90,7 +90,7 @@ class Constraints:
 
     def _prepare(self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]) -> Constraint:
         if spec.kind == "token_ids":
-            return allow_list(spec, stop_ids, prior, self._vocab)
+            return allow_list(spec, prior, self._vocab)
         assert self._compiler is not None, "the request should have been refused"
         return self._compiler.compile(spec, stop_ids, prior)
 

@@ -89,7 +89,7 @@ class Intake:
                 "adapter",
             )
         if message.constraint is not None:
-            self._check_constraint(message, message.constraint)
+            self._check_constraint(message.constraint)
         if (message.session_lease_s or 0) > self._settings.max_session_lease_s:
             raise bad_request(f"ask for at most {self._settings.max_session_lease_s:g} seconds", "session_lease_s")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
@@ -192,7 +192,7 @@ class Intake:
                 "sampling.top_k",
             )
 
-    def _check_constraint(self, message: GenerateMessage, constraint: ConstraintFields) -> None:
+    def _check_constraint(self, constraint: ConstraintFields) -> None:
         if constraint.token_ids is not None:
             self._check_ids(constraint.token_ids, "constraint.token_ids")
         elif not self._grammars:
@@ -200,10 +200,6 @@ class Intake:
                 "this worker offers the constraint 'token_ids' only; others need a tokenizer and the "
                 "'constraints' extra",
                 "constraint",
-            )
-        if not self.stop_ids(message):
-            raise bad_request(
-                "a constrained completion ends with a stop token; add one, or remove 'ignore_eos'", "stop"
             )
 
     def _check_ids(self, token_ids: np.ndarray, field: str) -> None:

@@ -362,8 +362,6 @@ def _check_generate(request: GenerateMessage) -> None:
         raise bad_request("'session_lease_s' needs 'session'; add a session or remove it", "session_lease_s")
     if request.join_chunks and not request.stream:
         raise bad_request("'join_chunks' needs 'stream'; set it, or remove 'join_chunks'", "join_chunks")
-    if request.constraint is not None and request.stop.min_tokens > 0:
-        raise bad_request("a constraint can require a stop token early; remove 'min_tokens'", "stop.min_tokens")
     if request.continue_from is not None:
         if request.n != 1:
             raise bad_request("'continue_from' continues one completion; set 'n' to 1", "n")

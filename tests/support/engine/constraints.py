@@ -47,6 +47,10 @@ class CyclePlace:
     def undo(self, tokens: int) -> None:
         self.at -= tokens
 
+    @property
+    def complete(self) -> bool:
+        return self.at > 0 and self.at % len(self.cycle.lists) == 0
+
 
 def only_hangs_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time limits of masks begin when a matcher sets its `hangs`: a thread may wait for a core for longer than one."""

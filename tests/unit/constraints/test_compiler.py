@@ -111,7 +111,7 @@ def test_a_continued_completion_starts_after_its_tokens(compiler, tokenizer, voc
     with pytest.raises(ConstraintError, match="token 0"):
         compiler.compile(spec, eos, tokenizer.encode("b", add_special_tokens=False))
     with pytest.raises(ConstraintError, match="token 1"):
-        allow_list(ConstraintSpec("token_ids", (5, 6)), eos, [5, 7], vocab)
+        allow_list(ConstraintSpec("token_ids", (5, 6)), [5, 7], vocab)
 
 
 def test_only_the_stop_tokens_of_the_request_end_a_completion(compiler, tokenizer, vocab):
@@ -119,8 +119,40 @@ def test_only_the_stop_tokens_of_the_request_end_a_completion(compiler, tokenize
     constraint = compiler.compile(ConstraintSpec("regex", "a*"), (z,), [])
     assert {"a", "z"} <= set(write(constraint, tokenizer, vocab, "aa"))
     assert "<|im_end|>" not in write(constraint, tokenizer, vocab, "aa")
-    with pytest.raises(ConstraintError, match="stop token"):
-        compiler.compile(ConstraintSpec("regex", "a*"), (), [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "text", "after"),
+    [
+        ("regex", "a*", "aa", ["a"]),
+        ("regex", "ab?", "a", ["b"]),
+        ("regex", "ab?", "ab", []),
+        ("choices", ("yes", "no"), "no", []),
+        ("json_schema", OBJECT, '{"k": 7}', []),
+    ],
+)
+def test_without_stop_tokens_nothing_follows_a_text_that_is_complete(
+    compiler, tokenizer, vocab, kind, source, text, after
+):
+    constraint = compiler.compile(ConstraintSpec(kind, source), (), [])
+    assert write(constraint, tokenizer, vocab, text) == sorted(after)
+    matcher = constraint.start()
+    begun = []
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        begun.append(matcher.complete)
+        assert matcher.accept(token)
+    assert matcher.complete and not (kind != "regex" and any(begun))
+    eos = (tokenizer.eos_token_id,)
+    assert write(compiler.compile(ConstraintSpec(kind, source), eos, []), tokenizer, vocab, text) == sorted(
+        [*after, tokenizer.eos_token]
+    )
+
+
+def test_a_list_of_tokens_allows_these_and_no_stop_token(tokenizer, vocab):
+    constraint = allow_list(ConstraintSpec("token_ids", (5, 6)), [], vocab)
+    masks = torch.zeros(1, mask_words(vocab), dtype=torch.int32)
+    constraint.start().fill(masks, 0)
+    assert [token for token in range(vocab) if masks[0, token // 32] >> (token % 32) & 1] == [5, 6]
 
 
 def test_a_completion_that_has_ended_cannot_be_continued(compiler, tokenizer):
