@@ -37,7 +37,6 @@ from rollout.engine.sequence.sequence_kv import Prefill
 from rollout.engine.step_output import Scores, StepOutput
 from trainer_bridge.wire.prompt_tops import PromptTops
 
-
 _CONSTRAIN = Feature.CONSTRAIN.value  # flags of an enum are slow to test
 
 
@@ -81,7 +80,10 @@ class Scheduler:
         group.expect_prompt_logprobs()
         for index in range(request.n):
             self._arrivals += 1
-            group.sequences.append(Sequence(group, index, self._arrivals))
+            seq = Sequence(group, index, self._arrivals)
+            if allocator.snapshots is None:  # a state cannot go back to draw a token again
+                seq.begin_free()
+            group.sequences.append(seq)
         roster.enter(group)
         if request.deadline_s is not None:
             self._deadlines.add(now + request.deadline_s, group)
@@ -196,6 +198,7 @@ class Scheduler:
         seq.row_ready = True
         roster.counters.prefilled_tokens += end - start
         kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)
+        kv.drawn_again = False
         roster.allocator.chunk_launched(seq, version)
         roster.feed.prefill_launched(seq)
         if end < len(kv.prefill_tokens):
@@ -222,6 +225,12 @@ class Scheduler:
         for seq, start, tokens_in, draws, _ in plan.spans:
             at, end = end, end + draws
             seq.inflight_refs -= 1
+            if seq.void:
+                seq.void -= 1
+                counters.zombie_rows += 1
+                if seq.finalized or seq.state is leaving:
+                    roster.settle(seq)
+                continue
             kept = end if draws < 2 else at + 1 + self._settle_drafts(seq, draws - 1, output, at)
             if seq.finalized:
                 counters.zombie_rows += draws > 0
@@ -251,10 +260,8 @@ class Scheduler:
                     drawn.note_version(version)
                 counters.tokens += 1
                 at += 1
-                if token in seq.stop_ids or len(so_far) >= seq.check_at:
-                    self._examine(seq, token)
-                    if seq.finalized:
-                        break
+                if (token in seq.watched or len(so_far) >= seq.check_at) and self._examine(seq, token):
+                    break
             if not draws:
                 self._chunk_committed(seq, start + tokens_in)
             if seq.state is leaving and not seq.finalized:
@@ -283,8 +290,8 @@ class Scheduler:
         self.roster.counters.accepted += accepted
         return accepted
 
-    def _examine(self, seq: Sequence, token: int) -> None:
-        """A token that may end its sequence, or after which something is due."""
+    def _examine(self, seq: Sequence, token: int) -> bool:
+        """A token that may end its sequence, or after which something is due; True if later ones do not count."""
         roster, drawn, request = self.roster, seq.drawn, seq.group.request
         count = len(drawn.tokens)
         # Before `min_tokens` only the mask of a constraint lets a stop token be drawn: where nothing else may follow.
@@ -300,6 +307,15 @@ class Scheduler:
             next_page = count + self._page_size - known % self._page_size
             next_delta = drawn.flushed + request.stream_every if request.stream_every else seq.max_tokens
             seq.check_at = min(seq.max_tokens, next_delta, next_page)
+            if seq.free is None:
+                return False
+            unmasked = seq.note_constraint() and seq.launched > count
+            if unmasked:
+                roster.draw_again(seq)
+            if seq.free is not None and seq.feature_bits & _CONSTRAIN:
+                seq.check_at = count + 1  # the next token may be free again
+            return unmasked
+        return True
 
     def _chunk_committed(self, seq: Sequence, end: int) -> None:
         """A span that draws nothing was committed: the last one, if its sequence may have no (other) token."""
@@ -333,7 +349,7 @@ def note_scores(plan: Plan, scores: Scores, accepted: list[int] | None = None) -
     refused = _refused_places(plan, accepted) if scores.places else ()
     for place, ids_K, logprobs_K in zip(scores.places, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
         seq = sampled[place]
-        if not seq.finalized and place not in refused:
+        if not (seq.finalized or seq.void) and place not in refused:
             tops = seq.drawn.tops
             assert tops is not None and (plan.drafts or len(tops) == len(seq.tokens)), "a position has one entry"
             tops.add(ids_K, logprobs_K)

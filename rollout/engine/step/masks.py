@@ -219,7 +219,7 @@ class MaskBuilder:
         """Write the masks of a step whose earlier steps are committed."""
         place, at, seqs = 0, [], []
         for seq, _, _, draws, _ in plan.spans:
-            if draws and seq.feature_bits & _CONSTRAIN and not seq.finalized:
+            if draws and seq.feature_bits & _CONSTRAIN and not (seq.finalized or seq.void):
                 at.append(place)
                 seqs.append(seq)
             place += draws

@@ -264,10 +264,8 @@ def _rows(seqs: Seq[Sequence]) -> np.ndarray:
 
 def _ints(seq: Sequence) -> list[float]:
     sampling = seq.group.request.sampling
-    # Without stop tokens there is nothing to ban, and what the row's list holds is its predecessor's. With a constraint
-    # the masks have the ban: only they know where a stop token is all that is left.
-    banned = seq.features & Feature.MIN_TOKENS and not seq.features & Feature.CONSTRAIN
-    min_tokens = seq.group.request.stop.min_tokens if banned else 0
+    # Without stop tokens there is nothing to ban, and what the row's list holds is its predecessor's.
+    min_tokens = seq.group.request.stop.min_tokens if seq.features & Feature.MIN_TOKENS else 0
     rules = [rule.row_value(sampling) for rule in INT_RULES]
     return [seq.row, 0, 0, seq.prompt_len, min_tokens, seq.group.request.prompt.rope_delta, *rules, seq.seed]
 

@@ -201,6 +201,13 @@ class Intake:
                 "'constraints' extra",
                 "constraint",
             )
+        if isinstance(constraint.after, tuple):
+            self._check_ids(np.array(constraint.after), "constraint.after")
+        elif constraint.after is not None and not self._grammars:
+            raise bad_request(
+                "a text needs a tokenizer and the 'constraints' extra on this worker; send token ids",
+                "constraint.after",
+            )
 
     def _check_ids(self, token_ids: np.ndarray, field: str) -> None:
         if len(token_ids) and int(token_ids.max()) >= self._model.vocab_size:

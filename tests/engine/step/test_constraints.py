@@ -34,7 +34,7 @@ class Endless:
         self.good -= 1
         return True
 
-    complete = True
+    complete, free = True, None
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         if self.good <= 0:

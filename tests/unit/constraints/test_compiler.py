@@ -111,7 +111,7 @@ def test_a_continued_completion_starts_after_its_tokens(compiler, tokenizer, voc
     with pytest.raises(ConstraintError, match="token 0"):
         compiler.compile(spec, eos, tokenizer.encode("b", add_special_tokens=False))
     with pytest.raises(ConstraintError, match="token 1"):
-        allow_list(ConstraintSpec("token_ids", (5, 6)), [5, 7], vocab)
+        allow_list(ConstraintSpec("token_ids", (5, 6)), eos, [5, 7], vocab)
 
 
 def test_only_the_stop_tokens_of_the_request_end_a_completion(compiler, tokenizer, vocab):
@@ -149,7 +149,7 @@ def test_without_stop_tokens_nothing_follows_a_text_that_is_complete(
 
 
 def test_a_list_of_tokens_allows_these_and_no_stop_token(tokenizer, vocab):
-    constraint = allow_list(ConstraintSpec("token_ids", (5, 6)), [], vocab)
+    constraint = allow_list(ConstraintSpec("token_ids", (5, 6)), (7,), [], vocab)
     masks = torch.zeros(1, mask_words(vocab), dtype=torch.int32)
     constraint.start().fill(masks, 0)
     assert [token for token in range(vocab) if masks[0, token // 32] >> (token % 32) & 1] == [5, 6]
@@ -435,24 +435,24 @@ def test_a_model_with_an_unsupported_tokenizer_is_served_without_grammars(tmp_pa
 
 def test_compiled_grammars_are_cached_and_the_least_recently_used_goes_first(tokenizer, vocab, monkeypatch):
     compiled: list[tuple[str, int]] = []
-    compile_regex = xgrammar.GrammarCompiler.compile_regex
+    compile_grammar = xgrammar.GrammarCompiler.compile_grammar
 
     def counted(self, source):
-        grammar = compile_regex(self, source)
-        compiled.append((source, grammar.memory_size_bytes))
+        grammar = compile_grammar(self, source)
+        compiled.append((str(source).split('"')[1], grammar.memory_size_bytes))
         return grammar
 
-    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_regex", counted)
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_grammar", counted)
     first, second, third = (ConstraintSpec("regex", f"{letter}[a-z]{{1,200}}") for letter in "abc")
     large = ConstraintCompiler(tokenizer, vocab, 200.0)
     for spec in (first, second, first):
         large.compile(spec, (1,), [])
-    assert [source for source, _ in compiled] == [first.source, second.source]
+    assert [letter for letter, _ in compiled] == ["a", "b"]
     small = ConstraintCompiler(tokenizer, vocab, 200.0, cache_bytes=int(1.1 * sum(size for _, size in compiled)))
     compiled.clear()
     for spec in (first, second, first, third, first, second):  # the third evicts the second
         small.compile(spec, (1,), [])
-    assert [source for source, _ in compiled] == [first.source, second.source, third.source, second.source]
+    assert [letter for letter, _ in compiled] == ["a", "b", "c", "b"]
 
 
 def test_a_thread_works_on_after_a_call_that_fails_or_hangs():
