@@ -49,6 +49,11 @@ class _Compiled:
     grammar: Any
     marker: Marker | None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, about."""
+        return self.grammar.memory_size_bytes + (0 if self.marker is None else self.marker.nbytes)
+
 
 def available() -> bool:
     """True if grammars can be compiled: the `constraints` extra is installed."""
@@ -200,11 +205,11 @@ class ConstraintCompiler:
     def _keep(self, spec: ConstraintSpec, compiled: _Compiled) -> None:
         if spec not in self._compiled:
             self._compiled[spec] = compiled
-            self._bytes += compiled.grammar.memory_size_bytes
+            self._bytes += compiled.nbytes
         self._compiled.move_to_end(spec)
         while self._bytes > self._cache_bytes and len(self._compiled) > 1:
             _, oldest = self._compiled.popitem(last=False)
-            self._bytes -= oldest.grammar.memory_size_bytes
+            self._bytes -= oldest.nbytes
 
     def _compile(self, spec: ConstraintSpec) -> Any:
         grammar = self._grammar(spec)

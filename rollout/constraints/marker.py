@@ -14,7 +14,6 @@ So a mask is needed after the marker, and before it only where the text ends wit
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from rollout.constraints.matcher import MOST_UNDONE, Constraint, Matcher, Narrow
 _WHITE = b" \t\r\n"
 #: Bytes of white space after a marker at the end of a prompt.
 _MOST_WHITE = 64
+_BYTES_OF_A_SET = 100  # for each of its integers
 
 
 class Marker(Protocol):
@@ -35,6 +35,7 @@ class Marker(Protocol):
 
     ends: frozenset[int]  # tokens that may end it, or after which a token is barred
     reach: int  # tokens that it can consist of, at most
+    nbytes: int  # of memory, about
 
     def rest(self, tokens: Sequence[int]) -> bytes | None:
         """The text after the marker in the last of these tokens, if that ends the marker; else None."""
@@ -50,6 +51,7 @@ class IdMarker:
         self._ids = token_ids
         self.ends = frozenset(token_ids[-1:])
         self.reach = len(token_ids)
+        self.nbytes = _BYTES_OF_A_SET * len(self.ends)
 
     def rest(self, tokens: Sequence[int]) -> bytes | None:
         """Nothing comes after them in their last token."""
@@ -61,33 +63,10 @@ class IdMarker:
 
 
 class TokenTexts:
-    """The bytes of each token of a vocabulary, and which of them continue a text."""
+    """The bytes of each token of a vocabulary."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         self.of = texts
-
-    @cached_property
-    def _sorted(self) -> list[tuple[bytes, int]]:
-        return sorted((text, token) for token, text in enumerate(self.of) if text)
-
-    def beginning_with(self, text: bytes) -> list[int]:
-        """Tokens whose text begins so."""
-        found = []
-        for at in range(bisect_left(self._sorted, (text, -1)), len(self._sorted)):
-            if not self._sorted[at][0].startswith(text):
-                break
-            found.append(self._sorted[at][1])
-        return found
-
-    def containing(self, text: bytes) -> list[int]:
-        """Tokens whose text has this in it."""
-        return [token for token, other in enumerate(self.of) if text in other]
-
-    def ending(self, text: bytes) -> list[int]:
-        """Tokens with which this text may end, whatever comes before them."""
-        return [
-            token for token, other in enumerate(self.of) if other and (other.endswith(text) or text.endswith(other))
-        ]
 
     def tail(self, tokens: Sequence[int], length: int) -> bytes:
         """The last bytes of the text of these tokens: at least `length`, if there are so many."""
@@ -111,18 +90,22 @@ class TextMarker:
     """
 
     def __init__(self, text: bytes, texts: TokenTexts, takes: Callable[[bytes], bool], vocab: int) -> None:
-        self._text, self._texts = text, texts
+        self._text, self._texts, of = text, texts, texts.of
         self.reach = len(text)
-        whole = texts.containing(text)
-        ends = set(whole)
-        known: dict[bytes, bool] = {b"": True}
+        beginnings = tuple(text[:part] for part in range(1, len(text)))
+        inner = {part[at:] for part in beginnings for at in range(len(part))}
+        # Three passes over the vocabulary, none of which holds Python's lock for long.
+        whole = [token for token, other in enumerate(of) if text in other]
+        lasts = tuple(text[part:] for part in range(1, len(text)))
+        last = [token for token, other in enumerate(of) if other.startswith(lasts)]
+        first = [token for token, other in enumerate(of) if other.endswith(beginnings) or other in inner]
+        ends, known = {*whole, *last}, {b"": True}
         self._barred: dict[int, torch.Tensor] = {}  # by how much of the marker a text ends with
         for begun in range(len(text)):
-            ending = {token for part in self._parts_at_end(begun) for token in texts.beginning_with(text[part:])}
-            ends |= ending
+            parts = tuple(text[part:] for part in range(begun, 0, -1) if text[:begun].endswith(text[:part]))
             bad = []
-            for token in (*whole, *ending):
-                joined = text[:begun] + texts.of[token]
+            for token in (*whole, *(token for token in last if of[token].startswith(parts))):
+                joined = text[:begun] + of[token]
                 rest = joined[joined.index(text) + len(text) :]
                 if rest not in known:
                     known[rest] = takes(rest)
@@ -130,8 +113,9 @@ class TextMarker:
                     bad.append(token)
             if bad:
                 self._barred[begun] = mask_of(bad, vocab)
-                ends.update(texts.ending(text[:begun]) if begun else ())
+                ends.update(token for token in first if _may_end(of[token], text[:begun]))
         self.ends = frozenset(ends)
+        self.nbytes = _BYTES_OF_A_SET * len(ends) + sum(mask_W.nbytes for mask_W in self._barred.values())
 
     def rest(self, tokens: Sequence[int]) -> bytes | None:
         """The text of the last token after the first place where the marker ends in it."""
@@ -151,11 +135,6 @@ class TextMarker:
         """How much of the marker the text of these tokens ends with."""
         end = self._texts.tail(tokens, len(self._text) - 1)
         return next((part for part in range(len(self._text) - 1, 0, -1) if end.endswith(self._text[:part])), 0)
-
-    def _parts_at_end(self, begun: int) -> list[int]:
-        """The lengths of all beginnings of the marker with which its first `begun` bytes end, but 0."""
-        text = self._text[:begun]
-        return [part for part in range(begun, 0, -1) if text.endswith(text[:part])]
 
 
 @dataclass(frozen=True)
@@ -269,3 +248,8 @@ def ends_with(prompt: Sequence[int], marker: str | tuple[int, ...], texts: Token
 
 def _last(tokens: Sequence[int], count: int) -> Sequence[int]:
     return list(tokens)[-count:] if isinstance(tokens, deque) else tokens[max(len(tokens) - count, 0) :]
+
+
+def _may_end(token: bytes, text: bytes) -> bool:
+    """True if a text that ends with this token can end with `text`."""
+    return token.endswith(text) or text.endswith(token)

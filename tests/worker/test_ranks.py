@@ -112,7 +112,11 @@ def test_constrained_rows_draw_with_the_masks_of_rank_0(pair: Pair) -> None:
     ]
     for request in requests[:3]:
         request["constraint"] = constraint
-    assert_all_equal(pair.both(requests))
+    after = {"constraint": {**constraint, "after": [40]}, "logit_bias": {40: 6.0}, "max_tokens": 60}
+    requests += [{**request, **after, "stop": {"min_tokens": 9}} for request in requests[3:]]
+    results = pair.both(requests)
+    assert_all_equal(results)
+    assert any(40 in result.completions[0].token_ids[:-1] for _, result in results[5:])
 
 
 def test_an_update_amid_a_completion_is_swapped_by_all_ranks_or_by_none(pair: Pair, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_CHARS = 64 * 1024
 MAX_REGEX_CHARS = regex_check.MAX_CHARS  # the time to compile may grow with the square of the length
 MAX_CHOICES = 4096
-MAX_MARKER = 256  # characters or token ids
+MAX_MARKER = 64  # characters or token ids
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARS)]
 

@@ -23,7 +23,7 @@ from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.media import MediaStore
 from rollout.service.text.codec import PromptSource
 
-_PROMPT_END = 2048  # tokens of a prompt in which a constraint's marker is looked for: more than one can have
+_PROMPT_END = 512  # tokens of a prompt in which a constraint's marker is looked for: more than one can have
 #: Called on the service thread with a request and a function that returns or raises the outcome.
 Then = Callable[[InFlight, Callable[[], PreparedPrompt]], None]
 

@@ -15,7 +15,7 @@ from rollout.service.requests.constraint import ConstraintFields
 from rollout.service.text.codec import TextCodec
 from tests.support.tokenizer_folder import make_tokenizer_folder
 
-pytest.importorskip("xgrammar")
+xgrammar = pytest.importorskip("xgrammar")
 OBJECT = '{"type": "object", "properties": {"k": {"const": 7}}, "required": ["k"]}'
 KINDS = [("json_schema", OBJECT, '{"k":7}'), ("regex", "[ab]c", "ac"), ("choices", (" x", "y"), "y")]
 KINDS += [("grammar", 'root ::= "(" root ")" | "z"', "(z)")]
@@ -260,6 +260,25 @@ def test_a_marker_that_ends_the_completion_is_refused(compiler, tokenizer, spec,
 def test_a_constraint_that_no_text_obeys_is_refused_though_white_space_may_follow_the_marker(compiler, kind, source):
     with pytest.raises(ConstraintError, match="no text obeys it"):
         compiler.compile(ConstraintSpec(kind, source, END), (1,), [])
+
+
+def test_what_markers_take_counts_towards_the_limit_of_what_is_kept(tokenizer, monkeypatch):
+    compiled, compile_grammar = [], xgrammar.GrammarCompiler.compile_grammar
+
+    def counted(self, source):
+        compiled.append(compile_grammar(self, source))
+        return compiled[-1]
+
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_grammar", counted)
+    specs = [ConstraintSpec("regex", letter, ">" * 60) for letter in "ab"]
+    limit = 1 << 30
+    for times in (2, 4):
+        compiler = ConstraintCompiler(tokenizer, 200_000, 200.0, cache_bytes=limit)
+        compiled.clear()
+        for spec in (*specs, *specs):
+            compiler.compile(spec, (1,), [])
+        assert len(compiled) == times
+        limit = sum(grammar.memory_size_bytes for grammar in compiled) + 25_000  # of a mask; each marker has one
 
 
 def test_half_of_a_character_is_no_marker():
