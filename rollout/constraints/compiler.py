@@ -14,12 +14,14 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rollout.constraints import regex_check, schema_check
+from rollout.constraints.marker import AfterMarker, IdMarker, Marker, TextMarker, TokenTexts, ends_with, find
 from rollout.constraints.matcher import AllowList, Constraint, GrammarConstraint, mask_of, mask_words
 from rollout.constraints.spec import ConstraintSpec, choices_grammar
 from rollout.process.deadline_thread import DeadlineThread
@@ -33,7 +35,24 @@ _INVALID_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")
 
 
 class ConstraintError(ValueError):
-    """A constraint that cannot be used; the message gives the reason."""
+    """A constraint that cannot be used; the message gives the reason, `field` the field if it is not the source."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """What is kept of a constraint: a compiled grammar, and the marker after which it begins."""
+
+    grammar: Any
+    marker: Marker | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, about."""
+        return self.grammar.memory_size_bytes + (0 if self.marker is None else self.marker.nbytes)
 
 
 def available() -> bool:
@@ -41,12 +60,30 @@ def available() -> bool:
     return importlib.util.find_spec("xgrammar") is not None
 
 
-def allow_list(spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int], vocab: int) -> Constraint:
-    """The constraint of kind `token_ids`; stop tokens are allowed, too. Raises ConstraintError if `prior` breaks it."""
-    allowed = AllowList((*(token for token in spec.source if isinstance(token, int)), *stop_ids), vocab)
-    for index, token in enumerate(prior):
+def allow_list(
+    spec: ConstraintSpec,
+    stop_ids: tuple[int, ...],
+    prior: list[int],
+    vocab: int,
+    prompt: Sequence[int] = (),
+    texts: TokenTexts | None = None,
+) -> Constraint:
+    """The constraint of kind `token_ids`: these tokens and no others; arguments as for `ConstraintCompiler.compile`.
+
+    Without `texts` a marker cannot be a text. Raises ConstraintError, also if `prior` breaks it.
+    """
+    allowed = AllowList(tuple(token for token in spec.source if isinstance(token, int)), vocab)
+    marker = _marker(spec.after, texts, lambda rest: False, vocab)
+    begin = _begin_of(spec, marker, stop_ids, prior, prompt, texts)
+    if begin is None:
+        assert marker is not None
+        return AfterMarker(allowed, marker, tuple(prior[-marker.reach :]))
+    count, rest = begin
+    for index, token in enumerate(prior[count:], count):
         if not allowed.accept(token):
-            raise ConstraintError(f"the constraint does not allow token {index} of the tokens to continue from")
+            raise _not_allowed(index)
+    if rest:
+        raise _not_allowed(count - 1)
     return allowed
 
 
@@ -66,46 +103,71 @@ class ConstraintCompiler:
         self._compile_s, self._cache_bytes = compile_s, cache_bytes
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._grammars = xgrammar.Grammar
         self._new_matcher = xgrammar.GrammarMatcher
         self._vocab = vocab
         texts = info.decoded_vocab
-        self._text_W = ~mask_of([*_not_text(tokenizer, vocab), *_invalid_utf8(texts)], vocab)
+        self.texts = TokenTexts(texts)
+        special = _not_text(tokenizer, vocab)
+        # xgrammar wants a stop token; where a request has none, this one stands in for it and is never allowed.
+        self._no_stop = next(iter(special), vocab - 1)
+        self._text_W = ~mask_of([*special, *_invalid_utf8(texts)], vocab)
         self._json_W = self._text_W & ~mask_of(_control_characters(texts), vocab)
         self._after = {token: ~mask_of(tokens, vocab) for token, tokens in _invalid_after(texts).items()}
         self._thread = DeadlineThread("grammar-compiler")
-        self._compiled: OrderedDict[ConstraintSpec, Any] = OrderedDict()
+        self._compiled: OrderedDict[ConstraintSpec, _Compiled] = OrderedDict()
         self._bytes = 0
 
-    def compile(self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]) -> Constraint:
-        """A constraint whose completions begin with `prior` and end with one of `stop_ids` (at least one).
+    def compile(
+        self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int], prompt: Sequence[int] = ()
+    ) -> Constraint:
+        """A constraint whose completions begin with `prior`; where their text is complete, `stop_ids` are allowed.
 
+        After a `prompt` that ends with the marker, apart from white space, the completion has no free part.
         Raises ConstraintError.
         """
-        if not stop_ids:
-            raise ConstraintError("a constrained completion ends with a stop token; give a stop token, or allow eos")
         if self._thread.left_behind >= _MOST_HUNG:
             raise ConstraintError(
                 "too many constraints have hung this worker's compiler; send this one to another worker"
             )
         known = self._compiled.get(spec)
         try:
-            grammar, matcher = self._thread.call(lambda: self._start(spec, known, stop_ids, prior), self._compile_s)
+            compiled, constraint = self._thread.call(
+                lambda: self._start(spec, known, stop_ids, prior, prompt), self._compile_s
+            )
         except TimeoutError:
             raise ConstraintError(f"it was not compiled within {self._compile_s:g} s; make it simpler") from None
-        self._keep(spec, grammar)
-        return self._constraint(matcher, spec, stop_ids, prior)
+        self._keep(spec, compiled)
+        return constraint
 
-    def _start(self, spec: ConstraintSpec, grammar: Any, stop_ids: tuple[int, ...], prior: list[int]) -> Any:
-        """The grammar and a matcher after `prior`. It may be abandoned, so it does not change the compiler."""
-        if grammar is None:
+    def _start(
+        self,
+        spec: ConstraintSpec,
+        compiled: _Compiled | None,
+        stop_ids: tuple[int, ...],
+        prior: list[int],
+        prompt: Sequence[int],
+    ) -> tuple[_Compiled, Constraint]:
+        """What is kept, and the constraint. It may be abandoned, so it does not change the compiler."""
+        if compiled is None:
             grammar = self._checked(spec, stop_ids)
-        matcher = self._new_matcher(grammar, override_stop_tokens=list(stop_ids))
-        for index, token in enumerate(prior):
+            takes = _Takes(self._begin(grammar, ()))
+            compiled = _Compiled(grammar, _marker(spec.after, self.texts, takes, self._vocab))
+        matcher = self._begin(compiled.grammar, stop_ids)
+        begin = _begin_of(spec, compiled.marker, stop_ids, prior, prompt, self.texts)
+        if begin is None:
+            assert compiled.marker is not None
+            inner, known = self._constraint(matcher, spec, stop_ids, []), prior[-compiled.marker.reach :]
+            return compiled, AfterMarker(inner, compiled.marker, tuple(known))
+        count, rest = begin
+        if rest and not matcher.accept_string(rest):
+            raise _not_allowed(count - 1)
+        for index, token in enumerate(prior[count:], count):
             if not matcher.accept_token(token):
-                raise ConstraintError(f"the constraint does not allow token {index} of the tokens to continue from")
+                raise _not_allowed(index)
         if matcher.is_terminated():
             raise ConstraintError("the tokens to continue from end with a stop token: there is nothing to add")
-        return grammar, matcher
+        return compiled, self._constraint(matcher, spec, stop_ids, prior)
 
     def _checked(self, spec: ConstraintSpec, stop_ids: tuple[int, ...]) -> Any:
         """The grammar, if it allows any first token."""
@@ -117,45 +179,112 @@ class ConstraintCompiler:
             ) from None
         except RuntimeError as error:  # of xgrammar, for anything that it cannot compile
             raise ConstraintError(_reason(error, spec.kind)) from error
-        first = self._constraint(self._new_matcher(grammar, override_stop_tokens=list(stop_ids)), spec, stop_ids, [])
+        matcher = self._begin(grammar, stop_ids)
+        if spec.after is not None:
+            matcher.accept_string(" " * _WHITESPACE)  # its text begins here at the latest
+        first = self._constraint(matcher, spec, stop_ids, []).start()
         masks_RW = torch.zeros(1, mask_words(self._vocab), dtype=torch.int32)
-        first.start().fill(masks_RW, 0)
-        if not masks_RW.any():
+        first.fill(masks_RW, 0)
+        if not (masks_RW.any() or first.complete):
             raise ConstraintError("no text obeys it, or none that this model's tokens can begin; allow some text")
         return grammar
+
+    def _begin(self, grammar: Any, stop_ids: tuple[int, ...]) -> Any:
+        return self._new_matcher(grammar, override_stop_tokens=list(stop_ids) or [self._no_stop])
 
     def _constraint(
         self, matcher: Any, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]
     ) -> Constraint:
         text_W = self._json_W if spec.kind == "json_schema" else self._text_W
-        return GrammarConstraint(matcher, text_W | mask_of(stop_ids, self._vocab), self._after, prior[-1:])
+        if stop_ids:
+            text_W = text_W | mask_of(stop_ids, self._vocab)
+        else:
+            text_W = text_W & ~mask_of([self._no_stop], self._vocab)
+        return GrammarConstraint(matcher, text_W, self._after, prior[-1:])
 
-    def _keep(self, spec: ConstraintSpec, grammar: Any) -> None:
+    def _keep(self, spec: ConstraintSpec, compiled: _Compiled) -> None:
         if spec not in self._compiled:
-            self._compiled[spec] = grammar
-            self._bytes += grammar.memory_size_bytes
+            self._compiled[spec] = compiled
+            self._bytes += compiled.nbytes
         self._compiled.move_to_end(spec)
         while self._bytes > self._cache_bytes and len(self._compiled) > 1:
             _, oldest = self._compiled.popitem(last=False)
-            self._bytes -= oldest.memory_size_bytes
+            self._bytes -= oldest.nbytes
 
     def _compile(self, spec: ConstraintSpec) -> Any:
+        grammar = self._grammar(spec)
+        if spec.after is not None:  # models write white space after a marker, which no grammar begins with
+            grammar = self._grammars.concat(self._grammars.from_regex(f"[ \\t\\r\\n]{{0,{_WHITESPACE}}}"), grammar)
+        return self._compiler.compile_grammar(grammar)
+
+    def _grammar(self, spec: ConstraintSpec) -> Any:
         source: Any = spec.source
         match spec.kind:
             case "json_schema":
                 if (problem := schema_check.schema_problem(source)) is not None:
                     raise ConstraintError(problem)
-                return self._compiler.compile_json_schema(source, max_whitespace_cnt=_WHITESPACE)
+                return self._grammars.from_json_schema(source, max_whitespace_cnt=_WHITESPACE)
             case "regex":
                 if (problem := regex_check.regex_problem(source)) is not None:
                     raise ConstraintError(problem)
-                return self._compiler.compile_regex(source)
+                return self._grammars.from_regex(source)
             case "grammar":
                 if (problem := regex_check.grammar_problem(source)) is not None:
                     raise ConstraintError(problem)
-                return self._compiler.compile_grammar(source)
+                return self._grammars.from_ebnf(source)
             case _:
-                return self._compiler.compile_grammar(choices_grammar(source))
+                return self._grammars.from_ebnf(choices_grammar(source))
+
+
+class _Takes:
+    """Whether a grammar allows a text at its beginning."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher  # at the beginning
+
+    def __call__(self, text: bytes) -> bool:
+        if not self._matcher.accept_string(text):
+            return False
+        self._matcher.rollback(1)
+        return True
+
+
+def _marker(
+    after: str | tuple[int, ...] | None, texts: TokenTexts | None, takes: Callable[[bytes], bool], vocab: int
+) -> Marker | None:
+    """The marker that a constraint begins after; `takes` says which rests of tokens its text can begin with."""
+    if after is None:
+        return None
+    if not isinstance(after, str):
+        return IdMarker(after)
+    assert texts is not None, "the request should have been refused"
+    marker = TextMarker(after.encode(), texts, takes, vocab)
+    if not marker.ends:
+        raise ConstraintError("no token of this model ends with it; use a text that the model writes", "after")
+    return marker
+
+
+def _begin_of(
+    spec: ConstraintSpec,
+    marker: Marker | None,
+    stop_ids: tuple[int, ...],
+    prior: list[int],
+    prompt: Sequence[int],
+    texts: TokenTexts | None,
+) -> tuple[int, bytes] | None:
+    """Where the constraint begins in `prior`: after how many tokens, and the rest of the last; None: not in there."""
+    if marker is None or spec.after is None:
+        return 0, b""
+    own = [
+        token for token in stop_ids if isinstance(spec.after, str) and texts and spec.after.encode() in texts.of[token]
+    ]
+    if own or (not isinstance(spec.after, str) and spec.after[-1] in stop_ids):
+        raise ConstraintError("it ends with a stop token of this request, where the completion is over", "after")
+    return (0, b"") if ends_with(prompt, spec.after, texts) else find(marker, prior)
+
+
+def _not_allowed(index: int) -> ConstraintError:
+    return ConstraintError(f"the constraint does not allow token {index} of the tokens to continue from")
 
 
 def _not_text(tokenizer: Any, vocab: int) -> list[int]:

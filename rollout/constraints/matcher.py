@@ -1,14 +1,14 @@
 """Matchers: the position of a completion in its constraint.
 
-A mask is a row of int32 words: bit `v % 32` of word `v // 32` is set if token v may come next. Stop tokens are allowed
-where the constraint is complete, and are the only choice where it allows nothing else.
+A mask is a row of int32 words: bit `v % 32` of word `v // 32` is set if token v may come next. A grammar allows stop
+tokens where its text is complete, and nothing else where no text may follow. A list of tokens allows these only.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -34,12 +34,38 @@ class Matcher(Protocol):
     def undo(self, tokens: int) -> None:
         """Go back by the last `tokens` accepted tokens, `MOST_UNDONE` at most."""
 
+    @property
+    def complete(self) -> bool:
+        """True if the completion obeys the constraint as it is."""
+
+
+#: Of the next token: the constraint does not narrow its choice; it does, for this token; it holds from here on.
+Narrows = Literal["no", "next", "all"]
+
+
+class Free(Protocol):
+    """Finds the end of the free part of a completion, whose tokens need no mask."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens after which `narrows` may say more than "no"."""
+
+    def narrows(self, tokens: Sequence[int]) -> Narrows:
+        """Of the token after these, the tokens of a completion so far; the constraint does not hold for the last."""
+
 
 class Constraint(Protocol):
     """A compiled constraint."""
 
     def start(self) -> Matcher:
         """A matcher at the beginning, or after the tokens that a continued completion already has."""
+
+    def start_after(self, rest: bytes, token: int) -> Matcher | None:
+        """A matcher after `rest`, with which `token` ends; None if the constraint does not allow it."""
+
+    @property
+    def free(self) -> Free | None:
+        """None if the constraint holds from the first token."""
 
 
 def mask_of(token_ids: Iterable[int], vocab: int) -> torch.Tensor:
@@ -54,6 +80,8 @@ def mask_of(token_ids: Iterable[int], vocab: int) -> torch.Tensor:
 class AllowList:
     """The same tokens at every step. It has no state, so it is its own matcher."""
 
+    free = None
+
     def __init__(self, token_ids: tuple[int, ...], vocab: int) -> None:
         self._allowed = frozenset(token_ids)
         self._mask_W = mask_of(self._allowed, vocab)
@@ -61,6 +89,10 @@ class AllowList:
     def start(self) -> AllowList:
         """The list itself."""
         return self
+
+    def start_after(self, rest: bytes, token: int) -> AllowList | None:
+        """The list, if there is no rest: only whole tokens are allowed."""
+        return None if rest else self
 
     def accept(self, token: int) -> bool:
         """True for a token of the list."""
@@ -73,6 +105,11 @@ class AllowList:
     def undo(self, tokens: int) -> None:
         """No-op."""
 
+    @property
+    def complete(self) -> bool:
+        """True: whatever was accepted is made of these tokens."""
+        return True
+
 
 class GrammarConstraint:
     """A compiled grammar, from which matchers are forked.
@@ -80,6 +117,8 @@ class GrammarConstraint:
     Two kinds of masks narrow it further: `allowed_W` at every step, and those of `after` for the one step after their
     token. `last` is the token before the first step, if there is one.
     """
+
+    free = None
 
     def __init__(
         self,
@@ -96,6 +135,12 @@ class GrammarConstraint:
     def start(self) -> GrammarMatcher:
         """A new matcher."""
         return GrammarMatcher(self._matcher.fork(), self._allowed_W, self._after, self._last)
+
+    def start_after(self, rest: bytes, token: int) -> GrammarMatcher | None:
+        """A new matcher after this text; None if the grammar does not allow it."""
+        matcher = self._matcher.fork()
+        allowed = not rest or matcher.accept_string(rest)
+        return GrammarMatcher(matcher, self._allowed_W, self._after, (token,)) if allowed else None
 
 
 class GrammarMatcher:
@@ -127,3 +172,8 @@ class GrammarMatcher:
         self._matcher.rollback(tokens)
         for _ in range(tokens):
             self._next.pop()
+
+    @property
+    def complete(self) -> bool:
+        """True if what was accepted is a whole text of the grammar."""
+        return bool(self._matcher.is_completed())

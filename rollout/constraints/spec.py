@@ -15,10 +15,14 @@ class ConstraintSpec:
 
     `source` by kind: a JSON schema as text, a regular expression, a grammar in xgrammar's EBNF with a rule `root`, the
     texts to choose from, or the ids of the allowed tokens.
+
+    It holds from the first token, or `after` a marker: a text or token ids. Before it the completion is free, and white
+    space may follow it, except that token ids allow these tokens only.
     """
 
     kind: Kind
     source: str | tuple[str, ...] | tuple[int, ...]
+    after: str | tuple[int, ...] | None = None
 
 
 def choices_grammar(choices: tuple[str, ...]) -> str:

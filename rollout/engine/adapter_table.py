@@ -112,6 +112,12 @@ class AdapterUse:
                 return
             changes[i] = token - count, version
 
+    def dropped(self, token: int) -> None:
+        """Tokens from this one on do not count, and are drawn again with the present version."""
+        while self.version_changes and self.version_changes[-1][0] > token:
+            self.version_changes.pop()
+        self.note_version(token)
+
 
 class AdapterRegistry:
     """Adapters by name, `most` at the most. Only the loop changes it; any thread may read it."""

@@ -130,8 +130,8 @@ class Engine:
         step = parts.pipeline.oldest()
         assert step is not None and step.plan is plan, "masks are made after all earlier commits"
         made = self.masks.of_step(plan, step.slot.masks)
-        for seq, reason in made.failed:
-            parts.roster.fail(seq, reason)
+        for seq, finish in made.ended:
+            parts.roster.finish(seq, finish)
         parts.executor.draw(step.header, step.slot, made.at, made.refused)
         return committed
 

@@ -248,7 +248,7 @@ class Request:
 
     key: RequestKey
     prompt: Prompt
-    max_tokens: int  # of a completion, the tokens of `prior` included
+    max_tokens: int  # of a completion, the tokens of `prior` included; 0: the prompt is computed, no token is drawn
     n: int = 1
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: StopParams = field(default_factory=StopParams)
@@ -426,6 +426,7 @@ class Delta:
     top_logprobs: np.ndarray | None = None  # float32 [k, tops], of the model's plain distribution
     prompt_logprobs: np.ndarray | None = None  # as in `RequestDone`; with the first delta of completion 0
     prompt_tops: PromptTops | None = None  # the same
+    prompt_version: int | None = None  # the same
     #: All so far, if the request names an adapter: (token, version): from this token on the adapter had that version.
     adapter_versions: tuple[tuple[int, int], ...] = ()
 
@@ -444,6 +445,7 @@ class RequestDone:
     total_s: float
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens]; NaN for the first and for missing ones
     prompt_tops: PromptTops | None = None  # of the same tokens, if asked for
+    prompt_version: int | None = None  # weights version of these; None where none is known
 
 
 @dataclass(frozen=True, slots=True)

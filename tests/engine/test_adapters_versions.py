@@ -6,9 +6,12 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from rollout.constraints.marker import AfterMarker, IdMarker
+from rollout.constraints.matcher import AllowList
 from rollout.engine.messages import Cancel, Done, PutAdapter
 from tests.support.engine.adapted import Adapters, bench_of, greedy_is, make_adapters, versions_of
-from tests.support.engine.harness import prompt_of
+from tests.support.engine.drafting import drafting
+from tests.support.engine.harness import VOCAB, prompt_of
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,53 @@ def test_the_version_changes_at_the_stamped_token(model, adapters, depth):
         bench.close()
     same = next(i for i, (old, new) in enumerate(zip(*said, strict=True)) if old != new)
     assert same >= 9 and versions == [0] * same + [1] * (40 - same)
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_the_version_changes_at_the_stamped_token_where_tokens_are_drawn_again(model, adapters, monkeypatch, drafts):
+    """Tokens in flight, and accepted drafts, do not count after a marker; a newer version comes in any tick."""
+    sampling = {"temperature": 1.0, "seed": 3, "logit_bias": ((7, 3.0),)}
+    constraint = AfterMarker(AllowList(tuple(range(20, 60)), VOCAB), IdMarker((7,)))
+    recorded: dict = {}
+    stamped = set()
+    for ticks in range(26):
+        more = {"speculation_tokens": drafts} if drafts else {"speculation": "off"}
+        bench, _ = drafting(monkeypatch, model, recorded, 0.0, adapter_slots=8, adapter_rank=16, **more)
+        bench.engine.inbox.put(PutAdapter("a0", adapters[0][0]))
+        drew = watch_versions(bench)
+        bench.submit("r", prompt_of(10), 30, adapter="a0", sampling=sampling, constraint=constraint)
+        for _ in range(ticks):
+            bench.engine.tick()
+        if ticks:
+            bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+        bench.run()
+        tokens = bench.tokens("r")
+        recorded = recorded or {("r", 0): tokens}
+        if 7 in tokens:
+            assert all(20 <= token < 60 for token in tokens[tokens.index(7) + 1 :])
+        assert versions_of(bench, "r") == drew
+        stamped.add(drew.index(1) - tokens.index(7) if 1 in drew and 7 in tokens else None)
+        bench.close()
+    assert stamped >= {0, 1}, "right before the marker and right after it"
+
+
+def watch_versions(bench) -> list[int]:
+    """A list that gets the adapter's version at the launch of the step of each token that counts."""
+    scheduler, drew, at_launch = bench.engine.scheduler, [], {}
+    launched, commit = scheduler.launched, scheduler.commit
+
+    def note(plan):
+        at_launch[id(plan)] = plan, [(seq, seq.adapter_use.adapter.version) for seq, *_ in plan.spans]
+        launched(plan)
+
+    def count(plan, output):
+        (_, versions), before = at_launch.pop(id(plan)), [len(seq.tokens) for seq, *_ in plan.spans]
+        commit(plan, output)
+        for (seq, version), known in zip(versions, before, strict=True):
+            drew.extend([version] * (len(seq.tokens) - known))
+
+    scheduler.launched, scheduler.commit = note, count
+    return drew
 
 
 def test_members_of_a_group_that_start_later_take_no_kv_of_the_older_version(model, adapters):
@@ -158,10 +208,11 @@ def test_a_row_that_has_launched_nothing_keeps_no_kv_of_the_older_version(model,
     bench.close()
 
 
-def test_log_probs_of_a_prompt_are_of_one_version(model, adapters):
+@pytest.mark.parametrize("max_tokens", [0, 8])
+def test_log_probs_of_a_prompt_are_of_one_version(model, adapters, max_tokens):
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prompt = prompt_of(30)
-    bench.submit("r", prompt, 8, adapter="a0", prompt_logprobs=True)
+    bench.submit("r", prompt, max_tokens, adapter="a0", prompt_logprobs=True)
     while not any(seq.kv.length for seq in bench.engine.roster.prefilling):
         bench.engine.tick()
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))

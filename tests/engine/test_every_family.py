@@ -61,6 +61,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(name: str, steps: int, tm
         bench.submit(f"r{i}", prompt, steps - 4 * i, n=2 if i == 1 else 1)
         for _ in range(3):
             bench.engine.tick()  # the batch changes as they come and go
+    bench.submit("scored", prompts[1], 0, prompt_logprobs=True)
     mailbox.ready = Update(1, other, model)
     bench.run()
     assert bench.engine.roster.counters.preemptions > 0 and len(mailbox.done) == 1
@@ -69,6 +70,12 @@ def test_tokens_and_logprobs_are_those_of_transformers(name: str, steps: int, tm
         for index in range(2 if i == 1 else 1):
             agrees(references, prompt, bench.completions[f"r{i}", index])
     assert set(bench.completions["r0", 0].versions) == {0, 1}
+    version = bench.done["scored"].prompt_version
+    with torch.inference_mode():
+        logprobs_NV = references[version](input_ids=torch.tensor([prompts[1]])).logits[0, :-1].log_softmax(-1)
+    expected_N = logprobs_NV.gather(1, torch.tensor(prompts[1][1:])[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(bench.done["scored"].prompt_logprobs[1:]), expected_N, atol=1e-4, rtol=0)
+    assert bench.tokens("scored") == [] and bench.completions["scored", 0].finish.reason == "length"
     bench.close()
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout.constraints.marker import AfterMarker, TextMarker, TokenTexts
 from rollout.engine.messages import Cancel, Prior, PutAdapter, StopAt
 from tests.engine.test_heads import completions_by_seed
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import RULES, STOP
 from tests.support.engine.adapted import make_adapters
-from tests.support.engine.constraints import SIZE, Cycle, X, Y
+from tests.support.engine.constraints import SIZE, AlwaysMasked, Cycle, X, Y
 from tests.support.engine.conversation import LEASE_S
 from tests.support.engine.drafting import replayed_guesses
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of
@@ -43,6 +44,7 @@ class Asked:
     length: int
     fields: dict[str, Any]
     constraint: tuple[list[list[int]], int | None, int] | None = None  # lists, stop token, vocabulary
+    marked: bool = False  # the constraint begins after a marker
     after: Asked | None = None  # of whose session it is the next turn
     known: int = 0  # tokens of it that are given as `prior`, once they are known
     ends: str = ""  # how it ends early
@@ -52,7 +54,11 @@ class Asked:
         if self.after is not None:
             before = self.after.prompt + bench.tokens(self.after.name)
         if self.constraint is not None:
-            fields["constraint"] = Cycle(*self.constraint)
+            fields["constraint"] = cycle = Cycle(*self.constraint)
+            if self.marked:  # without drafts every token has a mask
+                texts = TokenTexts([b"-#"[token % 4 == 0 :][:1] for token in range(self.constraint[2])])
+                marker = TextMarker(b"##", texts, bool, self.constraint[2])
+                fields["constraint"] = (AlwaysMasked if plain is None else AfterMarker)(cycle, marker)
         if plain is not None and self.known:
             whole = plain.completions[self.name, 0]
             self.known = min(self.known, len(whole.token_ids) - 1)
@@ -78,7 +84,7 @@ def requests_of(rng: random.Random, vocab: int, adapted: bool = False, routed: b
         one = Asked(f"r{i}", prompt, rng.randint(1, 45), fields)
         lists = rng.choice([None, None, None, [X, Y], [X, Y, SIZE]])
         if lists is not None and not routed:
-            one.constraint = lists, STOP if stop else None, vocab
+            one.constraint, one.marked = (lists, STOP if stop else None, vocab), i % 2 == 0
         elif routed and rng.random() < 0.7:
             fields["routing_from"] = rng.choice([0, 2])
         asked.append(one)
@@ -88,7 +94,7 @@ def requests_of(rng: random.Random, vocab: int, adapted: bool = False, routed: b
             case "session":
                 fields |= {"session": ("c", f"s{i}"), "session_lease_s": LEASE_S}
                 second = [token % vocab for token in prompt_of(5, 40 + i)]
-                asked.append(Asked(f"r{i} on", second, 20, fields, one.constraint, after=one))
+                asked.append(Asked(f"r{i} on", second, 20, fields, one.constraint, one.marked, after=one))
             case "prior" if one.constraint is None and "routing_from" not in fields:
                 one.known = rng.randint(1, one.length)
             case "prompt":

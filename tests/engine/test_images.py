@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from rollout.config import ModelSettings
+from rollout.constraints.marker import AfterMarker, IdMarker
+from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import Done, Prior, PutAdapter
 from rollout.models import load_model
@@ -18,6 +20,7 @@ from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder
 from rollout.models.peft_tensors import load_peft_folder
+from tests.support.engine.constraints import AlwaysMasked
 from tests.support.engine.drafting import replayed_guesses
 from tests.support.engine.harness import Bench, watch_prefills
 from tests.support.engine.images import encoded, submit
@@ -98,11 +101,32 @@ def test_prompt_logprobs_are_those_of_the_whole_model(name: str, models: Any) ->
     reference, model = models[name]
     bench = Bench(model, prefill_chunk_tokens=9)
     prompt = prompts_of(name)["several"]
-    submit(bench, "r", prompt, 1, prompt_logprobs=True)
+    for max_tokens in (0, 1):
+        submit(bench, f"r{max_tokens}", prompt, max_tokens, prompt_logprobs=True)
     bench.run()
     exact = logits_of(reference, prompt).log_softmax(-1)[:-1].gather(1, torch.tensor(prompt.ids[1:])[:, None])[:, 0]
-    np.testing.assert_allclose(bench.completions["r", 0].prompt_logprobs[1:], exact.numpy(), atol=1e-4)
+    for max_tokens in (0, 1):
+        done = bench.completions[f"r{max_tokens}", 0]
+        np.testing.assert_allclose(done.prompt_logprobs[1:], exact.numpy(), atol=1e-4)
+        assert len(done.token_ids) == max_tokens
     bench.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_with_images_draw_again_after_a_marker(name: str, models: Any) -> None:
+    """Their next position of the rotary embedding is not their place."""
+    _, model = models[name]
+    found = []
+    for kind in (AlwaysMasked, AfterMarker):
+        bench = Bench(model, max_rows=8)
+        for i, (each, prompt) in enumerate(prompts_of(name).items()):
+            constraint = kind(AllowList(tuple(range(20, 50)), model.spec.vocab), IdMarker((9,)))
+            sampling = {"temperature": 1.0, "seed": i, "logit_bias": ((9, 4.0),)}
+            submit(bench, each, prompt, 40, sampling=sampling, constraint=constraint)
+        bench.run()
+        found.append({key: done.token_ids for key, done in bench.completions.items()})
+        bench.close()
+    assert found[0] == found[1] and sum(9 in tokens[:-1] for tokens in found[0].values()) >= 2
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen3.5"])

@@ -311,3 +311,22 @@ def test_model_without_tokenizer_serves_token_ids_only():
         client.send("generate", prompt=[1], max_tokens=2)
         bench.finish(bench.submitted())
         assert client.receive()["op"] == "result"
+
+
+@pytest.mark.parametrize("stop", [{}, {"ignore_eos": True}, {"min_tokens": 3}])
+def test_a_list_of_tokens_has_no_end_and_may_begin_after_others(bench, stop):
+    client = bench.client()
+    client.send("generate", prompt=[1], max_tokens=9, constraint={"token_ids": [4, 5]}, stop=stop)
+    first = bench.submitted()
+    assert [first.constraint.start().accept(token) for token in (4, 5, 301, 6)] == [True, True, False, False]
+    assert first.constraint.free is None and first.stop.min_tokens == stop.get("min_tokens", 0)
+    bench.finish(first)
+    client.receive()
+    for prompt, prior, begun in (([1], [], False), ([1, 7, 8], [], True), ([1], [7], False), ([1], [7, 8], True)):
+        known = {"continue_from": {"token_ids": prior, "seed": 3}} if prior else {}
+        fields = {"constraint": {"token_ids": [4, 5], "after": [7, 8]}, "max_tokens": 9, **known}
+        client.send("generate", f"{prompt}{prior}", prompt=prompt, stop=stop, **fields)
+        request = bench.submitted()
+        assert (request.constraint.free is None) == begun
+        bench.finish(request)
+        client.receive()

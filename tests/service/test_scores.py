@@ -89,6 +89,55 @@ def test_who_does_not_ask_gets_neither(bench):
     )
 
 
+@pytest.mark.parametrize("stream", [False, "tokens", "completions"])
+def test_a_prompt_is_scored_without_a_token(bench, stream):
+    client = bench.client()
+    client.send("generate", prompt=[7] * 1000, n=2, max_tokens=0, prompt_logprobs=True, stream=stream)
+    request = bench.submitted()
+    assert (request.max_tokens, len(request.prompt), request.prompt_logprobs) == (0, 1000, True)
+    scores = {"prompt_logprobs": np.zeros(1000, np.float32), "prompt_version": 5}
+    bench.put(delta(request.key, 0, 0, [], finish=Finish("length"), **scores))
+    bench.put(delta(request.key, 1, 0, [], finish=Finish("length")), replace(done(request), **scores))
+    *chunks, result = [client.receive() for _ in range(3 if stream else 1)]
+    for reply in (*chunks[:1], result):
+        assert reply["prompt_version"] == 5 and len(reply["prompt_logprobs"]) == 1000
+    for part in (*chunks, *result["completions"]):
+        assert len(part["token_ids"]) == 0 and part["finish_reason"] == "length" and part["versions"] == []
+    client.send("attach", "again", target=result["id"], stream="tokens")
+    again = client.receive()
+    assert again["prompt_version"] == 5 and again["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "field"),
+    [
+        ({"prompt": [7] * 1001, "max_tokens": 0}, "too_long", "prompt"),
+        ({"prompt": [7] * 1000}, "too_long", "prompt"),
+        ({"prompt": [7] * 1000, "max_tokens": 1}, "too_long", "max_tokens"),
+        ({"prompt": [7], "max_tokens": -1}, "bad_request", "max_tokens"),
+        ({"prompt": [7], "max_tokens": 0, "stop": {"min_tokens": 1}}, "bad_request", "stop.min_tokens"),
+        (
+            {"prompt": [7], "max_tokens": 1, "continue_from": {"token_ids": [1, 2], "seed": 3}},
+            "bad_request",
+            "max_tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(bench, fields, code, field):
+    reply = bench.client().ask("generate", prompt_logprobs=True, **fields)
+    assert (reply["code"], reply["field"]) == (code, field)
+
+
+def test_a_completion_that_has_all_its_tokens_is_taken(bench):
+    client = bench.client()
+    prior = {"token_ids": [1, 2], "seed": 3}
+    client.send("generate", prompt=[7] * 998, max_tokens=2, continue_from=prior, prompt_logprobs=True)
+    request = bench.submitted()
+    bench.put(delta(request.key, 0, 2, [], finish=Finish("length")), done(request))
+    (completion,) = client.receive()["completions"]
+    assert completion["token_ids"].tolist() == [1, 2] and completion["finish_reason"] == "length"
+
+
 def test_many_tokens_keep_theirs(bench):
     client = bench.client()
     client.send("generate", prompt=[1], max_tokens=500, logprobs=2)

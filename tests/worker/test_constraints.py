@@ -20,6 +20,7 @@ from trainer_bridge.wire.errors import BadRequest
 
 pytest.importorskip("xgrammar")
 jsonschema = pytest.importorskip("jsonschema")
+THOUGHTS_END = "</think>"
 #: A model without sense likes white space between the parts of JSON as much as anything else.
 WHITE = (" ", "\t", "\n", "\r")
 
@@ -29,7 +30,7 @@ def scribbler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProces
     """A worker whose model writes bytes at random."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    folder = make_tokenizer_folder(tmp_path_factory.mktemp("scribbler"))
+    folder = make_tokenizer_folder(tmp_path_factory.mktemp("scribbler"), markers=(THOUGHTS_END,))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(2)
     config = Qwen3Config(
@@ -44,7 +45,7 @@ def scribbler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProces
         eos_token_id=tokenizer.eos_token_id,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    make_tokenizer_folder(folder)
+    make_tokenizer_folder(folder, markers=(THOUGHTS_END,))
     limits = {"mask_s": 5.0, "max_constraint_s": 60.0}  # none ends a constraint because the machine is busy
     with launch(folder, log=folder / "log", max_rows=64, max_queue=2048, prefix_cache=False, **limits) as worker:
         yield worker
@@ -117,10 +118,57 @@ def test_texts_fit_with_and_without_neighbours(client: RolloutClient, constraint
         assert beside.token_ids.tolist() == by_itself.token_ids.tolist()
 
 
-def test_an_allow_list_is_kept(client: RolloutClient) -> None:
-    (completion,) = client.generate("abc", max_tokens=40, seed=1, constraint={"token_ids": [40, 41, 42]}).completions
-    *tokens, last = completion.token_ids.tolist()
-    assert set(tokens) <= {40, 41, 42} and (completion.finish_reason == "stop" or last in {40, 41, 42})
+def test_an_allow_list_allows_its_tokens_and_an_end_only_if_that_is_among_them(client: RolloutClient, eos: int) -> None:
+    allowed: Any = {"constraint": {"token_ids": [40, 41]}}
+    drawn = [
+        completion.token_ids.tolist()
+        for result in client.generate_many(["abc"] * 10, max_tokens=1, n=60, **allowed)
+        for completion in result.completions
+    ]
+    assert {40, 41} == {token for (token,) in drawn} and len(drawn) == 600
+    for stop in ({}, {"ignore_eos": True}, {"min_tokens": 7}):
+        (completion,) = client.generate("abc", max_tokens=30, seed=1, stop=stop, **allowed).completions
+        assert set(completion.token_ids.tolist()) <= {40, 41} and completion.finish_reason == "length"
+    ended: Any = {"max_tokens": 60, "n": 8, "seed": 1, "constraint": {"token_ids": [40, eos]}}
+    for completion in client.generate("abc", **ended).completions:
+        *tokens, last = completion.token_ids.tolist()
+        assert set(tokens) <= {40} and (completion.finish_reason, last) == ("stop", eos)
+    for completion in client.generate("abc", stop={"min_tokens": 9}, **ended).completions:
+        assert completion.token_ids.tolist()[:9] == [40] * 9 and completion.finish_reason == "stop"
+    for completion in client.generate("abc", stop={"ignore_eos": True}, **ended).completions:
+        assert set(completion.token_ids.tolist()) == {40, eos} and completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "fits"),
+    [
+        ({"regex": "[a-f]{3}"}, "[a-f]{3}"),
+        ({"choices": ["yes", "no"]}, "yes|no"),
+        ({"json_schema": {"type": "boolean"}}, "true|false"),
+        ({"grammar": 'root ::= "(" [xyz] ")"'}, r"\([xyz]\)"),
+    ],
+)
+def test_a_text_ends_when_it_is_whole_though_eos_is_ignored_or_more_tokens_are_wanted(
+    client: RolloutClient, eos: int, constraint: dict, fits: str
+) -> None:
+    bound: dict = {"prompt": "abc", "max_tokens": 60, "n": 8, "seed": 6, "constraint": constraint, "return_text": True}
+    ignored, longer = client.generate_many(
+        [{**bound, "stop": {"ignore_eos": True}}, {**bound, "stop": {"min_tokens": 20}}]
+    )
+    for completion in ignored.completions:
+        assert re.fullmatch(fits, completion.text or "") and eos not in completion.token_ids
+        assert (completion.finish_reason, completion.stop) == ("stop", None)
+    for completion in longer.completions:
+        assert re.fullmatch(fits, completion.text or "")
+        assert (completion.finish_reason, completion.stop, completion.token_ids[-1]) == ("stop", eos, eos)
+
+
+def test_min_tokens_make_a_text_longer_where_it_may_be(client: RolloutClient) -> None:
+    bound: dict = {"max_tokens": 80, "n": 8, "seed": 6, "constraint": {"regex": "[ab]*"}, "return_text": True}
+    for completion in client.generate("abc", stop={"min_tokens": 20}, **bound).completions:
+        assert len(completion) > 20 and re.fullmatch("[ab]{20,}", completion.text or "")
+    for completion in client.generate("abc", stop={"ignore_eos": True}, **bound).completions:
+        assert len(completion) == 80 and completion.finish_reason == "length"
 
 
 def test_a_continued_completion_stays_in_its_constraint(client: RolloutClient) -> None:
@@ -154,8 +202,6 @@ def test_a_continued_completion_stays_in_its_constraint(client: RolloutClient) -
         ({"constraint": {"token_ids": []}}, "constraint", "at least one"),
         ({"constraint": {"token_ids": [99_999]}}, "constraint.token_ids", "vocabulary"),
         ({"constraint": {"pattern": "a"}}, "constraint.pattern", "unknown"),
-        ({"constraint": {"regex": "a"}, "stop": {"ignore_eos": True}}, "stop", "stop token"),
-        ({"constraint": {"regex": "a"}, "stop": {"min_tokens": 3}}, "stop.min_tokens", "min_tokens"),
     ],
 )
 def test_unusable_constraints_are_refused_with_the_reason(
@@ -164,6 +210,123 @@ def test_unusable_constraints_are_refused_with_the_reason(
     with pytest.raises(BadRequest, match=reason) as caught:
         client.generate("abc", max_tokens=9, **fields)
     assert caught.value.field == field
+
+
+@pytest.fixture(scope="module")
+def thinks(tokenizer: Any, eos: int) -> dict[int, float]:
+    """A bias with which the model soon ends its thoughts, and never the completion before."""
+    return {tokenizer.convert_tokens_to_ids(THOUGHTS_END): 4.0, eos: -100.0}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "fits"),
+    [
+        ({"json_schema": {"type": "object", "properties": {"k": {"type": "boolean"}}, "required": ["k"]}}, None),
+        ({"regex": "[a-f]{3}-[0-9]{2,4}"}, "[a-f]{3}-[0-9]{2,4}"),
+        ({"choices": ["yes", "no", "perhaps é👍"]}, "yes|no|perhaps é👍"),
+        ({"grammar": 'root ::= "(" [xyz] ")"'}, r"\([xyz]\)"),
+        ({"token_ids": [70, 71]}, None),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("given", ["text", "ids"])
+def test_a_constraint_begins_after_the_thoughts(
+    client: RolloutClient,
+    tokenizer: Any,
+    thinks: dict[int, float],
+    bias: dict[int, float],
+    constraint: dict,
+    fits: Any,
+    given: str,
+) -> None:
+    end = tokenizer.convert_tokens_to_ids(THOUGHTS_END)
+    bound = {**constraint, "after": THOUGHTS_END if given == "text" else [end]}
+    asked: dict = {"prompt": "abc", "max_tokens": 300, "n": 8, "seed": 6, "constraint": bound, "return_text": True}
+    asked["logit_bias"] = bias | thinks
+    free, result = client.generate_many([{**asked, "constraint": None}, asked])
+    ended = 0
+    for unbound, completion in zip(free.completions, result.completions, strict=True):
+        tokens, text = completion.token_ids.tolist(), completion.text or ""
+        assert text.count(THOUGHTS_END) == 1 or "token_ids" not in constraint
+        at = tokens.index(end) + 1
+        assert tokens[:at] == unbound.token_ids.tolist()[:at], "the thoughts are free"
+        answer = text.split(THOUGHTS_END, 1)[1].lstrip(" \n\r\t")
+        ended += completion.finish_reason == "stop"
+        if "token_ids" in constraint:
+            assert set(tokens[at:]) <= {70, 71} and completion.finish_reason == "length"
+        elif completion.finish_reason == "stop":
+            assert type(json.loads(answer)["k"]) is bool if fits is None else re.fullmatch(fits, answer)
+    assert ended >= 6 or "token_ids" in constraint
+
+
+def test_thoughts_that_do_not_end_are_free_and_end_as_they_may(client: RolloutClient, eos: int, tokenizer: Any) -> None:
+    end = tokenizer.convert_tokens_to_ids(THOUGHTS_END)
+    asked: dict = {"max_tokens": 40, "n": 8, "seed": 2, "logit_bias": {end: -100.0, eos: 3.0}, "return_text": True}
+    free = client.generate("abc", **asked)
+    bound = client.generate("abc", constraint={"choices": ["yes"], "after": THOUGHTS_END}, **asked)
+    for ours, theirs in zip(bound.completions, free.completions, strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert (ours.finish_reason, ours.stop) == (theirs.finish_reason, theirs.stop)
+    assert {completion.finish_reason for completion in bound.completions} >= {"stop"}
+    stopped = client.generate("abc", stop=["e"], constraint={"choices": ["yes"], "after": THOUGHTS_END}, **asked)
+    assert {completion.stop for completion in stopped.completions} <= {"e", eos, None}
+
+
+@pytest.mark.parametrize("prompt", ["abc<think>\n\n</think>\n\n", "abc</think>"])
+def test_after_a_prompt_without_thoughts_the_answer_begins_at_once(
+    client: RolloutClient, tokenizer: Any, prompt: str
+) -> None:
+    for given in (prompt, tokenizer.encode(prompt)):
+        constraint = {"choices": ["yes", "no"], "after": THOUGHTS_END}
+        (completion,) = client.generate(
+            given, max_tokens=80, seed=3, constraint=constraint, return_text=True
+        ).completions
+        assert (completion.text or "").strip() in ("yes", "no") and completion.finish_reason == "stop"
+
+
+def test_a_completion_is_continued_before_and_after_its_thoughts_end(
+    client: RolloutClient, thinks: dict[int, float], bias: dict[int, float]
+) -> None:
+    asked: dict = {
+        "max_tokens": 200,
+        "constraint": {"regex": "(ab){9}", "after": THOUGHTS_END},
+        "logit_bias": bias | thinks,
+    }
+    (whole,) = client.generate("abc", seed=4, **asked).completions
+    assert whole.finish_reason == "stop"
+    for count in range(1, len(whole), 3):
+        prior = {"token_ids": whole.token_ids[:count].tolist(), "seed": whole.seed}
+        (again,) = client.generate("abc", continue_from=prior, **asked).completions
+        assert again.token_ids.tolist() == whole.token_ids.tolist()
+    with client.session() as talk:
+        turn = talk.generate("abc", seed=4, **asked).completions[0]
+    assert turn.token_ids.tolist() == whole.token_ids.tolist()
+    stream = client.generate("abc", seed=4, stream="tokens", stream_every=1, **asked)
+    assert [token for chunk in stream for token in chunk.token_ids] == whole.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("after", "field"),
+    [
+        ("", "constraint.after"),
+        ([], "constraint.after"),
+        ("x" * 65, "constraint.after"),
+        ([1] * 65, "constraint.after"),
+        ([99_999], "constraint.after"),
+        ([-1], "constraint.after"),
+        (["a"], "constraint.after"),
+        (5, "constraint.after"),
+        (True, "constraint.after"),
+        ("<|im_end|>", "constraint.after"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_a_marker_that_makes_no_sense_is_refused_by_name(client: RolloutClient, after: Any, field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        client.generate("abc", max_tokens=9, constraint={"regex": "a", "after": after})
+    assert caught.value.field == field
+    with pytest.raises(BadRequest, match="exactly one"):
+        client.generate("abc", max_tokens=9, constraint={"after": THOUGHTS_END})
 
 
 @pytest.mark.nightly

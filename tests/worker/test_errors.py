@@ -66,7 +66,7 @@ def test_a_message_that_cannot_be_read_is_a_bad_message(raw: RawClient, frames: 
         ({"n": 0}, "n"),
         ({"n": 1025}, "n"),
         ({"n": True}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 2.0}, "max_tokens"),
         ({"stop": {"strings": "6"}}, "stop.strings"),
         ({"stop": {"strings": ["6", "<eos>"]}}, "stop.strings.1"),

@@ -96,6 +96,12 @@ def test_scores_and_routing_are_those_of_one_rank(pair: Pair) -> None:
         assert a.top_ids is not None and np.array_equal(a.top_ids, b.top_ids)
         assert np.allclose(a.top_logprobs, b.top_logprobs, rtol=0, atol=LOGPROB)
         assert a.routing is not None and np.array_equal(a.routing, b.routing)
+    whole = {"max_tokens": 0, "prompt_logprobs": True, "return_routing": "all"}
+    for theirs, ours in pair.both([{"prompt": pair.prompt(length, length), **whole} for length in (1, 30, 200)]):
+        assert np.allclose(ours.prompt_logprobs, theirs.prompt_logprobs, rtol=0, atol=LOGPROB, equal_nan=True)
+        assert len(ours.completions[0]) == 0 and ours.completions[0].finish_reason == "length"
+        a, b = ours.completions[0].routing, theirs.completions[0].routing
+        assert a is b is None if ours.prompt_tokens == 1 else len(a) == ours.prompt_tokens - 1 and np.array_equal(a, b)
 
 
 def test_constrained_rows_draw_with_the_masks_of_rank_0(pair: Pair) -> None:
@@ -106,7 +112,11 @@ def test_constrained_rows_draw_with_the_masks_of_rank_0(pair: Pair) -> None:
     ]
     for request in requests[:3]:
         request["constraint"] = constraint
-    assert_all_equal(pair.both(requests))
+    after = {"constraint": {**constraint, "after": [40]}, "logit_bias": {40: 6.0}, "max_tokens": 60}
+    requests += [{**request, **after, "stop": {"min_tokens": 9}} for request in requests[3:]]
+    results = pair.both(requests)
+    assert_all_equal(results)
+    assert any(40 in result.completions[0].token_ids[:-1] for _, result in results[5:])
 
 
 def test_an_update_amid_a_completion_is_swapped_by_all_ranks_or_by_none(pair: Pair, tmp_path: Path) -> None:

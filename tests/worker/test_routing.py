@@ -110,6 +110,17 @@ def test_a_partial_goes_on_with_the_experts_that_it_had(caller: RolloutClient, w
     np.testing.assert_array_equal(again.routing, once.routing)
 
 
+def test_a_prompt_that_is_scored_without_a_token_has_its_experts(
+    caller: RolloutClient, mixture: tuple[Path, Any]
+) -> None:
+    asked = {"max_tokens": 0, "prompt_logprobs": True, "return_routing": "all", "stop": {"ignore_eos": True}}
+    (completion,) = caller.generate(PROMPT, **asked).completions
+    assert completion.routing is not None and len(completion.routing) == len(PROMPT) - 1
+    assert_routed(mixture[1], PROMPT, completion.routing, 0)
+    (chunk,) = caller.generate(PROMPT, stream="tokens", **asked)
+    np.testing.assert_array_equal(chunk.part.routing, completion.routing)
+
+
 def test_a_client_of_zeromq_and_msgpack_alone_gets_them(routed: WorkerProcess, mixture: tuple[Path, Any]) -> None:
     prompt, blob = pack_blob(PROMPT, "<i4")
     with RawClient(routed.endpoint) as raw:

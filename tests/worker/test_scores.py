@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.support.worker.raw_client import RawClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import Completion
+from trainer_bridge.wire.errors import BadRequest, TooLong
 
 #: Few pages and small chunks: rows are preempted, and prompts come in pieces.
 FLAGS = {"max_rows": 6, "dtype": "float32", "page_size": 8, "kv_pages": 40, "prefill_chunk_tokens": 16}
@@ -133,6 +135,54 @@ def test_a_stream_that_is_continued_elsewhere_is_one_completion(reference: Any, 
     np.testing.assert_allclose(rest.completions[0].top_logprobs, whole.completions[0].top_logprobs, atol=1e-4)
     check_tops(reference, prompt, rest.completions[0], 4)
     check_prompt(reference, prompt, rest.prompt_logprobs)
+
+
+def test_prompts_up_to_the_whole_context_are_scored_without_a_token(reference: Any, scores: RolloutClient) -> None:
+    vocab, context = reference.config.vocab_size, scores.status()["max_context_tokens"]
+    tokens = scores.status()["tokens"]
+    prompts = [prompt_of(length, vocab, length) for length in (1, 2, 33, context - 1, context)]
+    results = scores.generate_many(prompts, max_tokens=0, prompt_top_logprobs=2, n=2, return_text=False)
+    for prompt, result in zip(prompts, results, strict=True):
+        check_prompt(reference, prompt, result.prompt_logprobs)
+        check_prompt_tops(reference, prompt, result.prompt_tops, 2)
+        assert result.prompt_tokens == len(prompt) and result.prompt_version == (0 if len(prompt) > 1 else None)
+        for part in result.completions:
+            assert (len(part), part.finish_reason, part.versions, part.stop) == (0, "length", [], None)
+    assert scores.status()["tokens"] == tokens
+    for more, field in (({}, "prompt"), ({"max_tokens": 1}, "max_tokens")):
+        with pytest.raises(TooLong) as refused:
+            scores.generate(prompts[-1], **more)
+        assert refused.value.field == field
+    with pytest.raises(TooLong):
+        scores.generate([*prompts[-1], 3], max_tokens=0, prompt_logprobs=True)
+
+
+def test_scores_without_a_token_come_in_streams_turns_and_continuations(
+    reference: Any, scores: RolloutClient, scorer: WorkerProcess, tmp_path: Path
+) -> None:
+    prompt = prompt_of(41, reference.config.vocab_size, 6)
+    wanted: Any = {"max_tokens": 0, "prompt_logprobs": True}
+    first, second = sorted(scores.generate(prompt, stream="tokens", n=2, **wanted), key=lambda chunk: chunk.index)
+    assert (len(first.token_ids), first.finish_reason, second.finish_reason) == (0, "length", "length")
+    assert first.prompt_version == 0 and second.prompt_logprobs is None
+    check_prompt(reference, prompt, first.prompt_logprobs)
+    ended = [(len(part), part.finish_reason) for part in scores.generate(prompt, stream="completions", n=2, **wanted)]
+    assert ended == [(0, "length"), (0, "length")]
+    with scores.session() as talk:
+        check_prompt(reference, prompt, talk.generate(prompt, **wanted).prompt_logprobs)
+        turn = talk.generate([*prompt, 5], max_tokens=3, stop={"ignore_eos": True})
+        assert turn.cached_tokens == len(prompt)
+    partial = scores.generate(prompt, max_tokens=4, seed=2, stop={"ignore_eos": True}).completions[0]
+    whole = scores.generate(prompt, continue_from=partial, **{**wanted, "max_tokens": 4})
+    np.testing.assert_array_equal(whole.completions[0].token_ids, partial.token_ids)
+    check_prompt(reference, prompt, whole.prompt_logprobs)
+    with pytest.raises(BadRequest, match="max_tokens"):
+        scores.generate(prompt, continue_from=partial, **wanted)
+    for _ in range(2):  # the second time from the journal
+        with RolloutClient(scorer.endpoint, journal=tmp_path / "journal", timeout_s=60) as kept:
+            result = kept.generate(prompt, request_id="r", n=2, **wanted)
+            check_prompt(reference, prompt, result.prompt_logprobs)
+            assert result.prompt_version == 0 and [len(part) for part in result.completions] == [0, 0]
 
 
 def test_over_zeromq_and_msgpack_alone_they_are_blobs_as_documented(reference: Any, scorer: WorkerProcess) -> None:

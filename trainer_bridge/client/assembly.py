@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult, PromptScores
 from trainer_bridge.wire.errors import ProtocolError
-from trainer_bridge.wire.prompt_tops import PromptTops
 
 _LOOSE_PARTS = 256  # parts of a completion that are kept one by one; more are joined, since each costs 1.5 kB
 
@@ -31,8 +30,7 @@ class Assembler:
         self._prior = prior
         self._ends = [0 if prior is None else len(prior)] * n
         self._whole = whole
-        self.prompt_logprobs: np.ndarray | None = None  # once a chunk has brought them
-        self.prompt_tops: PromptTops | None = None  # the same
+        self.prompt = PromptScores()  # once a chunk has brought them
 
     def add(self, chunk: Chunk) -> None:
         """Take the next chunk. Raises `ProtocolError` when it does not fit."""
@@ -53,7 +51,7 @@ class Assembler:
             raise ProtocolError(f"a chunk of completion {chunk.index} is not a whole completion")
         _check_routing(chunk, parts)
         if chunk.prompt_logprobs is not None:
-            self.prompt_logprobs, self.prompt_tops = chunk.prompt_logprobs, chunk.prompt_tops
+            self.prompt = PromptScores.of(chunk)
         parts.append(chunk.part)
         self._ends[chunk.index] += len(chunk.token_ids)
         loose = self._joined[chunk.index]
@@ -100,12 +98,10 @@ class Assembler:
         Raises `ProtocolError` unless the chunks are the beginning of the result.
         """
         rest = [self._rest(whole) for whole in result.completions if not self._check_ended(whole)]
-        if self.prompt_logprobs is not None:
+        if self.prompt.prompt_logprobs is not None:
             return rest
-        logprobs, tops = result.prompt_logprobs, result.prompt_tops
-        return [
-            replace(chunk, prompt_logprobs=logprobs, prompt_tops=tops) if chunk.index == 0 else chunk for chunk in rest
-        ]
+        scores = PromptScores.of(result)._asdict()
+        return [replace(chunk, **scores) if chunk.index == 0 else chunk for chunk in rest]
 
     def _check_ended(self, whole: Completion) -> bool:
         if not 0 <= whole.index < len(self._ends):
@@ -141,7 +137,7 @@ def _joined(chunks: list[Chunk]) -> Chunk:
         return first
     scored = next((chunk for chunk in chunks if chunk.prompt_logprobs is not None), first)
     part = _join([chunk.part for chunk in chunks], first.index, None)
-    return Chunk(first.offset, part, scored.prompt_logprobs, scored.prompt_tops)
+    return Chunk(first.offset, part, *PromptScores.of(scored))
 
 
 def tail(completion: Completion, start: int) -> Completion:

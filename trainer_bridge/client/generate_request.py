@@ -47,7 +47,7 @@ class GenerateFields(SamplingFields, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     # how much, and how it ends
     n: int  # completions, 1 when absent
-    max_tokens: int | None  # of each completion
+    max_tokens: int | None  # of each completion; 0 computes the prompt, and scores it with `prompt_logprobs`
     stop: (
         str | Sequence[str] | Sequence[int] | Mapping[str, Any] | None
     )  # or: token_ids, strings, ignore_eos, min_tokens
@@ -70,7 +70,7 @@ class GenerateFields(SamplingFields, total=False):
     prompt_top_logprobs: int  # these, their ranks, and the k likeliest tokens at each position: `prompt_tops`
     min_complete: int | None
     return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
-    constraint: Mapping[str, Any] | None
+    constraint: Mapping[str, Any] | None  # json_schema, regex, grammar, choices or token_ids; `after` a marker
     adapter: str | None  # name of a loaded LoRA adapter: `adapter_versions`
     cache_salt: str | None  # KV of prompts is reused only among requests with the same salt
     min_version: int | None

@@ -141,7 +141,8 @@ class Journal(ProcessBound):
     def add(self, request_id: str, chunk: Chunk) -> None:
         """New tokens came."""
         header = {name: getattr(chunk.part, name) for name in chunk.part.__dataclass_fields__}
-        header |= {"offset": chunk.offset, "prompt_logprobs": chunk.prompt_logprobs, **_tops_fields(chunk)}
+        header |= {"offset": chunk.offset, "prompt_version": chunk.prompt_version}
+        header |= {"prompt_logprobs": chunk.prompt_logprobs, **_tops_fields(chunk)}
         span = self._append("chunk", request_id, header, sync=self._fsync == "always")
         self._ids[request_id].spans.append(span)
 

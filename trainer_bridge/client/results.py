@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from trainer_bridge.wire.codec import JOINED_ARRAYS
 from trainer_bridge.wire.errors import ProtocolError
-from trainer_bridge.wire.prompt_tops import PromptTops
+from trainer_bridge.wire.prompt_tops import PROMPT_FIELDS, PromptTops
 from trainer_bridge.wire.short_repr import short_fields
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
@@ -79,13 +79,15 @@ class Chunk:
     """New tokens of one completion. `offset` is the position of the first one in the completion.
 
     The last chunk of a completion has `finish_reason`. `part` has the fields of `Completion` for the new tokens only,
-    `text` included. The first chunk of completion 0 has the `prompt_logprobs` and `prompt_tops` that were asked for.
+    `text` included. The first chunk of completion 0 has the `prompt_logprobs` and `prompt_tops` that were asked for,
+    with their `prompt_version`.
     """
 
     offset: int
     part: Completion
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens]
     prompt_tops: PromptTops | None = None  # with `prompt_top_logprobs`
+    prompt_version: int | None = None  # weights version of these
 
     @property
     def index(self) -> int:
@@ -146,6 +148,7 @@ class GenerateResult:
     prompt_token_ids: np.ndarray | None = None  # int32 [prompt tokens], with `return_prompt_ids`
     #: With `prompt_top_logprobs=k`: ranks of the same tokens, and the k likeliest tokens at each position.
     prompt_tops: PromptTops | None = None
+    prompt_version: int | None = None  # weights version of `prompt_logprobs` and `prompt_tops`
 
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self.completions[:_SHOWN]))
@@ -166,6 +169,24 @@ class Status(dict[str, Any]):
         main = {name: self[name] for name in _MAIN if name in self}
         shown = ", ".join(f"{name}={value!r}" for name, value in main.items())
         return f"Status({shown}, and {len(self) - len(main)} more)"
+
+
+class PromptScores(NamedTuple):
+    """The fields of a chunk or a result that tell of the prompt's tokens."""
+
+    prompt_logprobs: np.ndarray | None = None
+    prompt_tops: PromptTops | None = None
+    prompt_version: int | None = None
+
+    @classmethod
+    def of(cls, source: Chunk | GenerateResult) -> PromptScores:
+        """Those of a chunk or a result."""
+        return cls(source.prompt_logprobs, source.prompt_tops, source.prompt_version)
+
+    @property
+    def all_known(self) -> bool:
+        """True if all log-probs are known except the first, which the first token does not have."""
+        return self.prompt_logprobs is not None and not np.isnan(self.prompt_logprobs[1:]).any()
 
 
 def _plain_fields(value: Any) -> dict[str, Any]:
@@ -201,12 +222,9 @@ _RESULT_FIELDS = {
     "preemptions",
     "worker",
     "metadata",
-    "prompt_logprobs",
     "media",
     "prompt_token_ids",
-    "prompt_ranks",
-    "prompt_top_ids",
-    "prompt_top_logprobs",
+    *PROMPT_FIELDS,
 }
 
 
@@ -225,12 +243,11 @@ def read_result(header: Mapping[str, Any], endpoint: str | None = None) -> Gener
         preemptions=_required(header, "preemptions", int),
         worker=header.get("worker"),
         metadata=header.get("metadata"),
-        prompt_logprobs=_prompt_logprobs(header),
         media=[str(each) for each in header.get("media") or ()],
         prompt_token_ids=None
         if header.get("prompt_token_ids") is None
         else _array(header, "prompt_token_ids", np.int32),
-        prompt_tops=_prompt_tops(header),
+        **_prompt_scores(header)._asdict(),
         endpoint=endpoint,
         extra={name: value for name, value in header.items() if name not in _RESULT_FIELDS},
     )
@@ -246,7 +263,7 @@ def _seconds(timing: Mapping[str, Any], name: str) -> float:
 def read_chunk(header: Mapping[str, Any]) -> Chunk:
     """The new tokens in a `chunk` reply. Raises `ProtocolError`."""
     offset = _required(header, "offset", int)
-    return Chunk(offset, read_completion(header), _prompt_logprobs(header), _prompt_tops(header))
+    return Chunk(offset, read_completion(header), *_prompt_scores(header))
 
 
 def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -265,8 +282,13 @@ def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         raise ProtocolError("the 'tokens' of a reply's chunks are not those of its arrays")
 
 
-def _prompt_logprobs(header: Mapping[str, Any]) -> np.ndarray | None:
-    return None if header.get("prompt_logprobs") is None else _array(header, "prompt_logprobs", np.float32)
+def _prompt_scores(header: Mapping[str, Any]) -> PromptScores:
+    version = header.get("prompt_version")
+    if version is not None and type(version) is not int:
+        raise ProtocolError(f"the field 'prompt_version' of a reply is {version!r:.40}, not an integer")
+    given = header.get("prompt_logprobs") is not None
+    logprobs = _array(header, "prompt_logprobs", np.float32) if given else None
+    return PromptScores(logprobs, _prompt_tops(header), version)
 
 
 def _prompt_tops(header: Mapping[str, Any]) -> PromptTops | None:

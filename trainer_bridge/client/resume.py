@@ -404,7 +404,7 @@ class Resumer:
     def _end_full(self, call: ResumedCall) -> None:
         """End the completions whose last token came, but not the word that it was the last one."""
         limit = call.plan.fields.get("max_tokens", math.inf)
-        full = [part for part in call.waiting if call.assembler.length(part.index) >= limit]
+        full = [part for part in call.waiting if call.new_tokens(part) and call.assembler.length(part.index) >= limit]
         if full:
             self._end(call, full, "length")
 

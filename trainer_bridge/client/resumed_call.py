@@ -25,7 +25,7 @@ from trainer_bridge.client.assembly import Assembler, tail
 from trainer_bridge.client.core import ClientCall
 from trainer_bridge.client.generate_request import RequestPlan, prior_fields
 from trainer_bridge.client.journal import Saved
-from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult, Timing
+from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult, PromptScores, Timing
 from trainer_bridge.wire.errors import ProtocolError, RolloutError
 
 _SEED_BITS = 63
@@ -96,8 +96,9 @@ class ResumedCall(ClientCall):
     @property
     def scored(self) -> bool:
         """True if no leg has to ask for the prompt's log-probs: they are here, on their way, or not wanted."""
-        here = _all_known(self.assembler.prompt_logprobs)
-        return here or self.scoring in self.legs or not self.plan.fields.get("prompt_logprobs")
+        return (
+            self.assembler.prompt.all_known or self.scoring in self.legs or not self.plan.fields.get("prompt_logprobs")
+        )
 
     def so_far(self, part: ResumedCompletion) -> Completion:
         """A completion so far, with its seed."""
@@ -162,14 +163,14 @@ class ResumedCall(ClientCall):
             raise ProtocolError(f"the result of completion {part.index} is not what its stream was")
         if part.done:
             return None
-        if self.assembler.prompt_logprobs is not None:
+        if self.assembler.prompt.prompt_logprobs is not None:
             return Chunk(have, tail(whole, have))
-        return Chunk(have, tail(whole, have), result.prompt_logprobs, result.prompt_tops)
+        return Chunk(have, tail(whole, have), *PromptScores.of(result))
 
     def learn_prompt(self, result: GenerateResult) -> None:
         """Take the log-probs of the prompt from a leg's result: its first chunk may have come too early for them."""
-        if _all_known(result.prompt_logprobs) and not _all_known(self.assembler.prompt_logprobs):
-            self.assembler.prompt_logprobs, self.assembler.prompt_tops = result.prompt_logprobs, result.prompt_tops
+        if PromptScores.of(result).all_known and not self.assembler.prompt.all_known:
+            self.assembler.prompt = PromptScores.of(result)
 
     def ending(self, part: ResumedCompletion, reason: FinishReason) -> Chunk:
         """The chunk that ends a completion here, without a worker."""
@@ -196,8 +197,7 @@ class ResumedCall(ClientCall):
             worker=None if last is None else last.worker,
             metadata=self.plan.fields.get("metadata"),
             prompt_token_ids=next((ids for each in results if (ids := each.prompt_token_ids) is not None), None),
-            prompt_logprobs=self.assembler.prompt_logprobs,
-            prompt_tops=self.assembler.prompt_tops,
+            **self.assembler.prompt._asdict(),
             endpoint=None if last is None else last.endpoint,
             resumes=self.resumes,
             extra={**({} if last is None else last.extra), "seed": self.seed},
@@ -221,11 +221,6 @@ class ResumedCall(ClientCall):
 
 def _ends(completions: list[Completion]) -> list[tuple[FinishReason | None, str | None]]:
     return [(completion.finish_reason, completion.error) for completion in completions]
-
-
-def _all_known(prompt_logprobs: np.ndarray | None) -> bool:
-    """True if all are known except the first, which has no log-prob."""
-    return prompt_logprobs is not None and not np.isnan(prompt_logprobs[1:]).any()
 
 
 def completion_seed(seed: int, index: int) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -53,6 +51,5 @@ def reply_bytes(tokens: int, k: int) -> int:
     return tokens * (4 + 8 * k)
 
 
-def tops_fields(header: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `PromptTops` that a reply has."""
-    return {name: header[name] for name in ("prompt_ranks", "prompt_top_ids", "prompt_top_logprobs") if name in header}
+#: The fields of a reply that tell of a prompt's tokens.
+PROMPT_FIELDS = ("prompt_logprobs", "prompt_version", "prompt_ranks", "prompt_top_ids", "prompt_top_logprobs")

@@ -200,7 +200,7 @@ class PageAllocator:
 
     def _pages_wanted(self, seq: Sequence, tokens: int) -> int:
         """Pages for a sequence that has `tokens` tokens: one more than they fill, within what it can ever need."""
-        most = pages_for(seq.prompt_len + seq.max_tokens - 1, self.page_size)
+        most = pages_for(max(tokens, seq.prompt_len + seq.max_tokens - 1), self.page_size)
         return min(pages_for(tokens, self.page_size) + 1, most)
 
     def _retain_and_allocate(self, retained: list[int], count: int, spare: int) -> list[int] | None:

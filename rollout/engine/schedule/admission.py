@@ -41,8 +41,8 @@ def refusal(
     if waiting + request.n > limits.max_queue:
         message = f"{waiting} completions wait, the queue holds {limits.max_queue}: come back later"
         return Rejected(request.key, "overloaded", message)
-    if request.prior is not None and len(request.prior.token_ids) >= request.max_tokens:
-        message = "continue_from has max_tokens tokens already: raise max_tokens, which counts them"
+    if request.prior is not None and len(request.prior.token_ids) > request.max_tokens:
+        message = "continue_from has more than max_tokens tokens: raise max_tokens, which counts them"
         return Rejected(request.key, "bad_request", message, "continue_from.token_ids")
     if session_busy:
         message = "a turn of this session has not ended yet: wait for its result or cancel it, or use another session"

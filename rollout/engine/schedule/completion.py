@@ -113,8 +113,11 @@ def make_request_done(group: Group, now_s: float) -> RequestDone:
 
 def _prompt_scores(group: Group) -> dict[str, Any]:
     """Copies of the present values: later chunks still write to the group's arrays."""
-    kept = {"prompt_logprobs": group.prompt_logprobs, "prompt_tops": group.prompt_tops}
-    return {name: values.copy() for name, values in kept.items() if values is not None}
+    if group.prompt_logprobs is None:
+        return {}
+    tops = None if group.prompt_tops is None else group.prompt_tops.copy()
+    scores = {"prompt_logprobs": group.prompt_logprobs.copy(), "prompt_tops": tops}
+    return scores | {"prompt_version": group.prompt_version}
 
 
 def _slice(values: array, start: int, end: int) -> np.ndarray:

@@ -5,7 +5,7 @@ A plan is a list of spans, one for each row of the step:
     row's positions    0 ................. start .......... start + tokens_in
     decode row         [ KV is there      ][ last token ]                        1 in, 1 drawn
     with k drafts      [ KV is there      ][ last token ][ k drafts ]            1 + k in and drawn, 1 or more kept
-    prompt chunk       [ KV is there      ][ the next L tokens of the prompt ]   L in; 1 drawn after the last, else 0
+    prompt chunk       [ KV is there      ][ the next L tokens of the prompt ]   L in; 1 drawn after the last, if any is
 
 Both differ in two facts only. The token that goes into a decode row was drawn on the device and is there; those of a
 prompt come from the host (`Span.prompt`). And a step whose spans are all of one token takes the decode forward,
@@ -55,7 +55,7 @@ class Span(NamedTuple):
     seq: Sequence
     start: int  # position of the first token that goes in
     tokens_in: int
-    draws: int  # tokens drawn after them: 1, or 0 in the middle of a prompt
+    draws: int  # tokens drawn after them: 1, or 0 in the middle of a prompt and where `max_tokens` allows none
     prompt: PromptPart | None = None  # None: a decode row, whose token the device drew last
 
 
@@ -264,7 +264,7 @@ def prompt_span(seq: Sequence, length: int, page_size: int, encodings: Encodings
     start, end = kv.length, kv.length + length
     scored = max(0, min(length, seq.prompt_len - 1 - start)) if seq.scores_prompt else 0
     copy = None if kv.copy_source is None else (kv.copy_source, kv.pages[start // page_size])
-    draws = int(end == len(kv.prefill_tokens))
+    draws = int(end == len(kv.prefill_tokens) and seq.launched < seq.max_tokens)
     planned = kv.planned_snapshot
     save = planned.place if planned is not None and planned.tokens == start else None
     part = PromptPart(kv.prefill_tokens[start:end], scored, copy, save, kv.load_from)

@@ -134,7 +134,7 @@ def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> tuple
     for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
         # A row that launched nothing may keep only its own offloaded KV: its cached pages are of the old weights. All
         # log-probs of a prompt must be of one version.
-        own = seq.row_ready or (seq.kv.offloaded is not None and bool(seq.drawn.versions))
+        own = seq.row_ready or (seq.kv.own and bool(seq.drawn.versions))
         if recompute or not own or seq.scores_prompt:
             roster.take_off(seq)
             taken_off.append(seq)

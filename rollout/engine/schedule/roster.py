@@ -8,6 +8,7 @@
     start       waiting          --> prefilling
     finish      any state        --> finalized: no plan names it, its last delta is an event
     take_off    prefilling, decoding --> leaving --> waiting
+    draw_again  decoding         --> prefilling, in its row
     settle      finalized or leaving, and no step in flight names it: row, pages and adapter slot are free again
 
 `preemption` chooses the rows to take off. `inflight_refs` rises and falls in the scheduler. `settle` is the only code
@@ -190,11 +191,21 @@ class Roster:
     def take_off(self, seq: Sequence, offload: bool = False) -> None:
         """No plan names the sequence any more; it waits for a row again once its tokens in flight are committed."""
         if offload:
-            seq.kv.wants_offload = seq.row_ready or seq.kv.offloaded is not None
+            seq.kv.wants_offload = seq.row_ready or seq.kv.own
         self._stop_running(seq)
         seq.state = State.LEAVING
         self.leaving.append(seq)
         self.settle(seq)
+
+    def draw_again(self, seq: Sequence) -> None:
+        """The row draws the token after its committed ones again: it keeps its KV, and its state is set up anew."""
+        seq.drop_launched()
+        if seq.state is not State.DECODE:
+            return  # it leaves its row, and will be set up anew in any case
+        self.decoding.remove(seq)
+        seq.kv.prefill_tokens, seq.kv.drawn_again = seq.history(), True
+        seq.row_ready, seq.state = False, State.PREFILL
+        self.prefilling.insert(0, seq)  # before all prompts, as it is one token
 
     def settle(self, seq: Sequence) -> None:
         """Give row and pages back if nothing needs them; the only place that does."""

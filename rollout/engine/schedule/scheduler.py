@@ -31,10 +31,13 @@ from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, decode_spans, make_plan, make_verify_plan, prompt_spans
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.speculation import Speculation
+from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Group, Sequence, State
 from rollout.engine.sequence.sequence_kv import Prefill
 from rollout.engine.step_output import Scores, StepOutput
 from trainer_bridge.wire.prompt_tops import PromptTops
+
+_CONSTRAIN = Feature.CONSTRAIN.value  # flags of an enum are slow to test
 
 
 class Scheduler:
@@ -77,7 +80,10 @@ class Scheduler:
         group.expect_prompt_logprobs()
         for index in range(request.n):
             self._arrivals += 1
-            group.sequences.append(Sequence(group, index, self._arrivals))
+            seq = Sequence(group, index, self._arrivals)
+            if allocator.snapshots is None:  # a state cannot go back to draw a token again
+                seq.begin_free()
+            group.sequences.append(seq)
         roster.enter(group)
         if request.deadline_s is not None:
             self._deadlines.add(now + request.deadline_s, group)
@@ -177,25 +183,27 @@ class Scheduler:
                 kv.uniform = end
             kv.length = end
             if prompt is not None:
-                self._prompt_launched(seq, start, end, draws, version)
+                self._prompt_launched(seq, start, end, version)
         for draft in plan.drafts:
             draft.seq.drafted += draft.length
             self.roster.counters.drafted += draft.length
         if self.speculation is not None:
             self.speculation.launched(plan)
 
-    def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
-        roster = self.roster
+    def _prompt_launched(self, seq: Sequence, start: int, end: int, version: int) -> None:
+        roster, kv = self.roster, seq.kv
+        assert kv.prefill_tokens is not None
         if not seq.row_ready:
             roster.turns.begin(seq)
         seq.row_ready = True
         roster.counters.prefilled_tokens += end - start
-        seq.kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)
+        kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)
+        kv.drawn_again = False
         roster.allocator.chunk_launched(seq, version)
         roster.feed.prefill_launched(seq)
-        if not draws:
+        if end < len(kv.prefill_tokens):
             return
-        seq.kv.prefill_tokens = None
+        kv.prefill_tokens = None
         seq.state = State.DECODE
         seq.check_at = 0
         roster.prefilling.remove(seq)
@@ -214,9 +222,15 @@ class Scheduler:
         tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
         version, counters, leaving = plan.version, roster.counters, State.LEAVING
         end = 0  # place in the output after a row's tokens
-        for seq, _, _, draws, _ in plan.spans:
+        for seq, start, tokens_in, draws, _ in plan.spans:
             at, end = end, end + draws
             seq.inflight_refs -= 1
+            if seq.void:
+                seq.void -= 1
+                counters.zombie_rows += 1
+                if seq.finalized or seq.state is leaving:
+                    roster.settle(seq)
+                continue
             kept = end if draws < 2 else at + 1 + self._settle_drafts(seq, draws - 1, output, at)
             if seq.finalized:
                 counters.zombie_rows += draws > 0
@@ -246,10 +260,10 @@ class Scheduler:
                     drawn.note_version(version)
                 counters.tokens += 1
                 at += 1
-                if token in seq.stop_ids or len(so_far) >= seq.check_at:
-                    self._examine(seq, token)
-                    if seq.finalized:
-                        break
+                if (token in seq.watched or len(so_far) >= seq.check_at) and self._examine(seq, token):
+                    break
+            if not draws:
+                self._chunk_committed(seq, start + tokens_in)
             if seq.state is leaving and not seq.finalized:
                 roster.settle(seq)
         if plan.drafts:
@@ -276,11 +290,12 @@ class Scheduler:
         self.roster.counters.accepted += accepted
         return accepted
 
-    def _examine(self, seq: Sequence, token: int) -> None:
-        """A token that may end its sequence, or after which something is due."""
+    def _examine(self, seq: Sequence, token: int) -> bool:
+        """A token that may end its sequence, or after which something is due; True if later ones do not count."""
         roster, drawn, request = self.roster, seq.drawn, seq.group.request
         count = len(drawn.tokens)
-        if token in seq.stop_ids and count > request.stop.min_tokens:
+        # Before `min_tokens` only the mask of a constraint lets a stop token be drawn: where nothing else may follow.
+        if token in seq.stop_ids and (count > request.stop.min_tokens or seq.feature_bits & _CONSTRAIN):
             roster.finish(seq, Finish("stop", token))
         elif count >= seq.max_tokens:
             roster.finish(seq, Finish("length"))
@@ -292,6 +307,21 @@ class Scheduler:
             next_page = count + self._page_size - known % self._page_size
             next_delta = drawn.flushed + request.stream_every if request.stream_every else seq.max_tokens
             seq.check_at = min(seq.max_tokens, next_delta, next_page)
+            if seq.free is None:
+                return False
+            unmasked = seq.note_constraint() and seq.launched > count
+            if unmasked:
+                roster.draw_again(seq)
+            if seq.free is not None and seq.feature_bits & _CONSTRAIN:
+                seq.check_at = count + 1  # the next token may be free again
+            return unmasked
+        return True
+
+    def _chunk_committed(self, seq: Sequence, end: int) -> None:
+        """A span that draws nothing was committed: the last one, if its sequence may have no (other) token."""
+        tokens = len(seq.tokens)
+        if tokens >= seq.max_tokens and end == seq.prompt_len + tokens:
+            self.roster.finish(seq, Finish("length"))
 
     def _note_first_tokens(self, plan: Plan) -> None:
         now = self.roster.clock()
@@ -319,7 +349,7 @@ def note_scores(plan: Plan, scores: Scores, accepted: list[int] | None = None) -
     refused = _refused_places(plan, accepted) if scores.places else ()
     for place, ids_K, logprobs_K in zip(scores.places, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
         seq = sampled[place]
-        if not seq.finalized and place not in refused:
+        if not (seq.finalized or seq.void) and place not in refused:
             tops = seq.drawn.tops
             assert tops is not None and (plan.drafts or len(tops) == len(seq.tokens)), "a position has one entry"
             tops.add(ids_K, logprobs_K)
@@ -329,6 +359,7 @@ def note_scores(plan: Plan, scores: Scores, accepted: list[int] | None = None) -
         if prompt is not None and prompt.scored and logprobs is not None:
             here, found = slice(start + 1, start + 1 + prompt.scored), slice(taken, taken + prompt.scored)
             if start == 0:  # an earlier prefill may have left values of other weights
+                seq.group.prompt_version = plan.version
                 logprobs[:] = np.nan
                 if prompt_tops is not None:
                     prompt_tops.forget()

@@ -32,6 +32,11 @@ class TopTokens:
         self._ids.frombytes(ids_K[: self.k].tobytes())
         self._logprobs.frombytes(logprobs_K[: self.k].tobytes())
 
+    def cut(self, tokens: int) -> None:
+        """Forget the positions from this one on."""
+        del self._ids[tokens * self.k :]
+        del self._logprobs[tokens * self.k :]
+
     def between(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions start..end-1: ids int32 and log-probs float32, [end - start, k] each."""
         part, shape = slice(start * self.k, end * self.k), (end - start, self.k)

@@ -19,6 +19,9 @@ Three counters, all in tokens:
 `drafted` of the last two are drafts in flight: they count as accepted until their step is committed, which takes back
 those that were refused.
 
+A constraint may hold from some token on (`free`). Before it a row is one without a constraint. The commit that sees its
+beginning drops what was drawn after that without a mask (`drop_launched`), and the row draws it again.
+
 What a sequence has is in a few objects of plain data:
 
     drawn         its tokens and their log-probs and versions           `drawn_tokens`
@@ -35,18 +38,19 @@ from hashlib import blake2b
 
 import numpy as np
 
-from rollout.constraints.matcher import Matcher
+from rollout.constraints.matcher import Free, Matcher
 from rollout.engine.adapter_table import Adapter, AdapterUse
 from rollout.engine.messages import Finish, Request, RequestKey
 from rollout.engine.sequence.drawn_tokens import DrawnTokens
 from rollout.engine.sequence.experts import SequenceExperts
-from rollout.engine.sequence.features import features_of
+from rollout.engine.sequence.features import Feature, features_of
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence_kv import SequenceKV
 from rollout.engine.sequence.session import Session
 from trainer_bridge.wire.prompt_tops import PromptTops
 
 SEED_MASK = (1 << 63) - 1
+_CONSTRAIN = Feature.CONSTRAIN.value
 
 
 class State(Enum):
@@ -96,6 +100,7 @@ class Group:
     first_token_s: float | None = None
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens], NaN where not known yet; None if not asked for
     prompt_tops: PromptTops | None = None  # of the same tokens
+    prompt_version: int | None = None  # weights version of these; None while none is known
     prompt_due: bool = False  # the leader has to compute them
 
     @property
@@ -127,6 +132,7 @@ class Sequence:
         "features",
         "finalized",
         "finish",
+        "free",
         "group",
         "guessed",
         "index",
@@ -147,6 +153,8 @@ class Sequence:
         "state",
         "stop_ids",
         "turn",
+        "void",
+        "watched",
     )
 
     def __init__(self, group: Group, index: int, arrival: int) -> None:
@@ -157,8 +165,10 @@ class Sequence:
         self.priority = request.priority
         self.seed = request.sampling.seed if request.prior is not None else row_seed(request.sampling.seed, index)
         self.features = features_of(request)
-        self.feature_bits = self.features.value  # as an int, which is faster in a loop
+        self.feature_bits = self.features.value  # of its next step: without CONSTRAIN while that needs no mask
         self.stop_ids = frozenset(request.stop.token_ids)
+        self.free: Free | None = None  # its constraint does not hold yet, and this finds where it will
+        self.watched = self.stop_ids  # tokens that a commit examines
         self.max_tokens = request.max_tokens
         self.prompt_len = len(request.prompt)
 
@@ -173,6 +183,7 @@ class Sequence:
         self.finalized = False
         self.finish: Finish | None = None
         self.inflight_refs = 0
+        self.void = 0  # the first of them that are not committed: their tokens are dropped
         self.launched = self.drawn.known
         self.drafted = 0
         self.guessed = 0  # guesses of the device in its row state, once everything launched has run
@@ -212,8 +223,13 @@ class Sequence:
 
     @property
     def consumed(self) -> int:
-        """Positions whose KV the tokens generated here depend on; 0 before the first such token."""
-        return self.prompt_len + len(self.tokens) - 1 if self.drawn.versions else 0
+        """Positions whose KV the tokens generated here depend on; 0 before the first such token.
+
+        A completion that ends without one, as `max_tokens` says, has those on which a scored prompt depends: all but
+        the last.
+        """
+        ended = self.finish is not None and self.finish.reason == "length"
+        return self.prompt_len + len(self.tokens) - 1 if self.drawn.versions or ended else 0
 
     def settle_drafts(self, count: int, accepted: int) -> None:
         """A step with `count` drafts is being committed, its tokens are not taken yet: take back what was refused."""
@@ -221,6 +237,36 @@ class Sequence:
         self.launched -= count - accepted
         self.kv.take_back(count - accepted, self.prompt_len + len(self.tokens) + accepted)
         self.adapter_use.drafts_refused(count - accepted, len(self.tokens))
+
+    def drop_launched(self) -> None:
+        """No token counts that comes after the committed ones: neither those of steps in flight nor accepted drafts."""
+        count = len(self.tokens)
+        self.kv.take_back(self.launched - count, self.prompt_len + count - 1)
+        self.void, self.drafted, self.launched = self.inflight_refs, 0, count
+        self.adapter_use.dropped(count)
+        if self.drawn.tops is not None:
+            self.drawn.tops.cut(count)
+
+    def begin_free(self) -> None:
+        """Its steps need no masks until its constraint holds, if that does not hold from the first token."""
+        constraint = self.group.request.constraint
+        if constraint is not None and constraint.free is not None:
+            self.free = constraint.free
+            self.watched = self.stop_ids | self.free.ends
+            self.feature_bits &= ~_CONSTRAIN
+            self.note_constraint()
+
+    def note_constraint(self) -> bool:
+        """Note whether the next token needs a mask; True if it does and the last one did not."""
+        assert self.free is not None
+        narrows, before = self.free.narrows(self.tokens), self.feature_bits
+        if narrows == "all":
+            self.free, self.watched = None, self.stop_ids
+        if narrows == "no":
+            self.feature_bits &= ~_CONSTRAIN
+        else:
+            self.feature_bits |= _CONSTRAIN
+        return self.feature_bits & ~before != 0
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""

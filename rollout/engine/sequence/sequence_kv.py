@@ -69,6 +69,8 @@ class SequenceKV(KVContent):
     pages: list[int] = field(default_factory=list)
     capacity: int = 0  # tokens that fit in `pages`
     prefill_tokens: np.ndarray | None = None  # all tokens that the prefill under way goes through
+    #: The prefill computes the last token only, after KV that the row has: it was decoding, and draws a token again.
+    drawn_again: bool = False
     copy_source: int | None = None  # page to copy in the first chunk; referenced until that is launched
     hit: PrefixHit | None = None  # where the KV came from that it did not compute, at its last admission
     wants_offload: bool = False  # preempted, with KV that is worth keeping
@@ -92,6 +94,7 @@ class SequenceKV(KVContent):
         self.pages = []
         self.capacity = self.length = self.uniform = 0
         self.prefill_tokens = self.keys = None
+        self.drawn_again = False
 
     def begin_prefill(self, tokens: int) -> None:
         """A prefill starts at position 0: forget the record of an unfinished one of the same tokens."""
@@ -100,7 +103,8 @@ class SequenceKV(KVContent):
 
     def note_prefill(self, start: int, end: int, prefill: Prefill, consumed: int) -> None:
         """`prefill` is writing the KV of positions start..end-1; the drawn tokens depend on `consumed` positions."""
-        whole = self.offloaded is not None and start == consumed  # the restored KV lacks its last token only
+        # What was restored, or is there still, lacks the KV of the last token only.
+        whole = self.own and start == consumed
         if not whole and prefill not in self.prefills[-1:]:
             self.prefills.append(prefill)
         if start == 0:
@@ -110,6 +114,11 @@ class SequenceKV(KVContent):
         """The last `refused` positions hold no tokens of the sequence; `known` is its length before later steps."""
         self.uniform = self.uniform - refused if self.uniform == self.length else min(self.uniform, known)
         self.length -= refused
+
+    @property
+    def own(self) -> bool:
+        """True if a prefill goes on after KV of its own, which no row of the device state has yet."""
+        return self.offloaded is not None or self.drawn_again
 
     @property
     def recomputed(self) -> tuple[tuple[int, int], ...]:

@@ -15,6 +15,9 @@ are made after all others, and a completion does not end because of them. Drafts
 after a stop token, have no mask and are refused. If the matcher fails or is slow there, it starts anew with the next
 mask, and its completion drafts no more.
 
+Before `min_tokens` a mask has no stop token, unless it has nothing else. If it has nothing at all where the completion
+obeys its constraint, which happens only without stop tokens, the completion ends as `stop`.
+
 Legend: R rows, C constrained rows of a step, W words of a mask.
 """
 
@@ -31,8 +34,9 @@ from typing import NamedTuple
 
 import torch
 
-from rollout.constraints.matcher import WORD_BITS, mask_words
+from rollout.constraints.matcher import WORD_BITS, Matcher, mask_of, mask_words
 from rollout.engine.device.streams import Device
+from rollout.engine.messages import Finish
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence
@@ -119,7 +123,7 @@ class Made(NamedTuple):
 
     at: list[int]
     refused: list[int]  # places of drafts without a mask
-    failed: list[tuple[Sequence, str]]  # completions that cannot go on, and why
+    ended: list[tuple[Sequence, Finish]]  # completions that do not go on, and why
 
 
 class Ahead(NamedTuple):
@@ -141,7 +145,7 @@ class _Portion:
     spent_s: list[float] = field(default_factory=list)  # the same in CPU time
     began_s: float | None = None  # the mask under way, if there is one
     thread_s: float = 0.0  # CPU time of the thread at its start
-    reason: str = ""  # why the mask under way failed
+    finish: Finish | None = None  # why the mask under way is the end of its completion
     ahead: list[int] = field(default_factory=list)  # drafts with a mask, of each row that is done
     stopped: bool = False  # no other mask is begun
     left_behind: bool = False  # abandoned: its results do not count
@@ -178,19 +182,19 @@ class _Portion:
         with self.lock:
             self.left_behind = True
 
-    def outcome(self, fair_s: float) -> tuple[list[int], dict[int, str]]:
-        """Once the portion is over: the places left to do, and the reasons of failures.
+    def outcome(self, fair_s: float) -> tuple[list[int], dict[int, Finish]]:
+        """Once the portion is over: the places left to do, and how the completions of others end.
 
         If time ran out after several masks, the slowest of them fails, provided it used more than its part.
         """
         if self.done == len(self.places):
             return [], {}
-        if self.left_behind or self.reason:
-            return self.places[self.done + 1 :], {self.places[self.done]: self.reason or _SLOW}
+        if self.left_behind or self.finish is not None:
+            return self.places[self.done + 1 :], {self.places[self.done]: self.finish or _failed(_SLOW)}
         slowest = max(range(self.done), key=self.took_s.__getitem__, default=None)
         if slowest is None or self.took_s[slowest] < fair_s:
             return self.places[self.done :], {}
-        return self.places[self.done :], {self.places[slowest]: _SLOW}
+        return self.places[self.done :], {self.places[slowest]: _failed(_SLOW)}
 
 
 def usual_threads() -> int:
@@ -215,14 +219,14 @@ class MaskBuilder:
         """Write the masks of a step whose earlier steps are committed."""
         place, at, seqs = 0, [], []
         for seq, _, _, draws, _ in plan.spans:
-            if draws and seq.feature_bits & _CONSTRAIN and not seq.finalized:
+            if draws and seq.feature_bits & _CONSTRAIN and not (seq.finalized or seq.void):
                 at.append(place)
                 seqs.append(seq)
             place += draws
-        failed = self.build(seqs, masks)
+        ended = self.build(seqs, masks)
         if not plan.drafts:
-            return Made(at, [], failed)
-        own, hopeless = {seq: i for i, seq in enumerate(seqs)}, {seq for seq, _ in failed}
+            return Made(at, [], ended)
+        own, hopeless = {seq: i for i, seq in enumerate(seqs)}, {seq for seq, _ in ended}
         drafts = [draft for draft in plan.drafts if draft.seq in own and draft.seq not in hopeless]
         ahead: list[Ahead] = []
         for draft in drafts:
@@ -237,23 +241,23 @@ class MaskBuilder:
         for draft, row, followed in zip(drafts, ahead, self.build_ahead(ahead, masks), strict=True):
             masks.host[row.first + followed : row.first + draft.length] = -1
             refused += range(draft.place + 1 + followed, draft.place + 1 + draft.length)
-        return Made(at, refused, failed)
+        return Made(at, refused, ended)
 
-    def build(self, seqs: list[Sequence], masks: StepMasks) -> list[tuple[Sequence, str]]:
-        """Write the mask of `seqs[i]` to row i. Returns failures and their reasons; a failed row allows everything."""
-        failed: list[tuple[Sequence, str]] = []
+    def build(self, seqs: list[Sequence], masks: StepMasks) -> list[tuple[Sequence, Finish]]:
+        """Write the mask of `seqs[i]` to row i. Returns those that end instead; the row of one allows everything."""
+        ended: list[tuple[Sequence, Finish]] = []
         self._owed_s = {seq: owed_s for seq, owed_s in self._owed_s.items() if not seq.finalized}
         left = list(range(len(seqs)))
         while left:
             if self.left_behind >= MOST_LEFT_BEHIND:
-                reasons = dict.fromkeys(left, GIVEN_UP)
+                finishes = dict.fromkeys(left, _failed(GIVEN_UP))
                 left = []
             else:
-                left, reasons = self._round(seqs, left, masks)
-            for place, reason in reasons.items():
+                left, finishes = self._round(seqs, left, masks)
+            for place, finish in finishes.items():
                 masks.host[place] = -1
-                failed.append((seqs[place], reason))
-        return failed
+                ended.append((seqs[place], finish))
+        return ended
 
     def build_ahead(self, rows: list[Ahead], masks: StepMasks) -> list[int]:
         """Write the masks of drafts, after the masks of their rows. Returns the number of masked drafts of each row."""
@@ -289,8 +293,8 @@ class MaskBuilder:
         for thread in self._threads:
             thread.close()
 
-    def _round(self, seqs: list[Sequence], places: list[int], masks: StepMasks) -> tuple[list[int], dict[int, str]]:
-        """Each thread writes its portion, up to a failure. Returns the places left to do, and the failures."""
+    def _round(self, seqs: list[Sequence], places: list[int], masks: StepMasks) -> tuple[list[int], dict[int, Finish]]:
+        """Each thread writes its portion, up to an end. Returns the places left to do, and the ends."""
         running = []
         for i, thread in enumerate(self._threads[: len(places)]):
             mine = places[i :: len(self._threads)]
@@ -299,27 +303,27 @@ class MaskBuilder:
             running.append((thread, portion, thread.start(functools.partial(_fill, portion, new_tokens, masks.host))))
         until_s = time.perf_counter() + self.timeout_s
         left: list[int] = []
-        reasons: dict[int, str] = {}
+        finishes: dict[int, Finish] = {}
         for thread, portion, call in running:
             self._wait(thread, portion, call, until_s)
             for seq in portion.seqs[: portion.done]:
                 seq.matched = len(seq.tokens)
-            places, failed = portion.outcome(self.timeout_s / FAIR_PARTS)
+            places, ended = portion.outcome(self.timeout_s / FAIR_PARTS)
             left += places
-            reasons |= failed | self._charge(portion)
+            finishes |= ended | self._charge(portion)
         if any(portion.left_behind for _, portion, _ in running):
             masks.renew_host()
-        return left, reasons
+        return left, finishes
 
-    def _charge(self, portion: _Portion) -> dict[int, str]:
+    def _charge(self, portion: _Portion) -> dict[int, Finish]:
         """Charge the masks that are done to their completions; returns the completions over their limit."""
-        failed: dict[int, str] = {}
+        failed: dict[int, Finish] = {}
         for place, seq, spent_s in zip(portion.places, portion.seqs, portion.spent_s, strict=False):
             owed_s = self._owed_s.pop(seq, 0.0) + spent_s - self.timeout_s / _TOKEN_PARTS
             if owed_s > 0:
                 self._owed_s[seq] = owed_s
             if owed_s > self.timeout_s:
-                failed[place] = _SLOW
+                failed[place] = _failed(_SLOW)
         return failed
 
     def _wait(self, thread: DeadlineThread, portion: _Portion, call: DeadlineCall[None], until_s: float) -> None:
@@ -335,12 +339,12 @@ class MaskBuilder:
 
 
 def _fill(portion: _Portion, new_tokens: list[list[int]], host_RW: torch.Tensor) -> None:
-    """Write the masks of a portion, up to the first completion that cannot go on."""
+    """Write the masks of a portion, up to the first completion that does not go on."""
     for place, seq, tokens in zip(portion.places, portion.seqs, new_tokens, strict=True):
         if not portion.begin():
             return
-        portion.reason = _follow(seq, tokens, host_RW, place)
-        if portion.reason:
+        portion.finish = _follow(seq, tokens, host_RW, place)
+        if portion.finish is not None:
             return
         portion.end()
 
@@ -376,8 +380,7 @@ def _follow_drafts(row: Ahead, host_RW: torch.Tensor, until_s: float) -> int:
         if not matcher.accept(token):
             return _FAILED
         went += 1
-        matcher.fill(host_RW, place)
-        if not host_RW[place].any():
+        if not _fill_row(seq, matcher, len(seq.tokens) + went, host_RW, place):
             break
         followed, before = followed + 1, place
     if went:
@@ -389,17 +392,33 @@ def _allows(host_RW: torch.Tensor, row: int, token: int) -> bool:
     return bool(int(host_RW[row, token // WORD_BITS]) >> token % WORD_BITS & 1)
 
 
-def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int) -> str:
-    """Write one mask. Returns why it failed, or "". No other thread touches this matcher."""
+def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int) -> Finish | None:
+    """Write one mask. Returns how the completion ends if it does not go on. No other thread touches this matcher."""
     constraint = seq.group.request.constraint
     assert constraint is not None
     try:
         if seq.matcher is None:
             seq.matcher = constraint.start()  # in this thread: copying the state of a large grammar may take seconds
         if not all(map(seq.matcher.accept, tokens)):
-            return _BROKEN
-        seq.matcher.fill(host_RW, place)
+            return _failed(_BROKEN)
+        if _fill_row(seq, seq.matcher, len(seq.tokens), host_RW, place):
+            return None
+        return Finish("stop") if seq.matcher.complete else _failed(_DEAD_END)
     # A client's constraint must not end the engine, whatever the matcher does with it.
     except Exception as error:
-        return f"the constraint cannot be followed from here: {error}"[:500]
-    return "" if host_RW[place].any() else _DEAD_END
+        return _failed(f"the constraint cannot be followed from here: {error}"[:500])
+
+
+def _fill_row(seq: Sequence, matcher: Matcher, index: int, host_RW: torch.Tensor, place: int) -> bool:
+    """Write the mask of token `index` of a completion; False if it allows none."""
+    matcher.fill(host_RW, place)
+    if index < seq.group.request.stop.min_tokens:
+        row_W = host_RW[place]
+        others_W = row_W & ~mask_of(seq.stop_ids, len(row_W) * WORD_BITS)
+        if others_W.any():
+            row_W.copy_(others_W)
+    return bool(host_RW[place].any())
+
+
+def _failed(error: str) -> Finish:
+    return Finish("error", error=error)

@@ -126,6 +126,9 @@ class Sampler:
         masks = masks if features & Feature.CONSTRAIN else None
         first = None if self._shard is None else self._shard.first_token
         counts_RV = state.counts if first is None else state.counts[:, first : first + width]
+        banned_S = index_S < ints_SI[:, MIN_TOKENS] if ban else None
+        if banned_S is not None and masks is not None:
+            banned_S.index_fill_(0, masks.at, False)  # masks have the ban: they know where only a stop token is left
         return SamplingRows(
             temperature_S=floats_SF[:, TEMPERATURE],
             noise_S=floats_SF[:, NOISE] if features & Feature.DRAW else None,
@@ -135,7 +138,7 @@ class Sampler:
             bias_ids_SK=state.bias_ids.index_select(0, rows_S) if bias else None,
             bias_SK=state.bias.index_select(0, rows_S) if bias else None,
             banned_ids_SK=state.banned.index_select(0, rows_S) if ban else None,
-            banned_S=index_S < ints_SI[:, MIN_TOKENS] if ban else None,
+            banned_S=banned_S,
             masked_C=masks.at if masks is not None else None,
             masks_CW=masks.bits if masks is not None else None,
             first_token=first,

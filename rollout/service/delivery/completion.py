@@ -119,7 +119,7 @@ class CompletionDelivery:
             delta.top_ids[:keep] if delta.top_ids is not None else None,
             delta.top_logprobs[:keep] if delta.top_logprobs is not None else None,
         )
-        if self._routing is not None and delta.routing is not None and keep:
+        if self._routing is not None and delta.routing is not None and (keep or len(delta.routing)):
             self._routing.extend(delta.routing[: len(delta.routing) - (len(delta.token_ids) - keep)])
 
     def _mark_fields(self, start: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ has n - 1 entries, preceded by those of the prompt with `"all"`:
     "all"      entry  0       1                      2       3
     true       entry                                 0       1
 
+A completion without a token (`max_tokens` 0) has those of the prompt but the last, with `"all"`.
 A chunk with tokens t..u-1 has the entries of the tokens before each of them, so chunks join without a gap.
 """
 
@@ -94,11 +95,11 @@ class RoutingColumn:
         self._count, self._known = end, True
 
     def fields(self, start: int, end: int) -> dict[str, Any]:
-        """The reply field of tokens start..end-1, the last ones so far; empty without a token.
+        """The reply field of tokens start..end-1, the last ones so far; empty while there are no entries.
 
         The array is a view, valid until the next `extend`.
         """
-        if end == 0 or not self._known:
+        if not self._known or (end == 0 and not self._count):
             return {}
         return {"routing": last_entries(self._entries[: self._count], start, end)}
 

@@ -88,7 +88,11 @@ def result_reply(
 
 def prompt_scores(event: Delta | RequestDone) -> dict[str, Any]:
     """The fields of a reply with what an event tells of the prompt's tokens."""
-    fields = {} if event.prompt_logprobs is None else {"prompt_logprobs": event.prompt_logprobs}
+    if event.prompt_logprobs is None:
+        return {}
+    fields: dict[str, Any] = {"prompt_logprobs": event.prompt_logprobs}
+    if event.prompt_version is not None:
+        fields["prompt_version"] = event.prompt_version
     return fields if event.prompt_tops is None else fields | event.prompt_tops.fields()
 
 

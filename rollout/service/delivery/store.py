@@ -18,7 +18,7 @@ from rollout.service.delivery.expert_records import last_entries
 from rollout.service.delivery.token_columns import marks_between, runs_between
 from rollout.service.delivery.waiters import Position
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
-from trainer_bridge.wire.prompt_tops import tops_fields
+from trainer_bridge.wire.prompt_tops import PROMPT_FIELDS
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ class Stored:
         """The completions, which can be streamed."""
         result = decode(self.frames, REPLY_LIMITS)
         completions = [StoredCompletion(fields, self.start) for fields in result["completions"]]
-        if "prompt_logprobs" in result:
-            completions[0].prompt_scores = {"prompt_logprobs": result["prompt_logprobs"], **tops_fields(result)}
+        completions[0].prompt_scores = {name: result[name] for name in PROMPT_FIELDS if name in result}
         return completions
 
 

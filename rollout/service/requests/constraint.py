@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -14,7 +15,7 @@ from rollout.constraints.matcher import Constraint
 from rollout.constraints.spec import ConstraintSpec
 from rollout.extras import install
 from rollout.service.errors import bad_request
-from rollout.service.requests.fields import TokenIds
+from rollout.service.requests.fields import TokenIds, token_id_array
 from rollout.service.text.codec import TextCodec
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_CHARS = 64 * 1024
 MAX_REGEX_CHARS = regex_check.MAX_CHARS  # the time to compile may grow with the square of the length
 MAX_CHOICES = 4096
+MAX_MARKER = 64  # characters or token ids
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARS)]
 
@@ -34,8 +36,18 @@ def _schema(value: Any) -> Any:
     return value
 
 
+def _after(value: Any) -> Any:
+    if not isinstance(value, str):
+        value = tuple(token_id_array(value).tolist())
+    elif any("\ud800" <= char <= "\udfff" for char in value):
+        raise ValueError("it contains half of a surrogate pair, which is not a character; leave it out")
+    if not 1 <= len(value) <= MAX_MARKER:
+        raise ValueError(f"send a text of 1 to {MAX_MARKER} characters, or as many token ids")
+    return value
+
+
 class ConstraintFields(BaseModel):
-    """The fields of `constraint`; exactly one of them is set."""
+    """The fields of `constraint`: exactly one source, and where it begins."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
@@ -44,12 +56,13 @@ class ConstraintFields(BaseModel):
     grammar: Text | None = None
     choices: list[Text] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     token_ids: TokenIds | None = None
+    after: Annotated[Any, BeforeValidator(_after)] | None = None  # text, or a tuple of token ids
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ConstraintFields:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"send exactly one of {', '.join(type(self).model_fields)}")
+        sources = [name for name in type(self).model_fields if name != "after"]
+        if sum(getattr(self, name) is not None for name in sources) != 1:
+            raise ValueError(f"send exactly one of {', '.join(sources)}")
         if self.token_ids is not None and len(self.token_ids) == 0:
             raise ValueError("allow at least one token")
         if self.choices is not None and sum(map(len, self.choices)) > MAX_CHARS:
@@ -59,15 +72,15 @@ class ConstraintFields(BaseModel):
     def to_spec(self) -> ConstraintSpec:
         """The constraint as plain data. Raises `ServiceError` if the schema is not JSON."""
         if self.regex is not None:
-            return ConstraintSpec("regex", self.regex)
+            return ConstraintSpec("regex", self.regex, self.after)
         if self.grammar is not None:
-            return ConstraintSpec("grammar", self.grammar)
+            return ConstraintSpec("grammar", self.grammar, self.after)
         if self.choices is not None:
-            return ConstraintSpec("choices", tuple(self.choices))
+            return ConstraintSpec("choices", tuple(self.choices), self.after)
         if self.token_ids is not None:
-            return ConstraintSpec("token_ids", tuple(self.token_ids.tolist()))
+            return ConstraintSpec("token_ids", tuple(self.token_ids.tolist()), self.after)
         assert self.json_schema is not None
-        return ConstraintSpec("json_schema", _schema_text(self.json_schema))
+        return ConstraintSpec("json_schema", _schema_text(self.json_schema), self.after)
 
 
 class Constraints:
@@ -86,18 +99,27 @@ class Constraints:
         """True if other constraints than allow lists are offered."""
         return self._compiler is not None
 
-    def prepare(self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]) -> Constraint:
-        """A constraint for the engine. It may take seconds. Called by one thread. Raises `ServiceError`."""
-        try:
-            return self._prepare(spec, stop_ids, prior)
-        except ConstraintError as error:
-            raise bad_request(f"this constraint cannot be used: {error}", f"constraint.{spec.kind}") from error
+    def prepare(
+        self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int], prompt: Sequence[int] = ()
+    ) -> Constraint:
+        """A constraint for the engine; arguments as for `ConstraintCompiler.compile`.
 
-    def _prepare(self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]) -> Constraint:
+        It may take seconds. Called by one thread. Raises `ServiceError`.
+        """
+        try:
+            return self._prepare(spec, stop_ids, prior, prompt)
+        except ConstraintError as error:
+            field = f"constraint.{error.field or spec.kind}"
+            raise bad_request(f"this constraint cannot be used: {error}", field) from error
+
+    def _prepare(
+        self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int], prompt: Sequence[int]
+    ) -> Constraint:
         if spec.kind == "token_ids":
-            return allow_list(spec, stop_ids, prior, self._vocab)
+            texts = None if self._compiler is None else self._compiler.texts
+            return allow_list(spec, stop_ids, prior, self._vocab, prompt, texts)
         assert self._compiler is not None, "the request should have been refused"
-        return self._compiler.compile(spec, stop_ids, prior)
+        return self._compiler.compile(spec, stop_ids, prior, prompt)
 
 
 def constraints_for(text: TextCodec | None, vocab: int, compile_s: float) -> Constraints:

@@ -89,14 +89,14 @@ class Intake:
                 "adapter",
             )
         if message.constraint is not None:
-            self._check_constraint(message, message.constraint)
+            self._check_constraint(message.constraint)
         if (message.session_lease_s or 0) > self._settings.max_session_lease_s:
             raise bad_request(f"ask for at most {self._settings.max_session_lease_s:g} seconds", "session_lease_s")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         if message.max_tokens is not None:
-            if message.max_tokens <= known:
+            if message.max_tokens < known:
                 raise bad_request(
-                    f"'max_tokens' includes the {known} tokens of 'continue_from'; set it to more than that",
+                    f"'max_tokens' includes the {known} tokens of 'continue_from'; set it to at least that",
                     "max_tokens",
                 )
             if message.stop.min_tokens > message.max_tokens:
@@ -192,16 +192,18 @@ class Intake:
                 "sampling.top_k",
             )
 
-    def _check_constraint(self, message: GenerateMessage, constraint: ConstraintFields) -> None:
+    def _check_constraint(self, constraint: ConstraintFields) -> None:
         if constraint.token_ids is not None:
             self._check_ids(constraint.token_ids, "constraint.token_ids")
         elif not self._constraints.grammars:
             raise bad_request(
                 f"this worker offers the constraint 'token_ids' only: {self._constraints.missing}", "constraint"
             )
-        if not self.stop_ids(message):
+        if isinstance(constraint.after, tuple):
+            self._check_ids(np.array(constraint.after), "constraint.after")
+        elif constraint.after is not None and not self._constraints.grammars:
             raise bad_request(
-                "a constrained completion ends with a stop token; add one, or remove 'ignore_eos'", "stop"
+                f"this worker takes the marker as token ids only: {self._constraints.missing}", "constraint.after"
             )
 
     def _check_ids(self, token_ids: np.ndarray, field: str) -> None:
@@ -228,11 +230,12 @@ class Intake:
 
     def _max_tokens(self, message: GenerateMessage, prompt_tokens: int, known: int) -> int:
         left = self._model.max_context_tokens - prompt_tokens
-        if left <= known:
+        if left < known or (left == known and message.max_tokens is None):
+            only = "" if left < known else ", or set 'max_tokens' to " + (f"{known}" if known else "0 to score it")
             raise ServiceError(
                 "too_long",
                 f"the context of {self._model.max_context_tokens} tokens has no room after {prompt_tokens + known} "
-                "tokens; send a shorter prompt",
+                f"tokens; send a shorter prompt{only}",
                 "messages" if message.messages is not None else "prompt",
             )
         if message.max_tokens is None:

@@ -23,6 +23,7 @@ from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.media import MediaStore
 from rollout.service.text.codec import PromptSource
 
+_PROMPT_END = 512  # tokens of a prompt in which a constraint's marker is looked for: more than one can have
 #: Called on the service thread with a request and a function that returns or raises the outcome.
 Then = Callable[[InFlight, Callable[[], PreparedPrompt]], None]
 
@@ -89,8 +90,9 @@ class Preparation:
         message = self._wanted(key).message
         assert message.constraint is not None and prepared is not None
         prior = [] if message.continue_from is None else message.continue_from.token_ids.tolist()
-        spec, stop_ids = message.constraint.to_spec(), self._intake.stop_ids(message)
-        return PreparedPrompt(prepared.prompt, self._constraints.prepare(spec, stop_ids, prior))
+        spec, stop_ids, prompt = message.constraint.to_spec(), self._intake.stop_ids(message), prepared.prompt
+        end = prompt.token_ids[-_PROMPT_END:].tolist()
+        return PreparedPrompt(prompt, self._constraints.prepare(spec, stop_ids, prior, end))
 
     def _wanted(self, key: RequestKey) -> InFlight:
         entry = self._find(key)

@@ -120,7 +120,7 @@ class GenerateMessage(RequestHeader):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     n: int = Field(1, ge=1)
-    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     sampling: Sampling = Field(default_factory=Sampling)
     stop: Stop = Field(default_factory=Stop)
     stream: Literal[False, "tokens", "completions"] = False
@@ -363,8 +363,6 @@ def _check_generate(request: GenerateMessage) -> None:
         raise bad_request("'session_lease_s' needs 'session'; add a session or remove it", "session_lease_s")
     if request.join_chunks and not request.stream:
         raise bad_request("'join_chunks' needs 'stream'; set it, or remove 'join_chunks'", "join_chunks")
-    if request.constraint is not None and request.stop.min_tokens > 0:
-        raise bad_request("a constraint can require a stop token early; remove 'min_tokens'", "stop.min_tokens")
     if request.continue_from is not None:
         if request.n != 1:
             raise bad_request("'continue_from' continues one completion; set 'n' to 1", "n")

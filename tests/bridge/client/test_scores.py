@@ -243,6 +243,21 @@ def test_a_journal_has_them_of_what_is_finished_and_of_what_is_not(
     assert len([header for header in second.requests if header["op"] == "generate"]) == 1 and askers(second) == []
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prompt_that_is_scored_without_a_token_goes_to_another_worker_when_its_own_is_lost(
+    connect: Connect, serve: Serve, tmp_path: Path, n: int
+) -> None:
+    first, second = serve(Model(3, reach=(0,) * n, fail=vanish)), serve(Model(5))
+    path, asked = tmp_path / "j", {"max_tokens": 0, "n": n, "seed": SEED, "prompt_top_logprobs": 2}
+    for _ in range(2):  # then it is answered from the file
+        client = connect(first.endpoint, second.endpoint, journal=path)
+        done = client.generate([1, 2], request_id="r", **asked)
+        check_prompt(done)
+        assert [(len(part), part.finish_reason) for part in done.completions] == [(0, "length")] * n
+        client.close()
+    assert len([header for header in second.requests if header["op"] == "generate"]) == 1
+
+
 @pytest.mark.parametrize("form", ["map", "completion"])
 def test_a_completion_of_the_callers_goes_on_with_its_own(connect: Connect, serve: Serve, form: str) -> None:
     known: Any = columns(SEEDS[2], 0, 2, 1, tops=3)
@@ -267,7 +282,7 @@ def test_old_tokens_that_came_without_have_none() -> None:
     assembler = Assembler(1, prior)
     assembler.add(Chunk(2, read_completion({**columns(SEEDS[0], 2, 5, 3, tops=3), "index": 0})))
     check_tops(assembler.joined(0), SEEDS[0], 5, unknown=2)
-    assert assembler.prompt_logprobs is None
+    assert assembler.prompt.prompt_logprobs is None
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

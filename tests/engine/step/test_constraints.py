@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout.constraints.matcher import AllowList, mask_words
-from rollout.engine.messages import Prior
+from rollout.engine.messages import Prior, StopParams
 from rollout.engine.step import masks as masks_module
 from rollout.engine.step.masks import MOST_LEFT_BEHIND, Ahead
 from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, MaskTime, X, Y, only_hangs_are_late
@@ -33,6 +33,8 @@ class Endless:
     def accept(self, token: int) -> bool:
         self.good -= 1
         return True
+
+    complete, free = True, None
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         if self.good <= 0:
@@ -322,6 +324,59 @@ def test_a_mask_that_is_late_writes_to_memory_that_is_never_read(model, prompt_o
     bench.close()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("drafts", ["off", "ngram"])
+def test_no_stop_token_comes_before_min_tokens_unless_nothing_else_may(model, prompt_of, depth, drafts):
+    bench = Bench(model, pipeline_depth=depth, speculation=drafts)
+    stop = {"token_ids": (STOP,), "min_tokens": 6}
+    for i in range(6):
+        fields = {"sampling": {**SAMPLED, "seed": i}, "stop": stop}
+        bench.submit(f"may{i}", prompt_of(9, i), 40, constraint=Cycle([X, Y], STOP), **fields)
+        bench.submit(f"must{i}", prompt_of(9, i), 40, constraint=Cycle([X, Y, [STOP]]), **fields)
+        bench.submit(f"only{i}", prompt_of(9, i), 40, constraint=AllowList((STOP,), VOCAB), **fields)
+        bench.submit(f"list{i}", prompt_of(9, i), 40, constraint=AllowList((STOP, X[0], X[1]), VOCAB), **fields)
+    bench.run()
+    for i in range(6):
+        assert re.fullmatch(r"(xy){3,}(\.|x?)", letters(bench.tokens(f"may{i}")))
+        assert letters(bench.tokens(f"must{i}")) == "xy." and letters(bench.tokens(f"only{i}")) == "."
+        assert re.fullmatch(r"x{6,}\.?", letters(bench.tokens(f"list{i}")))
+        for name in ("may", "must", "only", "list"):
+            done = bench.completions[f"{name}{i}", 0]
+            assert done.finish.stop == (STOP if done.token_ids[-1] == STOP else None)
+            assert np.isfinite(done.drawn_logprobs).all()
+    assert any(bench.tokens(f"may{i}")[-1] == STOP for i in range(6))
+    bench.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_without_a_stop_token_a_completion_ends_where_its_constraint_allows_nothing_more(model, prompt_of, depth):
+    bench = Bench(model, pipeline_depth=depth)
+    bench.submit("free", prompt_of(9, 1), 20, sampling=SAMPLED)
+    bench.submit("ends", prompt_of(9, 2), 20, sampling=SAMPLED, constraint=Whole([X, Y, X, Y, []]))
+    bench.submit("known", prompt_of(9, 2), 20, constraint=Whole([[]]), prior=Prior(np.array([7, 8], np.int32)))
+    bench.submit("stuck", prompt_of(9, 3), 20, sampling=SAMPLED, constraint=Cycle([X, Y, X, []]))
+    bench.run()
+    done = bench.completions["ends", 0]
+    assert letters(done.token_ids) == "xyxy" and (done.finish.reason, done.finish.stop) == ("stop", None)
+    known = bench.completions["known", 0]
+    assert known.token_ids == [] and (known.finish.reason, known.finish.stop) == ("stop", None)
+    assert bench.completions["stuck", 0].finish.reason == "error" and len(bench.tokens("free")) == 20
+    bench.close()
+
+
+class Whole(Cycle):
+    """It is obeyed where it allows nothing more."""
+
+    def start(self):
+        return WholePlace(self)
+
+
+class WholePlace(CyclePlace):
+    @property
+    def complete(self) -> bool:
+        return not self.allowed()
+
+
 def test_a_continued_completion_is_followed_from_its_new_tokens(model, prompt_of):
     class Later(Cycle):
         def start(self) -> CyclePlace:
@@ -395,7 +450,9 @@ def test_a_mask_has_a_bit_for_each_token():
 def test_a_row_whose_constraint_could_not_be_followed_never_drafts_again():
     """A step in flight may have drafts that it drafted before; they are refused at once, which takes no time."""
     place = Cycle([X, Y, SIZE], STOP).start()
-    seq = SimpleNamespace(matcher=place, stop_ids=frozenset(), may_draft=True)
+    request = SimpleNamespace(stop=StopParams())
+    parts = {"tokens": [], "stop_ids": frozenset(), "group": SimpleNamespace(request=request)}
+    seq = SimpleNamespace(matcher=place, may_draft=True, **parts)
     host = torch.full((3, mask_words(VOCAB)), -1, dtype=torch.int32)
     masks, builder = SimpleNamespace(host=host, renew_host=lambda: None), masks_module.MaskBuilder(10.0, 1)
     place.fill(host, 0)

@@ -61,6 +61,37 @@ def folder(tmp_path_factory):
     return make_fused_checkpoint(tmp_path_factory.mktemp("scores"))
 
 
+def test_prompts_that_fill_the_context_are_scored_without_a_token(tmp_path):
+    hf_model = make_checkpoint("qwen3", tmp_path, max_position_embeddings=1024).to("cuda")
+    sizes = {"page_size": 16, "kv_pages": 90, "prefill_chunk_tokens": 100, "max_context_tokens": 289}
+    bench = Bench(load(tmp_path, "cuda"), make_device("cuda"), **sizes)
+    bench.submit("draws", prompt(20, 9), 60)
+    lengths = (1, 16, 17, 100, 288, 289)
+    for i, length in enumerate(lengths):
+        bench.submit(f"r{i}", prompt(length, i), 0, prompt_logprobs=True, n=1 + i % 2)
+    bench.run()
+    for i, length in enumerate(lengths):
+        ids, told = prompt(length, i), bench.done[f"r{i}"].prompt_logprobs
+        with torch.inference_mode():
+            expected = hf_model(torch.tensor([ids], device="cuda")).logits[0].cpu().log_softmax(-1)
+        chosen = expected[: length - 1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(told[1:]), chosen, atol=2e-4) and bench.tokens(f"r{i}") == []
+    assert len(bench.tokens("draws")) == 60
+    bench.close()
+
+
+def test_without_scores_a_prompt_fills_the_cache_and_nothing_is_compiled_for_it(folder, monkeypatch):
+    bench = Bench(load_bf16(folder), make_device("cuda"), max_rows=12, page_size=16, kv_pages=600)
+    compiled = watch_compilation(monkeypatch)
+    for i, length in enumerate((1, 16, 70, 256)):
+        bench.submit(f"r{i}", prompt(length, i), 0, n=3, prompt_logprobs=i % 2 == 0)
+    bench.run()
+    bench.submit("next", prompt(256, 3), 5)
+    bench.run()
+    assert bench.done["next"].cached_tokens == 255 and not compiled
+    bench.close()
+
+
 def test_steps_with_tops_never_wait_for_the_device(folder):
     bench = Bench(load_bf16(folder), make_device("cuda"), kv_pages=600)
     for i in range(6):

@@ -310,6 +310,22 @@ def test_a_completion_without_a_token_has_no_entries(family):
     bench.close()
 
 
+def test_a_prompt_that_is_scored_without_a_token_has_the_entries_before_its_last(family):
+    model, hf_model = family
+    bench = Bench(model, prefill_chunk_tokens=8, routing=True)
+    prompt = prompt_of(30, 1)
+    bench.submit("all", prompt, 0, routing_from=0, prompt_logprobs=True)
+    bench.submit("none", prompt, 0, routing_from=len(prompt))
+    bench.submit("one", prompt[:1], 0, routing_from=0)
+    prior = Prior(np.array(prompt_of(5, 2), np.int32))
+    bench.submit("known", prompt, 5, routing_from=0, prior=prior)
+    bench.run()
+    assert_routed(hf_model, prompt, [], routing_of(bench, "all"), 0)
+    assert_routed(hf_model, prompt, prompt_of(5, 2), routing_of(bench, "known"), 0)
+    assert len(routing_of(bench, "none")) == len(routing_of(bench, "one")) == 0
+    bench.close()
+
+
 def test_without_the_setting_nothing_is_recorded(family):
     model, _ = family
     bench = Bench(model)

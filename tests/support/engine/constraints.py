@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rollout.constraints.marker import AfterMarker
 from rollout.constraints.matcher import AllowList
 from rollout.engine.step import masks
 from rollout.process.deadline_thread import DeadlineCall
@@ -19,6 +20,8 @@ X, Y, SIZE = list(range(10, 20)), list(range(20, 30)), list(range(30, 40))
 
 class Cycle:
     """x, y, size, x, y, size, ...: token i is of list i modulo their number; a stop token after whole cycles."""
+
+    free = None
 
     def __init__(self, lists: list[list[int]], stop: int | None = None, vocab: int = VOCAB) -> None:
         self.lists, self.stop, self.vocab = lists, stop, vocab
@@ -46,6 +49,16 @@ class CyclePlace:
 
     def undo(self, tokens: int) -> None:
         self.at -= tokens
+
+    @property
+    def complete(self) -> bool:
+        return self.at > 0 and self.at % len(self.cycle.lists) == 0
+
+
+class AlwaysMasked(AfterMarker):
+    """A constraint after a marker for which every token has a mask, also before the marker."""
+
+    free = None
 
 
 def only_hangs_are_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,8 +119,40 @@ def test_only_the_stop_tokens_of_the_request_end_a_completion(compiler, tokenize
     constraint = compiler.compile(ConstraintSpec("regex", "a*"), (z,), [])
     assert {"a", "z"} <= set(write(constraint, tokenizer, vocab, "aa"))
     assert "<|im_end|>" not in write(constraint, tokenizer, vocab, "aa")
-    with pytest.raises(ConstraintError, match="stop token"):
-        compiler.compile(ConstraintSpec("regex", "a*"), (), [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "text", "after"),
+    [
+        ("regex", "a*", "aa", ["a"]),
+        ("regex", "ab?", "a", ["b"]),
+        ("regex", "ab?", "ab", []),
+        ("choices", ("yes", "no"), "no", []),
+        ("json_schema", OBJECT, '{"k": 7}', []),
+    ],
+)
+def test_without_stop_tokens_nothing_follows_a_text_that_is_complete(
+    compiler, tokenizer, vocab, kind, source, text, after
+):
+    constraint = compiler.compile(ConstraintSpec(kind, source), (), [])
+    assert write(constraint, tokenizer, vocab, text) == sorted(after)
+    matcher = constraint.start()
+    begun = []
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        begun.append(matcher.complete)
+        assert matcher.accept(token)
+    assert matcher.complete and not (kind != "regex" and any(begun))
+    eos = (tokenizer.eos_token_id,)
+    assert write(compiler.compile(ConstraintSpec(kind, source), eos, []), tokenizer, vocab, text) == sorted(
+        [*after, tokenizer.eos_token]
+    )
+
+
+def test_a_list_of_tokens_allows_these_and_no_stop_token(tokenizer, vocab):
+    constraint = allow_list(ConstraintSpec("token_ids", (5, 6)), (7,), [], vocab)
+    masks = torch.zeros(1, mask_words(vocab), dtype=torch.int32)
+    constraint.start().fill(masks, 0)
+    assert [token for token in range(vocab) if masks[0, token // 32] >> (token % 32) & 1] == [5, 6]
 
 
 def test_a_completion_that_has_ended_cannot_be_continued(compiler, tokenizer):
@@ -411,24 +443,24 @@ def test_without_the_compiler_the_reason_says_what_to_install(tmp_path, monkeypa
 
 def test_compiled_grammars_are_cached_and_the_least_recently_used_goes_first(tokenizer, vocab, monkeypatch):
     compiled: list[tuple[str, int]] = []
-    compile_regex = xgrammar.GrammarCompiler.compile_regex
+    compile_grammar = xgrammar.GrammarCompiler.compile_grammar
 
     def counted(self, source):
-        grammar = compile_regex(self, source)
-        compiled.append((source, grammar.memory_size_bytes))
+        grammar = compile_grammar(self, source)
+        compiled.append((str(source).split('"')[1], grammar.memory_size_bytes))
         return grammar
 
-    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_regex", counted)
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_grammar", counted)
     first, second, third = (ConstraintSpec("regex", f"{letter}[a-z]{{1,200}}") for letter in "abc")
     large = ConstraintCompiler(tokenizer, vocab, 200.0)
     for spec in (first, second, first):
         large.compile(spec, (1,), [])
-    assert [source for source, _ in compiled] == [first.source, second.source]
+    assert [letter for letter, _ in compiled] == ["a", "b"]
     small = ConstraintCompiler(tokenizer, vocab, 200.0, cache_bytes=int(1.1 * sum(size for _, size in compiled)))
     compiled.clear()
     for spec in (first, second, first, third, first, second):  # the third evicts the second
         small.compile(spec, (1,), [])
-    assert [source for source, _ in compiled] == [first.source, second.source, third.source, second.source]
+    assert [letter for letter, _ in compiled] == ["a", "b", "c", "b"]
 
 
 def test_a_thread_works_on_after_a_call_that_fails_or_hangs():
