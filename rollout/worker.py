@@ -152,13 +152,14 @@ class Worker:
         self.inspector = Inspector(self.engine)
         parts = self.engine, links, self.receiver, self.metrics, self.prompts
         self.vitals = Vitals(settings, *parts, restarts, self._rank_status)
+        eos = eos_ids(loaded.generation_config.eos_token_ids, text, loaded.spec.vocab)
         self.server = Server(
             settings.service,
             ServedModel(
                 settings.model.path,
                 loaded.spec.vocab,
                 longest_sequence(settings, model, self.engine),
-                eos_ids(loaded.generation_config.eos_token_ids, text, loaded.spec.vocab),
+                eos,
                 sparse=loaded.spec.moe is not None,
                 routing=kept_routing(settings.engine, model),
                 adapters=settings.engine.adapter_slots > 0,
@@ -180,7 +181,7 @@ class Worker:
             ServedText(
                 text,
                 self.prompts,
-                constraints_for(text, loaded.spec.vocab, settings.service.max_constraint_s),
+                constraints_for(text, loaded.spec.vocab, settings.service.max_constraint_s, eos),
                 settings.engine.stop_check_every,
             ),
             worker_name=worker_name(),

@@ -94,10 +94,13 @@ class ConstraintCompiler:
         tokenizer: a transformers tokenizer.
         vocab: size of the model's output, which may be larger than the tokenizer's vocabulary.
         compile_s: time limit of a compilation, seconds.
+        eos_ids: tokens of the model that are never text, even if the tokenizer has a text for them.
         cache_bytes: size limit of the compiled grammars that are kept; the last one is kept anyway.
     """
 
-    def __init__(self, tokenizer: Any, vocab: int, compile_s: float, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab: int, compile_s: float, eos_ids: Sequence[int] = (), cache_bytes: int = CACHE_BYTES
+    ) -> None:
         import xgrammar
 
         self._compile_s, self._cache_bytes = compile_s, cache_bytes
@@ -109,6 +112,7 @@ class ConstraintCompiler:
         texts = info.decoded_vocab
         self.texts = TokenTexts(texts)
         special = _not_text(tokenizer, vocab)
+        self._no_text = {*special, *eos_ids, *(token for token, text in enumerate(texts) if not text)}
         # xgrammar wants a stop token; where a request has none, this one stands in for it and is never allowed.
         self._no_stop = next(iter(special), vocab - 1)
         self._text_W = ~mask_of([*special, *_invalid_utf8(texts)], vocab)
@@ -162,10 +166,13 @@ class ConstraintCompiler:
         count, rest = begin
         if rest and not matcher.accept_string(rest):
             raise _not_allowed(count - 1)
+        ended = False  # by a stop token that is text elsewhere
         for index, token in enumerate(prior[count:], count):
             if not matcher.accept_token(token):
-                raise _not_allowed(index)
-        if matcher.is_terminated():
+                ended = token in stop_ids and matcher.is_completed() and index == len(prior) - 1
+                if not ended:
+                    raise _not_allowed(index)
+        if ended or matcher.is_terminated():
             raise ConstraintError("the tokens to continue from end with a stop token: there is nothing to add")
         return compiled, self._constraint(matcher, spec, stop_ids, prior)
 
@@ -190,17 +197,23 @@ class ConstraintCompiler:
         return grammar
 
     def _begin(self, grammar: Any, stop_ids: tuple[int, ...]) -> Any:
-        return self._new_matcher(grammar, override_stop_tokens=list(stop_ids) or [self._no_stop])
+        """A matcher whose stop tokens are those of `stop_ids` without a text. The others may be text of the grammar."""
+        stops = [token for token in stop_ids if token in self._no_text]
+        return self._new_matcher(grammar, override_stop_tokens=stops or [self._no_stop])
 
     def _constraint(
         self, matcher: Any, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]
     ) -> Constraint:
         text_W = self._json_W if spec.kind == "json_schema" else self._text_W
-        if stop_ids:
-            text_W = text_W | mask_of(stop_ids, self._vocab)
+        no_text = self._no_text.intersection(stop_ids)
+        if no_text:
+            text_W = text_W | mask_of(no_text, self._vocab)
         else:
             text_W = text_W & ~mask_of([self._no_stop], self._vocab)
-        return GrammarConstraint(matcher, text_W, self._after, prior[-1:])
+        ends = frozenset(stop_ids) - no_text
+        return GrammarConstraint(
+            matcher, text_W, self._after, prior[-1:], ends, mask_of(ends, self._vocab) if ends else None
+        )
 
     def _keep(self, spec: ConstraintSpec, compiled: _Compiled) -> None:
         if spec not in self._compiled:

@@ -115,7 +115,8 @@ class GrammarConstraint:
     """A compiled grammar, from which matchers are forked.
 
     Two kinds of masks narrow it further: `allowed_W` at every step, and those of `after` for the one step after their
-    token. `last` is the token before the first step, if there is one.
+    token. `last` is the token before the first step, if there is one. `ends` are stop tokens with a text: where the
+    grammar does not allow that text, they may end a text that is complete.
     """
 
     free = None
@@ -126,52 +127,59 @@ class GrammarConstraint:
         allowed_W: torch.Tensor,
         after: Mapping[int, torch.Tensor] | None = None,
         last: Sequence[int] = (),
+        ends: frozenset[int] = frozenset(),
+        ends_W: torch.Tensor | None = None,
     ) -> None:
-        self._matcher = matcher  # xgrammar.GrammarMatcher; only its forks advance
-        self._allowed_W = allowed_W
-        self._after = after or {}
+        self.matcher = matcher  # xgrammar.GrammarMatcher; only its forks advance
+        self.allowed_W = allowed_W
+        self.after = after or {}
+        self.ends, self.ends_W = ends, ends_W
         self._last = last
 
     def start(self) -> GrammarMatcher:
         """A new matcher."""
-        return GrammarMatcher(self._matcher.fork(), self._allowed_W, self._after, self._last)
+        return GrammarMatcher(self, self.matcher.fork(), self._last)
 
     def start_after(self, rest: bytes, token: int) -> GrammarMatcher | None:
         """A new matcher after this text; None if the grammar does not allow it."""
-        matcher = self._matcher.fork()
+        matcher = self.matcher.fork()
         allowed = not rest or matcher.accept_string(rest)
-        return GrammarMatcher(matcher, self._allowed_W, self._after, (token,)) if allowed else None
+        return GrammarMatcher(self, matcher, (token,)) if allowed else None
 
 
 class GrammarMatcher:
-    """A position in a grammar. For the arguments see `GrammarConstraint`."""
+    """A position in a grammar. `last` has the token before it, if there is one."""
 
-    def __init__(
-        self, matcher: Any, allowed_W: torch.Tensor, after: Mapping[int, torch.Tensor], last: Sequence[int]
-    ) -> None:
-        self._matcher = matcher
-        self._allowed_W = allowed_W
-        self._after = after
+    def __init__(self, constraint: GrammarConstraint, matcher: Any, last: Sequence[int]) -> None:
+        self._constraint, self._matcher = constraint, matcher
+        self._ended = False  # by a token of `ends` that the grammar does not allow
         # For the next step alone, newest last; those before are for `undo`.
-        self._next = deque([after.get(last[-1]) if last else None], maxlen=MOST_UNDONE + 1)
+        self._next = deque([constraint.after.get(last[-1]) if last else None], maxlen=MOST_UNDONE + 1)
 
     def accept(self, token: int) -> bool:
         """Advance by one token; False if the grammar does not allow it here."""
-        self._next.append(self._after.get(token))
-        return self._matcher.accept_token(token)
+        self._next.append(self._constraint.after.get(token))
+        if self._matcher.accept_token(token):
+            return True
+        self._ended = token in self._constraint.ends and self.complete
+        return self._ended
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         """Write the mask of the next token."""
         self._matcher.fill_next_token_bitmask(masks_RW, row)
-        masks_RW[row] &= self._allowed_W
+        masks_RW[row] &= self._constraint.allowed_W
         if (next_W := self._next[-1]) is not None:
             masks_RW[row] &= next_W
+        if self._constraint.ends_W is not None and self.complete:
+            masks_RW[row] |= self._constraint.ends_W
 
     def undo(self, tokens: int) -> None:
         """Go back."""
-        self._matcher.rollback(tokens)
         for _ in range(tokens):
             self._next.pop()
+        if tokens and self._ended:
+            self._ended, tokens = False, tokens - 1
+        self._matcher.rollback(tokens)
 
     @property
     def complete(self) -> bool:

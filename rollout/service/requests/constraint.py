@@ -122,7 +122,7 @@ class Constraints:
         return self._compiler.compile(spec, stop_ids, prior, prompt)
 
 
-def constraints_for(text: TextCodec | None, vocab: int, compile_s: float) -> Constraints:
+def constraints_for(text: TextCodec | None, vocab: int, compile_s: float, eos_ids: tuple[int, ...] = ()) -> Constraints:
     """The constraints for a model of `vocab` output tokens, as far as this machine and tokenizer support them."""
     if text is None:
         return Constraints(None, vocab, "the model has no tokenizer")
@@ -130,7 +130,7 @@ def constraints_for(text: TextCodec | None, vocab: int, compile_s: float) -> Con
         missing = f"xgrammar is not installed where the worker runs: {install('worker')}; then start the worker again"
         return Constraints(None, vocab, missing)
     try:
-        return Constraints(ConstraintCompiler(text.tokenizer, vocab, compile_s), vocab)
+        return Constraints(ConstraintCompiler(text.tokenizer, vocab, compile_s, eos_ids), vocab)
     # The compiler does not support every tokenizer. The worker serves without it; see `capabilities`.
     except (ImportError, ValueError, RuntimeError) as error:
         logger.warning("this tokenizer supports no constraint except 'token_ids'", extra={"why": str(error)})

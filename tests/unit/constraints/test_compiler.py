@@ -121,6 +121,35 @@ def test_only_the_stop_tokens_of_the_request_end_a_completion(compiler, tokenize
     assert "<|im_end|>" not in write(constraint, tokenizer, vocab, "aa")
 
 
+def test_a_stop_token_with_a_text_may_be_text_of_a_grammar_and_may_end_it(compiler, tokenizer, vocab):
+    """They do not change what a grammar allows, and where its text is complete, they may follow."""
+    (c,) = tokenizer.encode("c", add_special_tokens=False)
+    stops = (tokenizer.eos_token_id, c)
+    constraint = compiler.compile(ConstraintSpec("regex", "abcd|abx?"), stops, [])
+    assert write(constraint, tokenizer, vocab, "ab") == ["<|im_end|>", "c", "x"]
+    constraint = compiler.compile(ConstraintSpec("regex", "ab(de)?"), stops, [])
+    assert write(constraint, tokenizer, vocab, "ab") == ["<|im_end|>", "c", "d"]
+    assert write(constraint, tokenizer, vocab, "abd") == ["e"]
+    matcher, masks = constraint.start(), torch.zeros(2, mask_words(vocab), dtype=torch.int32)
+    for token in tokenizer.encode("ab", add_special_tokens=False):
+        assert matcher.accept(token)
+    matcher.fill(masks, 0)
+    assert matcher.accept(c) and matcher.complete
+    matcher.undo(1)
+    matcher.fill(masks, 1)
+    assert torch.equal(masks[1], masks[0])
+    ended = tokenizer.encode("abc", add_special_tokens=False)
+    with pytest.raises(ConstraintError, match="nothing to add"):
+        compiler.compile(ConstraintSpec("regex", "ab(de)?"), stops, ended)
+    own = ConstraintCompiler(tokenizer, vocab, 20.0, eos_ids=[c])
+    assert write(own.compile(ConstraintSpec("regex", "abcd|abx?"), stops, []), tokenizer, vocab, "ab") == [
+        "<|im_end|>",
+        "c",
+        "x",
+    ]
+    assert write(own.compile(ConstraintSpec("regex", "[a-c]{2}"), stops, []), tokenizer, vocab, "a") == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("kind", "source", "text", "after"),
     [
