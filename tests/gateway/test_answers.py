@@ -26,7 +26,9 @@ END = "<|im_end|>"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return tokenizer_of("qwen3")
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.eos_token = END
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,7 @@ def gateways(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterat
             "coarse": front(stream_every=5),
             "llama3": front(tool_parser="llama3", constrain_reasoning=True),
             "think": front(reasoning_parser="auto"),
+            "coarse think": front(reasoning_parser="auto", stream_every=5),
             "strict": front(reasoning_parser="auto", constrain_reasoning=True),
         }
         assert_idle(worker)
@@ -91,16 +94,25 @@ def joined(found: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
                     whole[name] = old + value
                 elif value is not None or name not in whole:
                     whole[name] = value
-    return choices
+    return dict(sorted(choices.items()))
 
 
-def rounded(value: Any) -> Any:
-    """The value with numbers that do not depend on how many tokens were computed at once."""
+def parted(value: Any, numbers: list[float]) -> Any:
+    """The value without its floats, which go to `numbers`."""
     if isinstance(value, float):
-        return round(value, 3)
+        numbers.append(value)
+        return float
     if isinstance(value, dict):
-        return {name: rounded(item) for name, item in value.items()}
-    return [rounded(item) for item in value] if isinstance(value, list) else value
+        return {name: parted(item, numbers) for name, item in value.items()}
+    return [parted(item, numbers) for item in value] if isinstance(value, list) else value
+
+
+def assert_alike(found: Any, wanted: Any) -> None:
+    """The same, but for numbers that depend a little on how many tokens were computed at once."""
+    ours: list[float] = []
+    others: list[float] = []
+    assert parted(found, ours) == parted(wanted, others)
+    assert ours == pytest.approx(others, abs=2e-3)
 
 
 def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
@@ -108,16 +120,14 @@ def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
     message = {name: value for name, value in choice["message"].items() if value is not None}
     for call in message.get("tool_calls", []):
         call["id"] = ""
-    shown: dict[str, Any] = rounded({**choice, "message": message})
-    return shown
+    return {**choice, "message": message}
 
 
 def answered(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The choices of an answer, which must be those of the stream."""
     whole = post(client, CHAT, body)["choices"]
-    assert [without_ids(choice) for choice in joined(events(client, CHAT, body)).values()] == [
-        without_ids(json.loads(json.dumps(choice))) for choice in whole
-    ]
+    streamed = [without_ids(choice) for choice in joined(events(client, CHAT, body)).values()]
+    assert_alike(streamed, [without_ids(json.loads(json.dumps(choice))) for choice in whole])
     return whole
 
 
@@ -174,7 +184,9 @@ def test_half_a_surrogate_pair_in_a_call_of_llama(gateways: dict[str, httpx.Clie
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_demanded_call_that_is_cut_off_is_text(gateways: dict[str, httpx.Client], choice: Any) -> None:
-    body = said("", tools=TOOLS, tool_choice=choice, max_tokens=5, structured_outputs=None)
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "minLength": 200}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    body = said("", tools=tools, tool_choice=choice, max_tokens=5, structured_outputs=None)
     (found,) = answered(gateways["hermes"], body)
     assert found["message"]["content"] and found["finish_reason"] == "length" and len(found["token_ids"]) == 5
     assert list(found["missing_views"]) == ["tool_calls"]
@@ -220,6 +232,85 @@ def test_structured_output_of_a_thinking_model_is_the_content(
     assert json.loads(strict["message"]["content"]) == {"a": 1} and strict["message"].get("reasoning_content") is None
 
 
+@pytest.mark.parametrize("every", ["think", "coarse think"])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_constraint_begins_after_the_thoughts_if_there_are_any(
+    gateways: dict[str, httpx.Client], tokenizer: Any, every: str, thinks: bool
+) -> None:
+    """Without thoughts, as the template decides, it holds from the first token on."""
+    close = tokenizer.convert_tokens_to_ids("</think>")
+    begun = [*MESSAGES, {"role": "assistant", "content": "<think>so"}]
+    form = {"messages": begun, "continue_final_message": True} if thinks else {}
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    for wanted, more in (
+        ({"a": 1}, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}),
+        ([{"name": "f", "parameters": {"a": 1}}], {"tool_choice": "required"}),
+    ):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        body = said(
+            "", structured_outputs=None, tools=tools, n=2, temperature=1.5, logit_bias={str(close): 5}, max_tokens=300,
+            chat_template_kwargs={"enable_thinking": thinks}, **form, **more,
+        )  # fmt: skip
+        found = answered(gateways[every], body)
+        assert found[0]["token_ids"] != found[1]["token_ids"]
+        for choice in found:
+            tokens, message = choice["token_ids"], choice["message"]
+            assert (close in tokens) == thinks
+            constrained = tokenizer.decode(tokens[tokens.index(close) + 1 if thinks else 0 :]).removesuffix(END)
+            assert json.loads(constrained) == wanted
+            if isinstance(wanted, dict):
+                assert message["content"].strip() == constrained.strip()
+                assert bool(message.get("reasoning_content")) == thinks
+            else:
+                (call,) = message["tool_calls"]
+                assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+
+def test_allowed_tokens_are_the_only_ones(gateways: dict[str, httpx.Client]) -> None:
+    """The end of a completion is not among them."""
+    body = {"temperature": 3.0, "n": 8, "allowed_token_ids": [40, 41], "return_token_ids": True, "max_tokens": 40}
+    for more in ({}, {"ignore_eos": True}, {"min_tokens": 7}):
+        (*texts,) = post(gateways["hermes"], TEXT, {"prompt": "x", **body, **more})["choices"]
+        chats = answered(gateways["hermes"], {"messages": MESSAGES, **body, **more, "seed": 3})
+        for choice in (*texts, *chats):
+            assert set(choice["token_ids"]) <= {40, 41} and len(choice["token_ids"]) == 40
+
+
+def test_a_request_for_no_tokens_scores_its_prompt(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
+    """As one for a token does, up to the whole context."""
+    client, prompt = gateways["hermes"], [(7 * place) % 250 for place in range(4095)]
+    fields = {"logprobs": 2, "echo": True, "prompt_logprobs": 1, "return_token_ids": True, "n": 2, "temperature": 1.0}
+    one = post(client, TEXT, {"prompt": prompt, "max_tokens": 1, **fields})
+    none = post(client, TEXT, {"prompt": prompt, "max_tokens": 0, **fields})
+    whole = post(client, TEXT, {"prompt": [*prompt, 9], "max_tokens": 0, **fields})
+    assert whole["usage"]["completion_tokens"] == 0 and whole["usage"]["prompt_tokens"] == 4096
+    for choice, longer, other in zip(none["choices"], whole["choices"], one["choices"], strict=True):
+        assert (choice["token_ids"], choice["finish_reason"], choice["stop_reason"]) == ([], "length", None)
+        assert choice["text"] == tokenizer.decode(prompt) and other["text"].startswith(choice["text"])
+        assert len(longer["logprobs"]["token_logprobs"]) == 4096
+        columns = {name: column[:4095] for name, column in other["logprobs"].items()}
+        assert_alike(choice["logprobs"], columns)
+        assert_alike(choice["prompt_logprobs"], other["prompt_logprobs"])
+        assert_alike(longer["prompt_logprobs"][:4095], other["prompt_logprobs"])
+
+    (empty,) = joined(events(client, TEXT, {"prompt": "abc", "max_tokens": 0, "logprobs": 1})).values()
+    assert (empty["text"], empty["finish_reason"]) == ("", "length")
+    body = {"messages": MESSAGES, "max_tokens": 0, "logprobs": True, "n": 2, "tools": TOOLS}
+    for more in ({}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        for choice in answered(client, body | more | {"return_token_ids": True}):
+            assert choice["finish_reason"] == "length" and choice["token_ids"] == []
+            assert not choice["message"].get("tool_calls")
+
+    params = {"max_new_tokens": 0, "temperature": 1.0}
+    body = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    scores = post(client, SGLANG, body | {"sampling_params": params})["meta_info"]
+    assert scores["completion_tokens"] == 0 and scores["output_token_logprobs"] == []
+    known = [value for value, *_ in scores["input_token_logprobs"]]
+    assert known[1:] == pytest.approx(none["choices"][0]["logprobs"]["token_logprobs"][1:4095], abs=1e-3)
+    (last,) = events(client, SGLANG, {"input_ids": prompt, "sampling_params": params, "stream": True})
+    assert last["text"] == "" and last["meta_info"]["finish_reason"]["type"] == "length"
+
+
 def test_ids_beyond_the_vocabulary_have_no_text(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
     beyond = len(tokenizer) + 2
     fields = {"max_tokens": 4, "temperature": 0, "logit_bias": {str(beyond): 100.0}, "return_token_ids": True}
@@ -245,7 +336,7 @@ def test_what_ends_a_completion_is_in_its_text_if_that_is_asked_for(
         ("ab", {}, "" if special else END, None),
         ("abcd", {"stop_token_ids": [letter]}, "c", letter),
         ("abcd", {"stop": ["bc"]}, "bc", "bc"),
-        ("abbcbcd", {"stop": "bc", "min_tokens": 2}, "bc", "bc", "bc"),
+        ("abbcbcd", {"stop": "bc", "min_tokens": 2}, "bc", "bc"),
     ):
         body = {**fields, **more, "structured_outputs": {"choice": [text]}, "include_stop_str_in_output": keep}
         wanted = text.partition("bc" if "stop" in more else "c")[0] + (shown if keep else "")

@@ -59,8 +59,9 @@ class Segments:
         self._said = False  # there is content
         self._reasoned = False
         self._after_call = False
+        self._answering = False  # the text is the prompt's
         self._advance(Piece(), last=False)
-        self._foreign, self._space = len(self._text), ""
+        self._foreign, self._space, self._answering = len(self._text), "", True
 
     @property
     def inside(self) -> bool:
@@ -104,7 +105,8 @@ class Segments:
         found: tuple[Region, Any] | None = None
         pending = len(self._text)
         for region in self.regions:
-            if region.once and (self._reasoned or self._said):
+            # In the prompt thoughts may open again: some templates write empty ones before a message that opens them.
+            if region.once and (self._said or (self._reasoned and self._answering)):
                 continue
             match, place = region.open.find(self._text, self._at, last)
             pending = min(pending, place)
