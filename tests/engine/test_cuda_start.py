@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -49,31 +51,38 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_the_largest_steps_fit_into_the_measured_memory(folder, monkeypatch):
+def largest_steps(folder) -> tuple[int, object]:
+    """Bytes of memory that the largest steps of a model take, and the memory that was measured."""
     rows, chunk, seen = 200, 4096, []
-    model = load_bf16(folder)
-    torch.cuda.empty_cache()
 
     def watched(settings, model, dtype, context, memory):
         seen.append(memory)
         return kv_pages(settings, model, dtype, context, memory)
 
-    monkeypatch.setattr(build, "kv_pages", watched)
     fields = {"max_rows": rows, "prefill_chunk_tokens": chunk, "kv_memory_fraction": 0.1, "page_size": 16}
-    bench = Bench(model, make_device("cuda"), kv_pages=None, **fields)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "kv_pages", watched)
+        bench = Bench(load_bf16(folder), make_device("cuda"), kv_pages=None, **fields)
     (memory,) = seen
-    assert memory.needs.total > 200 * MIB, "200 rows of 40,009 logits are changed, sorted and drawn from"
     kv = bench.engine.executor.step.kv
     pool = sum(cache.numel() * cache.element_size() for cache in (*kv.k, *kv.v))
     for i in range(rows):
         stop = {"token_ids": (3,), "min_tokens": 9}
         bench.submit(f"r{i}", prompt(20, i), 20, sampling={**SHAPES, "seed": i}, stop=stop)
     bench.run()
-    # `memory.free` was read when the pool was sized: the row state has its memory already. The margin is for kernels
-    # whose code is first loaded here, for the pool's rounding to 2 MiB a tensor and for gaps in torch's allocator.
+    # `memory.free` was read when the pool was sized: the row state has its memory already.
     taken = memory.free - driver_free() - pool
-    assert taken < memory.needs.total + 128 * MIB, (taken / MIB, memory)
     bench.close()
+    return taken, memory
+
+
+def test_the_largest_steps_fit_into_the_measured_memory(folder):
+    """In a process of their own, as a worker has: the allocator has no gaps from other engines."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        taken, memory = process.submit(largest_steps, folder).result()
+    assert memory.needs.total > 200 * MIB, "200 rows of 40,009 logits are changed, sorted and drawn from"
+    # The margin is for kernels whose code is first loaded here, for the pool's rounding to 2 MiB a tensor and for gaps.
+    assert taken < memory.needs.total + 128 * MIB, (taken / MIB, memory)
 
 
 def test_steps_that_do_not_fit_are_an_error_with_the_numbers(folder):
