@@ -634,7 +634,7 @@ def _unreachable(connection: Connection, waited_s: float) -> str:
         return f"{connection.endpoint} cannot be reached: no connection within {waited_s:g} s{hint}"
     return (
         f"{connection.endpoint} cannot be reached: it has refused connections for {waited_s:g} s, so no worker listens "
-        "there; check the address or start a worker; raise connect_timeout_s if it is starting"
+        "there; check the address, or start a worker and wait until it says that it is ready"
     )
 
 
