@@ -141,6 +141,8 @@ class Segments:
             self._tell(region, piece, self._take(close.start()))
             self._take(close.end())
             self._region = None
+            if region.kind == "reasoning":  # the answer begins here, for marks that ask for its beginning
+                self._drop(self._at)
             return True
         self._searched = pending
         calls, call = self._calls, None
@@ -163,7 +165,7 @@ class Segments:
                 raise NotACall(f"it has more than {_MOST_CHARS} characters")
             if end is None:
                 return False
-            found = calls_in(region, self._values(end[0]), self._tools)
+            found = calls_in(region, self._values(*end), self._tools)
         except NotACall as error:
             self._withdraw(piece, str(error))
             return True
@@ -239,11 +241,11 @@ class Segments:
         begin = region.value_begin.search(self._text, self._body_at, end)
         return begin is None or region.value_end.search(self._text, begin.end(), end) is not None
 
-    def _values(self, end: int) -> list[str]:
-        """The values of the region, each with the mark that opens it."""
+    def _values(self, end: int, close: int) -> list[str]:
+        """The values of the region, each with the mark that opens it; tagged ones also with the mark up to `close`."""
         mark = self._text[self._opened_at : self._body_at]
         if self._scan is None:
-            return [mark + self._text[self._body_at : end]]
+            return [self._text[self._opened_at : close]]  # marks may look ahead at it
         return [mark + self._text[start:stop] for start, stop in self._scan.spans if stop <= end]
 
     # --- text on its way out -----------------------------------------------------------------------------------------
@@ -273,12 +275,15 @@ class Segments:
 
     def _forget(self) -> None:
         """Drop text that is out, but for one character: marks may look back at it."""
-        cut = self._at - 1
-        if cut > 0:
-            self._text = self._text[cut:]
-            self._at -= cut
-            self._searched = max(self._searched - cut, 1)
-            self._foreign = max(self._foreign - cut, 0)
+        if self._at > 1:
+            self._drop(self._at - 1)
+
+    def _drop(self, cut: int) -> None:
+        """Drop so many characters, which are out."""
+        self._text = self._text[cut:]
+        self._at -= cut
+        self._searched = max(self._searched - cut, self._at)
+        self._foreign = max(self._foreign - cut, 0)
 
 
 def _key(match: Any) -> tuple[int, int]:
