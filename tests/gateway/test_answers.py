@@ -172,6 +172,25 @@ def test_half_a_surrogate_pair_in_a_call_of_llama(gateways: dict[str, httpx.Clie
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "\ufffd", "arguments": '{"a": "\ufffd"}'}
 
 
+@pytest.mark.parametrize("arguments", ['{"a":"\\ud83d"}', '{"a\\udc00":["\\ud83d"]}'])
+def test_a_conversation_may_have_a_call_with_half_a_surrogate_pair(
+    gateways: dict[str, httpx.Client], tokenizer: Any, arguments: str
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}, *MESSAGES]
+    found = post(gateways["hermes"], f"{CHAT}/render", {"messages": messages})["token_ids"]
+    assert "\ufffd" in tokenizer.decode(found)
+
+
+def test_a_call_in_a_conversation_that_is_nested_too_deeply_is_refused(gateways: dict[str, httpx.Client]) -> None:
+    for levels in range(100, 2_000, 60):
+        call = {"type": "function", "function": {"name": "f", "arguments": f"{'[' * levels}{']' * levels}"}}
+        messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        answer = gateways["hermes"].post(f"{CHAT}/render", json={"messages": messages})
+        assert answer.status_code in (200, 400), levels
+        assert answer.status_code == 200 or answer.json()["error"]["param"].startswith("messages")
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_demanded_call_that_is_cut_off_is_text(gateways: dict[str, httpx.Client], choice: Any) -> None:
     body = said("", tools=TOOLS, tool_choice=choice, max_tokens=5, structured_outputs=None)
