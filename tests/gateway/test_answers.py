@@ -12,8 +12,8 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.gateway.chat_templates import tokenizer_of
-from tests.support.gateway.harness import events, gateway, post
+from tests.support.gateway.chat_templates import tokenizer_with
+from tests.support.gateway.harness import events, gateway, post, refused
 from tests.support.models.families import make_checkpoint
 from tests.support.worker.harness import assert_idle, launch
 
@@ -26,7 +26,9 @@ END = "<|im_end|>"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return tokenizer_of("qwen3")
+    found = tokenizer_with("qwen3", "")
+    found.eos_token = END  # else there are two tokens that end an answer
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +195,9 @@ def test_a_call_in_a_conversation_that_is_nested_too_deeply_is_refused(gateways:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_demanded_call_that_is_cut_off_is_text(gateways: dict[str, httpx.Client], choice: Any) -> None:
-    body = said("", tools=TOOLS, tool_choice=choice, max_tokens=5, structured_outputs=None)
+    body = said("", tools=TOOLS, tool_choice=choice, max_tokens=1, structured_outputs=None)
     (found,) = answered(gateways["hermes"], body)
-    assert found["message"]["content"] and found["finish_reason"] == "length" and len(found["token_ids"]) == 5
+    assert found["message"]["content"] and found["finish_reason"] == "length" and len(found["token_ids"]) == 1
     assert list(found["missing_views"]) == ["tool_calls"]
 
 
@@ -264,7 +266,7 @@ def test_what_ends_a_completion_is_in_its_text_if_that_is_asked_for(
         ("ab", {}, "" if special else END, None),
         ("abcd", {"stop_token_ids": [letter]}, "c", letter),
         ("abcd", {"stop": ["bc"]}, "bc", "bc"),
-        ("abbcbcd", {"stop": "bc", "min_tokens": 2}, "bc", "bc", "bc"),
+        ("abbcbcd", {"stop": "bc", "min_tokens": 2}, "bc", "bc"),
     ):
         body = {**fields, **more, "structured_outputs": {"choice": [text]}, "include_stop_str_in_output": keep}
         wanted = text.partition("bc" if "stop" in more else "c")[0] + (shown if keep else "")
@@ -316,3 +318,52 @@ def test_an_answer_over_sglang_is_the_last_event_of_its_stream(gateways: dict[st
         answer["meta_info"].pop("e2e_latency")
         answer["meta_info"].pop("id")
     assert last == whole
+
+
+BAD = "("  # no regular expression
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        (TEXT, {"prompt": "x", "structured_outputs": {"regex": BAD}}, "structured_outputs.regex"),
+        (TEXT, {"prompt": "x", "structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice.1"),
+        (TEXT, {"prompt": "x", "structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        (TEXT, {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
+        (TEXT, {"prompt": "x", "allowed_token_ids": [1 << 30]}, "allowed_token_ids"),
+        (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop.1"),
+        (TEXT, {"prompt": 5}, "prompt"),
+        (TEXT, {"prompt": [1, "x"]}, "prompt"),
+        (TEXT, {"prompt": [1 << 30]}, "prompt"),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"name": "x",
+         "schema": {"type": "wrong"}}}}, "response_format.json_schema.schema"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "required", "tools": [{"type": "function", "function": {
+         "name": "f", "parameters": {"type": "wrong"}}}]}, "tools"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "maybe", "tools": TOOLS}, "tool_choice"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+        (CHAT, {"messages": MESSAGES, "temperature": -1}, "temperature"),
+        (SGLANG, {"text": 5}, "text"),
+        (SGLANG, {"text": "x", "sampling_params": 5}, "sampling_params"),
+        (SGLANG, {"text": "x", "sampling_params": {"regex": BAD}}, "sampling_params.regex"),
+        (SGLANG, {"text": "x", "sampling_params": {"ebnf": BAD}}, "sampling_params.ebnf"),
+        (SGLANG, {"text": "x", "sampling_params": {"stop": [""]}}, "sampling_params.stop.0"),
+        (SGLANG, {"text": "x", "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
+        (SGLANG, {"text": "x", "sampling_params": {"max_new_tokens": 1, "min_new_tokens": 2}},
+         "sampling_params.min_new_tokens"),
+        (SGLANG, {"input_ids": [1 << 30]}, "input_ids"),
+        ("/inference/v1/generate", {"token_ids": [1 << 30]}, "token_ids"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": BAD}}},
+         "sampling_params.structured_outputs.regex"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_names_the_field_of_the_request(
+    gateways: dict[str, httpx.Client], path: str, fields: dict[str, Any], field: str, stream: bool
+) -> None:
+    assert refused(gateways["hermes"], path, {"stream": stream, **fields}) == field
+
+
+def test_a_score_over_sglang_has_the_version_that_made_it(gateways: dict[str, httpx.Client]) -> None:
+    body = {"text": "hello", "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+    assert post(gateways["hermes"], SGLANG, body)["meta_info"]["weight_version"] == "0"
