@@ -59,7 +59,9 @@ class Segments:
         self._said = False  # there is content
         self._reasoned = False
         self._after_call = False
+        self._arrived = False  # text of the model, not of the prompt alone
         self._advance(Piece(), last=False)
+        self._arrived = True
         self._foreign, self._space = len(self._text), ""
 
     @property
@@ -104,7 +106,8 @@ class Segments:
         found: tuple[Region, Any] | None = None
         pending = len(self._text)
         for region in self.regions:
-            if region.once and (self._reasoned or self._said):
+            # Templates write empty reasoning before a message that begins with open reasoning.
+            if region.once and (self._said or (self._reasoned and self._arrived)):
                 continue
             match, place = region.open.find(self._text, self._at, last)
             pending = min(pending, place)
