@@ -49,12 +49,13 @@ class Body(BaseModel):
         try:
             return cls.model_validate(kept)
         except ValidationError as error:
-            raise _first_error(error, place) from None
+            raise _first_error(error, kept, place) from None
 
 
-def _first_error(error: ValidationError, place: str) -> HttpError:
+def _first_error(error: ValidationError, fields: dict[str, Any], place: str) -> HttpError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field = place + ".".join(f"{part!s:.80}" for part in first["loc"])
+    path = first["loc"] if first["type"] == "missing" else _within(fields, first["loc"])
+    field = place + ".".join(f"{part!s:.80}" for part in path)
     match first["type"]:
         case "missing":
             return bad_request(f"the field {field!r} is missing; add it", field)
@@ -63,6 +64,18 @@ def _first_error(error: ValidationError, place: str) -> HttpError:
         case "value_error":
             return bad_request(f"change {field!r}: {first['msg'].removeprefix('Value error, ')}", field)
     return bad_request(f"change {field!r}: {first['msg']}", field)
+
+
+def _within(value: Any, path: tuple[int | str, ...]) -> list[int | str]:
+    """The parts of a path that are in the value. The others name the types of which pydantic has tried each."""
+    found = []
+    for part in path:
+        try:
+            value = value[part]
+        except (LookupError, TypeError):
+            continue
+        found.append(part)
+    return found
 
 
 async def read_bytes(request: Request, most: int, within_s: float) -> bytes:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
 from rollout.gateway.answers import merged
+from rollout.gateway.errors import Names, from_worker
 from rollout.gateway.gateway import Gateway, fault
 from rollout.gateway.workers import ChunkStream, TokenRequest
 from trainer_bridge.client.results import Chunk, GenerateResult
+from trainer_bridge.wire.errors import RolloutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +31,15 @@ class Call:
     id: str
     requests: list[TokenRequest]  # one for each prompt
     session: str | None
+    #: The client's fields by the workers' names for them, for errors.
+    names: Names
     #: Of streams that have ended, by the place of their prompt.
     results: dict[int, GenerateResult] = field(default_factory=dict)
 
     async def whole(self) -> list[GenerateResult]:
-        """The results, prompt by prompt. Raises `RolloutError`, and `HttpError` if faults have ended all."""
-        results = await self.gateway.workers.generate_all(self.id, self.requests, self.session)
+        """The results, prompt by prompt. Raises `HttpError`, also if faults have ended all."""
+        with self._named_errors():
+            results = await self.gateway.workers.generate_all(self.id, self.requests, self.session)
         faults = [fault(completion) for result in results for completion in result.completions]
         if faults[0] is not None and all(faults):
             raise faults[0]
@@ -49,12 +54,22 @@ class Call:
 
     async def _stream(self, place: int, least_every: int) -> AsyncGenerator[StreamedChunk, None]:
         every = max(least_every, self.gateway.settings.stream_every)
-        async with self.gateway.workers.stream(self.id, self.requests[place], every, self.session) as stream:
-            while chunks := await stream.arrived():
-                for chunk in chunks:
-                    failed = fault(chunk.part)
-                    if failed is not None and sum(request.n for request in self.requests) == 1:
-                        raise failed
-                    yield StreamedChunk(place, chunk, stream)
-            assert stream.result is not None
-            self.results[place] = stream.result
+        request = self.requests[place]
+        with self._named_errors():
+            async with self.gateway.workers.stream(self.id, request, every, self.session) as stream:
+                while chunks := await stream.arrived():
+                    for chunk in chunks:
+                        failed = fault(chunk.part)
+                        if failed is not None and sum(request.n for request in self.requests) == 1:
+                            raise failed
+                        yield StreamedChunk(place, chunk, stream)
+                assert stream.result is not None
+                self.results[place] = stream.result
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Workers' errors as `HttpError` with the client's name of the field."""
+        try:
+            yield
+        except RolloutError as error:
+            raise from_worker(error, self.names) from error

@@ -82,6 +82,13 @@ class ChatBody(OpenAiBody):
             options["add_generation_prompt"] = self.add_generation_prompt
         return Rendering(self.tools or None, options, self.chat_template, self.add_special_tokens)
 
+    def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
+        """As for `SamplingBody`."""
+        names = super().worker_names(prompt, place)
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names if self.demand is None else names | {"constraint": "tools", "constraint.json_schema": "tools"}
+
     def tool_constraint(self) -> dict[str, Any] | None:
         """The constraint of a `tool_choice` that demands a call: the arguments of the function, or a list of calls."""
         if self.tool_choice in (None, "none", "auto"):
@@ -207,7 +214,9 @@ class Chat:
                 fields["constraint"] = fields["constraint"] | {"after": after}
         fields |= {"return_text": gateway.text.from_worker(body, cut.shown), "logprobs": body.top_logprobs}
         prompt = TokenRequest(chat.token_ids, fields, body.n, media=chat.media)
-        call = Call(gateway, new_id("chatcmpl-", request, body.request_id), [prompt], session)
+        call = Call(
+            gateway, new_id("chatcmpl-", request, body.request_id), [prompt], session, body.worker_names("messages")
+        )
 
         def views() -> Views:
             pieces = gateway.text.pieces(body, body.include_stop_str_in_output, cut.shown)

@@ -70,7 +70,7 @@ class Completions:
         ]
         echoed = [await gateway.text.decode(prompt) if body.echo else "" for prompt in prompts]
         requests = [TokenRequest(prompt, fields, body.n) for prompt in prompts]
-        call = Call(gateway, new_id("cmpl-", request, body.request_id), requests, session)
+        call = Call(gateway, new_id("cmpl-", request, body.request_id), requests, session, body.worker_names("prompt"))
         answer = _Answer(call, body, echoed)
         if body.stream:
             return EventStream(answer.events(), gateway.settings.send_s)

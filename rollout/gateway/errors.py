@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import to_json
@@ -38,9 +39,9 @@ _STATUS = {
     "protocol_error": (502, "BadGatewayError"),
     "timeout": (504, "GatewayTimeoutError"),
 }
-#: Where a worker's field has another name in HTTP requests.
-_PREFIXES = ("sampling.", "stop.")
-_NAMES = {"strings": "stop", "token_ids": "stop_token_ids"}
+#: Fields of HTTP requests by the worker's names for them. What follows a name stays: `stop.strings.0` is `stop.0`.
+Names = Mapping[str, str]
+_NAMES: Names = {"sampling": "", "stop": "", "stop.strings": "stop", "stop.token_ids": "stop_token_ids"}
 
 
 class HttpError(Exception):
@@ -79,16 +80,18 @@ def bad_request(message: str, param: str | None = None) -> HttpError:
     return HttpError(400, message, param)
 
 
-def from_worker(error: RolloutError) -> HttpError:
+def from_worker(error: RolloutError, names: Names = _NAMES) -> HttpError:
     """The answer to a worker's error."""
     status, kind = _STATUS.get(error.code, (500, "InternalServerError"))
-    message = str(error)
+    message, param = str(error), _param(error.field, names)
+    if param is not None:
+        message = message.replace(repr(error.field), repr(param))
     if error.code == "too_long":  # clients find this error by its first words
         message = f"this model's maximum context length is exceeded: {message}"
     retry_s = error.retry_after_s
     if retry_s is None and status in (429, 503):
         retry_s = 1.0
-    return HttpError(status, message, _param(error.field), kind=kind, retry_s=retry_s)
+    return HttpError(status, message, param, kind=kind, retry_s=retry_s)
 
 
 def _kind(status: int) -> str:
@@ -98,14 +101,15 @@ def _kind(status: int) -> str:
     return kinds.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
 
 
-def _param(field: str | None) -> str | None:
-    """The field of a worker's error under its HTTP name."""
+def _param(field: str | None, names: Names) -> str | None:
+    """The field of a worker's error under its HTTP name: that of its longest part that has one."""
     if field is None:
         return None
-    for prefix in _PREFIXES:
-        if field.startswith(prefix):
-            name, dot, rest = field.removeprefix(prefix).partition(".")
-            return _NAMES.get(name, name) + dot + rest
+    parts = field.split(".")
+    for count in range(len(parts), 0, -1):
+        known = names.get(".".join(parts[:count]))
+        if known is not None:
+            return ".".join([known, *parts[count:]]).strip(".")
     return field
 
 

@@ -136,7 +136,9 @@ class Generate:
         request_with_media = TokenRequest(
             body.token_ids, fields, params.n, media=await asyncio.to_thread(media_of, body.media)
         )
-        call = Call(gateway, request_id, [request_with_media], session)
+        call = Call(
+            gateway, request_id, [request_with_media], session, params.worker_names("token_ids", "sampling_params.")
+        )
         if body.stream:
             return EventStream(self._events(call, body, params), gateway.settings.send_s)
         (result,) = await call.whole()

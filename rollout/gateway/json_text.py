@@ -43,13 +43,13 @@ def _encoded(value: Any) -> str:
     try:
         return to_json(value, inf_nan_mode="null").decode()
     except (PydanticSerializationError, UnicodeEncodeError):
-        return to_json(_whole(value), inf_nan_mode="null").decode()
+        return to_json(whole(value), inf_nan_mode="null").decode()
 
 
-def _whole(value: Any) -> Any:
-    """The value with texts that can be encoded."""
+def whole(value: Any) -> Any:
+    """The value with texts that can be encoded. Raises RecursionError for one that is nested too deeply."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
-        return {_whole(name): _whole(item) for name, item in value.items()}
-    return [_whole(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {whole(name): whole(item) for name, item in value.items()}
+    return [whole(item) for item in value] if isinstance(value, (list, tuple)) else value

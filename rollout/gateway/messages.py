@@ -17,7 +17,7 @@ from typing import Any
 from rollout.gateway.errors import bad_request
 from rollout.gateway.formats.chat_turns import ChatTurns
 from rollout.gateway.gateway import Gateway
-from rollout.gateway.json_text import json_text
+from rollout.gateway.json_text import json_text, whole
 from rollout.gateway.sampling import MAX_TOKEN_ID
 from rollout.gateway.text import Text, shown_text
 from rollout.service.text.codec import TextCodec
@@ -205,7 +205,7 @@ def _call(call: Any, field: str, as_text: bool) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            decoded = json.loads(arguments or "{}")
+            decoded = whole(json.loads(arguments or "{}"))
         except (ValueError, RecursionError):
             raise bad_request("'arguments' is JSON text", f"{field}.function.arguments") from None
         arguments = arguments if as_text else decoded

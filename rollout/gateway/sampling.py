@@ -165,6 +165,17 @@ class SamplingBody(Body):
             fields["prompt_top_logprobs"] = self.prompt_logprobs
         return fields
 
+    def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
+        """The fields of a request by the worker's names for them, for errors. `prompt`: what has the prompt."""
+        within, tokens = place.removesuffix("."), f"{place}allowed_token_ids"
+        names = {"prompt": prompt, "sampling": within, "stop": within, "max_tokens": f"{place}max_tokens"}
+        names |= {"stop.strings": f"{place}stop", "stop.token_ids": f"{place}stop_token_ids"}
+        if self.allowed_token_ids is not None:
+            return names | {"constraint": tokens, "constraint.token_ids": tokens}
+        kinds = {"json_schema": "json", "regex": "regex", "choices": "choice", "grammar": "grammar"}
+        given = {f"constraint.{kind}": f"{place}structured_outputs.{name}" for kind, name in kinds.items()}
+        return names | {"constraint": f"{place}structured_outputs"} | given
+
     def response_constraint(self, place: str) -> dict[str, Any] | None:
         """The constraint of a `response_format`; endpoints that have this field say so."""
         return None
@@ -228,6 +239,13 @@ class OpenAiBody(SamplingBody):
     return_weight_versions: bool = False
     add_special_tokens: bool = True
     response_format: dict[str, Any] | None = None
+
+    def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
+        """As for `SamplingBody`."""
+        names = super().worker_names(prompt, place)
+        if self.response_format is not None:
+            names |= {"constraint": "response_format", "constraint.json_schema": "response_format.json_schema.schema"}
+        return names
 
     def response_constraint(self, place: str) -> dict[str, Any] | None:
         """The constraint of `response_format`."""

@@ -61,6 +61,23 @@ class SglangParams(SamplingBody):
             raise bad_request("send one of json_schema, regex and ebnf", place + next(iter(given)))
         return given or None
 
+    def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
+        """As for `SamplingBody`."""
+        names = super().worker_names(prompt, place)
+        names |= {
+            ours: place + theirs
+            for ours, theirs in (
+                ("sampling.seed", "sampling_seed"),
+                ("max_tokens", "max_new_tokens"),
+                ("stop.min_tokens", "min_new_tokens"),
+            )
+            if getattr(self, theirs)
+        }
+        if self.response_constraint(place) is not None:
+            names |= {f"constraint.{kind}": place + kind for kind in ("json_schema", "regex")}
+            names["constraint.grammar"] = f"{place}ebnf"
+        return names
+
     def worker_fields(self, place: str = "") -> dict[str, Any]:
         """The arguments of `generate`."""
         fields = super().worker_fields(place)
@@ -169,7 +186,8 @@ class SglangGenerate:
             shown = {"return_text": gateway.text.from_worker(each)}
             requests.append(TokenRequest(ids, each.worker_fields("sampling_params.") | common | shown, each.n))
         rid = body.rid if isinstance(body.rid, str) else None
-        answer = _Answer(Call(gateway, new_id("", request, rid), requests, found or session), body, params)
+        names = params[0].worker_names("text" if body.input_ids is None else "input_ids", "sampling_params.")
+        answer = _Answer(Call(gateway, new_id("", request, rid), requests, found or session, names), body, params)
         if body.stream:
             return EventStream(answer.events(), gateway.settings.send_s)
         answers = await answer.whole()
@@ -231,13 +249,17 @@ class _Answer:
         """The answer for one completion; `result` is that of its request, None while this goes on."""
         request, params = self._call.requests[place], self._params[place]
         several = len(self._call.requests) > 1 or params.n > 1
+        # Without tokens it is the version that has scored the prompt.
+        version = None if result is None else result.prompt_version
+        if completion.versions:
+            version = completion.versions[-1][0]
         meta: dict[str, Any] = {
             "id": f"{self._call.id}-{place}-{completion.index}" if several else self._call.id,
             "finish_reason": _finish(completion, params),
             "prompt_tokens": len(request.prompt),
             "completion_tokens": len(completion),
             "cached_tokens": 0 if result is None else result.cached_tokens,
-            "weight_version": str(completion.versions[-1][0]) if completion.versions else None,
+            "weight_version": None if version is None else str(version),
             "weight_versions": [list(run) for run in completion.versions],
             **views.facts(completion),
         }

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.gateway.chat_templates import tokenizer_of
-from tests.support.gateway.harness import events, gateway, post
+from tests.support.gateway.chat_templates import tokenizer_with
+from tests.support.gateway.harness import events, gateway, post, refused
 from tests.support.models.families import make_checkpoint
 from tests.support.worker.harness import assert_idle, launch
 
@@ -26,9 +26,9 @@ END = "<|im_end|>"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = tokenizer_of("qwen3")
-    tokenizer.eos_token = END
-    return tokenizer
+    found = tokenizer_with("qwen3", "")
+    found.eos_token = END  # else there are two tokens that end an answer
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +182,25 @@ def test_half_a_surrogate_pair_in_a_call_of_llama(gateways: dict[str, httpx.Clie
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "\ufffd", "arguments": '{"a": "\ufffd"}'}
 
 
+@pytest.mark.parametrize("arguments", ['{"a":"\\ud83d"}', '{"a\\udc00":["\\ud83d"]}'])
+def test_a_conversation_may_have_a_call_with_half_a_surrogate_pair(
+    gateways: dict[str, httpx.Client], tokenizer: Any, arguments: str
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}, *MESSAGES]
+    found = post(gateways["hermes"], f"{CHAT}/render", {"messages": messages})["token_ids"]
+    assert "\ufffd" in tokenizer.decode(found)
+
+
+def test_a_call_in_a_conversation_that_is_nested_too_deeply_is_refused(gateways: dict[str, httpx.Client]) -> None:
+    for levels in range(100, 2_000, 60):
+        call = {"type": "function", "function": {"name": "f", "arguments": f"{'[' * levels}{']' * levels}"}}
+        messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        answer = gateways["hermes"].post(f"{CHAT}/render", json={"messages": messages})
+        assert answer.status_code in (200, 400), levels
+        assert answer.status_code == 200 or answer.json()["error"]["param"].startswith("messages")
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_demanded_call_that_is_cut_off_is_text(gateways: dict[str, httpx.Client], choice: Any) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", "minLength": 200}}, "required": ["a"]}
@@ -209,7 +228,7 @@ def test_arguments_of_a_demanded_call_may_be_nested_deeply(gateways: dict[str, h
         top_logprobs=0,
     )
     (found,) = answered(gateways["hermes"], body | {"logit_bias": {str(opening): 100.0}})
-    assert found["finish_reason"] == "length" and len(found["token_ids"]) == 1_500
+    assert found["finish_reason"] == "length" and len(found["token_ids"]) == 5_500
     assert found["message"]["content"].count("[") > 1_000
 
 
@@ -388,3 +407,52 @@ def test_an_answer_over_sglang_is_the_last_event_of_its_stream(gateways: dict[st
         answer["meta_info"].pop("e2e_latency")
         answer["meta_info"].pop("id")
     assert last == whole
+
+
+BAD = "("  # no regular expression
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        (TEXT, {"prompt": "x", "structured_outputs": {"regex": BAD}}, "structured_outputs.regex"),
+        (TEXT, {"prompt": "x", "structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice.1"),
+        (TEXT, {"prompt": "x", "structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        (TEXT, {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
+        (TEXT, {"prompt": "x", "allowed_token_ids": [1 << 30]}, "allowed_token_ids"),
+        (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop.1"),
+        (TEXT, {"prompt": 5}, "prompt"),
+        (TEXT, {"prompt": [1, "x"]}, "prompt"),
+        (TEXT, {"prompt": [1 << 30]}, "prompt"),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"name": "x",
+         "schema": {"type": "wrong"}}}}, "response_format.json_schema.schema"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "required", "tools": [{"type": "function", "function": {
+         "name": "f", "parameters": {"type": "wrong"}}}]}, "tools"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "maybe", "tools": TOOLS}, "tool_choice"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+        (CHAT, {"messages": MESSAGES, "temperature": -1}, "temperature"),
+        (SGLANG, {"text": 5}, "text"),
+        (SGLANG, {"text": "x", "sampling_params": 5}, "sampling_params"),
+        (SGLANG, {"text": "x", "sampling_params": {"regex": BAD}}, "sampling_params.regex"),
+        (SGLANG, {"text": "x", "sampling_params": {"ebnf": BAD}}, "sampling_params.ebnf"),
+        (SGLANG, {"text": "x", "sampling_params": {"stop": [""]}}, "sampling_params.stop.0"),
+        (SGLANG, {"text": "x", "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
+        (SGLANG, {"text": "x", "sampling_params": {"max_new_tokens": 1, "min_new_tokens": 2}},
+         "sampling_params.min_new_tokens"),
+        (SGLANG, {"input_ids": [1 << 30]}, "input_ids"),
+        ("/inference/v1/generate", {"token_ids": [1 << 30]}, "token_ids"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": BAD}}},
+         "sampling_params.structured_outputs.regex"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_names_the_field_of_the_request(
+    gateways: dict[str, httpx.Client], path: str, fields: dict[str, Any], field: str, stream: bool
+) -> None:
+    assert refused(gateways["hermes"], path, {"stream": stream, **fields}) == field
+
+
+def test_a_score_over_sglang_has_the_version_that_made_it(gateways: dict[str, httpx.Client]) -> None:
+    body = {"text": "hello", "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+    assert post(gateways["hermes"], SGLANG, body)["meta_info"]["weight_version"] == "0"

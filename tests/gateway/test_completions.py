@@ -157,7 +157,7 @@ def test_constraints(client: httpx.Client) -> None:
     [
         ({"promt": "17:"}, "promt"),
         ({"best_of": 3}, "best_of"),
-        ({"prompt": 17}, "prompt.str"),
+        ({"prompt": 17}, "prompt"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),

@@ -59,9 +59,10 @@ class Segments:
         self._said = False  # there is content
         self._reasoned = False
         self._after_call = False
-        self._answering = False  # the text is the prompt's
+        self._arrived = False  # text of the model, not of the prompt alone
         self._advance(Piece(), last=False)
-        self._foreign, self._space, self._answering = len(self._text), "", True
+        self._arrived = True
+        self._foreign, self._space = len(self._text), ""
 
     @property
     def inside(self) -> bool:
@@ -105,8 +106,8 @@ class Segments:
         found: tuple[Region, Any] | None = None
         pending = len(self._text)
         for region in self.regions:
-            # In the prompt thoughts may open again: some templates write empty ones before a message that opens them.
-            if region.once and (self._said or (self._reasoned and self._answering)):
+            # Templates write empty reasoning before a message that begins with open reasoning.
+            if region.once and (self._said or (self._reasoned and self._arrived)):
                 continue
             match, place = region.open.find(self._text, self._at, last)
             pending = min(pending, place)
@@ -143,6 +144,8 @@ class Segments:
             self._tell(region, piece, self._take(close.start()))
             self._take(close.end())
             self._region = None
+            if region.kind == "reasoning":  # the answer begins here, for marks that ask for its beginning
+                self._drop(self._at)
             return True
         self._searched = pending
         calls, call = self._calls, None
@@ -165,7 +168,7 @@ class Segments:
                 raise NotACall(f"it has more than {_MOST_CHARS} characters")
             if end is None:
                 return False
-            found = calls_in(region, self._values(end[0]), self._tools)
+            found = calls_in(region, self._values(*end), self._tools)
         except NotACall as error:
             self._withdraw(piece, str(error))
             return True
@@ -241,11 +244,11 @@ class Segments:
         begin = region.value_begin.search(self._text, self._body_at, end)
         return begin is None or region.value_end.search(self._text, begin.end(), end) is not None
 
-    def _values(self, end: int) -> list[str]:
-        """The values of the region, each with the mark that opens it."""
+    def _values(self, end: int, close: int) -> list[str]:
+        """The values of the region, each with the mark that opens it; tagged ones also with the mark up to `close`."""
         mark = self._text[self._opened_at : self._body_at]
         if self._scan is None:
-            return [mark + self._text[self._body_at : end]]
+            return [self._text[self._opened_at : close]]  # marks may look ahead at it
         return [mark + self._text[start:stop] for start, stop in self._scan.spans if stop <= end]
 
     # --- text on its way out -----------------------------------------------------------------------------------------
@@ -275,12 +278,15 @@ class Segments:
 
     def _forget(self) -> None:
         """Drop text that is out, but for one character: marks may look back at it."""
-        cut = self._at - 1
-        if cut > 0:
-            self._text = self._text[cut:]
-            self._at -= cut
-            self._searched = max(self._searched - cut, 1)
-            self._foreign = max(self._foreign - cut, 0)
+        if self._at > 1:
+            self._drop(self._at - 1)
+
+    def _drop(self, cut: int) -> None:
+        """Drop so many characters, which are out."""
+        self._text = self._text[cut:]
+        self._at -= cut
+        self._searched = max(self._searched - cut, self._at)
+        self._foreign = max(self._foreign - cut, 0)
 
 
 def _key(match: Any) -> tuple[int, int]:

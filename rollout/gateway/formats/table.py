@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-Template = Mapping[str, Any]
+Template = dict[str, Any]
 
 #: The name of the format that a tokenizer brings itself.
 OWN = "template"
@@ -23,6 +23,25 @@ OWN = "template"
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _CALL_WITH_ID = _CALL | {"id": "{id}"}
 _WHOLE_CALL = {"type": "function", "function": "{content}"}  # a map with name and arguments, or a list of these
+
+
+def _bounded(fields: Mapping[str, Template]) -> Mapping[str, Template]:
+    """The fields with marks that have at most 64 characters of white space in a row.
+
+    A model may write nothing else. If all of it could be the beginning of a mark, each token would cost more time.
+    """
+    patterns = ("open_pattern", "close_pattern")
+    return MappingProxyType(
+        {
+            name: field
+            | {
+                key: field[key].replace(r"\s*", r"\s{0,64}").replace(r"\s+", r"\s{1,64}")
+                for key in patterns
+                if key in field
+            }
+            for name, field in fields.items()
+        }
+    )
 
 
 def _calls(**field: Any) -> dict[str, Any]:
@@ -34,24 +53,25 @@ def _tagged_values(pattern: str) -> dict[str, Any]:
     return {"content": "xml-inline", "content_args": {"tag_pattern": pattern}}
 
 
-_QWEN3_CODER = _calls(
-    open_pattern=r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-    close="</tool_call>",
+_QWEN3_CODER = _calls(  # models leave out the first mark; a block may have several functions
+    open_pattern=r"(?:<tool_call>)?\s*<function=(?P<name>[^>\n]+)>",
+    close_pattern=r"</function>(?:\s*</tool_call>)?|</tool_call>",
     **_tagged_values(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
 )
 _DEEPSEEK = {
     "close_pattern": r"\s*(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
     "content": "json",
 }
+_HARMONY_TYPE = r"\s*(?:(?:<\|constrain\|>)?\s*\w{1,64})?\s*"  # of a message's content, such as `<|constrain|>json`
 _HARMONY_CALL = (
     r"(?:<\|start\|>assistant)?\s*"
     r"(?:to=(?:functions\.)?(?P<name>[^\s<]+)\s*<\|channel\|>\s*(?:commentary|analysis)"
     r"|<\|channel\|>\s*(?:commentary|analysis)\s+to=(?:functions\.)?(?P<name>[^\s<]+))"
-    r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+    rf"{_HARMONY_TYPE}<\|message\|>"
 )
 
 #: Formats of tool calls, as the field `tool_calls` of a response template. `auto` takes the first that fits.
-TOOL_CALLS: Mapping[str, Template] = MappingProxyType(
+TOOL_CALLS: Mapping[str, Template] = _bounded(
     {
         # Qwen2.5, Qwen3, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
         "hermes": _calls(open="<tool_call>", close="</tool_call>", content="json", transform=_WHOLE_CALL),
@@ -140,21 +160,26 @@ REASONING: Mapping[str, Mapping[str, Template]] = MappingProxyType(
         # Magistral and later Mistral models
         "mistral": {"reasoning_content": {"open": "[THINK]", "close": "[/THINK]"}},
         # gpt-oss: messages on channels
-        "gpt_oss": {
-            "reasoning_content": {
-                "open_pattern": r"(?:<\|start\|>assistant)?\s*<\|channel\|>\s*analysis\s*<\|message\|>",
-                "close_pattern": r"<\|end\|>|(?=<\|start\|>)",
-                "repeats": True,
-                "join": "",
-            },
-            "content": {
-                "open_pattern": r"(?:<\|start\|>assistant)?\s*<\|channel\|>\s*(?:final|commentary)\s*"
-                r"(?:<\|constrain\|>\s*\w+\s*)?<\|message\|>",
-                "close_pattern": r"<\|return\|>|<\|end\|>|(?=<\|start\|>)",
-                "repeats": True,
-                "join": "",
-            },
-        },
+        "gpt_oss": _bounded(
+            {
+                "reasoning_content": {
+                    "open_pattern": r"(?:<\|start\|>assistant)?\s*<\|channel\|>\s*analysis"
+                    + _HARMONY_TYPE
+                    + r"<\|message\|>",
+                    "close_pattern": r"<\|end\|>|(?=<\|start\|>)",
+                    "repeats": True,
+                    "join": "",
+                },
+                "content": {
+                    "open_pattern": r"(?:<\|start\|>assistant)?\s*<\|channel\|>\s*(?:final|commentary)"
+                    + _HARMONY_TYPE
+                    + r"<\|message\|>",
+                    "close_pattern": r"<\|return\|>|<\|end\|>|(?=<\|start\|>)",
+                    "repeats": True,
+                    "join": "",
+                },
+            }
+        ),
         # Gemma 4
         "gemma4": {"reasoning_content": {"open_pattern": r"<\|channel>thought\n?", "close": "<channel|>"}},
     }

@@ -148,6 +148,17 @@ def test_reasoning_that_the_prompt_opens_or_closes(family: str, text: Text) -> N
         assert (answer.reasoning, answer.content) == (("It rains.", "") if thinks else ("", "It rains."))
 
 
+@pytest.mark.parametrize("family", list(families_with("reasoning")), indirect=True)
+def test_a_message_that_goes_on_within_its_reasoning(family: str, text: Text) -> None:
+    formats = text.formats("auto", "auto")
+    if formats.reasoning != "think" or family == "deepseek-v3.1":
+        pytest.skip("its template has no header, channels, or the end of reasoning before the message")
+    message = {"role": "assistant", "content": "<think>I see"}
+    begun = text.turns(None).begun(rendered(text, [QUESTION, message], continue_final_message=True))
+    answer = cut(formats.cuts[True].regions, " that</think>so", begun, ways=3)
+    assert (answer.reasoning, answer.content) == (" that", "so")
+
+
 def turns_of(text: Text, family: str, calls: bool) -> list[dict[str, Any]]:
     """Messages after the question: an answer, and what follows it."""
     if not calls:

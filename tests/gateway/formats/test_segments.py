@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.gateway.cuts import Answer, cut, format_of
+from tests.support.gateway.cuts import Answer, cut, format_of, in_pieces
 
 HERMES = format_of("hermes", "think")
 TIME, DATE = {"name": "time", "arguments": {}}, {"name": "date", "arguments": {}}
@@ -133,6 +133,22 @@ def test_an_answer_that_consists_of_calls(text: str, content: str, calls: list[A
     assert (answer.content, decoded(answer)) == (content, calls)
 
 
+@pytest.mark.parametrize("name", ["llama3", "pythonic"])
+@pytest.mark.parametrize(("begun", "thoughts"), [("", "<think>hm</think>"), ("<think>\n", "hm</think>"), ("", "")])
+@pytest.mark.parametrize("space", ["", "\n\n"])
+def test_an_answer_that_consists_of_calls_begins_behind_its_reasoning(
+    name: str, begun: str, thoughts: str, space: str
+) -> None:
+    call = {"llama3": '{"name": "time", "parameters": {}}', "pythonic": "[time()]"}[name]
+    regions = format_of(name, "think")
+    answer = cut(regions, f"{thoughts}{space}{call}", begun)
+    assert (answer.reasoning, answer.content, decoded(answer)) == ("hm" if thoughts else "", "", [TIME])
+    closed = cut(regions, call, f"<think>\n\n</think>{space}")
+    assert (closed.reasoning, closed.content, decoded(closed)) == ("", "", [TIME])
+    later = cut(regions, f"{thoughts}I say {call}", begun)
+    assert (later.content, later.calls) == (f"I say {call}", ())
+
+
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [
@@ -169,6 +185,26 @@ def test_a_tagged_call_that_is_not_whole_stays_text(text: str) -> None:
     assert (answer.content, answer.calls) == (text, ())
 
 
+def test_functions_of_one_block_are_calls_of_their_own() -> None:
+    """Models also leave out the mark before the first one."""
+    parts = [f"<function=f>\n<parameter=count>\n{count}\n</parameter>\n</function>\n" for count in (1, 2)]
+    calls = [{"name": "f", "arguments": {"count": count}} for count in (1, 2)]
+    for opening in ("<tool_call>\n", ""):
+        answer = cut(format_of("qwen3_coder"), f"{opening}{''.join(parts)}</tool_call>", tools=TOOLS)
+        assert (answer.content, decoded(answer)) == ("", calls)
+    said = "<parameter=text>\n</function>\n</parameter>\n"
+    answer = cut(format_of("qwen3_coder"), f"<tool_call>\n<function=f>\n{said}</tool_call>", tools=TOOLS)
+    assert decoded(answer) == [{"name": "f", "arguments": {"text": "</function>"}}]
+
+
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_a_call_without_arguments_in_tags(space: str) -> None:
+    calls = f"<tool_call>time{space}</tool_call>\n<tool_call>date{space}</tool_call>"
+    assert decoded(cut(format_of("glm45", "think"), calls)) == [TIME, DATE]
+    answer = cut(format_of("glm45", "think"), f"<tool_call>time{space}")
+    assert (answer.content, answer.calls) == (f"<tool_call>time{space}", ())
+
+
 @pytest.mark.parametrize(
     "tools", [[{"function": {"name": "f", "parameters": {"properties": {"a": {"anyOf": 5}}}}}], [{}]]
 )
@@ -184,6 +220,10 @@ def test_a_schema_that_is_none_fails_no_answer(tools: list[Any]) -> None:
         ("", "<think>\nhm, </thin\n</think>\n\n42", "\nhm, </thin\n", "\n\n42"),
         ("<think>\n", "hm</think>42", "hm", "42"),
         ("<think>I see", " that</think>so", " that", "so"),
+        ("<think>\n\n</think>\n\n<think>I see", " that</think>so", " that", "so"),
+        ("<think>\n\n</think>\n\n<think>I</think>s", "o<think>", "", "o<think>"),
+        ("<think>\n\n</think>\n\n", "<think>I</think>", "", "<think>I</think>"),
+        ("<think>\n\n</think>\n\nThe tag <think>", " is</think>", "", " is</think>"),
         ("<think>\n\n</think>\n\n", "42<think>", "", "42<think>"),
         ("<think>\n\n</think>\n\n", "<think>42</think>", "", "<think>42</think>"),
         ("<think>\n\n</think>\n\n<think>I see", " that</think>so", " that", "so"),
@@ -240,6 +280,10 @@ def test_reasoning_that_names_a_mark_stays_reasoning() -> None:
         ("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.date<|channel|>commentary "
          "json<|message|>{}", "", "I look.", [DATE]),
         ("<|channel|>analysis<|message|>cut", "cut", "", []),
+        ("<|channel|>analysis text<|message|>hm<|end|><|start|>assistant<|channel|>final text<|message|>42", "hm", "42",
+         []),
+        ("<|channel|>commentary to=functions.time code<|message|>{}<|call|>", "", "", [TIME]),
+        ("<|channel|>commentary to=functions.time <|constrain|>JSON<|message|>{}<|call|>", "", "", [TIME]),
         ("<|channel|>final<|message|>cut <|en", "", "cut <|en", []),
         ("no channel", "", "no channel", []),
         ("<|channel|>commentary to=functions.time<|message|>{broken", "",
@@ -275,3 +319,30 @@ def test_text_that_repeats_the_beginning_of_a_call_is_cut_in_time_and_stays(name
     text = unit * (20_000 // len(unit))  # what is quadratic takes minutes
     answer = cut(format_of(name, "think" if name != "gpt_oss" else None), text, ways=1)
     assert (answer.content, answer.calls) == (text, ())
+
+
+#: The beginning of an answer, by format, behind which white space may be the beginning of a mark.
+BEFORE_SPACE = [
+    ("pythonic", ""),
+    ("llama3", ""),
+    ("qwen3_coder", "<tool_call>"),
+    ("glm45", "<tool_call>f"),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key>"),
+    ("mistral", "[TOOL_CALLS]f"),
+    ("mistral_json", "[TOOL_CALLS]"),
+    ("deepseek_v3", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": '),
+    ("deepseek_v31", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": '),
+    ("kimi_k2", "<|tool_call_begin|>"),
+    ("minimax_m2", "<invoke "),
+    ("gpt_oss", "<|channel|>commentary to=f"),
+    ("gemma4", "<|tool_call>call:f"),
+    ("phi4_mini", "functools"),
+]
+
+
+@pytest.mark.parametrize(("name", "before"), BEFORE_SPACE)
+def test_white_space_without_end_is_cut_in_time_and_stays(name: str, before: str) -> None:
+    """A model may write nothing else. Each token must cost the same, however many came before it."""
+    regions, space = format_of(name, "think" if name != "gpt_oss" else None), "\n" * 10_000
+    answer = in_pieces(regions, [before, *space])  # what is quadratic takes minutes
+    assert (answer.content, answer.calls) == (before + space, ())
