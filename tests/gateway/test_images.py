@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from rollout.gateway import images
 from scripts.check.fuzz_gateway import batter
@@ -135,6 +135,89 @@ def test_a_point_in_an_image_is_of_the_words_for_places(served: Any) -> None:
     assert result.completions[0].finish_reason == "stop" and len(tokens) == 3
     logits = logits_of(reference, prompt, tokens)[len(prompt.ids) - 1 : -1]
     assert [places[int(each)] for each in logits[:2, places].argmax(-1)] == tokens[:2]
+
+
+def bytes_of(picture: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    """A picture as a file."""
+    file = io.BytesIO()
+    picture.save(file, form, **options)
+    return file.getvalue()
+
+
+def noise(mode: str = "RGB") -> Image.Image:
+    """A picture that looks different from every side."""
+    return Image.open(io.BytesIO(encoded(40, 24, 3))).convert(mode)
+
+
+def exif(orientation: int) -> Image.Exif:
+    """EXIF data with this orientation."""
+    data = Image.Exif()
+    data[ExifTags.Base.Orientation] = orientation
+    return data
+
+
+def half_seen(mode: str, hidden: int) -> Image.Image:
+    """A picture whose left half is transparent; there its colours are `hidden`."""
+    picture = noise("RGB").convert("L").convert("RGBA")
+    picture.paste((hidden, hidden, hidden, 0), (0, 0, 20, 24))
+    return picture.convert(mode)
+
+
+#: Pairs of files that look the same on a white page: what is sent, and a plain picture of it.
+SAME_LOOKS: dict[str, tuple[bytes, bytes]] = {
+    **{
+        f"{form} turned by {turn}": (
+            (turned := bytes_of(noise(), form, exif=exif(turn), **options)),
+            bytes_of(ImageOps.exif_transpose(Image.open(io.BytesIO(turned)))),
+        )
+        for form, turn, options in (
+            *(("JPEG", turn, {"quality": 95}) for turn in range(1, 9)),
+            ("PNG", 6, {}),
+            ("WEBP", 8, {"lossless": True}),
+        )
+    },
+    **{
+        f"{form} {mode} with an alpha of its own": (
+            bytes_of(half_seen(mode, 7), form, **options),
+            bytes_of(half_seen(mode, 255).convert("RGBA").convert("RGB")),
+        )
+        for form, mode, options in (
+            ("PNG", "RGBA", {}),
+            ("PNG", "LA", {}),
+            ("WEBP", "RGBA", {"lossless": True, "exact": True}),
+        )
+    },
+    "a palette with a transparent colour": (
+        bytes_of(noise("L").point(lambda value: min(value, 99)).convert("P"), transparency=99),
+        bytes_of(noise("L").point(lambda value: 255 if value >= 99 else value)),
+    ),
+    "grey with a transparent value": (
+        bytes_of(noise("L").point(lambda value: min(value, 99)), transparency=99),
+        bytes_of(noise("L").point(lambda value: 255 if value >= 99 else value)),
+    ),
+    "a GIF with a transparent colour": (
+        bytes_of(noise("L").point(lambda value: min(value, 99)).convert("P"), "GIF", transparency=99),
+        bytes_of(noise("L").point(lambda value: 255 if value >= 99 else value)),
+    ),
+    "16 bits of grey": (bytes_of(Image.fromarray(np.asarray(noise("L"), np.uint16) * 257)), bytes_of(noise("L"))),
+    "no EXIF data where a tag says so": (
+        bytes_of(noise(), "WEBP", exif=b"no data", lossless=True),
+        bytes_of(noise(), "WEBP", lossless=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAME_LOOKS)
+def test_a_picture_is_what_a_viewer_shows(case: str, served: Any) -> None:
+    _, client, _, _ = served
+    prompts, answers = [], []
+    for data in SAME_LOOKS[case]:
+        body = {"messages": [{"role": "user", "content": [image_part(data_url(data))]}], **LIMITS}
+        answer = client.post("/v1/chat/completions", json=body | {"logprobs": True, "return_token_ids": True}).json()
+        prompts.append(answer["prompt_token_ids"])
+        answers.append([entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]])
+    assert prompts[0] == prompts[1]
+    assert answers[0] == pytest.approx(answers[1], abs=1e-4)
 
 
 BAD_URLS = {
