@@ -70,7 +70,7 @@ class ResumedCall(ClientCall):
         self.seed = seed
         unix_s = time.time()
         self.started_unix_s = unix_s if started_unix_s is None else started_unix_s
-        # On the monotonic clock, since the wall clock may jump; it may also have been set back since a journal was written.
+        # Of the monotonic clock. The wall clock may jump, and may have been set back since a journal was written.
         self._asked_at = time.monotonic() - max(0.0, unix_s - self.started_unix_s)
         self.assembler: Assembler = Assembler(plan.n, plan.prior)
         seeds = [seed] if plan.prior is not None else [completion_seed(seed, index) for index in range(plan.n)]
