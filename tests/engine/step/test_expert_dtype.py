@@ -89,6 +89,31 @@ def test_weights_that_arrive_while_rows_run_are_quantised(format, folders, promp
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("format", CODED)
+def test_a_prompt_after_a_swap_is_that_of_a_fresh_engine(format, kv_dtype, folders, prompt_of):
+    """Neither codes nor scales nor cached KV of the old weights are left."""
+    prompt = [token % 71 for token in prompt_of(37)]
+    engine = {"max_rows": 5, "fused_experts": True, "expert_dtype": format, "kv_dtype": kv_dtype}
+    model, mailbox = load(folders[0], format), Mailbox()
+    bench, fresh = Bench(model, receiver=mailbox, **engine), Bench(load(folders[1], format), **engine)
+
+    def ask(where, name):
+        where.submit(name, prompt, 12, sampling={"temperature": 1.0, "seed": 5})
+        where.run()
+        return where.tokens(name), where.completions[name, 0].raw_logprobs
+
+    before = ask(bench, "before")
+    assert ask(bench, "cached")[0] == before[0]
+    mailbox.ready = Arriving(1, load(folders[1]), model)
+    while not mailbox.done:
+        bench.engine.tick()
+    after = ask(bench, "after")
+    assert after == ask(fresh, "fresh") != before
+    assert set(bench.completions["after", 0].versions) == {1}
+    bench.close(), fresh.close()
+
+
 @pytest.mark.parametrize("format", CODED)
 def test_memory_counts_codes_and_scales(format, folders):
     model = load(folders[0], format, dtype="bfloat16")
