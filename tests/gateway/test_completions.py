@@ -120,6 +120,29 @@ def test_echo_has_the_prompt_with_its_log_probs(client: httpx.Client, direct: Ro
     assert texts[0].startswith("17: ") and "".join(texts) == "17: 1"
 
 
+@pytest.mark.parametrize("length", [1, 9, CONTEXT])
+def test_a_prompt_is_scored_without_a_token(client: httpx.Client, direct: RolloutClient, length: int) -> None:
+    """Over every endpoint, up to a prompt that leaves no room in the context."""
+    ids = (token_ids("17: 18 19 ") * length)[:length]
+    truth = direct.generate(ids, max_tokens=0, prompt_logprobs=True).prompt_logprobs[1:]
+    (echo,) = post(client, PATH, {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0})["choices"]
+    assert echo["finish_reason"] == "length" and len(echo["logprobs"]["tokens"]) == length
+    params = {"max_tokens": 0, "prompt_logprobs": 0}
+    ours = post(client, "/inference/v1/generate", {"token_ids": ids, "sampling_params": params})
+    scored = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
+    sglang = post(client, "/generate", {"input_ids": ids} | scored)
+    assert ours["choices"][0]["token_ids"] == sglang["output_ids"] == []
+    assert ours["usage"]["completion_tokens"] == sglang["meta_info"]["completion_tokens"] == 0
+    found = [
+        echo["logprobs"]["token_logprobs"][1:],
+        [entry[str(token)]["logprob"] for entry, token in zip(ours["prompt_logprobs"][1:], ids[1:], strict=True)],
+        [entry[0] for entry in sglang["meta_info"]["input_token_logprobs"][1:]],
+    ]
+    assert all(np.array_equal(np.float32(each), truth) for each in found)
+    (last,) = events(client, PATH, {"prompt": ids, "max_tokens": 0})
+    assert last["choices"][0]["text"] == "" and last["choices"][0]["finish_reason"] == "length"
+
+
 def test_the_scores_of_a_prompt_do_not_depend_on_how_tokens_are_drawn(client: httpx.Client) -> None:
     """No truncation, bias or constraint makes a score infinite, and every token of the prompt has one."""
     body = {"prompt": "17: 18", "echo": True, "logprobs": 1, "max_tokens": 2}
