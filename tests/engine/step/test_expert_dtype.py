@@ -119,7 +119,7 @@ def test_a_prompt_after_a_swap_is_that_of_a_fresh_engine(format, kv_dtype, folde
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("format", CODED)
 def test_codes_of_experts_and_of_kv_are_right_after_a_sleep_of_either_level(format, folders, prompt_of):
-    """Given-back memory is NaN. After level 1 the tokens are as before, after level 2 those of the weights that came."""
+    """Given-back memory is NaN. After level 1 the tokens are as before, after level 2 those of the new weights."""
     engine = {"max_rows": 5, "fused_experts": True, "expert_dtype": format, "kv_dtype": "fp8_e4m3"}
     prompts = [[token % 71 for token in prompt_of(5 + 9 * i, i)] for i in range(4)]
     model, mailbox = load(folders[0], format), Mailbox()
