@@ -289,8 +289,8 @@ class _Answer:
                     if self._body.return_token_ids and chunk.index == 0:
                         event["prompt_token_ids"] = self._request.prompt
                 event["choices"][0] |= self._facts(chunk.part, views[chunk.index], chunk.offset)
-                yield event
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+                yield event | self._body.stream_options.usage_so_far(len(self._request.prompt), chunk)
+        if self._body.stream_options.include_usage:
             yield head | {"choices": [], "usage": usage(list(self._call.results.values()))}
 
     def _delta(self, views: Views, part: Completion) -> dict[str, Any]:

@@ -134,8 +134,9 @@ class _Answer:
                     choice["text"] = self._echoed[place] + choice["text"]
                     if self._body.return_token_ids:
                         choice["prompt_token_ids"] = requests[place].prompt
-                yield self._head | {"choices": [choice]}
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+                counted = self._body.stream_options.usage_so_far(len(requests[place].prompt), chunk)
+                yield self._head | {"choices": [choice]} | counted
+        if self._body.stream_options.include_usage:
             yield self._head | {"choices": [], "usage": usage(list(self._call.results.values()))}
 
     def _choice(self, part: Completion, views: Views, index: int, start: int, offsets: TextOffsets) -> dict[str, Any]:

@@ -23,7 +23,16 @@ from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway, end_facts, new_id, usage, version_runs
 from rollout.gateway.logprobs import LogprobFormat, prompt_entries
-from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, CacheSalt, Int32, SamplingBody, StreamOptions, TokenId
+from rollout.gateway.sampling import (
+    MAX_TOKEN_ID,
+    MAX_TOP,
+    CacheSalt,
+    Int32,
+    SamplingBody,
+    StreamOptions,
+    StreamOptionsField,
+    TokenId,
+)
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.media import MediaItem
 from trainer_bridge.client.results import Completion
@@ -57,7 +66,7 @@ class GenerateBody(Body):
     model: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=128)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptionsField = StreamOptions()
     priority: Int32 = 0
     cache_salt: CacheSalt | None = None
     return_token_ids: bool = False
@@ -170,8 +179,8 @@ class Generate:
                 }
                 if first:
                     event["prompt_token_ids"], first = body.token_ids, False
-                yield event
-        if body.stream_options is not None and body.stream_options.include_usage:
+                yield event | body.stream_options.usage_so_far(len(body.token_ids), chunk)
+        if body.stream_options.include_usage:
             yield {"request_id": call.id, "choices": [], "usage": usage(list(call.results.values()))}
 
     def _logprobs(self, params: GenerateParams) -> LogprobFormat | None:

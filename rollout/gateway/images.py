@@ -33,6 +33,12 @@ _MOST_PIXELS = 64 << 20  # of a picture, before it is resized
 _MOST_FILE_BYTES = 64 << 20
 _MOST_PATCHES = 262_144  # of all images of a request: a small file may hold a large picture
 
+#: What Pillow does to a picture with this EXIF tag of its orientation.
+_TURNS = {
+    **{2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM"},
+    **{5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Image:
@@ -126,7 +132,7 @@ class Images:
             with Pillow.open(io.BytesIO(data), formats=_FORMATS) as picture:
                 if math.prod(picture.size) > _MOST_PIXELS:
                     raise bad_request(f"the picture has more than {_MOST_PIXELS >> 20} megapixels", field)
-                pixels = picture.convert("RGB")
+                pixels = _as_shown(picture)
         except UnidentifiedImageError:
             raise bad_request(f"the picture has another format than {', '.join(_FORMATS)}", field) from None
         except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
@@ -165,6 +171,27 @@ class Images:
             return path.read_bytes()
         except (OSError, ValueError, RuntimeError):  # no URL, links in a circle, a name with a null
             raise bad_request("the file cannot be read", field) from None
+
+
+def _as_shown(picture: Any) -> Any:
+    """A picture of Pillow in RGB as a viewer with a white page shows it.
+
+    It is turned as its EXIF tag says, on white where it is transparent, and 16 bits of grey are 8.
+    """
+    from PIL import ExifTags
+    from PIL import Image as Pillow
+
+    try:
+        turn = picture.getexif().get(ExifTags.Base.Orientation)
+    except SyntaxError:  # no EXIF data; the pixels may be right
+        turn = None
+    if picture.mode.startswith("I"):  # a conversion would make white of every value above 255
+        picture = Pillow.fromarray((np.asarray(picture) // 257).astype(np.uint8))
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        picture = Pillow.alpha_composite(Pillow.new("RGBA", picture.size, "white"), picture)
+    picture = picture.convert("RGB")
+    return picture.transpose(Pillow.Transpose[_TURNS[turn]]) if turn in _TURNS else picture
 
 
 def _pillow_processor(folder: Path) -> Any:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from rollout.gateway.bodies import Body
 from rollout.gateway.errors import bad_request
+from trainer_bridge.client.results import Chunk
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOP = 20  # likeliest tokens at each position
@@ -126,7 +127,7 @@ class SamplingBody(Body):
     repetition_penalty: Number = 1.0
     presence_penalty: Number = 0.0
     frequency_penalty: Number = 0.0
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     logit_bias: dict[str, Number] | None = None
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     min_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
@@ -149,7 +150,7 @@ class SamplingBody(Body):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "seed": self.seed,
+            "seed": None if self.seed in (None, -1) else self.seed % 2**63,  # -1: none, as in vLLM
             "max_tokens": self.max_tokens,
             "stop": {
                 "strings": self.stop,
@@ -202,9 +203,24 @@ class StreamOptions(Body):
 
     ignored: ClassVar = {"include_obfuscation": "OpenAI's padding of events"}
 
-    switched_off: ClassVar = {"continuous_usage_stats": (None, False)}
-
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @classmethod
+    def of(cls, fields: Any) -> StreamOptions:
+        """The options of a body. Raises `HttpError`."""
+        return cls() if fields is None else cls.take(fields, "stream_options.")
+
+    def usage_so_far(self, prompt_tokens: int, chunk: Chunk) -> dict[str, Any]:
+        """What an event of this chunk has with `continuous_usage_stats`: the tokens of its own completion so far."""
+        if not (self.include_usage and self.continuous_usage_stats):
+            return {}
+        tokens = chunk.offset + len(chunk.part)
+        total = prompt_tokens + tokens
+        return {"usage": {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": total}}
+
+
+StreamOptionsField = Annotated[StreamOptions, BeforeValidator(StreamOptions.of)]
 
 
 class OpenAiBody(SamplingBody):
@@ -233,7 +249,7 @@ class OpenAiBody(SamplingBody):
     priority: Int32 = 0
     cache_salt: CacheSalt | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptionsField = StreamOptions()
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     return_weight_versions: bool = False

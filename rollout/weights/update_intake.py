@@ -88,6 +88,7 @@ class Applied:
     pause_s: float  # for which generation stood still
     phases: Mapping[str, float]  # seconds: receive, verify, wait, apply
     at_s: float = field(default_factory=time.time)  # Unix time
+    _clock_s: float = field(default_factory=time.monotonic, repr=False)  # the same moment: Unix time may jump
 
     def reply(self) -> dict[str, Any]:
         """The answer to `commit`."""
@@ -99,7 +100,7 @@ class Applied:
             "version": self.version,
             "transport": self.transport,
             "at_s": self.at_s,
-            "age_s": max(0.0, time.time() - self.at_s),
+            "age_s": time.monotonic() - self._clock_s,
             "bytes": self.nbytes,
             "phases_ms": {name: 1e3 * seconds for name, seconds in self.phases.items()},
         }

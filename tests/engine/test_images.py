@@ -71,6 +71,14 @@ def prompts_of(name: str) -> dict[str, ImagePrompt]:
     }
 
 
+def long_prompts() -> dict[str, ImagePrompt]:
+    """Images a token high or wide, and one that no window of a tower divides."""
+    grids = {"low": (2, 60), "narrow": (60, 2), "one token": (2, 2), "uneven": (14, 18)}
+    prompts = {name: prompt_with(3, picture(*grid, i), 4, seed=i) for i, (name, grid) in enumerate(grids.items())}
+    parts = [part for i, grid in enumerate(grids.values()) for part in (picture(*grid, i), 1)]
+    return prompts | {"all": prompt_with(*parts, seed=9)}
+
+
 def check_greedy(bench: Bench, reference: Any, name: str, prompt: ImagePrompt) -> None:
     """The tokens are the likeliest ones of the whole model, their log-probs within 1e-4 of its own."""
     done = bench.completions[name, 0]
@@ -93,6 +101,19 @@ def test_greedy_tokens_of_mixed_rows_are_those_of_the_whole_model(name: str, chu
     for each, prompt in prompts.items():
         check_greedy(bench, reference, each, prompt)
     assert encoded(bench) == sum(len(prompt.places) for prompt in prompts.values())
+    bench.close()
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *nightly(*sorted(set(MODELS) - set(FAMILIES)))])
+def test_images_of_odd_grids_are_those_of_the_whole_model(name: str, models: Any) -> None:
+    reference, model = models[name]
+    bench = Bench(model, prefill_chunk_tokens=17, max_rows=5, kv_pages=300)
+    prompts = long_prompts()
+    for each, prompt in prompts.items():
+        submit(bench, each, prompt)
+    bench.run()
+    for each, prompt in prompts.items():
+        check_greedy(bench, reference, each, prompt)
     bench.close()
 
 

@@ -203,8 +203,8 @@ def test_a_call_in_a_conversation_that_is_nested_too_deeply_is_refused(gateways:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_demanded_call_that_is_cut_off_is_text(gateways: dict[str, httpx.Client], choice: Any) -> None:
-    parameters = {"type": "object", "properties": {"a": {"type": "string", "minLength": 200}}, "required": ["a"]}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    function = {"name": "f", "parameters": PARAMETERS | {"required": ["a"]}}  # five tokens are too few for them
+    tools = [{"type": "function", "function": function}]
     body = said("", tools=tools, tool_choice=choice, max_tokens=5, structured_outputs=None)
     (found,) = answered(gateways["hermes"], body)
     assert found["message"]["content"] and found["finish_reason"] == "length" and len(found["token_ids"]) == 5
@@ -371,6 +371,57 @@ def test_what_ends_a_completion_is_in_its_text_if_that_is_asked_for(
         assert answer["text"] == wanted
         *_, last = events(client, SGLANG, body)
         assert last["text"] == wanted
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stop_string_cuts_thoughts_and_answers_at_its_first_character(
+    gateways: dict[str, httpx.Client], tokenizer: Any, seed: int
+) -> None:
+    """No piece of it is in an event, although a part of a mark may wait beside a part of a stop string."""
+    body: dict[str, Any] = {
+        "messages": [*MESSAGES, {"role": "assistant", "content": "<think>"}],
+        **{"continue_final_message": True, "max_tokens": 60, "seed": seed, "temperature": 3.0, "ignore_eos": True},
+        "logit_bias": {str(tokenizer.convert_tokens_to_ids("</think>")): 12.0},
+    }
+    (whole,) = answered(gateways["think"], body)
+    thoughts, answer = whole["message"]["reasoning"] or "", whole["message"]["content"]
+    said_first = thoughts + "</think>"
+    tried = 0
+    for at in range(len(answer) - 3):
+        stop = answer[at : at + 3]
+        first = (said_first + answer).find(stop) == len(said_first) + at
+        if tried < 4 and first and stop.isascii() and stop.strip() == stop:
+            (cut,) = answered(gateways["think"], body | {"stop": stop})
+            assert (cut["message"]["reasoning"] or "", cut["message"]["content"] or "") == (thoughts, answer[:at])
+            assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+            tried += 1
+    assert tried
+
+
+def test_calls_of_one_answer_have_places_of_their_own(gateways: dict[str, httpx.Client]) -> None:
+    text = hermes('{"a":"1"}') + hermes('{"a":"2"}') + hermes('{"a":"3"}')
+    for name in ("hermes", "coarse"):
+        found: dict[int, list[tuple[int, str]]] = {0: [], 1: []}
+        for event in events(gateways[name], CHAT, said(text, tools=TOOLS, n=2)):
+            for choice in event["choices"]:
+                for call in choice["delta"].get("tool_calls", []):
+                    found[choice["index"]].append((call["index"], call["function"]["arguments"]))
+        assert found[0] == found[1] == [(place, f'{{"a": "{place + 1}"}}') for place in range(3)]
+
+
+@pytest.mark.parametrize("stop", ["</tool_call>", "}</tool", "<tool_call>"])
+def test_a_stop_string_in_a_call(gateways: dict[str, httpx.Client], stop: str) -> None:
+    """A call whose closing mark is the stop string is whole; one that is cut before it is text."""
+    text = "hi " + hermes('{"a":"x"}')
+    for name in ("hermes", "coarse"):
+        for choice in answered(gateways[name], said(text, tools=TOOLS, n=2, stop=stop)):
+            assert choice["stop_reason"] == stop
+            if stop == "</tool_call>":
+                (call,) = choice["message"]["tool_calls"]
+                assert json.loads(call["function"]["arguments"]) == {"a": "x"}
+                assert choice["finish_reason"] == "tool_calls"
+            else:
+                assert choice["message"]["content"] == text.partition(stop)[0] and choice["finish_reason"] == "stop"
 
 
 def test_log_probs_by_text_lose_no_token(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:

@@ -120,6 +120,40 @@ def test_echo_has_the_prompt_with_its_log_probs(client: httpx.Client, direct: Ro
     assert texts[0].startswith("17: ") and "".join(texts) == "17: 1"
 
 
+@pytest.mark.parametrize("length", [1, 9, CONTEXT])
+def test_a_prompt_is_scored_without_a_token(client: httpx.Client, direct: RolloutClient, length: int) -> None:
+    """Over every endpoint, up to a prompt that leaves no room in the context."""
+    ids = (token_ids("17: 18 19 ") * length)[:length]
+    truth = direct.generate(ids, max_tokens=0, prompt_logprobs=True).prompt_logprobs[1:]
+    (echo,) = post(client, PATH, {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0})["choices"]
+    assert echo["finish_reason"] == "length" and len(echo["logprobs"]["tokens"]) == length
+    params = {"max_tokens": 0, "prompt_logprobs": 0}
+    ours = post(client, "/inference/v1/generate", {"token_ids": ids, "sampling_params": params})
+    scored = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
+    sglang = post(client, "/generate", {"input_ids": ids} | scored)
+    assert ours["choices"][0]["token_ids"] == sglang["output_ids"] == []
+    assert ours["usage"]["completion_tokens"] == sglang["meta_info"]["completion_tokens"] == 0
+    found = [
+        echo["logprobs"]["token_logprobs"][1:],
+        [entry[str(token)]["logprob"] for entry, token in zip(ours["prompt_logprobs"][1:], ids[1:], strict=True)],
+        [entry[0] for entry in sglang["meta_info"]["input_token_logprobs"][1:]],
+    ]
+    assert all(np.array_equal(np.float32(each), truth) for each in found)
+    (last,) = events(client, PATH, {"prompt": ids, "max_tokens": 0})
+    assert last["choices"][0]["text"] == "" and last["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_scores_of_a_prompt_do_not_depend_on_how_tokens_are_drawn(client: httpx.Client) -> None:
+    """No truncation, bias or constraint makes a score infinite, and every token of the prompt has one."""
+    body = {"prompt": "17: 18", "echo": True, "logprobs": 1, "max_tokens": 2}
+    wanted = post(client, PATH, body)["choices"][0]["logprobs"]
+    assert wanted["tokens"][:6] == list("17: 18") and len(wanted["tokens"]) == 8
+    for rule in ({"top_k": 1}, {"top_p": 0.01}, {"logit_bias": {"5": -100}}, {"allowed_token_ids": token_ids("7")}):
+        found = post(client, PATH, body | rule)["choices"][0]["logprobs"]
+        for name in ("tokens", "token_logprobs", "top_logprobs"):
+            assert found[name][:6] == wanted[name][:6]
+
+
 @pytest.mark.parametrize("special", [True, False])
 def test_stops_and_their_text(client: httpx.Client, special: bool) -> None:
     body = {"prompt": "17:", "stop": " 2", "skip_special_tokens": special}
@@ -162,6 +196,8 @@ def test_constraints(client: httpx.Client) -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"n": 0}, "n"),
+        ({"stop": ""}, "stop.0"),
+        ({"stop": ["2", ""]}, "stop.1"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
@@ -187,9 +223,16 @@ def test_a_client_that_leaves_ends_its_request(
     client: httpx.Client, worker: WorkerProcess, direct: RolloutClient
 ) -> None:
     direct.pause()  # nothing comes: the gateway must see by itself that the client has left
-    for stream in (True, False):
-        with pytest.raises(httpx.ReadTimeout):
-            client.post(PATH, json={"prompt": "17:", "stream": stream}, timeout=0.5)
+    bodies: dict[str, dict[str, Any]] = {
+        PATH: {"prompt": ["17:", "98:"], "n": 2},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "17:"}], "n": 2},
+        "/generate": {"text": ["17:", "98:"], "sampling_params": {"n": 2}},
+        "/inference/v1/generate": {"token_ids": token_ids("17:"), "sampling_params": {"n": 2}},
+    }
+    for path, body in bodies.items():
+        for stream in (True, False):
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(path, json=body | {"stream": stream}, timeout=0.3)
     until(lambda: direct.status()["queue"]["waiting"] + direct.status()["rows"]["running"] == 0, "the cancels")
     direct.resume()
     with client.stream("POST", PATH, json={"prompt": "17:", "stream": True, "ignore_eos": True}) as answer:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from rollout.gateway import images
 from scripts.check.fuzz_gateway import batter
@@ -137,6 +137,123 @@ def test_a_point_in_an_image_is_of_the_words_for_places(served: Any) -> None:
     assert [places[int(each)] for each in logits[:2, places].argmax(-1)] == tokens[:2]
 
 
+def bytes_of(picture: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    """A picture as a file."""
+    file = io.BytesIO()
+    picture.save(file, form, **options)
+    return file.getvalue()
+
+
+def noise(mode: str = "RGB") -> Image.Image:
+    """A picture that looks different from every side."""
+    return Image.open(io.BytesIO(encoded(40, 24, 3))).convert(mode)
+
+
+def exif(orientation: int) -> Image.Exif:
+    """EXIF data with this orientation."""
+    data = Image.Exif()
+    data[ExifTags.Base.Orientation] = orientation
+    return data
+
+
+def half_seen(mode: str, hidden: int) -> Image.Image:
+    """A picture whose left half is transparent; there its colours are `hidden`."""
+    picture = noise("RGB").convert("L").convert("RGBA")
+    picture.paste((hidden, hidden, hidden, 0), (0, 0, 20, 24))
+    return picture.convert(mode)
+
+
+#: Pairs of files that look the same on a white page: what is sent, and a plain picture of it.
+SAME_LOOKS: dict[str, tuple[bytes, bytes]] = {
+    **{
+        f"{form} turned by {turn}": (
+            (turned := bytes_of(noise(), form, exif=exif(turn), **options)),
+            bytes_of(ImageOps.exif_transpose(Image.open(io.BytesIO(turned)))),
+        )
+        for form, turn, options in (
+            *(("JPEG", turn, {"quality": 95}) for turn in range(1, 9)),
+            ("PNG", 6, {}),
+            ("WEBP", 8, {"lossless": True}),
+        )
+    },
+    **{
+        f"{form} {mode} with an alpha of its own": (
+            bytes_of(half_seen(mode, 7), form, **options),
+            bytes_of(half_seen(mode, 255).convert("RGBA").convert("RGB")),
+        )
+        for form, mode, options in (
+            ("PNG", "RGBA", {}),
+            ("PNG", "LA", {}),
+            ("WEBP", "RGBA", {"lossless": True, "exact": True}),
+        )
+    },
+    "a palette with a transparent colour": (
+        bytes_of(noise("L").point(lambda value: min(value, 99)).convert("P"), transparency=99),
+        bytes_of(noise("L").point(lambda value: 255 if value >= 99 else value)),
+    ),
+    "grey with a transparent value": (
+        bytes_of(noise("L").point(lambda value: min(value, 99)), transparency=99),
+        bytes_of(noise("L").point(lambda value: 255 if value >= 99 else value)),
+    ),
+    "a GIF with a transparent colour": (
+        bytes_of(noise("L").point(lambda value: min(value, 99)).convert("P"), "GIF", transparency=99),
+        bytes_of(noise("L").point(lambda value: 255 if value >= 99 else value)),
+    ),
+    "16 bits of grey": (bytes_of(Image.fromarray(np.asarray(noise("L"), np.uint16) * 257)), bytes_of(noise("L"))),
+    "no EXIF data where a tag says so": (
+        bytes_of(noise(), "WEBP", exif=b"no data", lossless=True),
+        bytes_of(noise(), "WEBP", lossless=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAME_LOOKS)
+def test_a_picture_is_what_a_viewer_shows(case: str, served: Any) -> None:
+    _, client, _, _ = served
+    prompts, answers = [], []
+    for data in SAME_LOOKS[case]:
+        body = {"messages": [{"role": "user", "content": [image_part(data_url(data))]}], **LIMITS}
+        answer = client.post("/v1/chat/completions", json=body | {"logprobs": True, "return_token_ids": True}).json()
+        prompts.append(answer["prompt_token_ids"])
+        answers.append([entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]])
+    assert prompts[0] == prompts[1]
+    assert answers[0] == pytest.approx(answers[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 199), (199, 1), (3, 7), (27, 332), (500, 19)])
+def test_pictures_of_odd_sizes_are_what_transformers_makes_of_them(served: Any, size: tuple[int, int]) -> None:
+    _, client, reference, folder = served
+    file = encoded(*size, 4)
+    body = {"messages": [{"role": "user", "content": [image_part(data_url(file))]}], "return_token_ids": True, **LIMITS}
+    answer = client.post("/v1/chat/completions", json=body | {"prompt_logprobs": 0}).json()
+    made = processed(file, folder)
+    prompt = ImagePrompt([TURN, 10, START], [(3, made)])
+    prompt.ids += [IMAGE] * (len(made.pixels) // 4) + [END, EOT, TURN, 11]
+    assert answer["prompt_token_ids"] == prompt.ids and answer["usage"]["prompt_tokens"] == len(prompt.ids)
+    check(reference, prompt, answer["choices"][0]["token_ids"])
+    first, *scores = answer["prompt_logprobs"]
+    wanted = logits_of(reference, prompt, []).log_softmax(-1)
+    assert first is None and len(scores) == len(prompt.ids) - 1
+    for place, (entry, token) in enumerate(zip(scores, prompt.ids[1:], strict=True)):
+        assert entry[str(token)]["logprob"] == pytest.approx(float(wanted[place, token]), abs=1e-3)
+
+
+def test_many_small_pictures_in_one_prompt(served: Any) -> None:
+    _, client, reference, folder = served
+    files = [encoded(1 + 5 * place, 30 - place, place) for place in range(12)]
+    parts = [image_part(data_url(file)) for file in files]
+    body = {"messages": [{"role": "user", "content": parts}], "return_token_ids": True, **LIMITS}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    prompt = ImagePrompt([TURN, 10])
+    for file in files:
+        prompt.ids.append(START)
+        prompt.places.append((len(prompt.ids), processed(file, folder)))
+        prompt.ids += [IMAGE] * prompt.length(len(prompt.places) - 1) + [END]
+    prompt.ids += [EOT, TURN, 11]
+    assert answer["prompt_token_ids"] == prompt.ids
+    check(reference, prompt, answer["choices"][0]["token_ids"])
+
+
 BAD_URLS = {
     "http": ("http://127.0.0.1:1/x.png", "fetches nothing"),
     "another scheme": ("gopher://x", "fetches nothing"),
@@ -152,6 +269,7 @@ BAD_URLS = {
     "a null": ("file://{root}/%00.png", ""),
     "another host": ("file://example.com/x.png", "no such file"),
     "too long a side": (data_url(encoded(2000, 4)), "refuses"),
+    "too long a side of one pixel": (data_url(encoded(1, 201)), "refuses"),
     "too many pixels": (data_url(png_header(9000, 9000)), "megapixels"),
     "far too many": (data_url(png_header(60_000, 60_000)), "decoded"),
     "a vector picture": ("data:image/svg+xml;base64,PHN2Zy8+", "another format"),
@@ -167,9 +285,10 @@ def test_a_bad_image_is_named(case: str, served: Any) -> None:
     if case == "a link out":
         (folder / "link.png").symlink_to(folder.parent / "model" / "config.json")
     content = [{"type": "text", "text": "w5"}, image_part(url.replace("{root}", str(folder)))]
-    answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}], **LIMITS})
-    assert answer.status_code == 400 and answer.json()["param"] == "messages.0.content.1.image_url.url", answer.text
-    assert says in answer.json()["message"]
+    body = {"messages": [{"role": "user", "content": content}], **LIMITS}
+    for answer in (client.post("/v1/chat/completions", json=body | {"stream": stream}) for stream in (False, True)):
+        assert answer.status_code == 400 and answer.json()["param"] == "messages.0.content.1.image_url.url", answer.text
+        assert says in answer.json()["message"]
 
 
 def test_text_must_not_have_placeholders(served: Any) -> None:

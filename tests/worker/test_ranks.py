@@ -86,6 +86,16 @@ def test_every_rule_of_sampling_gives_the_same_tokens(pair: Pair) -> None:
     assert_all_equal(pair.both(requests))
 
 
+def test_ranks_agree_on_draws_of_requests_without_a_seed(pair: Pair) -> None:
+    """The group compares the tokens of its ranks and ends where they differ."""
+    request = {"prompt": pair.prompt(9, 1), "max_tokens": 20, "temperature": 1.0, "stop": {"ignore_eos": True}}
+    with RolloutClient(pair.several.endpoint, timeout_s=60) as client:
+        results = client.generate_many([request] * 4)
+        assert client.status()["state"] == "serving"
+    drawn = {tuple(result.completions[0].token_ids.tolist()) for result in results}
+    assert len(drawn) == 4 and all(len(tokens) == 20 for tokens in drawn)
+
+
 def test_scores_and_routing_are_those_of_one_rank(pair: Pair) -> None:
     asked = {"max_tokens": 12, "logprobs": 3, "prompt_logprobs": True, "return_routing": True, "temperature": 0.0}
     results = pair.both([{"prompt": pair.prompt(25, i), **asked} for i in range(3)])

@@ -68,7 +68,10 @@ class ResumedCall(ClientCall):
         super().__init__(request_id, "generate", "", 0, deadline)
         self.plan = plan
         self.seed = seed
-        self.started_unix_s = time.time() if started_unix_s is None else started_unix_s
+        unix_s = time.time()
+        self.started_unix_s = unix_s if started_unix_s is None else started_unix_s
+        # Of the monotonic clock. The wall clock may jump, and may have been set back since a journal was written.
+        self._asked_at = time.monotonic() - max(0.0, unix_s - self.started_unix_s)
         self.assembler: Assembler = Assembler(plan.n, plan.prior)
         seeds = [seed] if plan.prior is not None else [completion_seed(seed, index) for index in range(plan.n)]
         self.parts = [ResumedCompletion(index, each, down_since=self.started) for index, each in enumerate(seeds)]
@@ -81,7 +84,7 @@ class ResumedCall(ClientCall):
         limit_s = plan.fields.get("deadline_s")
         self.ends_at = math.inf  # of the request's own deadline, after which completions end with what they have
         if limit_s is not None:
-            self.ends_at = time.monotonic() + limit_s - (time.time() - self.started_unix_s)
+            self.ends_at = self._asked_at + limit_s
 
     @property
     def begun(self) -> bool:
@@ -216,7 +219,7 @@ class ResumedCall(ClientCall):
             name: max((getattr(timing, name) for timing in timings), default=0.0)
             for name in ("queued_s", "prefill_s", "decode_s")
         }
-        return Timing(**longest, total_s=time.time() - self.started_unix_s)
+        return Timing(**longest, total_s=time.monotonic() - self._asked_at)
 
 
 def _ends(completions: list[Completion]) -> list[tuple[FinishReason | None, str | None]]:

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,24 @@ def test_an_unfinished_request_goes_on_where_another_process_left_it(
         completion_seed(request_seed, index) for index in (1, 2)
     ]
     assert result.resumes == 2 and client.journaled() == {"r": True}
+
+
+def test_a_wall_clock_that_was_set_back_gives_a_journals_request_no_more_time(
+    connect: Connect, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = serve(Model(3, reach=(4,), fail=vanish))
+    client = connect(first.endpoint, journal=tmp_path / "j", resume_timeout_s=0.4)
+    with pytest.raises(errors.ResumeFailed):
+        client.generate([1], max_tokens=8, seed=SEED, request_id="r", deadline_s=3_600.0)
+    client.close()
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() - 86_400.0)
+    second = serve(Model(4), endpoint=first.endpoint)
+    result = connect(second.endpoint, journal=tmp_path / "j").generate(
+        [1], max_tokens=8, seed=SEED, request_id="r", deadline_s=3_600.0
+    )
+    assert result.completions[0].finish_reason == "length" and 0 < result.timing.total_s < 600
+    assert 3_000 < second.requests[0]["deadline_s"] <= 3_600
 
 
 def test_a_stream_begins_with_what_the_journal_has(connect: Connect, serve: Serve, tmp_path: Path) -> None:

@@ -53,6 +53,23 @@ def test_a_lost_completion_goes_on_elsewhere_with_all_that_the_request_said(conn
     ]
 
 
+@pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0])
+def test_a_wall_clock_that_jumps_changes_no_deadline_and_no_time(
+    connect: Connect, serve: Serve, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    wall = time.time
+    first, second = serve(Model(3, reach=(4,), fail=vanish)), serve(Model(5))
+    client = connect(first.endpoint, second.endpoint, resume=True)
+    stream = client.generate([1], max_tokens=9, seed=SEED, stream="tokens", deadline_s=3_600.0)
+    next(stream)
+    monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
+    result = stream.wait()
+    assert result.completions[0].finish_reason == "length" and result.resumes == 1
+    assert 0 < result.timing.total_s < 600
+    (sent,) = generates(second)
+    assert 3_000 < sent["deadline_s"] <= 3_600
+
+
 def test_members_of_a_group_go_on_by_themselves_each_from_its_own_seed(connect: Connect, serve: Serve) -> None:
     first, second = serve(Model(3, reach=(6, 0, 3), fail=vanish)), serve(Model(4))
     result = connect(first.endpoint, second.endpoint, resume=True).generate([1], n=3, max_tokens=6, seed=SEED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.support.bridge.harness import Worker, new_tensors, serves
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shm import Segment, ShmSender, boot_id
-from trainer_bridge.wire.errors import BadRequest, WeightsRejected
+from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
 
 SMALL = 64
 
@@ -96,6 +97,20 @@ def test_memory_that_cannot_be_pinned_is_a_reason_for_another_transport(
         (report,) = publisher.publish(tensors := new_tensors(worker.model, 1), 1).applied(20)
         assert report.transport == "zmq" and "shm" in report.why and "the driver is full" in report.why
         assert serves(worker.model, tensors) and segments() == 0
+
+
+def test_memory_that_the_system_does_not_give_is_a_reason_for_another_transport(worker: Worker) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_192, limits[1]))
+    try:
+        with WeightPublisher(worker.endpoint) as publisher:
+            (report,) = publisher.publish(tensors := new_tensors(worker.model, 1), 1).applied(20)
+            assert report.transport == "zmq" and "shm" in report.why and serves(worker.model, tensors)
+        with WeightPublisher(worker.endpoint, transport="shm") as publisher, pytest.raises(RolloutError, match="zmq"):
+            publisher.publish(new_tensors(worker.model, 2), 2).applied(20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert serves(worker.model, tensors) and segments() == 0
 
 
 def noting(plain: Any, calls: list) -> Any:

@@ -7,10 +7,12 @@ import torch
 from rollout_kernels.moe.quantize import quantize
 
 from rollout.config import EngineSettings, ModelSettings
+from rollout.engine.messages import Done
 from rollout.engine.sizing import weight_bytes
 from rollout.models import load_model
 from rollout.models.layers import SparseFeedForward
 from tests.support.engine.harness import Bench
+from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox
 from tests.support.models.families import make_checkpoint
 
@@ -87,6 +89,57 @@ def test_weights_that_arrive_while_rows_run_are_quantised(format, folders, promp
         engine = {"fused_experts": True, "expert_dtype": format} if coded else {}
         runs.append(run(model, prompt_of, Mailbox(), Arriving(1, source, model), **engine))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("format", CODED)
+def test_a_prompt_after_a_swap_is_that_of_a_fresh_engine(format, kv_dtype, folders, prompt_of):
+    """Neither codes nor scales nor cached KV of the old weights are left."""
+    prompt = [token % 71 for token in prompt_of(37)]
+    engine = {"max_rows": 5, "fused_experts": True, "expert_dtype": format, "kv_dtype": kv_dtype}
+    model, mailbox = load(folders[0], format), Mailbox()
+    bench, fresh = Bench(model, receiver=mailbox, **engine), Bench(load(folders[1], format), **engine)
+
+    def ask(where, name):
+        where.submit(name, prompt, 12, sampling={"temperature": 1.0, "seed": 5})
+        where.run()
+        return where.tokens(name), where.completions[name, 0].raw_logprobs
+
+    before = ask(bench, "before")
+    assert ask(bench, "cached")[0] == before[0]
+    mailbox.ready = Arriving(1, load(folders[1]), model)
+    while not mailbox.done:
+        bench.engine.tick()
+    after = ask(bench, "after")
+    assert after == ask(fresh, "fresh") != before
+    assert set(bench.completions["after", 0].versions) == {1}
+    bench.close(), fresh.close()
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize("format", CODED)
+def test_codes_of_experts_and_of_kv_are_right_after_a_sleep_of_either_level(format, folders, prompt_of):
+    """Given-back memory is NaN. After level 1 the tokens are as before, after level 2 those of the new weights."""
+    engine = {"max_rows": 5, "fused_experts": True, "expert_dtype": format, "kv_dtype": "fp8_e4m3"}
+    prompts = [[token % 71 for token in prompt_of(5 + 9 * i, i)] for i in range(4)]
+    model, mailbox = load(folders[0], format), Mailbox()
+    bench, fresh = Sleeping(model, receiver=mailbox, **engine), Bench(load(folders[1], format), **engine)
+
+    def ask(where, name):
+        for i, prompt in enumerate(prompts):
+            where.submit(f"{name}{i}", prompt, 20, sampling={"temperature": 1.0, "seed": i})
+        where.run()
+        return [(where.tokens(f"{name}{i}"), where.completions[f"{name}{i}", 0].raw_logprobs) for i in range(4)]
+
+    before = ask(bench, "before")
+    assert isinstance(bench.sleep(1), Done) and isinstance(bench.wake(), Done)
+    assert ask(bench, "light") == before
+    assert isinstance(bench.sleep(2), Done) and isinstance(bench.wake(), Done)
+    mailbox.ready = Arriving(1, load(folders[1]), model)
+    while not mailbox.done:
+        bench.engine.tick()
+    assert ask(bench, "deep") == ask(fresh, "fresh") != before
+    bench.close(), fresh.close()
 
 
 @pytest.mark.parametrize("format", CODED)

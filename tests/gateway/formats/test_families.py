@@ -15,7 +15,7 @@ from rollout.gateway.formats.choice import Formats
 from rollout.gateway.messages import Rendering, prompt_of
 from rollout.gateway.text import Text, shown_text
 from rollout.service.text.codec import TextCodec
-from tests.support.gateway.chat_templates import FAMILIES, families_with, tokenizer_of
+from tests.support.gateway.chat_templates import FAMILIES, families_with, tokenizer_of, tokenizer_with
 from tests.support.gateway.cuts import cut
 
 QUESTION = {"role": "user", "content": "What is the weather in Köln?"}
@@ -199,6 +199,24 @@ def test_the_next_prompt_goes_on_with_the_tokens_that_were_drawn(
     drawn_end = "<|end|>" if family == "gpt-oss" and not calls else FAMILIES[family].ends[calls]
     assert tail.endswith(drawn_end) if ended else not tail.strip()
     assert follows["content"] in more
+
+
+def test_a_template_that_begins_with_the_end_token_has_each_turn_once(tmp_path: Path) -> None:
+    """The end token of the tokenizer is at the beginning alone; turns end with another one."""
+    tokenizer = tokenizer_with("qwen3", "")
+    tokenizer.chat_template = "{{- eos_token }}" + str(tokenizer.chat_template)
+    tokenizer.save_pretrained(tmp_path)
+    text = Text(TextCodec(tmp_path), tmp_path)
+    codec, how = text.codec(""), Rendering(None, {}, None, False)
+    prompt = prompt_of(text, [QUESTION], how).token_ids
+    drawn = [*codec.encode_rendered("It ra").tolist(), *codec.encode_rendered("ins.").tolist()]
+    drawn.append(codec.special_tokens["<|im_end|>"])
+    answer = {"role": "assistant", "content": "It rains.", "prompt_token_ids": prompt, "generation_token_ids": drawn}
+    found = prompt_of(text, [QUESTION, answer, {"role": "user", "content": "And?"}], how).token_ids
+    shown = shown_text(codec, found)
+    assert found[: len(prompt) + len(drawn)] == prompt + drawn and shown.startswith("</s>")
+    assert [shown.count(turn) for turn in (QUESTION["content"], "It rains.", "And?", "</s>")] == [1, 1, 1, 1]
+    text.close()
 
 
 def test_content_reaches_the_template_as_transformers_passes_it(family: str, text: Text) -> None:
