@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rollout_kernels.moe.dispatch import MoEShape, measured_table, moe_plan
 
 from scripts.bench import compare_peers, shapes
 from scripts.bench.peers.child import make_engine
@@ -21,7 +20,6 @@ from scripts.bench.peers.job import EXPERIMENTS, Job
 from scripts.bench.peers.ours_engine import (
     OursEngine,
     engine_settings,
-    group_experts,
     load_random,
     speculation_changes,
 )
@@ -322,18 +320,6 @@ def test_vllm_speculates_as_it_is_asked_to():
             **lookup,
         }
     assert set(capture_sizes(8, drafts=3)) == {4, 8, 16, 32}
-
-
-def test_ours_can_do_without_experts_by_output():
-    shape = MoEShape(128, 8, 2048, 768)
-    try:
-        before = [moe_plan(shape, "plain", torch.bfloat16, tokens) for tokens in (1, 32)]
-        group_experts()
-        after = [moe_plan(shape, "plain", torch.bfloat16, tokens) for tokens in (1, 32)]
-    finally:
-        measured_table.cache_clear()
-    assert [plan.path for plan in before] == ["warp", "grouped"]
-    assert after[0].path == "grouped" and after[1] == before[1]
 
 
 def test_long_contexts_are_prefilled_once():
