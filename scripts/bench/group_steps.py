@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
     print_table(f"decode steps of {args.shape}, ms", rows)
     facts = {"shape": args.shape, "kv_dtype": args.kv_dtype, "tile": args.tile}
-    write_results(args.out, rows, device=torch.cuda.get_device_name(), **facts)
+    write_results(args.out, rows, **facts)
     return 0
 
 

@@ -429,7 +429,7 @@ def test_post_and_long_job_have_floors(tmp_path: Path):
     report.ceilings([{"ceilings": {"read_tbps": 4.69}}])
     report.add(Job(), {"experiment": "post", "rows": 32, "prompt": 128, "new": 8192, "total_s": 70.0})
     report.add(Job(), {"experiment": "long_job", "rows": 128, "completions": 256, "scale": 1.0, "total_s": 200.0})
-    post, job = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    job, post = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert post["floor_s"] == pytest.approx(61, rel=0.02)
     # Its contexts add up to 3.8e9 tokens: two thirds of its floor are KV.
     assert job["floor_s"] == pytest.approx(180, rel=0.02)
