@@ -1,6 +1,6 @@
 """Measures the Triton attention kernels on a CUDA machine: microseconds per layer, the floor, and tuning sweeps.
 
-    PYTHONPATH=.:kernels python -m scripts.bench.attention scripts/bench/results/attention.json [--sweep]
+    PYTHONPATH=.:kernels python -m scripts.bench.attention FILE [--sweep]
         [--kinds decode prefill] [--heads 32/8 32/4] [--shapes 1x256 32x4K mix] [--page-size 16] [--window 4096] [--fp8]
         [--min-tiles 0 1 8]
 

@@ -1,6 +1,6 @@
 """Measures decode steps of rows that share prompts, with and without group attention, on a CUDA machine.
 
-    PYTHONPATH=.:kernels python -m scripts.bench.group_steps --out scripts/bench/results/group_steps.json
+    PYTHONPATH=.:kernels python -m scripts.bench.group_steps --out FILE
         [--shape qwen3-8b] [--works 32x16384n8 64x4096n8 32x4096n1] [--tile 64 4]
 
 A work is rows, tokens of a prompt, completions of each prompt. All rows decode together for `--new` tokens; the time is

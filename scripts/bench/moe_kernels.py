@@ -1,7 +1,6 @@
 """Measures a layer of experts on a CUDA machine: each path and format, and the time to read its bytes.
 
-    PYTHONPATH=.:kernels python -m scripts.bench.moe_kernels --out scripts/bench/results/moe.json [--shapes
-        qwen3-30b-a3b]
+    PYTHONPATH=.:kernels python -m scripts.bench.moe_kernels --out FILE [--shapes qwen3-30b-a3b]
         [--formats plain mxfp8] [--tokens 1 8 32] [--skew 1.5]
 
 Microseconds per layer for each number of tokens, in a CUDA graph that rotates over 8 layers with new routing for each;

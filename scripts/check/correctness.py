@@ -1,6 +1,6 @@
 """Checks the engine on a device against transformers in the same process; exit status 1 if a check fails.
 
-    PYTHONPATH=.:kernels python -m scripts.check.correctness --out scripts/bench/results/correctness_h200.json
+    PYTHONPATH=.:kernels python -m scripts.check.correctness --out FILE
     PYTHONPATH=.:kernels python -m scripts.check.correctness --shapes qwen3.5-27b gpt-oss-20b --out FILE
     PYTHONPATH=.:kernels python -m scripts.check.correctness --long --out scripts/bench/results/long_h200.json
 

@@ -1,7 +1,6 @@
 """Measures the few-row matrix products on a CUDA machine and chooses a configuration for each shape and row count.
 
-    PYTHONPATH=.:kernels python -m scripts.tune.linear --out scripts/bench/results/linear.json [--shapes 8b] [--rows
-        1 8 32]
+    PYTHONPATH=.:kernels python -m scripts.tune.linear --out FILE [--shapes 8b] [--rows 1 8 32]
         [--ways gemv streamed]
 
 For every shape and number of rows it times cuBLAS, the table's configuration and each candidate in CUDA graphs. The

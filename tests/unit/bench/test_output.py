@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from scripts.bench.moe_kernels import summary
-from scripts.bench.output import spread, write_results
+from scripts.bench.output import DEFAULT_FOLDER, spread, summary_text, write_results
 from scripts.bench.service_load import FIGURES, over_turns
 from scripts.bench.swap_rate import over_rounds
 
@@ -74,3 +76,36 @@ def test_a_layer_of_experts_has_its_times_and_errors_by_path() -> None:
     found = summary("s", "plain", row | {"paths": checked, "rounded": {"relative": 1}, "sorted_gemm": {"relative": 2}})
     by = {"rounded": 1, "sorted_gemm": 2, "chosen": 20.5, "vllm": 30.3}
     assert found["errors"] == {name: {"relative": error} for name, error in by.items()}
+
+
+def named_results(pages: list[Path]) -> set[str]:
+    """The names of result files in pages, with `{a,b}` replaced by its parts; they may have a `*`."""
+    found = set()
+    for page in pages:
+        left = re.findall(r"[\w{},*]+\.jsonl?\b", page.read_text())
+        while left:
+            name = left.pop()
+            if parts := re.search(r"\{([^{}]*)\}", name):
+                left += [name[: parts.start()] + part + name[parts.end() :] for part in parts[1].split(",")]
+            else:
+                found.add(name)
+    return found
+
+
+def test_every_result_is_a_summary_that_a_page_names() -> None:
+    results, docs = sorted(DEFAULT_FOLDER.iterdir()), Path(__file__).parents[3] / "docs"
+    names = named_results(sorted(docs.rglob("*.md")))
+    assert results and not [path.name for path in results if not any(fnmatch(path.name, name) for name in names)]
+    for path in results:
+        text = path.read_text()
+        if path.suffix == ".jsonl":
+            assert all("part" in json.loads(line) for line in text.splitlines()), path.name
+        else:
+            assert summary_text(json.loads(text)) == text, f"{path.name} was not written by scripts.bench.output"
+    assert sum(path.read_text().count("\n") for path in results) <= 3000
+
+
+def test_every_result_that_the_pages_of_figures_name_is_there() -> None:
+    docs, results = Path(__file__).parents[3] / "docs", [path.name for path in DEFAULT_FOLDER.iterdir()]
+    pages = [docs / "performance.md", docs / "correctness.md", *(docs / "notes").iterdir()]
+    assert not [name for name in named_results(pages) if not any(fnmatch(result, name) for result in results)]
