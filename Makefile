@@ -93,7 +93,7 @@ format: $(DEV_READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEMO_READY) ## measure bookkeeping, pipeline, memory and service load; JSON goes to scripts/bench/results
+bench: $(DEMO_READY) ## measure bookkeeping, pipeline, memory and service load; those that pages cite go to scripts/bench/results
 	$(BIN)/python -m scripts.bench.bookkeeping $(ARGS)
 	$(BIN)/python -m scripts.bench.pipeline $(ARGS)
 	$(BIN)/python -m scripts.bench.memory $(ARGS)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from collections import deque
@@ -36,6 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout.metrics.mismatch import Mismatch, compare
 from rollout.metrics.wandb_mode import wandb_mode
+from scripts.bench.output import circumstances, write_summary
 from scripts.bench.shapes import SHAPES, model_config
 from trainer_bridge import GenerateResult, PublishHandle, WeightPublisher, start_worker
 from trainer_bridge.integrations.background import BackgroundClient
@@ -184,8 +186,9 @@ class Trainer:
 
 
 def train(trainer: Trainer, task: Countdown, client: BackgroundClient, publisher: WeightPublisher) -> dict[str, Any]:
-    """All steps; returns the sums over the run."""
+    """All steps; returns the sums and means over the run."""
     args, began_s, completions, tokens = trainer.args, time.perf_counter(), 0, 0
+    rows: list[dict[str, Any]] = []
     published = publisher.publish(trainer.weights(), version=1)
     batches = deque(ask(client, task, step, args) for step in range(1, min(args.steps, args.staleness) + 1))
     with open(args.out / "steps.jsonl", "w") as lines:
@@ -212,13 +215,34 @@ def train(trainer: Trainer, task: Countdown, client: BackgroundClient, publisher
                 **{"staleness/mixed_pct": 100 * mixed / len(batch.ids_NT), "tokens": len(age_NS), "gradient": norm},
                 **{"time/waited_s": waited_s, "time/step_s": time.perf_counter() - asked_s, **more, **facts},
             }
+            rows.append(row)
             print(json.dumps(row), file=lines, flush=True)
             if args.wandb:
                 wandb.log(row, step=step)
             if step % 10 == 0 or step == 1:
                 print(f"step {step}: reward {row['reward']:.3f}, staleness {row['staleness/mean']:.2f}", flush=True)
     published.applied(args.timeout_s)
-    return {"steps": step, "completions": completions, "tokens": tokens, "seconds": time.perf_counter() - began_s}
+    sums = {"steps": step, "completions": completions, "tokens": tokens, "seconds": time.perf_counter() - began_s}
+    return sums | means(rows)
+
+
+def means(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over all steps, or over the first or last ones; the largest mismatch, and its number of tokens."""
+
+    def mean(name: str, of: list[dict[str, Any]] = rows) -> float:
+        return statistics.fmean(row[name] for row in of)
+
+    checked = [row for row in rows if row.get("mismatch/tokens")]
+    names = ("staleness/mean", "staleness/mixed_pct", "policy/k3_kl", "time/waited_s", "time/step_s")
+    return {
+        "reward of the first 5 steps": mean("reward", rows[:5]),
+        "reward of the last 20 steps": mean("reward", rows[-20:]),
+        "exact of the last 20 steps": mean("exact", rows[-20:]),
+        **{name: mean(name) for name in names},
+        "staleness/max": max(row["staleness/max"] for row in rows),
+        **{name: max((row[name] for row in checked), default=None) for name in ("mismatch/k3_kl", "mismatch/max_abs")},
+        "mismatch/tokens": sum(row["mismatch/tokens"] for row in checked),
+    }
 
 
 def plot(out: Path, picture: Path) -> None:
@@ -311,7 +335,7 @@ def main(argv: list[str] | None = None) -> int:
         print("speculation: " + ", ".join(f"{name} {value:g}" for name, value in summary["speculation"].items()))
     if args.wandb:
         wandb.finish()
-    (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_summary(args.out / "summary.json", {**circumstances(), **summary})
     print(f"{summary['completions']} completions, {summary['tokens']} tokens, {summary['seconds']:.0f} s")
     print(f"steps.jsonl, summary.json, the worker's log and metrics, and the W&B run are in {args.out.resolve()}")
     if args.plot:

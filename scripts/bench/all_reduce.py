@@ -25,7 +25,7 @@ from rollout_kernels.parallel.peer_buffers import PeerBuffers, connect_peers
 from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 
 from scripts.bench.cuda_timing import ranks_graph_us
-from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
+from scripts.bench.output import print_table, write_results
 from scripts.bench.ranks import run_ranks
 
 #: bf16 rows of the width: 8 KB to 8 MB at 4,096.
@@ -145,7 +145,8 @@ def measure(group: TensorGroup, args: argparse.Namespace) -> None:
         shown = [f"{way}, us" for way in ("words", "words, norm", "rows", "rows, norm", "nccl", "nccl, then norm")]
         table = [{key: row.get(key, "") for key in ("rows", "KB", *shown, "torch one-shot, us")} for row in found]
         print_table(f"{args.gpus} GPUs, width {args.width}", table)
-        write_results(args.out, found, gpus=args.gpus, width=args.width, calls=args.calls)
+        if args.out is not None:
+            write_results(args.out, found, gpus=args.gpus, width=args.width, calls=args.calls)
 
 
 def main() -> None:
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=64, help="calls of a graph")
     parser.add_argument("--runs", type=int, default=21, help="replays")
     parser.add_argument("--torch", action="store_true", help="measure torch's kernel, too")
-    parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "all_reduce.json")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     raise SystemExit(run_ranks(measure, args, args.gpus))
 

@@ -1,6 +1,6 @@
 """Measures the Triton attention kernels on a CUDA machine: microseconds per layer, the floor, and tuning sweeps.
 
-    PYTHONPATH=.:kernels python -m scripts.bench.attention scripts/bench/results/attention.json [--sweep]
+    PYTHONPATH=.:kernels python -m scripts.bench.attention FILE [--sweep]
         [--kinds decode prefill] [--heads 32/8 32/4] [--shapes 1x256 32x4K mix] [--page-size 16] [--window 4096] [--fp8]
         [--min-tiles 0 1 8]
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from rollout_kernels.common.fp8 import quantize_heads, values_of
 from triton.runtime.errors import OutOfResources
 
 from scripts.bench.cuda_timing import graph_us, matrix_rate, read_bandwidth
+from scripts.bench.output import write_results
 
 DIM = 128
 DECODE_SHAPES = ("1x1K", "1x4K", "1x16K", "1x32K", "8x4K", "32x1K", "32x4K", "32x16K", "128x1K", "128x4K", "mix")
@@ -231,8 +231,8 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
         best = timed[0]
         base = default_decode_config(DIM, torch.bfloat16, len(lens), args.fp8)
         default = min((t for t in timed if _same(t, base)), key=lambda t: t["us"], default=best)
-        rows.append({"heads": f"{heads}/{kv_heads}", "shape": shape, "floor_us": floor_us, "timed": timed[:12]})
-        rows[-1]["default"] = default
+        row = {"kind": "decode", "heads": f"{heads}/{kv_heads}", "shape": shape, "floor_us": floor_us}
+        rows.append({**row, "default": default, "best": best})
         print(
             f"decode  {heads}/{kv_heads:<3} {shape:>7}  floor {floor_us:8.1f}  default {default['us']:8.1f} us "
             f"x{default['us'] / floor_us:.2f} {kv_bytes / default['us'] / 1e6:5.2f} TB/s  plan {best['plan_us']:.1f}  "
@@ -296,7 +296,8 @@ def bench_prefill(args: argparse.Namespace, rate: float, heads: int, kv_heads: i
             for i in range(queries)
         )
         floor_us = 4 * DIM * heads * pairs / rate * 1e6
-        rows.append({"heads": f"{heads}/{kv_heads}", "shape": name, "floor_us": floor_us, "timed": timed})
+        row = {"kind": "prefill", "heads": f"{heads}/{kv_heads}", "shape": name, "floor_us": floor_us}
+        rows.append({**row, "default": default, "best": best})
         print(
             f"prefill {heads}/{kv_heads:<3} {name:>11}  floor {floor_us:7.1f}  default {default['us']:8.1f} us "
             f"x{default['us'] / floor_us:.2f}  best {best['us']:8.1f} us m{best['block_m']} n{best['block_n']} "
@@ -323,15 +324,15 @@ def main() -> None:
     args = parser.parse_args()
     bandwidth, rate = read_bandwidth(), matrix_rate()
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s, matrix rate {rate / 1e12:.0f} TFLOP/s", flush=True)
-    result: dict = {"read_tbps": bandwidth / 1e12, "matrix_tflops": rate / 1e12, "fp8": args.fp8}
-    result |= {"decode": [], "prefill": []}
+    facts = {"read_tbps": bandwidth / 1e12, "matrix_tflops": rate / 1e12, "fp8": args.fp8}
+    rows: list[dict] = []
     for pair in args.heads:
         heads, kv_heads = map(int, pair.split("/"))
         if "decode" in args.kinds:
-            result["decode"] += bench_decode(args, bandwidth, heads, kv_heads)
+            rows += bench_decode(args, bandwidth, heads, kv_heads)
         if "prefill" in args.kinds:
-            result["prefill"] += bench_prefill(args, rate, heads, kv_heads)
-        args.out.write_text(json.dumps(result, indent=1))
+            rows += bench_prefill(args, rate, heads, kv_heads)
+        write_results(args.out, rows, **facts)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rollout.models.checkpoint_config import read_config, read_tower
 from rollout.models.vision import VisionTower, to_device
 from scripts.bench.images import SHAPES, write_checkpoint
+from scripts.bench.output import write_results
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -138,11 +139,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(row)
             print(json.dumps(row), flush=True)
         if device.type == "cuda":
-            rows.append({"images": images, "kernels": top_kernels(lambda: tower.embeddings(patches, grids))})  # noqa: B023
-            for kernel in rows[-1]["kernels"]:
+            for kernel in top_kernels(lambda: tower.embeddings(patches, grids)):  # noqa: B023
                 print(json.dumps(kernel), flush=True)
     if args.out is not None:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        write_results(args.out, rows)
     return 0
 
 

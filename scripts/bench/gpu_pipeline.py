@@ -11,14 +11,13 @@ For every shape and number of rows, through the whole engine with random weights
                the profiler (from first to last kernel), and the share of the kernels alone
 
 All rows end together by a stop token (the first run finds a suitable one), so the pipeline pays for its zombie step.
-The picture shows 20 steps of both at the largest number of rows. `--device cpu --shapes toy` tries it out.
+`--device cpu --shapes toy` tries it out.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import tempfile
 import time
@@ -32,12 +31,12 @@ from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Setti
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import SamplingParams
 from rollout.metrics.idle import IDLE_CAUSES
-from rollout.metrics.overlap import active_share, device_intervals, host_intervals, write_overlap
+from rollout.metrics.overlap import active_share
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import load_model
 from scripts.bench.cost_model import StepParts, points, zombie_share
 from scripts.bench.driver import Driver, random_prompt
-from scripts.bench.output import print_table, write_results
+from scripts.bench.output import print_table, spread, write_results
 from scripts.bench.profiled_steps import profile_steps, summarise
 from scripts.bench.shapes import SHAPES, write_checkpoint
 from scripts.bench.step_parts import DeviceParts, measure_device_parts, sleeping_steps
@@ -53,7 +52,6 @@ class Plan:
     new: int
     turns: int
     profiled: int
-    pictured: int
 
 
 @dataclass(frozen=True)
@@ -178,8 +176,8 @@ def stop_tokens(tokens: list[list[int]]) -> tuple[int, list[int]] | None:
     return None
 
 
-def measure(bench: Bench, shape: str, rows: int) -> tuple[dict[str, Any], dict[int, Run]]:
-    """One line of the table, and a run of each depth for the picture."""
+def measure(bench: Bench, shape: str, rows: int) -> dict[str, Any]:
+    """One line of the table."""
     plan = bench.plan
     bench.run(rows, 2, plan.new)
     stop = stop_tokens([bench.driver.completions[f"r{i}"].tokens for i in range(rows)])
@@ -215,33 +213,12 @@ def measure(bench: Bench, shape: str, rows: int) -> tuple[dict[str, Any], dict[i
         "whole_step_ms": 1e3 * device.step_s,
         "steps": {depth: of[-1].steps for depth, of in runs.items()},
         "zombie_steps": {depth: of[-1].zombie_steps for depth, of in runs.items()},
-        "turns_ms": {depth: [1e3 * run.step_s for run in of] for depth, of in runs.items()},
+        "turns_ms": {depth: spread([1e3 * run.step_s for run in of]) for depth, of in runs.items()},
         "idle_pct": {depth: of[-1].idle_pct for depth, of in runs.items()},
     }
     if plan.profiled:
         line["profiler"] = {depth: bench.profile(rows, depth) for depth in (1, 2)}
-    return line, {depth: of[-1] for depth, of in runs.items()}
-
-
-def pictured(runs: dict[int, Run], steps: int) -> dict[str, Any]:
-    """Device and host spans of some steps from the middle of each run, for the picture."""
-    lanes = {}
-    for name, depth in (("blocking", 1), ("pipelined", 2)):
-        records = runs[depth].records
-        first = max(0, len(records) // 2 - steps // 2)
-        some = records[first : first + steps]
-        lanes[name] = (device_intervals(some), host_intervals(some))
-    return lanes
-
-
-def draw(lanes: dict[str, Any], out: Path) -> None:
-    """Draw one picture per shape, next to the JSON. Without matplotlib the JSON keeps the spans for `--redraw`."""
-    for shape, of in lanes.items():
-        path = out.with_name(f"{out.stem}_{shape}.png")
-        try:
-            write_overlap(of, path, f"{shape}: decode steps of the blocking loop and of the pipeline")
-        except ValueError as error:
-            print(f"no picture: {error}", flush=True)
+    return line
 
 
 def print_tables(lines: list[dict[str, Any]]) -> None:
@@ -268,7 +245,7 @@ def print_tables(lines: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure every shape, print each line at once, write the JSON and the pictures."""
+    """Measure every shape, print and write each line at once."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
@@ -277,35 +254,26 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256, help="most tokens of a completion")
     parser.add_argument("--turns", type=int, default=3, help="runs of each depth, in turn")
     parser.add_argument("--profiled", type=int, default=32, help="steps under the profiler at each depth; 0: none")
-    parser.add_argument("--pictured", type=int, default=20, help="steps in the picture")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--redraw", action="store_true", help="only draw the pictures of --out again")
     args = parser.parse_args()
-    if args.redraw:
-        draw(json.loads(args.out.read_text())["pictured"], args.out)
-        return
-    plan = Plan(args.prompt, args.new, args.turns, args.profiled if args.device != "cpu" else 0, args.pictured)
+    plan = Plan(args.prompt, args.new, args.turns, args.profiled if args.device != "cpu" else 0)
     lines = []
-    lanes: dict[str, Any] = {}
     for shape in args.shapes:
         began_s = time.perf_counter()
         bench = Bench(shape, args.device, args.rows, plan)
         print(f"{shape}: ready after {time.perf_counter() - began_s:.1f} s", flush=True)
         for rows in args.rows:
-            line, runs = measure(bench, shape, rows)
+            line = measure(bench, shape, rows)
             lines.append(line)
             print({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}, flush=True)
-            if rows == max(args.rows):
-                lanes[f"{shape}_{rows}"] = pictured(runs, plan.pictured)
             print(f"{time.perf_counter() - began_s:.1f} s", flush=True)
-            write_results(args.out, lines, pictured=lanes)
+            write_results(args.out, lines)
         bench.driver.close()
         gc.unfreeze()
         del bench
         gc.collect()
         if args.device != "cpu":
             torch.cuda.empty_cache()
-    draw(lanes, args.out)
     print_tables(lines)
 
 

@@ -1,6 +1,6 @@
 """Measures decode steps of rows that share prompts, with and without group attention, on a CUDA machine.
 
-    PYTHONPATH=.:kernels python -m scripts.bench.group_steps --out scripts/bench/results/group_steps.json
+    PYTHONPATH=.:kernels python -m scripts.bench.group_steps --out FILE
         [--shape qwen3-8b] [--works 32x16384n8 64x4096n8 32x4096n1] [--tile 64 4]
 
 A work is rows, tokens of a prompt, completions of each prompt. All rows decode together for `--new` tokens; the time is
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
     print_table(f"decode steps of {args.shape}, ms", rows)
     facts = {"shape": args.shape, "kv_dtype": args.kv_dtype, "tile": args.tile}
-    write_results(args.out, rows, device=torch.cuda.get_device_name(), **facts)
+    write_results(args.out, rows, **facts)
     return 0
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from scripts.bench.output import write_results
+
 IMAGE_TOKEN = 151655
 _VISION_START, _VISION_END = 151652, 151653
 _PATCH, _MERGE = 16, 2
@@ -294,8 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in rows:
         print(json.dumps(each), flush=True)
     if args.out is not None:
-        kept = json.loads(args.out.read_text()) if args.out.exists() else []
-        args.out.write_text(json.dumps([*kept, *rows], indent=1) + "\n")
+        kept = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+        write_results(args.out, [*kept, *rows])
     return 0
 
 

@@ -22,10 +22,12 @@ from rollout.engine.messages import SamplingParams
 from rollout.engine.schedule.roster import Roster
 from rollout.models import load_model
 from scripts.bench.driver import Driver, random_prompt
+from scripts.bench.output import spread
 from scripts.bench.shapes import write_checkpoint
 
 _PROMPT = 16
 _EARLY = 64  # tokens before the first measurement of memory
+_MEMORY = ("allocated", "reserved", "driver_free")  # the kinds of memory that are measured
 _FLAT_MIB = 8.0  # allowed growth: the driver allocates in pieces of 2 MiB
 
 
@@ -58,7 +60,7 @@ def memory_now(device: str) -> dict[str, float]:
 def growth(marks: Sequence[dict[str, float]]) -> list[str]:
     """A sentence for each kind of memory that grew."""
     found = []
-    for name in ("allocated", "reserved", "driver_free"):
+    for name in _MEMORY:
         values = [mark[name] for mark in marks]
         if max(values) - min(values) > _FLAT_MIB:
             found.append(f"memory is not flat: {name} {min(values):.1f} to {max(values):.1f} MiB")
@@ -87,7 +89,9 @@ def run_long(run: LongRun) -> dict[str, Any]:
         "tokens": run.tokens,
         "pages": roster.allocator.pool.total,
         "preemptions": roster.counters.preemptions,
-        "marks": marks,
+        "marks": len(marks),
+        "seconds": marks[-1]["seconds"],
+        "memory_mib": {name: spread([mark[name] for mark in marks]) for name in _MEMORY},
         "failures": [*_not_whole(driver, run), *growth(marks)],
     }
 

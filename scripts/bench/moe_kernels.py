@@ -1,19 +1,17 @@
 """Measures a layer of experts on a CUDA machine: each path and format, and the time to read its bytes.
 
-    PYTHONPATH=.:kernels python -m scripts.bench.moe_kernels --out scripts/bench/results/moe.json [--shapes
-        qwen3-30b-a3b]
+    PYTHONPATH=.:kernels python -m scripts.bench.moe_kernels --out FILE [--shapes qwen3-30b-a3b]
         [--formats plain mxfp8] [--tokens 1 8 32] [--skew 1.5]
 
 Microseconds per layer for each number of tokens, in a CUDA graph that rotates over 8 layers with new routing for each;
 TB/s by distinct experts; errors against float64. The errors are compared with the exact result rounded to bf16, and
 with sorting and grouped GEMMs that keep bf16 between their steps. vLLM's fused MoE is measured in the same run if it is
-importable. Rows are printed and written at once.
+importable. Rows are printed and written at once; TB/s are only printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +35,7 @@ from scripts.bench.moe_layers import (
     plans,
     read_bandwidth,
 )
+from scripts.bench.output import write_results
 
 LAYERS = 8
 
@@ -109,6 +108,16 @@ def line(name: str, format: str, row: dict[str, Any]) -> str:
     return text
 
 
+def summary(name: str, format: str, row: dict[str, Any]) -> dict[str, Any]:
+    """A row for the file: microseconds by path, and errors where they were computed."""
+    sizes = {key: row[key] for key in ("tokens", "distinct", "floor_us")}
+    found = {"shape": name, "format": format, **sizes, "us": {path: at["us"] for path, at in row["paths"].items()}}
+    if "rounded" in row:
+        errors_by = {key: row[key] for key in ("rounded", "sorted_gemm")}
+        found["errors"] = errors_by | {path: at["errors"] for path, at in row["paths"].items()}
+    return found
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -119,29 +128,22 @@ def main() -> None:
     parser.add_argument("--skew", type=float, default=0.0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "read_tbps": read_bandwidth() / 1e12,
-        "skew": args.skew,
-        "layers": [],
-        "router_us": {},
-    }
-    print(f"{results['device']}, read bandwidth {results['read_tbps']:.2f} TB/s", flush=True)
+    read_tbps = read_bandwidth() / 1e12
+    router_us: dict[str, dict[int, float]] = {}
+    rows: list[dict[str, Any]] = []
+    print(f"{torch.cuda.get_device_name()}, read bandwidth {read_tbps:.2f} TB/s", flush=True)
     peer = vllm_layer()
     for name in args.shapes:
         shape = SHAPES[name]
-        results["router_us"][name] = {str(t): measure_router(shape, t) for t in args.tokens}
-        print(f"{name} router us: {results['router_us'][name]}", flush=True)
+        router_us[name] = {t: measure_router(shape, t) for t in args.tokens}
+        print(f"{name} router us: {router_us[name]}", flush=True)
         for format in args.formats:
             layers = make_layers(shape, format, LAYERS)
-            rows: list[dict[str, Any]] = []
-            results["layers"].append({"shape": name, "format": format, "rows": rows})
             for tokens in args.tokens:
                 row = measure(shape, format, layers, tokens, args.skew, peer, tokens in args.accurate_at)
-                rows.append(row)
+                rows.append(summary(name, format, row))
                 print(line(name, format, row), flush=True)
-                args.out.write_text(json.dumps(results, indent=1))
+                write_results(args.out, rows, read_tbps=read_tbps, router_us=router_us, skew=args.skew)
             del layers
             torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""Layers of experts, exact results, timing and floors for `bench.moe`, `bench.moe_kernels` and `tune.moe`.
+"""Layers of experts, exact results, timing and floors for `bench.moe_kernels` and `tune.moe`.
 
 The floor is measured: two launches only read the bytes of the chosen experts, and overlap like the kernels' launches.
 

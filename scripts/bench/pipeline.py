@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
+from scripts.bench.output import print_table, write_results
 
 
 def measure(depth: int, tokens: int, n: int) -> dict[str, Any]:
@@ -39,12 +39,12 @@ def measure(depth: int, tokens: int, n: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write the results."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.pipeline", description=__doc__)
     parser.add_argument("--tokens", type=int, default=16_400)
     parser.add_argument("--n", type=int, default=4, help="completions of each of the three prompts")
     parser.add_argument("--turns", type=int, default=2, help="turns of each depth")
-    parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "pipeline.json")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args(argv)
     turns = [depth for _ in range(args.turns) for depth in (1, 2)]
     results = []
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_table("the demo, blocking (depth 1) and pipelined (depth 2)", results)
     rate = {d: statistics.median(row["tokens_per_s"] for row in results if row["depth"] == d) for d in (1, 2)}
     print(f"pipelined over blocking: {rate[2] / rate[1]:.3f}", file=sys.stderr)
-    write_results(args.out, results, pipelined_over_blocking=rate[2] / rate[1])
+    if args.out is not None:
+        write_results(args.out, results, pipelined_over_blocking=rate[2] / rate[1])
     return 0
 
 

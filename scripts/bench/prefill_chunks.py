@@ -1,6 +1,6 @@
 """Measures how large a prefill step should be: tokens/s of prompts, and the gaps of rows that decode meanwhile.
 
-    PYTHONPATH=.:kernels python -m scripts.bench.prefill_chunks --out scripts/bench/results/prefill_chunks.json
+    PYTHONPATH=.:kernels python -m scripts.bench.prefill_chunks --out FILE
         [--shape qwen3-8b] [--chunks 1024 2048 4096 8192] [--arrivals-per-s 6 12]
 
 One engine for all sizes: it is built for the largest. The experiments are `prefill` and `arrivals` of `compare_peers`.

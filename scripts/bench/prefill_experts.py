@@ -67,6 +67,7 @@ from triton.runtime.errors import OutOfResources
 
 from scripts.bench.cuda_timing import graph_us, matrix_rate, read_bandwidth
 from scripts.bench.moe_layers import SHAPES, Layer, Tokens, exact, make_layers, make_tokens
+from scripts.bench.output import circumstances
 from scripts.bench.shapes import model_config
 
 TOKENS = (512, 2048, 4096, 8192, 16384)
@@ -431,6 +432,8 @@ def main() -> None:
         "between": bench_between,
         "layers": bench_layers,
     }
+    if not args.here:
+        say("run", **circumstances())
     for part in args.parts:
         if args.here:
             run[part](args.quick)

@@ -52,7 +52,7 @@ from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
 from scripts.bench.bookkeeping import TINY_SHAPE
 from scripts.bench.load_clients import PROMPT, TOKEN, ClientProcess, Load
-from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
+from scripts.bench.output import DEFAULT_FOLDER, print_table, spread, write_results
 from scripts.bench.paced_device import PacedDevice, PacedExecutor
 
 _STATUS_EVERY_S = 0.1
@@ -64,7 +64,7 @@ _TEMPLATE = (
 _LOADS = ("none", "clients", "templates")
 _QUANTILES = {"median_ms": 0.5, "p99_ms": 0.99, "p99.9_ms": 0.999}
 _KINDS = ("", "own_", "idle_")
-_FIGURES = [kind + name for kind in _KINDS for name in _QUANTILES]
+FIGURES = [kind + name for kind in _KINDS for name in _QUANTILES]
 
 
 class Commits(Meter):
@@ -252,11 +252,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench.close()
     shown = ("turn", "load", "steps", "p99.9_ms", "own_p99_ms", "own_p99.9_ms", "idle_p99.9_ms", "load_average")
     print_table("gap between steps", [{key: row[key] for key in shown} for row in rows])
-    added = {load: {name: _added_ms(rows, load, name) for name in _FIGURES} for load in _LOADS[1:]}
+    added = {load: {name: _added_ms(rows, load, name) for name in FIGURES} for load in _LOADS[1:]}
     for load_name, figures in added.items():
         print(f"added by {load_name}, median of the turns: " + ", ".join(f"{k} {v:+.3f}" for k, v in figures.items()))
-    write_results(args.out, rows, step_ms=args.step_ms, switch_interval_ms=args.switch_interval_ms, added=added)
+    facts = {"turns": args.turns, "step_ms": args.step_ms, "switch_interval_ms": args.switch_interval_ms}
+    write_results(args.out, over_turns(rows), **facts, added=added)
     return 0
+
+
+def over_turns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each load: the spread of each figure over the turns."""
+    return [
+        {"load": load, **{name: spread([row[name] for row in rows if row["load"] == load]) for name in FIGURES}}
+        for load in _LOADS
+    ]
 
 
 def _added_ms(rows: list[dict[str, Any]], load: str, name: str) -> float:

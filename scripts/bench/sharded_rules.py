@@ -35,7 +35,7 @@ from rollout_kernels.sampling.triton_draw import draw_and_advance
 from rollout_kernels.sampling.triton_truncate import truncate
 
 from scripts.bench.cuda_timing import ranks_graph_us
-from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
+from scripts.bench.output import print_table, write_results
 from scripts.bench.ranks import run_ranks
 
 OFF = 1 << 20
@@ -171,7 +171,8 @@ def measure(group: TensorGroup, args: argparse.Namespace) -> None:
                 print(json.dumps(row), flush=True)
     if group.rank == 0 and args.runs:
         print_table(f"{args.gpus} GPUs, vocabulary of {args.vocab}", found)
-        write_results(args.out, found, gpus=args.gpus, vocab=args.vocab, calls=args.calls)
+        if args.out is not None:
+            write_results(args.out, found, gpus=args.gpus, vocab=args.vocab, calls=args.calls)
 
 
 def main() -> None:
@@ -184,7 +185,7 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     parser.add_argument("--calls", type=int, default=16, help="calls of a graph")
     parser.add_argument("--runs", type=int, default=11, help="replays; 0 only compares")
-    parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "sharded_rules.json")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     raise SystemExit(run_ranks(measure, args, args.gpus, args.device))
 

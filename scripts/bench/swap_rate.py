@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from scripts.bench.driver import random_prompt
-from scripts.bench.output import DEFAULT_FOLDER, write_results
+from scripts.bench.output import DEFAULT_FOLDER, spread, write_results
 from scripts.bench.shapes import SHAPES, kv_pages, model_config, write_checkpoint
 from scripts.bench.swap_weights import shape_tensors
 from trainer_bridge.client.blocking import RolloutClient
@@ -165,15 +165,17 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                     row = bench.measured(interval_s)
                     found.setdefault((way, interval_s), []).append(row)
                     print(json.dumps({"kv": way, "every_s": interval_s, **row}), flush=True)
-    return [
-        {
-            "kv": way,
-            "every_s": interval_s,
-            "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
-            "rounds": rows,
-        }
-        for (way, interval_s), rows in found.items()
-    ]
+    return [{"kv": way, "every_s": every_s, **over_rounds(rows)} for (way, every_s), rows in found.items()]
+
+
+def over_rounds(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row from those of the rounds: the spread of rates and waits, the sums of the counts of updates."""
+    row: dict[str, Any] = {"rounds": len(rows), "tokens_per_s": spread([row["tokens_per_s"] for row in rows])}
+    if "published" in rows[0]:
+        row |= {name: sum(row[name] for row in rows) for name in ("published", "applied")}
+        row["errors"] = dict(sum((Counter(row["errors"]) for row in rows), Counter()))
+        row["wait_s"] = spread([row["wait_s"] for row in rows if row["wait_s"] is not None])
+    return row
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from scripts.bench.output import circumstances, print_table, write_results
+from scripts.bench.output import circumstances, print_table, spread, write_results
 from scripts.check.soak.run import SoakReport, soak
 
 _SPARE_MIB = 40.0  # allowed growth of a process, from a fifth of the time to the end
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"[red]{complaint}[/red]", highlight=False)
     clean = report.clean and not grown
     if args.out is not None:
-        facts: dict[str, Any] = asdict(report)
+        facts: dict[str, Any] = {**asdict(report), "restart_s": spread(report.restart_s)}
         rows = facts.pop("memory")
         write_results(args.out, rows, clean=clean, **facts)
     console.print("[green]clean[/green]" if clean else "[red]not clean[/red]")
@@ -82,7 +82,8 @@ def show(console: Console, report: SoakReport) -> None:
         table.add_row(f"{title}, by kind", "\n".join(f"{name}: {count}" for name, count in facts.items()))
     console.print(table)
     print_table("resident memory, MiB", report.memory)
-    console.print(f"{circumstances()['processor']}, {circumstances()['cores']} cores", highlight=False)
+    machine = circumstances()["machine"]
+    console.print(f"{machine['processor']}, {machine['cores']} cores", highlight=False)
 
 
 if __name__ == "__main__":

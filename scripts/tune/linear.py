@@ -1,13 +1,13 @@
 """Measures the few-row matrix products on a CUDA machine and chooses a configuration for each shape and row count.
 
-    PYTHONPATH=.:kernels python -m scripts.tune.linear --out scripts/bench/results/linear.json [--shapes 8b] [--rows
-        1 8 32]
+    PYTHONPATH=.:kernels python -m scripts.tune.linear --out FILE [--shapes 8b] [--rows 1 8 32]
         [--ways gemv streamed]
 
 For every shape and number of rows it times cuBLAS, the table's configuration and each candidate in CUDA graphs. The
 graphs rotate over several copies of the weights, so that no weights are read from the L2 cache. It reports
-microseconds, the floor (the bytes of the weights over the read bandwidth of the same run), and the best configuration
-for each split of K: one split is chosen for all numbers of rows. Every candidate is checked against float64 once.
+microseconds, the floor (the bytes of the weights over the read bandwidth of the same run), the best time for each split
+of K (one split is chosen for all numbers of rows), and the best configuration of all. The best of each split are
+printed. Every candidate is checked against float64 once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from rollout_kernels.linear.table import Config, Kind, linear_config
@@ -27,6 +28,7 @@ from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, lin
 
 from scripts.bench.cuda_timing import graph_us, read_bandwidth
 from scripts.bench.linear_candidates import SHAPES, WAYS, candidates
+from scripts.bench.output import write_results
 
 _CACHE_BYTES = 400e6  # weights in rotation, several times the L2
 
@@ -50,20 +52,25 @@ def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwid
         error = (((got.sum(0) if kind == "parts" else got) - exact).norm() / exact.norm()).item()
         assert error < 1e-2, (name, config, error)
         timed[config] = graph_us(functools.partial(_all, run, x, weights, config), runs=5) / copies
-    splits = {}
-    for split in sorted({config.split for config in timed}):
-        best = min((config for config in timed if config.split == split), key=timed.__getitem__)
-        splits[split] = {"us": timed[best], **dataclasses.asdict(best)}
-    row = {
+    by_split = {
+        split: min((config for config in timed if config.split == split), key=timed.__getitem__)
+        for split in sorted({config.split for config in timed})
+    }
+    best = min(timed, key=timed.__getitem__)
+    row: dict[str, Any] = {
         "shape": name,
         "rows": rows,
         "floor_us": outputs * inputs * 2 / bandwidth * 1e6,
         "cublas_us": graph_us(lambda: [x @ w.t() for w in weights]) / copies,
         "table_us": None if table is None else timed[table],  # None: the product is left to cuBLAS
-        "best_us": min(timed.values()),
+        "best_us": timed[best],
+        "splits_us": {split: timed[config] for split, config in by_split.items()},
+        "best": dataclasses.asdict(best),
     }
-    print(json.dumps({**row, "splits": {split: round(entry["us"], 2) for split, entry in splits.items()}}), flush=True)
-    return {**row, "splits": splits}
+    print(json.dumps(row), flush=True)
+    for split, config in by_split.items():
+        print(f"  split {split}: {timed[config]:.2f} us, {config}", flush=True)
+    return row
 
 
 def _all(run: Callable[..., torch.Tensor], x: torch.Tensor, weights: list[torch.Tensor], config: LinearConfig) -> None:
@@ -109,7 +116,7 @@ def main() -> None:
                 continue
             for rows in args.rows:
                 results.append(measure(f"{family}/{name}", outputs, inputs, kind, rows, bandwidth, args.ways))
-                args.out.write_text(json.dumps({"read_tbps": bandwidth / 1e12, "rows": results}, indent=1))
+                write_results(args.out, results, read_tbps=bandwidth / 1e12)
 
 
 if __name__ == "__main__":

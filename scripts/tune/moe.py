@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_ga
 
 from scripts.bench.cuda_timing import graph_us
 from scripts.bench.moe_layers import SHAPES, Layer, Tokens, errors, exact, floor_us, make_layers, make_tokens
+from scripts.bench.output import write_results
 
 LAYERS = 8
 MOST_WARP_TOKENS = 32
@@ -118,9 +119,9 @@ class Tuner:
             timed.append((graph_us(*works * (4 if tokens <= 8 else 1)), plan))
         timed.sort(key=lambda pair: pair[0])
         floor = floor_us(self.layers, batches)
-        row = {"tokens": tokens, "floor_us": floor, "plans": [[us, asdict(plan)] for us, plan in timed]}
-        self.log.append(row)
-        paths = "  ".join(f"{p.path}{getattr(p, 'tile_rows', '')} {us:.1f}" for us, p in timed)
+        us_by = {f"{plan.path}{getattr(plan, 'tile_rows', '')}": us for us, plan in timed}
+        self.log.append({"tokens": tokens, "floor_us": floor, "us": us_by})
+        paths = "  ".join(f"{name} {us:.1f}" for name, us in us_by.items())
         print(f"{self.format} T {tokens}: floor {floor:.1f} us  {paths}  {timed[0][1]}", flush=True)
         return timed
 
@@ -228,12 +229,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048])
     parser.add_argument("--seconds", type=float, default=500, help="seconds after which no measurement is started")
     parser.add_argument("--table", type=Path, required=True, help="the table to write")
-    parser.add_argument("--out", type=Path, required=True, help="all measurements")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the times of all paths")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     table = dict(dispatch.measured_table())
     measured = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    logs = []
+    rows: list[dict[str, Any]] = []
     for name, format in product(args.shapes, args.formats):
         if time.monotonic() > deadline:
             print(f"no time left for {name} in {format}", flush=True)
@@ -241,9 +242,9 @@ def main() -> None:
         entry, log = tune(SHAPES[name], format, sorted(args.tokens), deadline)
         if entry is not None:
             table[SHAPES[name], format] = entry
-        logs.append({"shape": name, "format": format, "rows": log})
+        rows += [{"shape": name, "format": format, **row} for row in log]
         args.table.write_text(json.dumps(dispatch.write_table(table, measured), indent=1) + "\n")
-        args.out.write_text(json.dumps({**measured, "tuning": logs}, indent=1))
+        write_results(args.out, rows)
         torch.cuda.empty_cache()
 
 

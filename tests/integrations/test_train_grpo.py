@@ -64,6 +64,17 @@ def test_every_completion_and_token_that_the_worker_made_was_trained_on(
     assert summary["workers"] == [{"version": len(steps) + 1, "state": "idle"}]  # one more than steps
 
 
+def test_the_summary_has_the_means_of_the_steps(run: tuple[Path, list[dict[str, Any]], dict[str, Any]]) -> None:
+    _, steps, summary = run
+    assert summary["reward of the first 5 steps"] == pytest.approx(mean(steps[:5]))
+    assert summary["exact of the last 20 steps"] == pytest.approx(mean(steps[-20:], "exact"))
+    assert summary["time/step_s"] == pytest.approx(mean(steps, "time/step_s"))
+    assert summary["staleness/max"] == max(step["staleness/max"] for step in steps)
+    checked = [step for step in steps if "mismatch/tokens" in step]
+    assert summary["mismatch/tokens"] == sum(step["mismatch/tokens"] for step in checked) > 0
+    assert summary["mismatch/max_abs"] == max(step["mismatch/max_abs"] for step in checked)
+
+
 def test_staleness_is_bounded_and_used(run: tuple[Path, list[dict[str, Any]], dict[str, Any]]) -> None:
     _, steps, _ = run
     assert max(step["staleness/max"] for step in steps) <= 2

@@ -23,7 +23,7 @@ from rollout.models.spec import AttentionSpec, LatentSpec, ModelSpec
 
 #: Bytes of KV that a layer need not read, from which on sharing is faster. On an H100, 117 MB saved made a layer slower
 #: by a fifth (8 rows of 4K + 2K, 32 of 1K + 1K), 230 MB (32 rows of 4K + 2K, 4 KV heads) left it as it was, and 460 MB
-#: made it a quarter faster: scripts/bench/group_attention.py.
+#: made it a quarter faster.
 LEAST_SAVED_BYTES = 256 << 20
 #: The same in a verify step, where a row and its drafts share all pages. On an H100 with contexts of 4K, 8 rows with
 #: three drafts save 402 MB a layer and take 7.8 ms instead of 9.0, 16 rows 10.2 instead of 12.5; one row saves 50 MB

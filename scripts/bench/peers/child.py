@@ -29,11 +29,9 @@ def make_engine(job: Job) -> Engine:
         raise ValueError("repeats has weights of its own, on one GPU: run it without other experiments")
     if job.workers > 1 and job.engine != "service":
         raise ValueError(f"{job.engine} has no workers: with {job.workers} take service")
-    if job.engine in ("ours", "ours-blocking", "ours-grouped", "ours-apart", "ours-fallback"):
-        from scripts.bench.peers.ours_engine import OursEngine, group_experts, keep_shared_apart
+    if job.engine in ("ours", "ours-blocking", "ours-apart", "ours-fallback"):
+        from scripts.bench.peers.ours_engine import OursEngine, keep_shared_apart
 
-        if job.engine == "ours-grouped":
-            group_experts()
         if job.engine == "ours-apart":
             keep_shared_apart()
         fallback = job.engine == "ours-fallback"

@@ -10,13 +10,13 @@ from typing import Any
 
 from scripts.bench.peers.workloads import completion_lengths
 
-#: `ours-blocking` is our engine at pipeline depth 1, `ours-grouped` without experts by output (warp decode),
-#: `ours-apart` with shared experts apart from the others, `ours-fallback` with transformers' code as the model,
-#: those of `SPECULATING` speculate, `service` is our worker, measured by a client of its socket. `vllm-ngram` is vLLM
-#: with its speculation by n-grams, `vllm-ngram-gpu` with those found on the GPU.
+#: `ours-blocking` is our engine at pipeline depth 1, `ours-apart` with shared experts apart from the others,
+#: `ours-fallback` with transformers' code as the model, those of `SPECULATING` speculate, `service` is our worker,
+#: measured by a client of its socket. `vllm-ngram` is vLLM with its speculation by n-grams, `vllm-ngram-gpu` with those
+#: found on the GPU.
 SPECULATING = ("ours-suffix", "ours-ngram", "ours-auto")
 ENGINES = (
-    *("ours", "ours-blocking", "ours-grouped", "ours-apart", "ours-fallback", *SPECULATING, "service"),
+    *("ours", "ours-blocking", "ours-apart", "ours-fallback", *SPECULATING, "service"),
     *("vllm", "vllm-ngram", "vllm-ngram-gpu", "transformers"),
 )
 VLLM = ("vllm", "vllm-ngram", "vllm-ngram-gpu")

@@ -12,9 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rollout_kernels.moe.dispatch import measured_table
 from rollout_kernels.moe.formats import Format
-from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.build import build_engine, local_links
@@ -48,8 +46,8 @@ class OursEngine:
 
     With `routing` every completion gets its expert records. `adapters` is the number of loaded adapters of rank 16;
     requests use the first `use_adapters` of them in turn. `changes` are other engine settings. Requests have the
-    settings `sampling`, each with its own seed. With `fallback` the model is transformers' own code. With a `group` it
-    is this rank's shard; all ranks must do the same. With `draft` it has a random draft model, and `changes` say so.
+    settings `sampling`, each with its own seed. With `fallback` the model is transformers' own code. With `draft` it
+    has a random draft model, and `changes` say so.
     """
 
     keeps_prefixes = True
@@ -64,7 +62,6 @@ class OursEngine:
         adapters: int = 0,
         changes: Mapping[str, Any] | None = None,
         fallback: bool = False,
-        group: TensorGroup | None = None,
         draft: Draft | None = None,
     ) -> None:
         device = make_device(job.device)
@@ -73,7 +70,7 @@ class OursEngine:
             metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS),
         )
         began_s = time.perf_counter()
-        made = settings.engine.expert_format, job.layers, fallback, group, draft
+        made = settings.engine.expert_format, job.layers, fallback, draft
         loaded = load_random(job.shape, device.torch_device, *made)
         loaded_s = time.perf_counter()
         self._model, self._quiet = loaded.model, False
@@ -227,10 +224,9 @@ def load_random(
     experts: Format = "plain",
     layers: int = 0,
     fallback: bool = False,
-    group: TensorGroup | None = None,
     draft: Draft | None = None,
 ) -> LoadedModel:
-    """A shape's model, or its first `layers` layers, or this rank's shard of it, with random weights.
+    """A shape's model, or its first `layers` layers, with random weights.
 
     `draft` is the layout of its draft model, random as well: an EAGLE-3 head, or a layer for multi-token prediction.
     """
@@ -241,14 +237,7 @@ def load_random(
         with stage(f"filling the shapes of {shape}") as advance:
             drafts = write_draft_checkpoint(shape, Path(folder) / "draft", layers) if draft == "head" else None
             how: MTP = "needed" if draft == "mtp" else "unused"
-            return load_model(settings, device, advance, experts=experts, group=group, draft=drafts, mtp=how)
-
-
-def group_experts() -> None:
-    """From now on, group tokens by expert at all sizes; shows the gain of the other path."""
-    table = measured_table()
-    for key, entry in table.items():
-        table[key] = replace(entry, bands=tuple((most, plan) for most, plan in entry.bands if plan.path == "grouped"))
+            return load_model(settings, device, advance, experts=experts, draft=drafts, mtp=how)
 
 
 def keep_shared_apart() -> None:

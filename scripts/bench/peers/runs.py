@@ -1,4 +1,4 @@
-"""The parent process: runs the children one after the other, adds floors to their rows, writes one JSON file."""
+"""The parent process: runs the children one after the other, adds floors to their rows, writes one summary."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import IO, Any
 import rollout_kernels
 
 import rollout
+from scripts.bench.output import command_line, write_summary
 from scripts.bench.peers.child import PREFIX
 from scripts.bench.peers.experiments import Row
 from scripts.bench.peers.floors import job_floor, step_floor_s
@@ -44,6 +45,8 @@ _IDENTITY = (
     "gpus",
     "workers",
 )
+#: Figures that help to follow a run. They are printed, but no page shows them, so they are not written.
+_ONLY_PRINTED = ("tokens_per_s", "first_s", "device_ms")
 _OURS = ("ours", *SPECULATING, "service")
 #: The figure for comparing engines, and whether a smaller one is better.
 _FIGURES = {
@@ -139,7 +142,7 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 
 
 class Report:
-    """Rows with their floors: printed at once and kept in a JSON file."""
+    """Rows with their floors: printed at once and kept in a summary, in the order of what identifies them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -155,7 +158,7 @@ class Report:
         for row in told:
             found = row.get("ceilings", {})
             self._bandwidth = found["read_tbps"] * 1e12 if found else None
-            self._keep_fact({"run": self._run, "ceilings": found or row})
+            self._keep_fact({"run": self._run, "command": command_line(), "ceilings": found or row})
 
     def add(self, job: Job, row: Row) -> None:
         """Print a row and write it to the file."""
@@ -169,8 +172,9 @@ class Report:
             row |= floors(job, row, self._bandwidth * job.ranks)
         print(json.dumps(_short(row)), flush=True)
         self._new.append(row)
+        written = {name: value for name, value in row.items() if name not in _ONLY_PRINTED}
         key = _identity(row)
-        self._rows = [old for old in self._rows if _identity(old) != key] + [row]
+        self._rows = sorted([*(old for old in self._rows if _identity(old) != key), written], key=_identity)
         self._write()
 
     def compare(self) -> None:
@@ -195,8 +199,7 @@ class Report:
         self._write()
 
     def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({"facts": self._facts, "rows": self._rows}, indent=1) + "\n")
+        write_summary(self._path, {"facts": self._facts, "rows": self._rows})
 
 
 def floors(job: Job, row: Row, bandwidth: float) -> Row:
@@ -248,8 +251,9 @@ def _long_job_sizes(job: Job, row: Row) -> tuple[list[int], list[int]]:
     return [job.job_prompt] * len(lengths), lengths
 
 
-def _identity(row: Row) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in _IDENTITY)
+def _identity(row: Row) -> list[tuple[Any, ...]]:
+    """What identifies a row. It can be compared: a row without a field is before those with it."""
+    return [(row[name],) if row.get(name) is not None else () for name in _IDENTITY]
 
 
 def _is_peer(row: Row, other: Row) -> bool:
@@ -266,6 +270,6 @@ def _same_work(a: Row, b: Row) -> bool:
 
 
 def _short(row: Row) -> Row:
-    """A row for printing: fewer digits, without the run and the single repeats."""
-    shown = {key: value for key, value in row.items() if key not in ("run", "all_total_s")}
+    """A row for printing: fewer digits, without the run."""
+    shown = {key: value for key, value in row.items() if key != "run"}
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in shown.items()}

@@ -41,8 +41,7 @@ def run(script: ModuleType, monkeypatch, out: Path, *arguments: str) -> tuple[in
     return status, json.loads(out.read_text())["rows"]
 
 
-def test_the_pipeline_benchmark_runs_and_draws(pipeline, monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_the_pipeline_benchmark_compares_a_prediction_with_both_depths(pipeline, monkeypatch, tmp_path):
     out = tmp_path / "pipeline.json"
     sizes = ("--rows", "2", "--prompt", "8", "--new", "40", "--turns", "1")
     _, (line,) = run(pipeline, monkeypatch, out, "--shapes", "toy", *sizes)
@@ -50,11 +49,7 @@ def test_the_pipeline_benchmark_runs_and_draws(pipeline, monkeypatch, tmp_path):
     assert line["error_points"] == pytest.approx(line["predicted_pct"] - line["observed_pct"])
     assert line["steps"]["1"] == line["steps"]["2"]
     assert line["zombie_steps"] == {"1": 0, "2": 1}, "the pipeline pays for the stop token that it did not know of"
-    picture = tmp_path / "pipeline_toy_2.png"
-    assert picture.stat().st_size > 1000
-    picture.unlink()
-    run(pipeline, monkeypatch, out, "--redraw")
-    assert picture.stat().st_size > 1000
+    assert line["turns_ms"]["1"]["median"] == line["block_ms"] and line["turns_ms"]["2"]["median"] == line["pipe_ms"]
 
 
 def test_drafts_of_a_recorded_run_are_as_right_as_asked_for(tmp_path):
@@ -270,7 +265,8 @@ def test_rows_that_part_between_the_depths_fail(correctness, monkeypatch, tmp_pa
 def test_many_long_rows_give_everything_back(correctness, monkeypatch, tmp_path):
     arguments = ("--long", "--long-shape", "toy", "--long-rows", "2", "--long-tokens", "200")
     status, (found,) = run(correctness, monkeypatch, tmp_path / "l.json", *arguments)
-    assert status == 0 and len(found["marks"]) == 9 and found["pages"] >= 2 * 216 // 16
+    assert status == 0 and found["marks"] == 9 and set(found["memory_mib"]) == {"allocated", "reserved", "driver_free"}
+    assert found["pages"] >= 2 * 216 // 16
 
 
 def test_a_page_that_does_not_come_back_fails(correctness, monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ def test_it_measures_images_and_text(tmp_path: Path) -> None:
     sizes = {"prompts": 3, "n": 2, "rows": 4, "side": 96, "text": 16, "new": 8}
     flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     assert main(["--shape", "tiny", "--device", "cpu", "--out", str(tmp_path / "out.json"), *flags]) == 0
-    image, text = json.loads((tmp_path / "out.json").read_text())
+    image, text = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert (image["kind"], image["images_encoded"], image["completions"]) == ("image", 3, 6)
     assert (text["kind"], text["images_encoded"]) == ("text", 0)
     assert 0 < image["first_token_s"]["least"] <= image["seconds"]
@@ -37,5 +37,5 @@ def test_the_tower_alone_is_measured_beside_its_floor(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     flags = ["--shape", "tiny", "--device", "cpu", "--side", "96", "--images", "1", "2", "--tflops", "1e-6"]
     assert encode.main(["--out", str(out), *flags]) == 0
-    one, two = json.loads(out.read_text())
+    one, two = json.loads(out.read_text())["rows"]
     assert one["device_ms"] > 0 and two["floor_ms"] == pytest.approx(2 * one["floor_ms"], abs=0.02)

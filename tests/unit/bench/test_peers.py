@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rollout_kernels.moe.dispatch import MoEShape, measured_table, moe_plan
 
 from scripts.bench import compare_peers, shapes
 from scripts.bench.peers.child import make_engine
@@ -21,7 +20,6 @@ from scripts.bench.peers.job import EXPERIMENTS, Job
 from scripts.bench.peers.ours_engine import (
     OursEngine,
     engine_settings,
-    group_experts,
     load_random,
     speculation_changes,
 )
@@ -324,18 +322,6 @@ def test_vllm_speculates_as_it_is_asked_to():
     assert set(capture_sizes(8, drafts=3)) == {4, 8, 16, 32}
 
 
-def test_ours_can_do_without_experts_by_output():
-    shape = MoEShape(128, 8, 2048, 768)
-    try:
-        before = [moe_plan(shape, "plain", torch.bfloat16, tokens) for tokens in (1, 32)]
-        group_experts()
-        after = [moe_plan(shape, "plain", torch.bfloat16, tokens) for tokens in (1, 32)]
-    finally:
-        measured_table.cache_clear()
-    assert [plan.path for plan in before] == ["warp", "grouped"]
-    assert after[0].path == "grouped" and after[1] == before[1]
-
-
 def test_long_contexts_are_prefilled_once():
     job = toy(experiments=["contexts"], rows=[2], contexts=[160])
     # KV for a third row: without a free page to copy the last one to, a row computes that page's tokens again.
@@ -443,7 +429,7 @@ def test_post_and_long_job_have_floors(tmp_path: Path):
     report.ceilings([{"ceilings": {"read_tbps": 4.69}}])
     report.add(Job(), {"experiment": "post", "rows": 32, "prompt": 128, "new": 8192, "total_s": 70.0})
     report.add(Job(), {"experiment": "long_job", "rows": 128, "completions": 256, "scale": 1.0, "total_s": 200.0})
-    post, job = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    job, post = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert post["floor_s"] == pytest.approx(61, rel=0.02)
     # Its contexts add up to 3.8e9 tokens: two thirds of its floor are KV.
     assert job["floor_s"] == pytest.approx(180, rel=0.02)
