@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout.engine import gate
+from rollout.metrics.idle import IDLE_CAUSES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -114,6 +115,11 @@ def test_the_map_lists_every_package():
     }
     listed = [folder.strip("`") for folder, _ in rows(section(DOCS / "architecture.md", "Map"))]
     assert sorted(listed) == sorted(expected)
+
+
+def test_the_metrics_page_lists_the_causes_of_idleness():
+    listed = [cause.strip("`") for cause, _ in rows(section(DOCS / "design/metrics.md", "Where time goes"))]
+    assert sorted(listed) == sorted(IDLE_CAUSES)
 
 
 def test_the_architecture_leads_to_every_page_of_a_subsystem():
