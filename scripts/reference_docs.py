@@ -45,7 +45,7 @@ A setting comes from one of three sources. A later one overrides the earlier one
 3. A flag: `--max-rows 64`. `--no-...` sets a setting that is true or false to false.
 
 In the environment and in flags, `none` unsets an optional setting. An unknown name is an error in all three. Words
-such as row, page and step are in the [glossary](../architecture.md#glossary)."""
+such as row, page and step are in the [glossary](../glossary.md)."""
 
 _MODELS_INTRODUCTION = """\
 # Models
@@ -139,7 +139,7 @@ _METRICS_INTRODUCTION = """\
 A worker reports its metrics every `metrics.interval_s` seconds, and once for the whole run when it ends. The summary of
 a run in W&B is always over the whole time. The first
 column is the name in W&B and JSON lines, the second one the name in Prometheus. Words such as row, step and bubble are
-in the [glossary](../architecture.md#glossary); how to read the metrics:
+in the [glossary](../glossary.md); how to read the metrics:
 [operations](../operations.md#reading-the-dashboard).
 
 - `gpu/...` is about the device that computes, also if that is a CPU.

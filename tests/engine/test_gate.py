@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from rollout.engine import gate as gate_module
 from rollout.engine.gate import Gate
 from rollout.engine.messages import Done, Prompt, Request
 
@@ -57,6 +59,26 @@ def test_each_state_allows_its_actions(state):
     change(gate)
     launch, admit = gate.blocked is None, gate.refusal(request(), 0) is None
     assert (launch, gate.may_apply, admit, gate.admit_update(), gate.state) == expected
+
+
+def test_the_table_of_the_docstring_has_what_each_state_allows():
+    assert gate_module.__doc__ is not None
+    head, *lines = gate_module.__doc__.partition("    state ")[2].partition("\n\n")[0].splitlines()
+    assert re.split(r"\s{2,}", head.strip()) == [
+        "launch a step",
+        "apply an update",
+        "admit a request",
+        "begin an update",
+    ]
+    listed = {line.split()[0]: re.findall(r"yes|no|as ordered", line.strip().partition(" ")[2]) for line in lines}
+    expected = {}
+    for state, (_, (*allowed, _)) in TABLE.items():
+        expected[state] = ["yes" if each else "no" for each in allowed]
+        if f"{state}, refusing" in TABLE:
+            assert allowed[2] and not TABLE[f"{state}, refusing"][1][2]
+            expected[state][2] = "as ordered"
+    assert expected.pop("open") == ["yes"] * 4 and expected.pop("dropped") == expected["stale"]
+    assert listed == {state: each for state, each in expected.items() if not state.endswith("refusing")}
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def route_by_sigmoid(
 
 
 def declare(patch: pytest.MonkeyPatch) -> None:
-    """Add the family, as the recipe of docs/architecture.md does."""
+    """Add the family, as the recipe of docs/recipes.md does."""
     patch.setitem(FAMILIES, ARCHITECTURE, FAMILY)
 
 

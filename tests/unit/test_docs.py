@@ -1,0 +1,193 @@
+"""Pages written by hand agree with the code where a machine can tell, lead somewhere, and stay short."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rollout.engine import gate
+from rollout.metrics.idle import IDLE_CAUSES
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+_ABOUT_CODE = "architecture", "glossary", "recipes"
+#: Pages about the code: the files and names in them exist.
+ABOUT_CODE = [*sorted((DOCS / "design").glob("*.md")), *(DOCS / f"{name}.md" for name in _ABOUT_CODE)]
+MOST_WORDS = {
+    DOCS / "architecture.md": 1500,
+    DOCS / "glossary.md": 1200,
+    **dict.fromkeys((DOCS / "design").glob("*.md"), 1200),
+}
+MOST_DRAWINGS, MOST_GLOSSARY_WORDS = 4, 40
+#: Names that the recipes make up.
+MADE_UP = {"epsilon", "epsilon_S", "rollout_kv_cached_pct", "NAME"}
+SOURCES = ("rollout", "kernels", "trainer_bridge", "scripts", "tests")
+SUFFIXES = (".py", ".md", ".toml", ".json", ".svg", ".png")
+
+by_page = pytest.mark.parametrize("page", ABOUT_CODE, ids=lambda page: page.stem)
+
+
+def section(page: Path, title: str) -> str:
+    """The text below a heading, up to the next one of its level."""
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", page.read_text(), re.M | re.S)
+    assert found is not None, f"{page.name} has no section {title!r}"
+    return found[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the rows of a table, without its head."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
+
+
+@cache
+def repository_files() -> frozenset[str]:
+    """Files of the sources and docs, from the root."""
+    folders = [ROOT / name for name in (*SOURCES, "docs", "configs")]
+    paths = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*"))]
+    return frozenset(path.relative_to(ROOT).as_posix() for path in paths if path.is_file())
+
+
+@cache
+def source_words() -> frozenset[str]:
+    """All words of the code. This file is left out: it names what does not exist."""
+    files = [path for name in SOURCES for path in (ROOT / name).rglob("*.py") if path != Path(__file__)]
+    texts = (path.read_text() for path in [*files, ROOT / "pyproject.toml", ROOT / "Makefile"])
+    return frozenset(word for text in texts for word in re.findall(r"\w+", text))
+
+
+# --- what pages list ---
+
+
+def test_the_loop_page_lists_the_parts_of_the_gate_and_their_states():
+    diagram = re.search(r"follow from all seven:\n\n(.*?)\n\n", gate.__doc__, re.S)
+    assert diagram is not None
+    parts: dict[str, set[str]] = {}
+    for line in diagram[1].splitlines():
+        first, *states = re.sub(r"--.*?-->", " ", line).split()
+        if first.startswith("'"):
+            continue  # the second half of an arrow
+        if re.match(r" {4}\w", line):
+            parts[first] = set()
+        else:
+            states.append(first)
+        parts[list(parts)[-1]] |= set(states)
+    listed = {
+        part.strip("`"): set(states.split(", ")) for part, states in rows(section(DOCS / "design/loop.md", "The gate"))
+    }
+    assert listed == parts
+
+
+def test_the_architecture_lists_the_layers_of_the_import_contracts():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    expected = {}
+    for contract in contracts:
+        if contract["type"] == "layers":
+            levels = [level.split(" | ") for level in contract["layers"]]
+            (inside,) = contract.get("containers") or {name.rpartition(".")[0] for level in levels for name in level}
+            expected[inside or "all"] = [{name.rpartition(".")[2] for name in level} for level in levels]
+    text = section(DOCS / "architecture.md", "Layers")
+    listed = {
+        inside: [set(re.findall(r"`(\w+)`", level)) for level in levels.split(" > ")]
+        for inside, levels in re.findall(
+            r"^- \*\*([\w.]+)\*\*: (.*?)(?=^- |\Z)", text.replace("\n  ", " "), re.M | re.S
+        )
+    }
+    assert listed == expected
+
+
+def test_the_map_lists_every_package():
+    inside = ("rollout", "rollout/engine", "trainer_bridge")
+    packages = {init.parent for name in inside for init in (ROOT / name).glob("*/__init__.py")}
+    expected = {package.relative_to(ROOT).as_posix() for package in packages} | {
+        "kernels/rollout_kernels",
+        "scripts",
+        "tests",
+    }
+    listed = [folder.strip("`") for folder, _ in rows(section(DOCS / "architecture.md", "Map"))]
+    assert sorted(listed) == sorted(expected)
+
+
+def test_the_metrics_page_lists_the_causes_of_idleness():
+    listed = [cause.strip("`") for cause, _ in rows(section(DOCS / "design/metrics.md", "Where time goes"))]
+    assert sorted(listed) == sorted(IDLE_CAUSES)
+
+
+def test_the_architecture_leads_to_every_page_of_a_subsystem():
+    linked = re.findall(r"\(design/(\w+\.md)\)", section(DOCS / "architecture.md", "Subsystems"))
+    assert sorted(linked) == sorted(page.name for page in (DOCS / "design").glob("*.md"))
+
+
+# --- what pages name ---
+
+
+@by_page
+def test_files_that_a_page_names_exist(page: Path):
+    named = [name for name in re.findall(r"`([\w./-]+)`", prose(page)) if "NAME" not in name]
+    named = [name for name in named if name.endswith(SUFFIXES) or name.startswith(tuple(f"{top}/" for top in SOURCES))]
+    missing = [
+        name
+        for name in named
+        if name != "config.json"  # of a checkpoint
+        and not (ROOT / name).exists()
+        and not any(file.endswith(f"/{name}") for file in repository_files())
+    ]
+    assert named and not missing
+
+
+@by_page
+def test_names_that_a_page_quotes_are_in_the_code(page: Path):
+    quoted = [name for name in re.findall(r"`([^`\n]+)`", prose(page)) if not name.endswith(SUFFIXES)]
+    names = {word for name in quoted for word in re.findall(r"[A-Za-z_]\w*", name)}
+    unknown = names - source_words() - MADE_UP
+    assert names and not unknown
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(
+    "page",
+    sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")]),
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_links_lead_to_a_file_and_a_heading(page: Path):
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue  # not in this repository
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert not wrong
+
+
+# --- how long pages are ---
+
+
+@pytest.mark.parametrize("page", MOST_WORDS, ids=lambda page: page.stem)
+def test_pages_stay_short(page: Path):
+    assert len(page.read_text().split()) <= MOST_WORDS[page]
+
+
+def test_the_architecture_has_few_drawings():
+    text = (DOCS / "architecture.md").read_text()
+    assert len(re.findall(r"^!\[", text, re.M)) + len(re.findall(r"^```", text, re.M)) // 2 <= MOST_DRAWINGS
+
+
+def test_the_glossary_is_short_and_has_one_meaning_a_word():
+    words = [word for word, _ in rows((DOCS / "glossary.md").read_text())]
+    assert len(words) <= MOST_GLOSSARY_WORDS and words == sorted(set(words))
