@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,6 +29,21 @@ from trainer_bridge.client.results import Completion
 def _from_digit(value: Any) -> Any:
     """False and true for 0 and 1, which vLLM takes, too: Agent Lightning sends 1."""
     return value == 1 if type(value) is int and value in (0, 1) else value
+
+
+def _tool(value: dict[str, Any]) -> dict[str, Any]:
+    """A tool as OpenAI declares it. Raises ValueError for another."""
+    function = value.get("function")
+    if value.get("type", "function") != "function" or not isinstance(function, dict):
+        raise ValueError('a tool is {"type": "function", "function": {"name": ..., "parameters": ...}}')
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("the function of a tool has a 'name', a text")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise ValueError("the 'parameters' of a function are a JSON schema, an object")
+    return value
+
+
+Tool = Annotated[dict[str, Any], AfterValidator(_tool)]
 
 
 class ChatBody(OpenAiBody):
@@ -55,7 +70,7 @@ class ChatBody(OpenAiBody):
     logprobs: Annotated[bool, BeforeValidator(_from_digit)] = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
     max_completion_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     chat_template: str | None = None
@@ -134,13 +149,8 @@ class ChatBody(OpenAiBody):
     def _functions(self) -> dict[str, dict[str, Any]]:
         if not self.tools:
             raise bad_request("'tool_choice' needs 'tools'; add them or remove it", "tool_choice")
-        found = {}
-        for place, tool in enumerate(self.tools):
-            function = tool.get("function")
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise bad_request("a tool has a 'function' with a 'name'", f"tools.{place}.function")
-            found[function["name"]] = function.get("parameters") or {"type": "object", "properties": {}}
-        return found
+        functions = [tool["function"] for tool in self.tools]
+        return {each["name"]: each.get("parameters") or {"type": "object", "properties": {}} for each in functions}
 
 
 def _moved(schema: Any, root: str) -> Any:
@@ -220,7 +230,8 @@ class Chat:
 
         def views() -> Views:
             pieces = gateway.text.pieces(body, body.include_stop_str_in_output, cut.shown)
-            return Views(pieces, cut.regions, body.tools or (), chat.begun, body.demand)
+            most_calls = None if body.parallel_tool_calls else 1
+            return Views(pieces, cut.regions, body.tools or (), chat.begun, body.demand, most_calls)
 
         answer = _Answer(call, body, views)
         if body.stream:
@@ -331,7 +342,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: list[Any] | None = None
     add_special_tokens: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True

@@ -33,7 +33,7 @@ class Views:
     """The views of one completion, while it arrives.
 
     `regions` are looked for in its text, which goes on with `begun`, the prompt's part of the answer. The arguments of
-    calls have the types that `tools` say.
+    calls have the types that `tools` say. Calls after the first `most_calls` are left out.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Views:
         tools: Sequence[Mapping[str, Any]] = (),
         begun: str = "",
         demand: Demand | None = None,
+        most_calls: int | None = None,
     ) -> None:
         self.missing: dict[str, str] = {}  # why a view is not whole, by its name
         self.calls = 0
@@ -50,6 +51,7 @@ class Views:
         self._segments = Segments(regions, tools, begun) if regions else None
         self._demand = demand
         self._demanded = ""  # content that should be calls
+        self._most_calls = most_calls
         self._said = False
 
     def take(self, part: Completion) -> Piece:
@@ -62,6 +64,9 @@ class Views:
             piece.content = ""
             if last:
                 self._find_demanded(self._demand, piece)
+        if self._most_calls is not None and self.calls + len(piece.calls) > self._most_calls:
+            piece.calls = piece.calls[: self._most_calls - self.calls]
+            self.missing["tool_calls"] = f"calls after the first {self._most_calls} are left out"
         self.calls += len(piece.calls)
         self._said = self._said or bool(piece.content)
         return piece
@@ -88,6 +93,7 @@ class Views:
         """The text in its regions. The end of a turn may close one; otherwise it is no text."""
         if self._segments is None:
             return Piece(content=text)
+        waiting = self._segments.waiting
         try:
             piece = self._segments.feed(text, last and not end)
             if last and end:
@@ -101,7 +107,7 @@ class Views:
         except Exception as error:
             self._lose("message", error)
             self._segments = None
-            return Piece(content=text)
+            return Piece(content=waiting + text)
 
     def _find_demanded(self, demand: Demand, piece: Piece) -> None:
         try:

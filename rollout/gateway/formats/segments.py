@@ -70,6 +70,11 @@ class Segments:
         return self._region is not None
 
     @property
+    def waiting(self) -> str:
+        """The text of the answer that is not out: what follows decides where it goes."""
+        return self._space + self._text[max(self._at, self._foreign) :]
+
+    @property
     def may_reason(self) -> bool:
         """True if reasoning is open, or may still open."""
         if self._region is not None and self._region.kind == "reasoning":

@@ -1,0 +1,51 @@
+"""The views of a completion: what is shown where one of them cannot be made."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from rollout.gateway.formats import segments
+from rollout.gateway.text import TextPieces
+from rollout.gateway.views import Views
+from tests.support.gateway.cuts import format_of
+from trainer_bridge.client.results import Completion, FinishReason
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+REGIONS = format_of(tools="hermes", reasoning="think")
+
+
+def shown(text: str, seed: int, most_calls: int | None = None) -> tuple[str, str, list[str], dict[str, str]]:
+    """Reasoning, content, calls and what is missing of an answer that arrives in pieces."""
+    views, chance = Views(TextPieces(False), REGIONS, most_calls=most_calls), random.Random(seed)
+    reasoning, content, calls = "", "", []
+    while text:
+        count = chance.randint(1, len(text))
+        head, text = text[:count], text[count:]
+        ids, numbers = np.zeros(count, np.int32), np.zeros(count, np.float32)
+        reason: FinishReason | None = None if text else "length"
+        piece = views.take(Completion(0, ids, numbers, numbers, [(0, count)], finish_reason=reason, text=head))
+        reasoning, content = reasoning + piece.reasoning, content + piece.content
+        calls += [call.name for call in piece.calls]
+    return reasoning, content, calls, views.missing
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_text_stays_whole_where_a_format_fails(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("a pattern of a checkpoint")
+
+    monkeypatch.setattr(segments, "calls_in", fails)
+    text = f"<think>hm</think> so \n {CALL} \n and {CALL} more"
+    reasoning, content, calls, missing = shown(text, seed)
+    assert reasoning + content in ("hm" + text.removeprefix("<think>hm</think>"), text)
+    assert calls == [] and "a pattern" in missing["message"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_calls_after_those_that_are_wanted_are_left_out(seed: int) -> None:
+    found = shown(f"a {CALL}\n{CALL} {CALL}", seed, most_calls=1)
+    assert found[1:3] == ("a", ["f"]) and list(found[3]) == ["tool_calls"]
+    assert shown(f"a {CALL}", seed, most_calls=1)[1:] == ("a", ["f"], {})
