@@ -110,13 +110,14 @@ class Worker:
         loaded: LoadedModel,
         sinks: list[Sink],
         health: Health,
-        restarts: int = 0,
+        restarts: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         model, version = loaded.model, settings.weights.initial_version
         check_model(settings.engine, model)
         text = load_text_codec(loaded.folder)
         self.settings, self.sinks, self.health = settings, sinks, health
+        self._supervised = restarts is not None
         self.ranks = Ranks(settings) if ranks is None else ranks
         self.ranks.start.enter(PREPARING)
         self.prompts = None if text is None else TextProcess(loaded.folder, settings.service, settings.log_format)
@@ -151,7 +152,7 @@ class Worker:
             links.inbox.put(PutAdapter(name, weights))
         self.inspector = Inspector(self.engine)
         parts = self.engine, links, self.receiver, self.metrics, self.prompts
-        self.vitals = Vitals(settings, *parts, restarts, self._rank_status)
+        self.vitals = Vitals(settings, *parts, restarts or 0, self._rank_status)
         eos = eos_ids(loaded.generation_config.eos_token_ids, text, loaded.spec.vocab)
         self.server = Server(
             settings.service,
@@ -374,7 +375,7 @@ class Worker:
             log.debug("the streams did not end in order", exc_info=True)
         self._write_timeline()
         runs = [sink.run_path for sink in self.sinks if isinstance(sink, WandbSink)]
-        say({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals})
+        say({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals}, self._supervised)
 
     def _write_timeline(self) -> None:
         metrics = self.settings.metrics
@@ -396,19 +397,19 @@ class Worker:
             ready["metrics_url"] = page
         if self.settings.ready_file is not None:
             write_whole(Path(self.settings.ready_file), json.dumps(ready))
-        say(ready)
+        say(ready, self._supervised)
 
 
 def serve(
     settings: Settings,
-    restarts: int = 0,
+    restarts: int | None = None,
     followers: FollowerProcesses | None = None,
     run: ContinuedRun | None = None,
 ) -> int:
-    """Run a worker until it is shut down; returns the exit status. `restarts` counts a supervisor's restarts.
+    """Run a worker until it is shut down; returns the exit status.
 
-    `followers` are the processes of the other ranks, if they run already. `run` is the W&B run of all processes that a
-    supervisor starts for this worker.
+    `restarts` counts the restarts by a supervisor; None: there is no supervisor. `followers` are the processes of the
+    other ranks, if they run already. `run` is the W&B run of all processes that a supervisor starts for this worker.
 
     Raises `SettingsError` for settings that are wrong for any model, and ValueError or OSError if model, machine and
     settings do not fit together. Every message says what to change.

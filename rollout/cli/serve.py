@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.config import Settings
-from rollout.process.announce import say_in_log, withdraw
+from rollout.process.announce import withdraw
 from rollout.process.child_python import module_command
 from rollout.process.logs import set_up, worker_name
 from rollout.settings_sources import (
@@ -154,12 +154,9 @@ def _start(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any
         raise_limit(settings.engine.tensor_parallel)  # first: libraries need many files
     except OSError as error:
         raise CommandError(str(error)) from error
-    supervised = args.restarts is not None
-    if not supervised and (settings.supervisor.workers > 1 or settings.supervisor.supervise):
+    if args.restarts is None and (settings.supervisor.workers > 1 or settings.supervisor.supervise):
         return _supervise(settings, module_command("rollout.cli.main", "serve", *command_line(args.config, flags)))
-    if supervised:
-        say_in_log()
-    return _serve(settings, args.restarts or 0, args.continued_run, flags)
+    return _serve(settings, args.restarts, args.continued_run, flags)
 
 
 def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
@@ -197,7 +194,9 @@ def _supervise(settings: Settings, command: list[str]) -> int:
         raise CommandError(str(error)) from error
 
 
-def _serve(settings: Settings, restarts: int, continued_run: Sequence[str] | None, flags: Mapping[str, Any]) -> int:
+def _serve(
+    settings: Settings, restarts: int | None, continued_run: Sequence[str] | None, flags: Mapping[str, Any]
+) -> int:
     from trainer_bridge.client.launch import worker_environment
 
     for name in os.environ.keys() - worker_environment(os.environ, {}).keys():

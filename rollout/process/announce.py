@@ -15,18 +15,10 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-_in_log = False
 
-
-def say_in_log() -> None:
-    """From now on, `say` writes to the log of this process."""
-    global _in_log
-    _in_log = True
-
-
-def say(fact: Mapping[str, Any]) -> None:
-    """Print a fact on stdout: one line of JSON for a launcher, or a sentence if stdout is a terminal."""
-    if _in_log:
+def say(fact: Mapping[str, Any], in_log: bool = False) -> None:
+    """Print a fact on stdout, or in the log: one line of JSON for a launcher, or a sentence if stdout is a terminal."""
+    if in_log:
         counts = {name: value for name, value in fact.get("totals", {}).items() if name.startswith("total/")}
         facts = {name: value for name, value in fact.items() if name not in ("event", "totals")}
         log.info("%s", fact["event"], extra=facts | counts)

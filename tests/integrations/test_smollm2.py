@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +18,8 @@ from tests.support.gateway.harness import gateway
 from tests.support.worker.harness import launch
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
+
+openai = pytest.importorskip("openai")
 
 QUESTIONS = (
     "What is the capital of France?",

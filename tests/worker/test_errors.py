@@ -84,7 +84,7 @@ def test_a_message_that_cannot_be_read_is_a_bad_message(raw: RawClient, frames: 
         ({"tools": []}, "tools"),
         ({"continue_from": {"token_ids": [3]}}, "continue_from.seed"),
         ({"continue_from": {"token_ids": [3], "seed": 1}, "n": 2}, "n"),
-        ({"continue_from": {"token_ids": [3, 4], "seed": 1}, "max_tokens": 2}, "max_tokens"),
+        ({"continue_from": {"token_ids": [3, 4], "seed": 1}, "max_tokens": 1}, "max_tokens"),
         ({"continue_from": {"token_ids": [3, 4], "seed": 1, "logprobs": [0.0]}}, "continue_from"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

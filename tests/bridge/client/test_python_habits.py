@@ -156,7 +156,7 @@ def test_a_time_out_names_its_seconds_and_its_endpoint(connect: Connect, serve: 
 
 def test_a_dead_port_is_told_in_seconds(connect: Connect) -> None:
     began_s = time.monotonic()
-    with pytest.raises(ConnectionLost, match="tcp://127.0.0.1:9 .*refused connections.*connect_timeout_s"):
+    with pytest.raises(ConnectionLost, match="tcp://127.0.0.1:9 .*refused connections"):
         connect("tcp://127.0.0.1:9").ping()
     assert time.monotonic() - began_s < 20  # without a limit of its own: 30 s
 
