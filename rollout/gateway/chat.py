@@ -17,7 +17,7 @@ from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
 from rollout.gateway.formats.choice import Cut, Formats
 from rollout.gateway.formats.segments import Segments
-from rollout.gateway.gateway import Gateway, end_facts, new_id, now, usage, version_runs
+from rollout.gateway.gateway import Gateway, end_facts, new_id, now, scores_version, usage, version_runs
 from rollout.gateway.logprobs import prompt_entries
 from rollout.gateway.messages import Rendering, render_chat
 from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, OpenAiBody, TokenId
@@ -281,6 +281,8 @@ class _Answer:
         if self._body.prompt_logprobs is not None:
             most, token_bytes = self._body.prompt_logprobs, self._gateway.text.token_bytes
             answer["prompt_logprobs"] = await prompt_entries(self._request.prompt, result, most, token_bytes)
+        if self._body.return_weight_versions:
+            answer |= scores_version(result)
         return answer
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from rollout.gateway.answers import EventStream, json_answer, unless_gone
 from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
-from rollout.gateway.gateway import Gateway, end_facts, new_id, now, usage, version_runs
+from rollout.gateway.gateway import Gateway, end_facts, new_id, now, scores_version, usage, version_runs
 from rollout.gateway.logprobs import LogprobFormat, TextOffsets, prompt_entries
 from rollout.gateway.sampling import MAX_TOP, OpenAiBody, TokenId
 from rollout.gateway.views import Views
@@ -110,6 +110,8 @@ class _Answer:
                 if self._body.prompt_logprobs is not None:
                     shown, most = self._gateway.text.token_bytes, self._body.prompt_logprobs
                     choice["prompt_logprobs"] = await prompt_entries(request.prompt, result, most, shown)
+                if self._body.return_weight_versions:
+                    choice |= scores_version(result)
                 if self._body.return_token_ids:
                     choice["prompt_token_ids"] = request.prompt
                 choices.append(choice)

@@ -139,6 +139,11 @@ def _finish_reason(completion: Completion) -> str | None:
     return None if reason is None else reasons.get(reason, reason)
 
 
+def scores_version(result: GenerateResult) -> dict[str, int]:
+    """The weights version of a prompt's log-probs, if the result has any."""
+    return {} if result.prompt_version is None else {"prompt_weight_version": result.prompt_version}
+
+
 def version_runs(part: Completion, start: int = 0) -> list[dict[str, int]]:
     """Runs of tokens with one weights version: `[{"version", "start", "end"}]`, with `end` exclusive."""
     runs = []

@@ -21,7 +21,7 @@ from rollout.gateway.answers import EventStream, json_answer, unless_gone
 from rollout.gateway.bodies import Body
 from rollout.gateway.call import Call
 from rollout.gateway.errors import bad_request
-from rollout.gateway.gateway import Gateway, end_facts, new_id, usage, version_runs
+from rollout.gateway.gateway import Gateway, end_facts, new_id, scores_version, usage, version_runs
 from rollout.gateway.logprobs import LogprobFormat, prompt_entries
 from rollout.gateway.sampling import (
     MAX_TOKEN_ID,
@@ -161,6 +161,8 @@ class Generate:
         if params.prompt_logprobs is not None:
             most, token_bytes = params.prompt_logprobs, gateway.text.token_bytes
             answer["prompt_logprobs"] = await prompt_entries(body.token_ids, result, most, token_bytes)
+        if body.return_weight_versions:
+            answer |= scores_version(result)
         if body.return_token_ids:
             answer["prompt_token_ids"] = body.token_ids
         return json_answer(answer)

@@ -298,13 +298,17 @@ def test_allowed_tokens_are_the_only_ones(gateways: dict[str, httpx.Client]) -> 
 def test_a_request_for_no_tokens_scores_its_prompt(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
     """As one for a token does, up to the whole context."""
     client, prompt = gateways["hermes"], [(7 * place) % 250 for place in range(4095)]
-    fields = {"logprobs": 2, "echo": True, "prompt_logprobs": 1, "return_token_ids": True, "n": 2, "temperature": 1.0}
+    fields = {
+        "logprobs": 2, "echo": True, "prompt_logprobs": 1, "return_token_ids": True, "n": 2, "temperature": 1.0,
+        "return_weight_versions": True,
+    }  # fmt: skip
     one = post(client, TEXT, {"prompt": prompt, "max_tokens": 1, **fields})
     none = post(client, TEXT, {"prompt": prompt, "max_tokens": 0, **fields})
     whole = post(client, TEXT, {"prompt": [*prompt, 9], "max_tokens": 0, **fields})
     assert whole["usage"]["completion_tokens"] == 0 and whole["usage"]["prompt_tokens"] == 4096
     for choice, longer, other in zip(none["choices"], whole["choices"], one["choices"], strict=True):
         assert (choice["token_ids"], choice["finish_reason"], choice["stop_reason"]) == ([], "length", None)
+        assert (choice["weight_versions"], choice["prompt_weight_version"]) == ([], 0)
         assert choice["text"] == tokenizer.decode(prompt) and other["text"].startswith(choice["text"])
         assert len(longer["logprobs"]["token_logprobs"]) == 4096
         columns = {name: column[:4095] for name, column in other["logprobs"].items()}
@@ -319,6 +323,11 @@ def test_a_request_for_no_tokens_scores_its_prompt(gateways: dict[str, httpx.Cli
         for choice in answered(client, body | more | {"return_token_ids": True}):
             assert choice["finish_reason"] == "length" and choice["token_ids"] == []
             assert not choice["message"].get("tool_calls")
+    scored = {"prompt_logprobs": 0, "return_weight_versions": True}
+    assert post(client, CHAT, body | scored)["prompt_weight_version"] == 0
+    sampling = {"sampling_params": {"max_tokens": 0, "prompt_logprobs": 0}}
+    answer = post(client, "/inference/v1/generate", {"token_ids": prompt, "return_weight_versions": True, **sampling})
+    assert answer["prompt_weight_version"] == 0 and len(answer["prompt_logprobs"]) == 4095
 
     params = {"max_new_tokens": 0, "temperature": 1.0}
     body = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
