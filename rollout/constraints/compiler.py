@@ -22,7 +22,7 @@ import torch
 
 from rollout.constraints import regex_check, schema_check
 from rollout.constraints.marker import AfterMarker, IdMarker, Marker, TextMarker, TokenTexts, ends_with, find
-from rollout.constraints.matcher import AllowList, Constraint, GrammarConstraint, mask_of, mask_words
+from rollout.constraints.matcher import AllowList, Constraint, Ends, GrammarConstraint, mask_of, mask_words
 from rollout.constraints.spec import ConstraintSpec, choices_grammar
 from rollout.process.deadline_thread import DeadlineThread
 
@@ -113,8 +113,9 @@ class ConstraintCompiler:
         self.texts = TokenTexts(texts)
         special = _not_text(tokenizer, vocab)
         self._no_text = {*special, *eos_ids, *(token for token, text in enumerate(texts) if not text)}
-        # xgrammar wants a stop token; where a request has none, this one stands in for it and is never allowed.
-        self._no_stop = next(iter(special), vocab - 1)
+        # xgrammar wants a stop token, and its releases differ in what that may be. So it gets one that never comes, and
+        # `GrammarMatcher` allows the request's own.
+        self._no_stop = next(iter(special), min(self._no_text, default=vocab - 1))
         self._text_W = ~mask_of([*special, *_invalid_utf8(texts)], vocab)
         self._json_W = self._text_W & ~mask_of(_control_characters(texts), vocab)
         self._after = {token: ~mask_of(tokens, vocab) for token, tokens in _invalid_after(texts).items()}
@@ -155,9 +156,9 @@ class ConstraintCompiler:
         """What is kept, and the constraint. It may be abandoned, so it does not change the compiler."""
         if compiled is None:
             grammar = self._checked(spec, stop_ids)
-            takes = _Takes(self._begin(grammar, ()))
+            takes = _Takes(self._begin(grammar))
             compiled = _Compiled(grammar, _marker(spec.after, self.texts, takes, self._vocab))
-        matcher = self._begin(compiled.grammar, stop_ids)
+        matcher = self._begin(compiled.grammar)
         begin = _begin_of(spec, compiled.marker, stop_ids, prior, prompt, self.texts)
         if begin is None:
             assert compiled.marker is not None
@@ -168,11 +169,11 @@ class ConstraintCompiler:
             raise _not_allowed(count - 1)
         ended = False  # by a stop token that is text elsewhere
         for index, token in enumerate(prior[count:], count):
-            if not matcher.accept_token(token):
+            if self._is_only_a_stop(token, stop_ids) or not matcher.accept_token(token):
                 ended = token in stop_ids and matcher.is_completed() and index == len(prior) - 1
                 if not ended:
                     raise _not_allowed(index)
-        if ended or matcher.is_terminated():
+        if ended:
             raise ConstraintError("the tokens to continue from end with a stop token: there is nothing to add")
         return compiled, self._constraint(matcher, spec, stop_ids, prior)
 
@@ -186,7 +187,7 @@ class ConstraintCompiler:
             ) from None
         except RuntimeError as error:  # of xgrammar, for anything that it cannot compile
             raise ConstraintError(_reason(error, spec.kind)) from error
-        matcher = self._begin(grammar, stop_ids)
+        matcher = self._begin(grammar)
         if spec.after is not None:
             matcher.accept_string(" " * _WHITESPACE)  # its text begins here at the latest
         first = self._constraint(matcher, spec, stop_ids, []).start()
@@ -196,24 +197,20 @@ class ConstraintCompiler:
             raise ConstraintError("no text obeys it, or none that this model's tokens can begin; allow some text")
         return grammar
 
-    def _begin(self, grammar: Any, stop_ids: tuple[int, ...]) -> Any:
-        """A matcher whose stop tokens are those of `stop_ids` without a text. The others may be text of the grammar."""
-        stops = [token for token in stop_ids if token in self._no_text]
-        return self._new_matcher(grammar, override_stop_tokens=stops or [self._no_stop])
+    def _begin(self, grammar: Any) -> Any:
+        return self._new_matcher(grammar, override_stop_tokens=[self._no_stop])
+
+    def _is_only_a_stop(self, token: int, stop_ids: tuple[int, ...]) -> bool:
+        return token in stop_ids and token in self._no_text
 
     def _constraint(
         self, matcher: Any, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]
     ) -> Constraint:
         text_W = self._json_W if spec.kind == "json_schema" else self._text_W
-        no_text = self._no_text.intersection(stop_ids)
-        if no_text:
-            text_W = text_W | mask_of(no_text, self._vocab)
-        else:
-            text_W = text_W & ~mask_of([self._no_stop], self._vocab)
-        ends = frozenset(stop_ids) - no_text
-        return GrammarConstraint(
-            matcher, text_W, self._after, prior[-1:], ends, mask_of(ends, self._vocab) if ends else None
-        )
+        only_stops = frozenset(token for token in stop_ids if token in self._no_text)
+        text_W = text_W & ~mask_of([self._no_stop, *only_stops], self._vocab)
+        ends = Ends(frozenset(stop_ids), only_stops, mask_of(stop_ids, self._vocab))
+        return GrammarConstraint(matcher, text_W, ends, self._after, prior[-1:])
 
     def _keep(self, spec: ConstraintSpec, compiled: _Compiled) -> None:
         if spec not in self._compiled:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -111,12 +112,23 @@ class AllowList:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The stop tokens of a request, with which a text may end once it is complete.
+
+    Those of `only` are never text. The others may be text of a grammar, too.
+    """
+
+    tokens: frozenset[int]
+    only: frozenset[int]
+    mask_W: torch.Tensor  # of `tokens`, int32 [W]
+
+
 class GrammarConstraint:
     """A compiled grammar, from which matchers are forked.
 
     Two kinds of masks narrow it further: `allowed_W` at every step, and those of `after` for the one step after their
-    token. `last` is the token before the first step, if there is one. `ends` are stop tokens with a text: where the
-    grammar does not allow that text, they may end a text that is complete.
+    token. `last` is the token before the first step, if there is one.
     """
 
     free = None
@@ -125,15 +137,14 @@ class GrammarConstraint:
         self,
         matcher: Any,
         allowed_W: torch.Tensor,
+        ends: Ends,
         after: Mapping[int, torch.Tensor] | None = None,
         last: Sequence[int] = (),
-        ends: frozenset[int] = frozenset(),
-        ends_W: torch.Tensor | None = None,
     ) -> None:
         self.matcher = matcher  # xgrammar.GrammarMatcher; only its forks advance
         self.allowed_W = allowed_W
+        self.ends = ends
         self.after = after or {}
-        self.ends, self.ends_W = ends, ends_W
         self._last = last
 
     def start(self) -> GrammarMatcher:
@@ -152,16 +163,17 @@ class GrammarMatcher:
 
     def __init__(self, constraint: GrammarConstraint, matcher: Any, last: Sequence[int]) -> None:
         self._constraint, self._matcher = constraint, matcher
-        self._ended = False  # by a token of `ends` that the grammar does not allow
+        self._ended = False  # by a stop token
         # For the next step alone, newest last; those before are for `undo`.
         self._next = deque([constraint.after.get(last[-1]) if last else None], maxlen=MOST_UNDONE + 1)
 
     def accept(self, token: int) -> bool:
         """Advance by one token; False if the grammar does not allow it here."""
         self._next.append(self._constraint.after.get(token))
-        if self._matcher.accept_token(token):
+        ends = self._constraint.ends
+        if token not in ends.only and self._matcher.accept_token(token):
             return True
-        self._ended = token in self._constraint.ends and self.complete
+        self._ended = token in ends.tokens and self.complete
         return self._ended
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
@@ -170,8 +182,8 @@ class GrammarMatcher:
         masks_RW[row] &= self._constraint.allowed_W
         if (next_W := self._next[-1]) is not None:
             masks_RW[row] &= next_W
-        if self._constraint.ends_W is not None and self.complete:
-            masks_RW[row] |= self._constraint.ends_W
+        if self.complete:
+            masks_RW[row] |= self._constraint.ends.mask_W
 
     def undo(self, tokens: int) -> None:
         """Go back."""

@@ -84,6 +84,7 @@ class _Watched:
     endpoint: str
     since_s: float  # when its connection came or went
     connected: bool = False
+    looked_s: float = -math.inf  # when that was asked
     newcomer: bool = False  # it was lost, and has not had the weights of the others since
     status: dict[str, Any] | None = None  # the last one over this connection
     known: dict[str, Any] | None = None  # the last one over any
@@ -155,8 +156,13 @@ class Watch:
         return [worker.known for worker in self._workers if worker.known is not None]
 
     def is_connected(self, endpoint: str) -> bool:
-        """Whether there is a connection to a worker now."""
-        return any(self._look_at(worker) for worker in self._workers if worker.endpoint == endpoint)
+        """Whether there is a connection to a worker, or was one `_PROMPT_S` ago: each request asks, and looks cost."""
+        recent_s = self._loop.time() - _PROMPT_S
+        return any(
+            (worker.connected and worker.looked_s > recent_s) or self._look_at(worker)
+            for worker in self._workers
+            if worker.endpoint == endpoint
+        )
 
     def _answering(self, worker: _Watched) -> WorkerState:
         """The worker's status, or why it does not answer."""
@@ -177,7 +183,7 @@ class Watch:
 
     def _look_at(self, worker: _Watched) -> bool:
         """Whether it is connected; what was known of an earlier connection is known no more."""
-        connected = self._pool.is_connected(worker.endpoint)
+        connected, worker.looked_s = self._pool.is_connected(worker.endpoint), self._loop.time()
         if connected != worker.connected:
             worker.connected, worker.since_s, worker.status = connected, self._loop.time(), None
             worker.newcomer |= not connected and len(self._workers) > 1

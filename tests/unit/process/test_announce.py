@@ -9,13 +9,11 @@ import sys
 import pytest
 
 SAY = """
-from rollout.process.announce import say, say_in_log
+from rollout.process.announce import say
 from rollout.process.logs import set_up
 set_up("info", {form!r}, "box:1")
-if {supervised}:
-    say_in_log()
-say({{"event": "ready", "endpoint": "tcp://127.0.0.1:1", "pid": 7}})
-say({{"event": "ended", "wandb_run": None, "totals": {{"total/tokens": 36, "gpu/active_pct": 1.5}}}})
+say({{"event": "ready", "endpoint": "tcp://127.0.0.1:1", "pid": 7}}, {supervised})
+say({{"event": "ended", "wandb_run": None, "totals": {{"total/tokens": 36, "gpu/active_pct": 1.5}}}}, {supervised})
 """
 
 
