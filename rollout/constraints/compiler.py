@@ -112,7 +112,7 @@ class ConstraintCompiler:
         texts = info.decoded_vocab
         self.texts = TokenTexts(texts)
         special = _not_text(tokenizer, vocab)
-        self._no_text = {*special, *eos_ids, *(token for token, text in enumerate(texts) if not text)}
+        self._no_text = frozenset([*special, *eos_ids, *(token for token, text in enumerate(texts) if not text)])
         # xgrammar wants a stop token, and its releases differ in what that may be. So it gets one that never comes, and
         # `GrammarMatcher` allows the request's own.
         self._no_stop = next(iter(special), min(self._no_text, default=vocab - 1))
@@ -167,9 +167,9 @@ class ConstraintCompiler:
         count, rest = begin
         if rest and not matcher.accept_string(rest):
             raise _not_allowed(count - 1)
-        ended = False  # by a stop token that is text elsewhere
+        ended = False  # by a stop token
         for index, token in enumerate(prior[count:], count):
-            if self._is_only_a_stop(token, stop_ids) or not matcher.accept_token(token):
+            if token in self._no_text or not matcher.accept_token(token):
                 ended = token in stop_ids and matcher.is_completed() and index == len(prior) - 1
                 if not ended:
                     raise _not_allowed(index)
@@ -200,14 +200,11 @@ class ConstraintCompiler:
     def _begin(self, grammar: Any) -> Any:
         return self._new_matcher(grammar, override_stop_tokens=[self._no_stop])
 
-    def _is_only_a_stop(self, token: int, stop_ids: tuple[int, ...]) -> bool:
-        return token in stop_ids and token in self._no_text
-
     def _constraint(
         self, matcher: Any, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]
     ) -> Constraint:
         text_W = self._json_W if spec.kind == "json_schema" else self._text_W
-        only_stops = frozenset(token for token in stop_ids if token in self._no_text)
+        only_stops = self._no_text.intersection(stop_ids)
         text_W = text_W & ~mask_of([self._no_stop, *only_stops], self._vocab)
         ends = Ends(frozenset(stop_ids), only_stops, mask_of(stop_ids, self._vocab))
         return GrammarConstraint(matcher, text_W, ends, self._after, prior[-1:])

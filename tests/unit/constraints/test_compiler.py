@@ -188,6 +188,9 @@ def test_a_completion_that_has_ended_cannot_be_continued(compiler, tokenizer):
     whole = [*tokenizer.encode("abc", add_special_tokens=False), tokenizer.eos_token_id]
     with pytest.raises(ConstraintError, match="nothing to add"):
         compiler.compile(ConstraintSpec("regex", "abc"), (tokenizer.eos_token_id,), whole)
+    for special in tokenizer.all_special_ids:  # none of them is text, and without stop tokens none is an end
+        with pytest.raises(ConstraintError, match="token 3"):
+            compiler.compile(ConstraintSpec("regex", "abc"), (), [*whole[:-1], special])
 
 
 @pytest.mark.parametrize(("kind", "source", "text"), [("regex", "[^y]{1,99}", ""), ("json_schema", STRING, '"')])
