@@ -112,11 +112,12 @@ class ConstraintCompiler:
         texts = info.decoded_vocab
         self.texts = TokenTexts(texts)
         special = _not_text(tokenizer, vocab)
-        self._no_text = frozenset([*special, *eos_ids, *(token for token, text in enumerate(texts) if not text)])
+        no_text = {*special, *eos_ids, *(token for token, text in enumerate(texts) if not text)}
         # xgrammar wants a stop token, and its releases differ in what that may be. So it gets one that never comes, and
         # `GrammarMatcher` allows the request's own.
-        self._no_stop = next(iter(special), min(self._no_text, default=vocab - 1))
-        self._text_W = ~mask_of([*special, *_invalid_utf8(texts)], vocab)
+        self._no_stop = next(iter(special), min(no_text, default=vocab - 1))
+        self._no_text = frozenset({*no_text, self._no_stop})
+        self._text_W = ~mask_of([*self._no_text, *_invalid_utf8(texts)], vocab)
         self._json_W = self._text_W & ~mask_of(_control_characters(texts), vocab)
         self._after = {token: ~mask_of(tokens, vocab) for token, tokens in _invalid_after(texts).items()}
         self._thread = DeadlineThread("grammar-compiler")
@@ -204,9 +205,7 @@ class ConstraintCompiler:
         self, matcher: Any, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]
     ) -> Constraint:
         text_W = self._json_W if spec.kind == "json_schema" else self._text_W
-        only_stops = self._no_text.intersection(stop_ids)
-        text_W = text_W & ~mask_of([self._no_stop, *only_stops], self._vocab)
-        ends = Ends(frozenset(stop_ids), only_stops, mask_of(stop_ids, self._vocab))
+        ends = Ends(frozenset(stop_ids), self._no_text, mask_of(stop_ids, self._vocab))
         return GrammarConstraint(matcher, text_W, ends, self._after, prior[-1:])
 
     def _keep(self, spec: ConstraintSpec, compiled: _Compiled) -> None:

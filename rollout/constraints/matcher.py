@@ -116,11 +116,11 @@ class AllowList:
 class Ends:
     """The stop tokens of a request, with which a text may end once it is complete.
 
-    Those of `only` are never text. The others may be text of a grammar, too.
+    They may be text of a grammar, too, unless they are among `no_text`, the tokens of the model that never are.
     """
 
     tokens: frozenset[int]
-    only: frozenset[int]
+    no_text: frozenset[int]
     mask_W: torch.Tensor  # of `tokens`, int32 [W]
 
 
@@ -171,7 +171,7 @@ class GrammarMatcher:
         """Advance by one token; False if the grammar does not allow it here."""
         self._next.append(self._constraint.after.get(token))
         ends = self._constraint.ends
-        if token not in ends.only and self._matcher.accept_token(token):
+        if token not in ends.no_text and self._matcher.accept_token(token):
             return True
         self._ended = token in ends.tokens and self.complete
         return self._ended

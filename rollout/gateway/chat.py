@@ -239,7 +239,7 @@ class Chat:
         return json_answer(await answer.whole())
 
     def _answer_after(self, cut: Cut, begun: str) -> str | None:
-        """The mark behind which a constraint begins; None if it holds from the first token on."""
+        """The mark after which a constraint begins; None if it holds from the first token on."""
         if self._gateway.settings.constrain_reasoning or not Segments(cut.regions, begun=begun).may_reason:
             return None
         return self._gateway.formats.answer_after

@@ -235,7 +235,7 @@ def test_arguments_of_a_demanded_call_may_be_nested_deeply(gateways: dict[str, h
 def test_structured_output_of_a_thinking_model_is_the_content(
     gateways: dict[str, httpx.Client], tokenizer: Any
 ) -> None:
-    """The prompt has opened the thoughts: the constraint begins behind them, or there are none."""
+    """The prompt has opened the thoughts: the constraint begins after them, or there are none."""
     schema = {
         "type": "json_schema",
         "json_schema": {

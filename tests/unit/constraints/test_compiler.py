@@ -148,6 +148,10 @@ def test_a_stop_token_with_a_text_may_be_text_of_a_grammar_and_may_end_it(compil
         "x",
     ]
     assert write(own.compile(ConstraintSpec("regex", "[a-c]{2}"), stops, []), tokenizer, vocab, "a") == ["a", "b"]
+    # Nor is it text where it ends nothing: what may be drawn may also be continued.
+    assert write(own.compile(ConstraintSpec("regex", "[a-c]{2}"), (), []), tokenizer, vocab, "a") == ["a", "b"]
+    with pytest.raises(ConstraintError, match="token 1"):
+        own.compile(ConstraintSpec("regex", "[a-c]{2}"), (), tokenizer.encode("ac", add_special_tokens=False))
 
 
 @pytest.mark.parametrize(
