@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -17,9 +17,10 @@ from rollout.engine.device.cuda_pages import CudaPages
 from rollout.engine.device.group_memory import GroupMemory, SleepMemory
 from rollout.engine.device.releasable import HostPages, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice, Device
+from rollout.engine.features.all import FEATURES
+from rollout.engine.features.site import Lead, Site
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
-from rollout.engine.kv.encodings import BLOCK, EncodingCounts, Encodings
 from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mover import HostMemory, PageMover
 from rollout.engine.kv.pool import PagePool
@@ -30,6 +31,7 @@ from rollout.engine.messages import Event, RoutingShape
 from rollout.engine.parts import EngineParts, Links, Receiver
 from rollout.engine.schedule.admission import SchedulerLimits
 from rollout.engine.schedule.completion import Counters
+from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.schedule.speculation import Speculation
@@ -53,11 +55,11 @@ from rollout.engine.speculation.drafter import DRAFTERS, guesser_of
 from rollout.engine.speculation.step_costs import StepCosts
 from rollout.engine.step.decode_costs import measure_decode_costs
 from rollout.engine.step.device_step import DeviceStep, make_forward
-from rollout.engine.step.execute import Executor, Orders, Streams
+from rollout.engine.step.execute import Executor, Streams
 from rollout.engine.step.expert_trace import routing_shape
+from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
 from rollout.engine.step.head_drafts import HeadDrafts
-from rollout.engine.step.image_encoder import ImageEncoder
 from rollout.engine.step.ngram_drafts import NgramDrafts
 from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words, verify_words
 from rollout.engine.step.pipeline import Pipeline
@@ -76,10 +78,6 @@ from rollout.models.lora_slots import AdapterSlots
 from rollout.models.state_pool import StatePool
 
 log = logging.getLogger(__name__)
-
-#: Waits for the other ranks of a tensor group; gets the bytes of the largest orders: upload words, rows, words of a
-#: mask, tokens of a step.
-Lead = Callable[[int, int, int, int], Orders | None]
 
 _SLOTS = 2
 _LEAST_PAGES = 2  # of a KV cache for steps on padding
@@ -127,7 +125,7 @@ def build_engine(
     ValueError with the numbers when rows, steps or KV do not fit into the device's memory next to the weights.
     """
     version = settings.weights.initial_version
-    site = _Site(settings, device, model, links.adapters, memory or sleeping_memory(settings, device, model), lead)
+    site = Site(settings, device, model, links.adapters, memory or sleeping_memory(settings, device, model), lead)
     parts = _build_parts(site, version, None, progress)
     sleeps: SleepMemory | None = site.memory
     if site.memory is not None and parts.executor.orders is not None:
@@ -147,7 +145,7 @@ def build_follower(
     `memory` is the result of `sleeping_memory`. `progress` is as in `build_engine`.
     """
     check_model(settings.engine, model)
-    site = _Site(settings, device, model, None, memory, None, follows=True)
+    site = Site(settings, device, model, None, memory, None, follows=True)
     steps = _build_steps(site, None, progress)
     return steps.executor, steps.slots
 
@@ -186,21 +184,8 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
         for cache in step.kv.tensors:
             cache.zero_()  # a page may hold NaN, and masks do not hide NaN
     registry = None if books.adapters is None else books.adapters.registry
-    site = _Site(settings, executor.device, step.model, registry, memory, None)
+    site = Site(settings, executor.device, step.model, registry, memory, None)
     engine.restart(_build_parts(site, engine.roster.version, _Lasting.of(engine.parts)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Site:
-    """What the parts of an engine are built from, at the start and after each fault."""
-
-    settings: Settings
-    device: Device
-    model: LanguageModel
-    registry: AdapterRegistry | None
-    memory: ReleasableMemory | None  # for what a sleep gives back; of this rank
-    lead: Lead | None  # of the first of several ranks
-    follows: bool = False  # this is another rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +200,8 @@ class _Lasting:
     counters: Counters
     session_counts: SessionCounts
     offload_counts: OffloadCounts | None
-    encoder: ImageEncoder | None
-    encoding_counts: EncodingCounts | None
+    features: Seq[DeviceFeature]
+    host_features: Seq[StepFeature]
 
     @classmethod
     def of(cls, parts: EngineParts) -> _Lasting:
@@ -231,8 +216,8 @@ class _Lasting:
             roster.counters,
             roster.allocator.sessions.counts,
             None if offload is None else offload.books.counts,
-            executor.step.encoder,
-            None if roster.allocator.encodings is None else roster.allocator.encodings.counts,
+            executor.step.features,
+            roster.features,
         )
 
 
@@ -249,7 +234,7 @@ class _Steps:
     prompt_words: int  # of an upload without drafts
 
 
-def _build_steps(site: _Site, lasting: _Lasting | None, progress: Progress | None) -> _Steps:
+def _build_steps(site: Site, lasting: _Lasting | None, progress: Progress | None) -> _Steps:
     """The device's side of an engine: row state, slots, KV, captured steps."""
     settings, device, model = site.settings, site.device, site.model
     engine, vocab = settings.engine, model.spec.vocab
@@ -262,9 +247,9 @@ def _build_steps(site: _Site, lasting: _Lasting | None, progress: Progress | Non
     guesses = engine.speculation_tokens if guesser_of(engine, model) else 0
     rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, adapters is not None, guesses)
     chunk = chunk_tokens(engine, model)
-    encoder = _image_encoder(site) if lasting is None else lasting.encoder
-    images = encoder is not None
-    prompt_words = slot_words(engine.max_rows, most_pages, context, chunk, images)
+    features = _features(site) if lasting is None else lasting.features
+    token_words = sum(feature.token_words for feature in features)
+    prompt_words = slot_words(engine.max_rows, most_pages, context, chunk, token_words)
     words = prompt_words + verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
     speculates = engine.draft_rows > 0
     peers = model.group.peers if isinstance(model, Decoder) else None
@@ -272,11 +257,11 @@ def _build_steps(site: _Site, lasting: _Lasting | None, progress: Progress | Non
     more = chunk, routing, speculates, fault, guesses
     slots = [Slot(device, words, engine.step_rows, vocab, *more) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    executor, costs = _build_executor(site, rows, adapters, states, encoder, slots, lasting, progress)
+    executor, costs = _build_executor(site, rows, adapters, states, features, slots, lasting, progress)
     return _Steps(executor, costs, slots, routing, context, chunk, prompt_words)
 
 
-def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: Progress | None = None) -> EngineParts:
+def _build_parts(site: Site, version: int, lasting: _Lasting | None, progress: Progress | None = None) -> EngineParts:
     settings, device, model = site.settings, site.device, site.model
     engine = settings.engine
     check_model(engine, model)
@@ -293,7 +278,8 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     allocator = _build_allocator(site, executor, steps.routing, lasting)
     counters = Counters() if lasting is None else lasting.counters
     draft_names = model.draft_names() if isinstance(model, Decoder) else frozenset()
-    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters, draft_names)
+    features = _host_features(executor.step, lasting)
+    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters, draft_names, features)
     if lasting is not None:
         roster.draft_version = lasting.draft_version
     mover, books = executor.mover, allocator.offload_books
@@ -302,9 +288,9 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     step, shared = executor.step, None
     if step.shares_pages:
         shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
-    packer = Packer(multiple, step.adapters is not None, sizes, shared, _draft_rows(engine), step.kv.states is not None)
-    words_of = functools.partial(upload_words, images=step.encoder is not None)
-    scheduler = Scheduler(limits, roster, words_of, _speculation(engine, model, steps.costs))
+    states = step.kv.states is not None
+    packer = Packer(multiple, step.adapters is not None, sizes, shared, _draft_rows(engine), states, features)
+    scheduler = Scheduler(limits, roster, upload_words, _speculation(engine, model, steps.costs))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 
@@ -319,7 +305,7 @@ def _speculation(engine: EngineSettings, model: LanguageModel, costs: StepCosts 
 
 
 def _build_allocator(
-    site: _Site, executor: Executor, routing: RoutingShape | None, lasting: _Lasting | None
+    site: Site, executor: Executor, routing: RoutingShape | None, lasting: _Lasting | None
 ) -> PageAllocator:
     """The books of the KV pool: pages, sessions, adapters, offloaded KV."""
     engine, step, mover, streams = site.settings.engine, executor.step, executor.mover, executor.streams
@@ -345,25 +331,30 @@ def _build_allocator(
         counts = None if lasting is None else lasting.offload_counts
         host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
         offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, experts, host_places)
-    encodings = None
-    if step.encoder is not None:
-        encodings = Encodings(
-            len(step.encoder.buffer_PW),
-            step.encoder.most_patches,
-            step.encoder.spec.family.beginnings,
-            None if lasting is None else lasting.encoding_counts,
-        )
     return PageAllocator(
-        pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books, snapshots, encodings
+        pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books, snapshots
     )
 
 
+def _features(site: Site) -> list[DeviceFeature]:
+    """The features of this worker on the device."""
+    return [feature for make in FEATURES if (feature := make(site)) is not None]
+
+
+def _host_features(step: DeviceStep, lasting: _Lasting | None) -> list[StepFeature]:
+    """Their parts on the host; the totals of those that a fault ended go on."""
+    before: Seq[StepFeature] = () if lasting is None else lasting.host_features
+    kept = {feature.name: feature for feature in before}
+    made = [feature.host_part(kept.get(feature.name)) for feature in step.features]
+    return [feature for feature in made if feature is not None]
+
+
 def _build_executor(
-    site: _Site,
+    site: Site,
     rows: RowState,
     adapters: AdapterSlots | None,
     states: StatePool | None,
-    encoder: ImageEncoder | None,
+    features: Seq[DeviceFeature],
     slots: list[Slot],
     lasting: _Lasting | None,
     progress: Progress | None,
@@ -382,7 +373,7 @@ def _build_executor(
             guesser = HeadDrafts(native(model), rows, engine.step_rows, engine.fused_experts)
         case "ngram":
             guesser = NgramDrafts(rows)
-    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site), encoder, guesser)
+    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site), features, guesser)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else None
     streams = Streams.make(device, adapters is not None)
@@ -421,7 +412,7 @@ def _build_executor(
     return Executor(device, streams, step, graphs, *movers, orders, not site.follows, checked), costs
 
 
-def _host_memory(site: _Site, kv: KVCache) -> HostMemory | None:
+def _host_memory(site: Site, kv: KVCache) -> HostMemory | None:
     """Host memory for the KV of preempted sequences; of as many pages on every rank. None without offloading."""
     engine, device = site.settings.engine, site.device
     page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
@@ -438,13 +429,13 @@ def _host_memory(site: _Site, kv: KVCache) -> HostMemory | None:
     return host_memory
 
 
-def _host_states(site: _Site) -> HostMemory | None:
+def _host_states(site: Site) -> HostMemory | None:
     """Host memory for states of linear attention, if the model has any."""
     spec, count = site.model.spec, states_on_host(site.settings.engine, site.model)
     return HostMemory(site.device, count, spec.state_bytes(site.model.embed.dtype)) if count else None
 
 
-def _adapter_slots(site: _Site) -> AdapterSlots | None:
+def _adapter_slots(site: Site) -> AdapterSlots | None:
     """Device memory for adapters, if any are served. Raises ValueError with the numbers if there is too little."""
     engine, device, memory = site.settings.engine, site.device, site.memory
     if not engine.adapter_slots:
@@ -462,34 +453,6 @@ def _adapter_slots(site: _Site) -> AdapterSlots | None:
         memory.take_over(tensors, kept=False)  # they are loaded again from the host
     log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
     return slots
-
-
-def _image_encoder(site: _Site) -> ImageEncoder | None:
-    """The tower with its embedding buffer, if the model has one. Raises ValueError if the buffer does not fit."""
-    engine, device, memory = site.settings.engine, site.device, site.memory
-    tower = site.model.tower if isinstance(site.model, Decoder) else None
-    if tower is None:
-        return None
-    places = -(-engine.image_tokens // BLOCK) * BLOCK
-    if engine.image_patches < tower.spec.merge**2:
-        raise ValueError(
-            f"image_patches = {engine.image_patches} are less than a token: use {tower.spec.merge**2} or more"
-        )
-    if engine.image_patches > places * tower.spec.merge**2:
-        raise ValueError(
-            f"image_patches = {engine.image_patches} make {engine.image_patches // tower.spec.merge**2} tokens, more "
-            f"than image_tokens = {engine.image_tokens}: lower the one or raise the other"
-        )
-    dtype, where = site.model.embed.dtype, site.model.embed.device
-    needed = places * tower.spec.width * dtype.itemsize
-    if needed > device.free_bytes():
-        raise ValueError(
-            f"image_tokens = {engine.image_tokens} take {needed / 2**30:.2f} GiB and there are "
-            f"{device.free_bytes() / 2**30:.2f} GiB: lower it"
-        )
-    log.info("buffer for embeddings of images", extra={"tokens": places, "bytes": needed})
-    zeros = None if memory is None else memory.zeros
-    return ImageEncoder(tower, places, engine.image_patches, dtype, where, engine.deterministic, zeros)
 
 
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:
@@ -554,7 +517,7 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
     check_deterministic(model.spec)
 
 
-def _shares_pages(site: _Site) -> bool:
+def _shares_pages(site: Site) -> bool:
     """Whether decode attention reads pages that several rows share once. The torch twin has no gain from it."""
     engine, on_gpu = site.settings.engine, site.device.torch_device.type == "cuda"
     if not (engine.group_attention and on_gpu and isinstance(site.model, Decoder)):
@@ -562,7 +525,7 @@ def _shares_pages(site: _Site) -> bool:
     return most_shared_rows(site.model.spec, engine.kv_dtype != "auto", engine.deterministic) > 1
 
 
-def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: int | None) -> KVCache:
+def _planned_kv(site: Site, executor: Executor, slots: list[Slot], graph_rows: int | None) -> KVCache:
     """The KV pool, in the memory that the largest steps leave; on a GPU these are run to find out."""
     settings, model, device = site.settings, site.model, site.device
     engine, context, needs = settings.engine, context_limit(settings, model), StepNeeds()
@@ -602,7 +565,7 @@ def _allocate_kv(
     return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states, tokens)
 
 
-def _states(site: _Site) -> StatePool | None:
+def _states(site: Site) -> StatePool | None:
     """Memory for the states of rows and snapshots, if the model has any. Raises ValueError if there is too little."""
     engine, model, memory = site.settings.engine, site.model, site.memory
     each = model.spec.state_bytes(model.embed.dtype)

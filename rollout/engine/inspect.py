@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.engine.kv.encodings import EncodingCounts
 from rollout.engine.loop import Engine
 from rollout.engine.messages import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
 from rollout.engine.schedule.plan import Plan
@@ -78,8 +77,6 @@ class Inspector:
         roster, offload = self._engine.roster, self._offload()
         pool, counters, snapshots = roster.allocator.pool, roster.counters, roster.allocator.snapshots
         places = 0 if snapshots is None else len(snapshots.places)
-        encodings = roster.allocator.encodings
-        images = EncodingCounts() if encodings is None else encodings.counts
         self._engine.meter.set(
             {
                 "rollout/rows": roster.running,
@@ -105,12 +102,10 @@ class Inspector:
                 "kv/restores": offload.restored,
                 "kv/offloaded_bytes": offload.bytes_out,
                 "kv/brought_back_bytes": offload.bytes_in,
-                "images/encoded": images.encoded,
-                "images/patches": images.patches,
-                "images/reused": images.reused,
-                "images/buffer_used_pct": 0.0 if encodings is None else percent(encodings.used, encodings.total),
             }
         )
+        for feature in roster.features:
+            self._engine.meter.set(feature.gauges())
 
     def _offload(self) -> OffloadStatus:
         offload = self._engine.parts.offload

@@ -25,7 +25,7 @@ from rollout.engine.device.streams import Event, make_device
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import Header, Upload
+from rollout.engine.upload import Header, Upload
 from rollout.models import load_model
 from rollout.process.compiling import watch_compilations
 from rollout.process.garbage_collection import collect_and_freeze
@@ -40,8 +40,8 @@ from rollout.ranks.orders import (
     ANY_VERSION,
     DRAW,
     END,
+    EXTRA,
     OPEN,
-    PIXELS,
     PREPARE,
     RELAY,
     STEP,
@@ -78,7 +78,7 @@ class Follower:
         self._executor, self._slots, self._updates, self._copies = executor, slots, updates, copies
         self._number, self._progress = number, progress
         self._version = settings.weights.initial_version
-        self._pixels = bytearray()  # of the next step
+        self._extra = bytearray()  # of the next step
         self._last: tuple[Header, Slot] | None = None
         self._swap: tuple[int, Event, Event] | None = None  # number, start, end
 
@@ -109,13 +109,13 @@ class Follower:
     def _carry_out(self, head: Head, body: memoryview, reports: Reports) -> None:
         layout, rest = body[: head.layout], body[head.layout :]
         if head.kind == STEP:
-            pixels, self._pixels = self._pixels, bytearray()
-            upload = read_step(layout, rest, pixels)
+            content, self._extra = self._extra, bytearray()
+            upload = read_step(layout, rest, content)
             self._launch(upload)
             if not upload.header.features & Feature.CONSTRAIN.value:
                 self._enqueued(reports)
-        elif head.kind == PIXELS:
-            self._pixels += rest
+        elif head.kind == EXTRA:
+            self._extra += rest
         elif head.kind == DRAW:
             assert self._last is not None, "a draw follows its step"
             header, slot = self._last
@@ -153,7 +153,7 @@ class Follower:
         words = slot.staging.words[: len(upload.words)]
         words.copy_(upload.words)
         self._executor.h2d.wait(slot.end)  # and so is its copy on the device
-        self._executor.execute(Upload(upload.header, words, upload.encodes), slot)
+        self._executor.execute(Upload(upload.header, words, upload.extras), slot)
         self._last = (upload.header, slot)
 
     def _report_swap(self, reports: Reports) -> None:

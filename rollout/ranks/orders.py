@@ -1,6 +1,6 @@
 """The orders that rank 0 gives to its followers through the ring, in the order of its compute stream.
 
-    PIXELS    a part of what the images of a step are    keep it for the next step
+    EXTRA     a part of the extras of a step             keep it for the next step
     STEP      header of an upload, its words             launch it, and draw unless rows wait for masks
     DRAW      places and masks of constrained rows       draw of the last step
     OPEN      number of an update, size of its manifest  check that it fits, lay out the staging memory
@@ -22,7 +22,7 @@ than the loop give in any order beside swaps have none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Literal, Protocol
 
@@ -30,17 +30,15 @@ import msgpack
 import numpy as np
 import torch
 
-from rollout.engine.messages import Pixels
-from rollout.engine.sequence.images import Encode
 from rollout.engine.step.masks import StepMasks
-from rollout.engine.step.upload import Header, Upload
 from rollout.engine.step_output import StepOutput
+from rollout.engine.upload import Extra, Header, Upload
 from rollout.models.lora_slots import AdapterWeights
 from rollout.ranks.reports import Number, Reports
 from rollout.ranks.ring import RingWriter
 from trainer_bridge.wire.errors import InternalError
 
-STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE, RELAY, ADAPTER, WRITE, FORGET, MOVE, MEMORY, PIXELS = range(1, 15)
+STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE, RELAY, ADAPTER, WRITE, FORGET, MOVE, MEMORY, EXTRA = range(1, 15)
 
 _PIECE_BYTES = 1 << 20
 #: Instead of a version.
@@ -91,13 +89,16 @@ class Orders:
         self.swapped = 0  # number of the last one that they were told to copy
 
     def step(self, upload: Upload) -> None:
-        """Give a step. The pixels of its images come before it, in pieces: they may be larger than the ring."""
-        for array in image_arrays(upload.encodes):
-            data = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-            for begin in range(0, len(data), _PIECE_BYTES):
-                self._write(PIXELS, None, data[begin : begin + _PIECE_BYTES])
-        images = [_image_fields(encode) for encode in upload.encodes]
-        self._write(STEP, [upload.header.to_fields(), images], _bytes(upload.words))
+        """Give a step. The arrays of its extras come before it, in pieces: they may be larger than the ring."""
+        extras = []
+        for extra in upload.extras:
+            for array in extra.arrays:
+                data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+                for begin in range(0, len(data), _PIECE_BYTES):
+                    self._write(EXTRA, None, data[begin : begin + _PIECE_BYTES])
+            shapes = [[array.dtype.str, list(array.shape)] for array in extra.arrays]
+            extras.append([extra.feature, extra.fields, shapes])
+        self._write(STEP, [upload.header.to_fields(), extras], _bytes(upload.words))
 
     def draw(self, masks: StepMasks) -> None:
         """Give the draw of the last step."""
@@ -227,32 +228,20 @@ def ring_bytes(upload_words: int, max_rows: int, mask_words: int, tokens: int) -
     return max(8 << 20, -(-4 * largest // 64) * 64)
 
 
-def read_step(layout: memoryview, words: memoryview, pixels: bytes | bytearray = b"") -> Upload:
-    """The upload of a STEP; its words are in the ring. `pixels` are the contents of the PIXELS before it."""
-    fields, images = msgpack.unpackb(layout, strict_map_key=True)
-    upload = Upload(Header.from_fields(fields), torch.from_numpy(np.frombuffer(words, dtype=np.int32)))
-    encodes, at = [], 0
-    for grid, dtype, shape, places in images:
-        count = math.prod(shape)
-        patches = np.frombuffer(pixels, np.dtype(dtype), count, at).reshape(shape)
-        at += patches.nbytes
-        encodes.append(Encode(Pixels(b"", tuple(grid), patches), np.frombuffer(pixels, np.int64, places, at)))
-        at += 8 * places
-    if at != len(pixels):
-        raise RuntimeError(f"the images of a step have {at} bytes, and {len(pixels)} came")
-    return upload.with_encodes(tuple(encodes))
-
-
-def image_arrays(encodes: tuple[Encode, ...]) -> Iterator[np.ndarray]:
-    """What the followers need of the images of a step: of each one its patches, and then its places."""
-    for encode in encodes:
-        yield np.ascontiguousarray(encode.pixels.patches)
-        yield np.ascontiguousarray(encode.places, dtype=np.int64)
-
-
-def _image_fields(encode: Encode) -> list[Any]:
-    patches = encode.pixels.patches
-    return [list(encode.pixels.grid), patches.dtype.str, list(patches.shape), len(encode.places)]
+def read_step(layout: memoryview, words: memoryview, content: bytes | bytearray = b"") -> Upload:
+    """The upload of a STEP; its words are in the ring. `content` is that of the EXTRAs before it."""
+    fields, told = msgpack.unpackb(layout, strict_map_key=True)
+    extras, at = [], 0
+    for feature, of_feature, shapes in told:
+        arrays = []
+        for dtype, shape in shapes:
+            arrays.append(np.frombuffer(content, np.dtype(dtype), math.prod(shape), at).reshape(shape))
+            at += arrays[-1].nbytes
+        extras.append(Extra(feature, of_feature, tuple(arrays)))
+    if at != len(content):
+        raise RuntimeError(f"the extras of a step have {at} bytes, and {len(content)} came")
+    upload_words = torch.from_numpy(np.frombuffer(words, dtype=np.int32))
+    return Upload(Header.from_fields(fields), upload_words, tuple(extras))
 
 
 def read_draw(layout: memoryview, body: memoryview) -> tuple[list[int], list[int], torch.Tensor]:

@@ -27,7 +27,7 @@ from rollout.engine.loop import Engine
 from rollout.engine.messages import Prompt, Request, SamplingParams, Submit
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import StepInput
+from rollout.engine.upload import StepInput
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder

@@ -42,7 +42,7 @@ from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import Staging, Upload
+from rollout.engine.upload import Staging, Upload
 from rollout.models import LoadedModel
 from scripts.bench.output import print_table, write_results
 from scripts.bench.peers.ours_engine import load_random, steady_figures

@@ -85,7 +85,10 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
     from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
     from rollout.engine.build import build_engine, local_links
     from rollout.engine.device.streams import make_device
+    from rollout.engine.features.images.encoder import ImageEncoder
+    from rollout.engine.features.images.feature import Images
     from rollout.engine.messages import Event, Prompt, Request, RequestDone, SamplingParams, Submit, TokenIds
+    from rollout.engine.schedule.feature import find
     from rollout.models import load_model
 
     device = make_device(args.device)
@@ -111,7 +114,7 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     links = local_links(settings, take)
     engine = build_engine(settings, device, model, links)
-    encoder, rows = engine.executor.step.encoder, []
+    encoder, rows = find(engine.executor.step.features, ImageEncoder), []
     assert encoder is not None
 
     def prompt_of(seed: int, kind: str) -> Prompt:
@@ -120,8 +123,9 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
         words = text_of(seed, args.text)
         return Prompt((TokenIds(words[:4]), picture(seed, side, encoder.spec), TokenIds(words[4:])))
 
-    encodings = engine.roster.allocator.encodings
-    assert encodings is not None
+    images = find(engine.roster.features, Images)
+    assert images is not None
+    encodings = images.encodings
     for run, (kind, count) in enumerate((("image", 2), ("image", args.prompts), ("text", args.prompts))):
         prompts = [prompt_of(1000 * run + i, kind) for i in range(count)]
         done.clear()

@@ -14,7 +14,7 @@ from typing import Any
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import StepInput
+from rollout.engine.upload import StepInput
 
 
 class PacedEvent:

@@ -17,7 +17,7 @@ from rollout.engine.sequence.sequence import Sequence, row_seed
 from rollout.engine.step.head_drafts import HeadDrafts
 from rollout.engine.step.ngram_drafts import NgramDrafts
 from rollout.engine.step.row_state import LENGTH, PROMPT, SEED
-from rollout.engine.step.upload import StepInput
+from rollout.engine.upload import StepInput
 
 
 def accepted_length(p: float, k: int) -> float:

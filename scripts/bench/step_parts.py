@@ -29,7 +29,7 @@ from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import CapturedSizes, DecodeGraphs
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import Header, StepInput, put_decode
+from rollout.engine.upload import Header, StepInput, put_decode
 
 _ROUNDS, _REPEATS = 5, 20
 _DRAWS = 16  # in one graph: a draw is too short for separate launches

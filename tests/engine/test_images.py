@@ -14,7 +14,9 @@ from rollout.config import ModelSettings
 from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
+from rollout.engine.features.images.feature import Images
 from rollout.engine.messages import Done, Prior, PutAdapter
+from rollout.engine.schedule.feature import find
 from rollout.models import load_model
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder
@@ -23,7 +25,7 @@ from rollout.models.peft_tensors import load_peft_folder
 from tests.support.engine.constraints import AlwaysMasked
 from tests.support.engine.drafting import replayed_guesses
 from tests.support.engine.harness import Bench, watch_prefills
-from tests.support.engine.images import encoded, submit
+from tests.support.engine.images import encoded, encoder_of, submit
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
@@ -396,10 +398,11 @@ def test_the_fused_kernels_take_images(name: str, models: Any) -> None:
 def test_the_largest_image_fits_in_the_buffer(models: Any) -> None:
     """The rehearsal of a GPU encodes it."""
     bench = Bench(models["Qwen3-VL"][1], image_tokens=128, image_patches=450)
-    encoder = bench.engine.executor.step.encoder
+    encoder = encoder_of(bench)
     largest = encoder.largest()
-    assert len(largest.pixels.patches) > 400 and len(largest.places) <= len(encoder.buffer_PW)
-    encoder.encode([largest])
+    patches, places = largest.arrays
+    assert len(patches) > 400 and len(places) <= len(encoder.buffer_PW)
+    encoder.prepare(largest)
     bench.close()
     with pytest.raises(ValueError, match="image_tokens"):
         Bench(models["Qwen3-VL"][1], image_tokens=64, image_patches=450)
@@ -417,7 +420,7 @@ def test_a_sleep_leaves_nothing_of_the_encodings(name: str, models: Any, tmp_pat
         for _ in range(ticks):
             bench.engine.tick()
         assert isinstance(bench.sleep(), Done)
-        assert not bench.pages.backed and bench.engine.roster.allocator.encodings.used == 0
+        assert not bench.pages.backed and find(bench.engine.roster.features, Images).encodings.used == 0
         assert isinstance(bench.wake(), Done)
     bench.run()
     for each, prompt in prompts.items():
@@ -430,13 +433,13 @@ def test_an_engine_that_is_built_anew_encodes_anew(models: Any) -> None:
     bench, prompt = Bench(model), prompt_with(3, picture(4, 10), 4)
     submit(bench, "before", prompt)
     bench.run()
-    buffer = bench.engine.executor.step.encoder.buffer_PW
+    buffer = encoder_of(bench).buffer_PW
     rebuild_engine(bench.engine, bench.settings)
     buffer.fill_(float("nan"))
     submit(bench, "after", prompt)
     bench.run()
     check_greedy(bench, reference, "after", prompt)
-    assert bench.engine.executor.step.encoder.buffer_PW is buffer and encoded(bench) == 2
+    assert encoder_of(bench).buffer_PW is buffer and encoded(bench) == 2
     bench.close()
 
 

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollout.engine.adapter_table import AdapterTable
-from rollout.engine.kv.encodings import Encodings
 from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
@@ -86,7 +85,6 @@ class PageAllocator:
         adapters: AdapterTable | None = None,
         offload_books: OffloadBooks | None = None,
         snapshots: Snapshots | None = None,
-        encodings: Encodings | None = None,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
@@ -96,7 +94,6 @@ class PageAllocator:
         self.adapters = adapters
         self.offload_books = offload_books  # KV of preempted sequences, where it is kept
         self.snapshots = snapshots  # for models with states
-        self.encodings = encodings  # of images, for models that are served with them
         self.sharing: list[Group] = []  # groups that hold a share, oldest first
         #: Prefills under way, by the key of the page that comes next, or of the snapshot.
         self._frontiers: dict[bytes, Sequence] = {}
@@ -630,8 +627,6 @@ class PageAllocator:
         self.sessions.check()
         if self.adapters is not None:
             self.adapters.check_unused()
-        if self.encodings is not None:
-            self.encodings.check()
         assert not self._frontiers, "a prefill is waited for"
         assert not self._restored_experts, "experts of restored pages wait for a commit"
         if self.offload_books is not None:

@@ -20,15 +20,12 @@ A step of hundreds of rows loops over its spans four times at every token, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from rollout.engine.kv.encodings import Encodings
 from rollout.engine.sequence.features import Feature
-from rollout.engine.sequence.images import Encode, ImageTokens
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.speculation.drafter import Guesser
 
@@ -44,9 +41,7 @@ class PromptPart:
     copy: tuple[int, int] | None = None  # (source page, target page) to copy before anything is written
     save: int | None = None  # place of a snapshot to which the row's state is saved first
     load: int | None = None  # place of a snapshot from which the row's state is loaded first, after all saves
-    images: tuple[ImageTokens, ...] = ()  # its tokens that are images
-    rope_3L: np.ndarray | None = None  # int64 [3, tokens in]: positions of the rotary embedding, in prompts with images
-    follows_row: bool = True  # these positions are what the row says, and no token is an image
+    decodes: bool = True  # the decode forward can compute these tokens
 
 
 class Span(NamedTuple):
@@ -99,7 +94,6 @@ class Plan:
     drafts: tuple[Drafts, ...] = ()
     #: (row, column of its page table, page) of a verify step; `opens` is empty then.
     pages: tuple[tuple[int, int, int], ...] = ()
-    encodes: tuple[Encode, ...] = ()  # images that are encoded before the forward
     #: Tokens that the device guesses for each row that draws; 0: a draft model only reads the step; -1: nothing runs.
     guesses: int = -1
 
@@ -134,13 +128,10 @@ class Plan:
 
     @property
     def decodes(self) -> bool:
-        """True if a token is drawn after every token that goes in: the step takes the decode forward.
-
-        Not if such a token is an image, or has other positions than its row says.
-        """
+        """True if a token is drawn after every token that goes in, and the decode forward can compute all of them."""
         if self.tokens != self.draws or not (self.draws == len(self.spans) or self.drafts):
             return False
-        return all(prompt is None or prompt.follows_row for *_, prompt in self.spans)
+        return all(prompt is None or prompt.decodes for *_, prompt in self.spans)
 
     @property
     def draws_later(self) -> bool:
@@ -153,10 +144,9 @@ def make_plan(
     version: int,
     page_size: int,
     saves: tuple[tuple[int, int], ...] = (),
-    encodes: tuple[Encode, ...] = (),
     guesses: int = -1,
 ) -> Plan:
-    """The step of these spans under the weights of `version`; `saves`, `encodes` and `guesses` as in `Plan`."""
+    """The step of these spans under the weights of `version`; `saves` and `guesses` as in `Plan`."""
     opens: list[tuple[int, int]] = []
     features = tokens = draws = longest = 0
     for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
@@ -169,7 +159,7 @@ def make_plan(
         if not start % page_size:
             opens.append((place, seq.kv.pages[start // page_size]))
     of_step = Feature(features), longest, tokens, draws, opens, saves
-    return Plan(spans, version, *of_step, encodes=encodes, guesses=guesses)
+    return Plan(spans, version, *of_step, guesses=guesses)
 
 
 def make_verify_plan(
@@ -217,60 +207,3 @@ _new_tuple = tuple.__new__  # takes half the time of Span(...)
 def decode_spans(seqs: list[Sequence]) -> list[Span]:
     """One token for each of these rows."""
     return [_new_tuple(Span, (seq, seq.kv.length, 1, 1, None)) for seq in seqs]
-
-
-def prompt_spans(
-    seqs: list[Sequence],
-    tokens: int,
-    words: int,
-    upload_words: Callable[[Sequence, int], int],
-    page_size: int,
-    encodings: Encodings | None = None,
-) -> list[Span]:
-    """What one step takes of these prompts, in their order: at most `tokens` tokens and `words` int32 of upload.
-
-    A sequence whose KV is still being copied back waits, and the others do not wait for it. With images the step also
-    ends where `encodings` have no room for the next one.
-    """
-    spans: list[Span] = []
-    if encodings is not None:
-        encodings.plan_begins()
-    for seq in seqs:
-        kv = seq.kv
-        assert kv.prefill_tokens is not None
-        if kv.offloaded is not None and kv.offloaded.restoring:
-            continue
-        length = min(len(kv.prefill_tokens) - kv.length, tokens)
-        if kv.planned_snapshot is not None and kv.length < kv.planned_snapshot.tokens:
-            length = min(length, kv.planned_snapshot.tokens - kv.length)  # a state is saved between two steps
-        needed = upload_words(seq, length)
-        if length == 0 or (spans and needed > words):
-            break
-        wanted = length
-        if encodings is not None:
-            length = encodings.fit(seq, kv.length, length)
-        if length:
-            tokens, words = tokens - length, words - needed
-            spans.append(prompt_span(seq, length, page_size, encodings))
-        if length < wanted:
-            break
-    return spans
-
-
-def prompt_span(seq: Sequence, length: int, page_size: int, encodings: Encodings | None = None) -> Span:
-    """The next `length` tokens of a sequence that is being prefilled."""
-    kv = seq.kv
-    assert kv.prefill_tokens is not None
-    start, end = kv.length, kv.length + length
-    scored = max(0, min(length, seq.prompt_len - 1 - start)) if seq.scores_prompt else 0
-    copy = None if kv.copy_source is None else (kv.copy_source, kv.pages[start // page_size])
-    draws = int(end == len(kv.prefill_tokens) and seq.launched < seq.max_tokens)
-    planned = kv.planned_snapshot
-    save = planned.place if planned is not None and planned.tokens == start else None
-    part = PromptPart(kv.prefill_tokens[start:end], scored, copy, save, kv.load_from)
-    if encodings is not None and seq.group.request.prompt.media:
-        prompt, images = seq.group.request.prompt, encodings.tokens_of(seq, start, length)
-        rope_3L = prompt.rope_positions(start, end)
-        follows_row = not images and bool((rope_3L == np.arange(start, end) + prompt.rope_delta).all())
-        part = replace(part, images=images, rope_3L=rope_3L, follows_row=follows_row)
-    return Span(seq, start, length, draws, part)

@@ -87,8 +87,8 @@ def change_weights(roster: Roster, version: int, recompute: bool, names: Collect
     roster.version = version
     if not roster.draft_names.isdisjoint(names):
         roster.draft_version = version
-    if roster.allocator.encodings is not None:
-        roster.allocator.encodings.weights_changed(names)
+    for feature in roster.features:
+        feature.weights_changed(names)
     roster.feed.queue_early(version)
     roster.feed.close_shares()
     roster.allocator.forget_all()
@@ -150,8 +150,8 @@ def leave_pool(roster: Roster, keep: bool) -> None:
     """All KV leaves the pool; with `keep` it is offloaded, in the order of rank as long as the host has room."""
     roster.feed.close_shares()
     roster.allocator.end_sharing()
-    if roster.allocator.encodings is not None:
-        roster.allocator.encodings.drop_all()
+    for feature in roster.features:
+        feature.kv_left()
     if not keep:
         _begin_again(roster, roster.unfinished(), recompute=True)
         return

@@ -18,10 +18,12 @@ that gives back what a sequence has.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import Event, Finish, FinishReason, RequestKey
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
+from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.prompt_turns import PromptTurns
 from rollout.engine.schedule.queue import QueueFeed
 from rollout.engine.sequence.sequence import Group, Sequence, State
@@ -38,8 +40,10 @@ class Roster:
         clock: Callable[[], float],
         counters: Counters | None = None,
         draft_names: frozenset[str] = frozenset(),
+        features: Seq[StepFeature] = (),
     ) -> None:
         self.allocator = allocator
+        self.features = features  # what optional capabilities add to steps
         self.version = version  # of the weights
         self.draft_version = version  # of the weights that came with the draft model's
         self.draft_names = draft_names  # of its tensors in updates
@@ -245,6 +249,8 @@ class Roster:
     def check_integrity(self) -> None:
         """Assert that nothing leaked. Call it when no step is in flight and no request is left."""
         self.allocator.check()
+        for feature in self.features:
+            feature.check()
         assert self.idle and not (self.prefilling or self.decoding or self.leaving), "sequences are left"
         assert sorted(self.free_rows) == list(range(1, self.max_rows + 1)), "a row is in use"
         assert self.waiting == 0 and not self.allocator.sharing, "a queue or a share is left"

@@ -28,7 +28,8 @@ from rollout.engine.messages import Finish, Request
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
-from rollout.engine.schedule.plan import Plan, decode_spans, make_plan, make_verify_plan, prompt_spans
+from rollout.engine.schedule.plan import Plan, decode_spans, make_plan, make_verify_plan
+from rollout.engine.schedule.prompt_spans import prompt_spans
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.speculation import Speculation
 from rollout.engine.sequence.features import Feature
@@ -142,13 +143,11 @@ class Scheduler:
         if not roster.prefilling:
             return None
         most = limits.chunk_tokens, limits.upload_words
-        encodings = roster.allocator.encodings
-        spans = prompt_spans(roster.prefilling, *most, self._upload_words, self._page_size, encodings)
+        spans = prompt_spans(roster.prefilling, *most, self._upload_words, self._page_size, roster.features)
         if not spans:
             return None
-        encodes = () if encodings is None else encodings.take_encodes()
         guesses = -1 if self.speculation is None else self.speculation.prompt_guesses
-        return make_plan(spans, roster.version, self._page_size, self._saves(), encodes, guesses)
+        return make_plan(spans, roster.version, self._page_size, self._saves(), guesses)
 
     def _plan_decode(self) -> Plan | None:
         roster = self.roster

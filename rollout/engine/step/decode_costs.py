@@ -21,7 +21,7 @@ from rollout.engine.speculation.step_costs import StepCosts
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.row_state import LAST, RowState
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import put_behind, put_decode
+from rollout.engine.upload import put_behind, put_decode
 
 #: Runs of each size; the first ones warm up, and the fastest of the others counts.
 _WARM, _TIMED = 1, 3

@@ -13,7 +13,10 @@ host has seen it. Inputs are a `StepInput` and device tensors; nothing here know
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rollout_kernels.step import begin_step
@@ -21,14 +24,14 @@ from rollout_kernels.step import begin_step
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step import verify
 from rollout.engine.step.expert_trace import StepExperts
+from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
-from rollout.engine.step.image_encoder import ImageEncoder
 from rollout.engine.step.ngram_drafts import NgramDrafts
-from rollout.engine.step.row_state import LAST, LENGTH, ROPE_DELTA, RowState
+from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.step.scores import StepScores
-from rollout.engine.step.upload import StepInput
-from rollout.models.batch import AttentionBatch, Chunk, KVCache, StepImages, WantedTokens
+from rollout.engine.upload import Extra, StepInput
+from rollout.models.batch import AttentionBatch, Chunk, KVCache, WantedTokens
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, experts_alone, obstacle, supports
 from rollout.models.fused_experts import DecoderWithFusedExperts
@@ -74,7 +77,7 @@ class DeviceStep:
         adapters: AdapterSlots | None = None,
         exact_sums: bool = False,
         shares_pages: bool = False,
-        encoder: ImageEncoder | None = None,
+        features: Seq[DeviceFeature] = (),
         guesser: HeadDrafts | NgramDrafts | None = None,
     ) -> None:
         self.model = model
@@ -87,7 +90,7 @@ class DeviceStep:
         self.sample = Sampler(rows, self.shard)
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
-        self.encoder = encoder
+        self.features = features
         #: What guesses the next tokens of rows, if anything does; and the same if it is a draft model.
         self.guesser = guesser
         self.heads = guesser if isinstance(guesser, HeadDrafts) else None
@@ -97,8 +100,12 @@ class DeviceStep:
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same over another KV cache."""
-        more = self.adapters, self.exact_sums, self.shares_pages, self.encoder, self.guesser
+        more = self.adapters, self.exact_sums, self.shares_pages, self.features, self.guesser
         return DeviceStep(self.model, self.forward, kv, self.rows, *more)
+
+    def prepare(self, extra: Extra) -> None:
+        """Hand a feature what came beside the words of the next step."""
+        next(feature for feature in self.features if feature.name == extra.feature).prepare(extra)
 
     def begin(self, step: StepInput) -> None:
         """Set rows up, copy states and pages, put tokens that the host knows where a decode forward reads them."""
@@ -176,8 +183,8 @@ class DeviceStep:
             rows_B=rows_B,
             behind_B=behind_B,
             segments_SW=segments_SW,
-            rope_positions=self._rope_positions(rows_B, begun.positions_B),
             taps=None if self.heads is None else self.heads.taps,
+            **self._fields(lambda feature: feature.decode_fields(self.rows, rows_B, begun.positions_B)),
         )
         return begun.token_ids_B, batch
 
@@ -195,11 +202,9 @@ class DeviceStep:
             one_by_one = self.exact_sums or self.model.embed.dtype == torch.float32
             self.kv.states.catch_up(step["verified"], step["rows"], accepted_R, one_by_one)
 
-    def _rope_positions(self, rows_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor | None:
-        """Positions of the rotary embedding of rows, where they may have images."""
-        if self.encoder is None:
-            return None
-        return positions_B + self.rows.ints[:, ROPE_DELTA].index_select(0, rows_B)
+    def _fields(self, of_feature: Callable[[DeviceFeature], dict[str, Any]]) -> dict[str, Any]:
+        """What a batch has of all features."""
+        return {name: value for feature in self.features for name, value in of_feature(feature).items()}
 
     def prefill(
         self, step: StepInput, experts: StepExperts | None, scores: StepScores
@@ -221,9 +226,8 @@ class DeviceStep:
             experts=None if experts is None else experts.experts,
             adapters=self._step_adapters(rows_C, step["token_span"]) if adapted else None,
             rows_B=rows_C,
-            rope_positions=step["rope_positions"] if "rope_positions" in step else None,
-            images=self._images(step) if "image_at" in step else None,
             taps=None if header.guesses < 0 or self.heads is None else self.heads.make_taps(header.tokens),
+            **self._fields(lambda feature: feature.prefill_fields(self.rows, step)),
         )
         self.kv.note_tokens(batch.kv_slots_T, step["tokens"])
         if self.heads is not None and batch.taps is not None:
@@ -263,10 +267,6 @@ class DeviceStep:
         """Guess after a step whose tokens are drawn and accepted; see `HeadDrafts.run`, `NgramDrafts.run`."""
         assert self.guesser is not None, "something guesses"
         return self.guesser.run(step, output_4R, accepted_R, self.kv, graphs)
-
-    def _images(self, step: StepInput) -> StepImages:
-        assert self.encoder is not None
-        return StepImages(step["image_at"], self.encoder.select(step["image_places"]))
 
     def _wanted(self, step: StepInput, batch: AttentionBatch, adapted: bool) -> WantedTokens:
         """The last tokens of the spans that draw."""

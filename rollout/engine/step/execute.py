@@ -33,8 +33,8 @@ from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import Header, StepInput, Upload
 from rollout.engine.step_output import StepOutput
+from rollout.engine.upload import Header, StepInput, Upload
 
 # Flags of an enum are slow to test.
 _CONSTRAIN = Feature.CONSTRAIN.value
@@ -124,9 +124,8 @@ class Executor:
 
         self.compute.wait(slot.h2d_done)
         self.compute.record(slot.start)
-        if upload.encodes:
-            assert self.step.encoder is not None, "prompts with images are refused without a tower"
-            self.compute.run(functools.partial(self.step.encoder.encode, upload.encodes))
+        for extra in upload.extras:
+            self.compute.run(functools.partial(self.step.prepare, extra))
         self.compute.run(functools.partial(self.run, step, slot))
         if header.features & _CONSTRAIN:
             self.compute.record(slot.forward_end)

@@ -35,7 +35,7 @@ from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.expert_trace import StepExperts
 from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import StepInput, Upload, put_behind, put_decode
+from rollout.engine.upload import StepInput, Upload, put_behind, put_decode
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fused import FusedDecoder, experts_alone, supports, takes_feed_forward, takes_mixer
 from rollout.models.fused_experts import DecoderWithFusedExperts

@@ -28,7 +28,7 @@ import torch
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
-from rollout.engine.step.upload import StepInput
+from rollout.engine.upload import StepInput
 from rollout.models.batch import AttentionBatch, HiddenTaps, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.draft_head import DraftHead

@@ -19,7 +19,7 @@ from rollout_kernels.step import guess_by_ngrams
 
 from rollout.engine.step.head_drafts import HeadGraphs
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
-from rollout.engine.step.upload import StepInput
+from rollout.engine.upload import StepInput
 from rollout.models.batch import KVCache
 
 

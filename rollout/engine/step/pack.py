@@ -18,6 +18,7 @@ import numpy as np
 from rollout_kernels import PROMPT_BIT
 
 from rollout.engine.messages import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence
@@ -25,7 +26,7 @@ from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
 from rollout.engine.step.scores import SCORED_AT_ONCE
 from rollout.engine.step.shared_pages import SharedPages
-from rollout.engine.step.upload import (
+from rollout.engine.upload import (
     ALIGNMENT_WORDS,
     Staging,
     Upload,
@@ -36,7 +37,6 @@ from rollout.engine.step.upload import (
     put_tops,
 )
 
-_IMAGE_WORDS = 10  # of a token, more, where a prompt has images: three positions, its place in the step, its embedding
 #: int32 words of an upload. A token: id, position, span. A span: rows, ends, lengths, samples, tops, copy, save, load,
 #: next token, alignment.
 _TOKEN_WORDS = 6
@@ -59,7 +59,7 @@ class Packer:
 
     `captured` are the sizes of its captured decode steps, None without any. `shared` says what rows share, where
     attention reads shared pages once. `draft_rows` are the rows of the row state for drafts. `states`: the model has
-    linear attention, whose states go through the drafts of a row.
+    linear attention, whose states go through the drafts of a row. `features` put their sections last.
     """
 
     def __init__(
@@ -70,10 +70,12 @@ class Packer:
         shared: SharedPages | None = None,
         draft_rows: range = range(0),
         states: bool = False,
+        features: Seq[StepFeature] = (),
     ) -> None:
         self.scored_multiple = scored_multiple
         self._draft_rows = draft_rows
         self._states = states
+        self._features = features
         self.captured = captured
         self._adapters = adapters
         self._shared = shared
@@ -91,7 +93,8 @@ class Packer:
             if plan.guesses >= 0:
                 _put_next_tokens(plan.spans, staging)
         _put_states(plan, staging)
-        _put_images(plan, staging)
+        for feature in self._features:
+            feature.pack(plan, staging)
         scored: dict[str, Any] = {}
         if plan.kind == "prefill":
             if not layout:
@@ -113,7 +116,7 @@ class Packer:
             **scored,
             drafts=max((draft.length for draft in plan.drafts), default=0),
             guesses=plan.guesses,
-        ).with_encodes(plan.encodes)
+        )
 
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
         segments_SW = None if self._shared is None else self._shared.segments(plan, size)
@@ -185,25 +188,6 @@ def _put_states(plan: Plan, staging: Staging) -> None:
     for name, pairs in (("state_saves", saves), ("state_loads", loads)):
         if pairs:
             staging.put(name, np.array(pairs, dtype=np.int64))
-
-
-def _put_images(plan: Plan, staging: Staging) -> None:
-    """Where the images of a prefill are, and the positions of its rotary embedding if any prompt has images."""
-    prompts = [] if plan.decodes else [(span, span.prompt) for span in plan.spans if span.prompt is not None]
-    if all(prompt.rope_3L is None for _, prompt in prompts):
-        return
-    at, places, axes, begin = [], [], [], 0
-    for (_, start, tokens_in, _, _), prompt in prompts:
-        for image in prompt.images:
-            at.append(np.arange(begin + image.first, begin + image.first + len(image.places)))
-            places.append(image.places)
-        plain = np.broadcast_to(np.arange(start, start + tokens_in), (3, tokens_in))
-        axes.append(plain if prompt.rope_3L is None else prompt.rope_3L)
-        begin += tokens_in
-    staging.put("rope_positions", np.concatenate(axes, axis=1).astype(np.int64))
-    if at:
-        staging.put("image_at", np.concatenate(at).astype(np.int64))
-        staging.put("image_places", np.concatenate(places))
 
 
 def _put_known(spans: Seq[Span], staging: Staging) -> None:
@@ -313,12 +297,9 @@ def spare_words(max_rows: int) -> int:
     return ALIGNMENT_WORDS + _SCORED_WORDS * SCORED_AT_ONCE + _SAVE_WORDS * max_rows
 
 
-def upload_words(seq: Sequence, length: int, images: bool = False) -> int:
-    """Upper bound on the int32 words that the next `length` tokens of a prompt adds to an upload.
-
-    `images` for models that are served with images: if one prompt of a step has any, all tokens have more words.
-    """
-    words = (_TOKEN_WORDS + _IMAGE_WORDS * images + _SCORED_WORDS * seq.scores_prompt) * length + _SPAN_WORDS
+def upload_words(seq: Sequence, length: int) -> int:
+    """Upper bound on the int32 words that the next `length` tokens of a prompt add to an upload, without features."""
+    words = (_TOKEN_WORDS + _SCORED_WORDS * seq.scores_prompt) * length + _SPAN_WORDS
     if not seq.row_ready:
         kv = seq.kv
         assert kv.prefill_tokens is not None
@@ -336,10 +317,13 @@ def verify_words(max_rows: int, draft_rows: int, most: int) -> int:
     return of_drafts + max_rows * (_PAGE_WORDS * (told + 1) + _BASE_WORDS + _BEHIND_WORDS)
 
 
-def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, images: bool = False) -> int:
-    """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
+def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, token_words: int = 0) -> int:
+    """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks.
+
+    `token_words` are those that the features of the engine add to a token of a prompt.
+    """
     setup = _setup_words(max_pages, max_context, _SETUP_FEATURES)
-    largest = (_TOKEN_WORDS + _IMAGE_WORDS * images + _SCORED_WORDS) * chunk_tokens + _SPAN_WORDS + setup
+    largest = (_TOKEN_WORDS + token_words + _SCORED_WORDS) * chunk_tokens + _SPAN_WORDS + setup
     return max(16 * max_rows, largest) + 64 * max_rows + spare_words(max_rows) + 1024
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import Header
+from rollout.engine.upload import Header
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import Upload, put_decode, put_prefill, put_scored, put_tops
+from rollout.engine.upload import Upload, put_decode, put_prefill, put_scored, put_tops
 from rollout.models.decoder import Decoder
 
 #: All that can be asked of sampling at once.
@@ -125,10 +125,11 @@ def steps_to_rehearse(
 def rehearse(
     executor: Executor, slot: Slot, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
 ) -> None:
-    """Run the steps of `steps_to_rehearse`, one after the other, and encode the largest image if there may be any."""
-    if (encoder := executor.step.encoder) is not None:
-        executor.compute.run(functools.partial(encoder.encode, [encoder.largest()]))
-        executor.finish()
+    """Run the largest extras of features and the steps of `steps_to_rehearse`, one after the other."""
+    for feature in executor.step.features:
+        if (extra := feature.largest()) is not None:
+            executor.compute.run(functools.partial(feature.prepare, extra))
+            executor.finish()
     for step in steps_to_rehearse(executor, max_rows, chunk_tokens, max_context, graph_rows):
         pack = _pack_prefill if step.prompts else _pack_decode
         _run(executor, slot, pack(executor, slot, step, max_context))

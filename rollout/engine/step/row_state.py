@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 
 from rollout.engine.messages import MAX_LOGIT_BIAS, MAX_STOP_IDS
-from rollout.engine.step.upload import StepInput
+from rollout.engine.upload import StepInput
 from trainer_bridge.wire.sampling_rules import RULES
 
 #: The sampling rules with a column in `ints` or in `floats`, in the order of their columns. The draw itself needs the

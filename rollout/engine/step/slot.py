@@ -30,8 +30,8 @@ from rollout.engine.messages import RoutingShape
 from rollout.engine.step.expert_trace import StepExperts, record_words
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.scores import StepScores
-from rollout.engine.step.upload import Header, Staging, StepInput, Upload
 from rollout.engine.step_output import StepOutput
+from rollout.engine.upload import Header, Staging, StepInput, Upload
 
 OUTPUT_FIELDS = 4
 

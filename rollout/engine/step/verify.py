@@ -24,7 +24,7 @@ import torch
 
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
-from rollout.engine.step.upload import IN_ROW_STATE, StepInput
+from rollout.engine.upload import IN_ROW_STATE, StepInput
 
 _NO_TOKEN = -1
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout.engine.schedule.plan import PromptPart, Span, make_plan
-from rollout.engine.step.upload import Header, Upload
+from rollout.engine.upload import Header, Upload
 from tests.support.engine.harness import Bench
 
 SHAPED = {"temperature": 1.0, "top_k": 5, "presence_penalty": 0.3, "logit_bias": ((3, 2.0),)}

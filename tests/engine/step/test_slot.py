@@ -11,7 +11,7 @@ import torch
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages import Cancel, Prior
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import ALIGNMENT_WORDS
+from rollout.engine.upload import ALIGNMENT_WORDS
 from tests.support.engine.harness import Bench
 
 

@@ -12,7 +12,7 @@ from rollout_kernels.step.triton_drafts import accept_drafts, set_up_drafts
 from rollout.engine.sequence.features import PLAIN
 from rollout.engine.step import verify
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
-from rollout.engine.step.upload import IN_ROW_STATE, Staging, StepInput, put_decode
+from rollout.engine.upload import IN_ROW_STATE, Staging, StepInput, put_decode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, DRAFT_ROWS, PAGES, VOCAB, GUESSES = 12, 60, 1100, 50, 6

@@ -6,7 +6,10 @@ from hashlib import blake2b
 
 import numpy as np
 
+from rollout.engine.features.images.encoder import ImageEncoder
+from rollout.engine.features.images.feature import Images
 from rollout.engine.messages import Media, Pixels, Prompt, Request, SamplingParams, StopParams, Submit, TokenIds
+from rollout.engine.schedule.feature import find
 from rollout.models.vision_spec import TowerSpec
 from tests.support.engine.harness import Bench
 from tests.support.models.images import ImagePrompt, Picture
@@ -47,7 +50,7 @@ def pixels_of(picture: Picture) -> Pixels:
 
 def submit(bench: Bench, name: str, prompt: ImagePrompt, max_tokens: int = 12, **fields) -> None:
     """Put a request into the engine's inbox."""
-    tower = bench.engine.executor.step.encoder.spec
+    tower = encoder_of(bench).spec
     sampling = SamplingParams(**fields.pop("sampling", {"temperature": 0.0}))
     stop = StopParams(**fields.pop("stop", {}))
     request = Request(
@@ -59,4 +62,9 @@ def submit(bench: Bench, name: str, prompt: ImagePrompt, max_tokens: int = 12, *
 
 def encoded(bench: Bench) -> int:
     """Images encoded so far."""
-    return bench.engine.roster.allocator.encodings.counts.encoded
+    return find(bench.engine.roster.features, Images).encodings.counts.encoded
+
+
+def encoder_of(bench: Bench) -> ImageEncoder:
+    """The tower with its buffer."""
+    return find(bench.engine.executor.step.features, ImageEncoder)

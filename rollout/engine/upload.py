@@ -38,20 +38,18 @@
     scored_at, _targets    int64 [n]: tokens of the step, and the token whose log-prob each gives; padded
 
 The sections of a decode lie first and at the same place in every upload of its size: captured steps read them there.
-`Header`, words and images to encode say everything: `execute` needs no other state of the host, so an upload can be
-sent to a process that has a copy of the model, of the KV, of the row state and of the embedding buffer.
+`Header`, words and extras say everything: `execute` needs no other state of the host, so an upload can be sent to a
+process that has a copy of the model, of the KV, of the row state and of what the features keep on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-
-from rollout.engine.sequence.images import Encode
 
 #: Sections start at a multiple of this many int32 words: 16 bytes. Kernels are compiled anew for pointers that are less
 #: well aligned, and nothing is compiled while serving.
@@ -107,17 +105,22 @@ class Header(NamedTuple):
         return cls(**{**fields, "sections": sections, "layout": layout, "tops": tuple(fields["tops"])})
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Extra:
+    """What a feature sends with a step beside the words, because it is too large for them."""
+
+    feature: str  # its `DeviceFeature.name`
+    fields: list[Any]  # integers, strings and lists of them
+    arrays: tuple[np.ndarray, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Upload:
     """A packed step on the host."""
 
     header: Header
     words: torch.Tensor  # int32
-    encodes: tuple[Encode, ...] = ()  # images that are encoded first; their pixels are too large for the words
-
-    def with_encodes(self, encodes: tuple[Encode, ...]) -> Upload:
-        """The upload with images to encode."""
-        return replace(self, encodes=encodes) if encodes else self
+    extras: tuple[Extra, ...] = ()
 
 
 class StepInput:
@@ -149,12 +152,14 @@ class Staging:
         self.words = words  # int32
         self.used = 0
         self.sections: dict[str, Section] = {}
+        self.extras: list[Extra] = []
         self._array = words.numpy()
 
     def begin(self) -> None:
         """Forget the last upload."""
         self.used = 0
         self.sections = {}
+        self.extras = []
 
     def put(self, name: str, array: np.ndarray) -> None:
         """Append an int32, int64 or float32 array."""
@@ -168,7 +173,7 @@ class Staging:
     def upload(self, rows: int, tokens: int, draws: int, features: int, max_context: int, **more: Any) -> Upload:
         """The upload of what was put; `more` are the other fields of its header."""
         header = Header(rows, tokens, draws, features, max_context, self.sections, **more)
-        return Upload(header, self.words[: self.used])
+        return Upload(header, self.words[: self.used], tuple(self.extras))
 
 
 def put_decode(

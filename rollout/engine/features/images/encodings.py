@@ -14,16 +14,48 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
 from rollout.engine.messages import Media, Pixels
-from rollout.engine.sequence.images import Encode, ImageTokens
 from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.upload import Extra
 
 #: Places of a block.
 BLOCK = 64
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Encode:
+    """An image that a step encodes before its forward."""
+
+    pixels: Pixels
+    places: np.ndarray  # int64 [tokens]: where its embeddings go
+
+
+def extra_of(encodes: Seq[Encode]) -> Extra:
+    """Images to encode as a part of an upload: of each one its patches, and then its places."""
+    arrays = [array for encode in encodes for array in (encode.pixels.patches, encode.places)]
+    return Extra("images", [list(encode.pixels.grid) for encode in encodes], tuple(arrays))
+
+
+def encodes_of(extra: Extra) -> list[Encode]:
+    """What `extra_of` was given, without the digests of the images."""
+    pairs = zip(extra.arrays[::2], extra.arrays[1::2], strict=True)
+    return [
+        Encode(Pixels(b"", tuple(grid), patches), places)
+        for grid, (patches, places) in zip(extra.fields, pairs, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ImageTokens:
+    """Neighbouring tokens of a span that are one image, or a part of one."""
+
+    first: int  # token of the span
+    places: np.ndarray  # int64 [tokens]: where their embeddings are
 
 
 @dataclass(slots=True)
@@ -70,7 +102,7 @@ class Encodings:
 
         Less than `length` ends before an image for which the step has no room. At least 1 for the first span.
         """
-        for place, item in _media_between(seq, start, start + length):
+        for place, item in media_between(seq, start, start + length):
             if not self._have(item):
                 return max(0, place - start)
         return length
@@ -78,7 +110,7 @@ class Encodings:
     def tokens_of(self, seq: Sequence, start: int, length: int) -> tuple[ImageTokens, ...]:
         """The tokens of a span that are images; after `fit`."""
         found = []
-        for place, item in _media_between(seq, start, start + length):
+        for place, item in media_between(seq, start, start + length):
             begin, end = max(start, place), min(start + length, place + len(item.token_ids))
             places = self._places(item.pixels, len(item.token_ids))
             found.append(ImageTokens(begin - start, places[begin - place : end - place]))
@@ -138,7 +170,7 @@ class Encodings:
         return (first[:, None] + np.arange(BLOCK)).reshape(-1)[:tokens]
 
 
-def _media_between(seq: Sequence, start: int, end: int) -> list[tuple[int, Media]]:
+def media_between(seq: Sequence, start: int, end: int) -> list[tuple[int, Media]]:
     """The images of a prompt that have tokens in these places, with their first place."""
     media = seq.group.request.prompt.media
     return [(place, item) for place, item in media if place < end and place + len(item.token_ids) > start]

@@ -1,0 +1,1 @@
+"""Optional features of steps: a folder each. `all.py` lists them."""

@@ -1,0 +1,12 @@
+"""The list of optional features. A new feature is a folder beside this file, and an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollout.engine.features.images.encoder import ImageEncoder
+from rollout.engine.features.site import Site
+from rollout.engine.step.feature import DeviceFeature
+
+#: Each makes a feature's part on the device; None where this worker does not have the feature.
+FEATURES: tuple[Callable[[Site], DeviceFeature | None], ...] = (ImageEncoder.make,)

@@ -1,0 +1,138 @@
+"""The embedding buffer on the device, and the tower that writes to it.
+
+    prepare           pixels --H2D--> patches --tower--> embeddings --> their places
+    prefill_fields    places --> embeddings of the tokens of a prefill
+
+Legend: P places, W numbers of a place: the embeddings of one token, side by side.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.engine.features.images.encodings import BLOCK, Encode, Encodings, encodes_of, extra_of
+from rollout.engine.features.images.feature import TOKEN_WORDS, Images
+from rollout.engine.features.site import Site
+from rollout.engine.messages import Pixels
+from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.step.feature import DeviceFeature
+from rollout.engine.step.row_state import ROPE_DELTA, RowState
+from rollout.engine.upload import Extra, StepInput
+from rollout.models.batch import StepImages
+from rollout.models.decoder import Decoder
+from rollout.models.vision import VisionTower, to_device
+
+log = logging.getLogger(__name__)
+
+
+class ImageEncoder(DeviceFeature):
+    """A buffer of `places` tokens for what `tower` makes. With `one_by_one` no image's bits depend on the others.
+
+    A step encodes up to `most_patches`. `zeros` allocates the buffer, by default torch does.
+    """
+
+    name = "images"
+    token_words = TOKEN_WORDS
+
+    def __init__(
+        self,
+        tower: VisionTower,
+        places: int,
+        most_patches: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        one_by_one: bool = False,
+        zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+    ) -> None:
+        self.spec, self.most_patches = tower.spec, most_patches
+        self._tower, self._one_by_one, self._device = tower, one_by_one, device
+        shape = (places, tower.spec.width)
+        self.buffer_PW = torch.zeros(shape, dtype=dtype, device=device) if zeros is None else zeros(shape, dtype)
+
+    @classmethod
+    def make(cls, site: Site) -> ImageEncoder | None:
+        """The tower with its buffer, if the model has one. Raises ValueError if the buffer does not fit."""
+        engine, device, memory = site.settings.engine, site.device, site.memory
+        tower = site.model.tower if isinstance(site.model, Decoder) else None
+        if tower is None:
+            return None
+        places = -(-engine.image_tokens // BLOCK) * BLOCK
+        if engine.image_patches < tower.spec.merge**2:
+            raise ValueError(
+                f"image_patches = {engine.image_patches} are less than a token: use {tower.spec.merge**2} or more"
+            )
+        if engine.image_patches > places * tower.spec.merge**2:
+            raise ValueError(
+                f"image_patches = {engine.image_patches} make {engine.image_patches // tower.spec.merge**2} tokens, "
+                f"more than image_tokens = {engine.image_tokens}: lower the one or raise the other"
+            )
+        dtype, where = site.model.embed.dtype, site.model.embed.device
+        needed = places * tower.spec.width * dtype.itemsize
+        if needed > device.free_bytes():
+            raise ValueError(
+                f"image_tokens = {engine.image_tokens} take {needed / 2**30:.2f} GiB and there are "
+                f"{device.free_bytes() / 2**30:.2f} GiB: lower it"
+            )
+        log.info("buffer for embeddings of images", extra={"tokens": places, "bytes": needed})
+        zeros = None if memory is None else memory.zeros
+        return cls(tower, places, engine.image_patches, dtype, where, engine.deterministic, zeros)
+
+    def host_part(self, before: StepFeature | None) -> Images:
+        """See `DeviceFeature`."""
+        counts = before.encodings.counts if isinstance(before, Images) else None
+        beginnings = self.spec.family.beginnings
+        return Images(Encodings(len(self.buffer_PW), self.most_patches, beginnings, counts))
+
+    @torch.inference_mode()
+    def prepare(self, extra: Extra) -> None:
+        """Encode the images of a step; returns once the work is enqueued."""
+        self.encode(encodes_of(extra))
+
+    def encode(self, encodes: Seq[Encode]) -> None:
+        """Encode images; returns once the work is enqueued."""
+        for batch in [[encode] for encode in encodes] if self._one_by_one else _of_one_dtype(encodes):
+            patches = [to_device(_patches(encode.pixels.patches), self._device) for encode in batch]
+            places = torch.from_numpy(np.concatenate([encode.places for encode in batch]))
+            embeddings_NW = self._tower.embeddings(torch.cat(patches), [encode.pixels.grid for encode in batch])
+            self.buffer_PW.index_copy_(0, to_device(places, self._device), embeddings_NW)
+
+    def decode_fields(self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor) -> dict[str, Any]:
+        """Positions of the rotary embedding, where rows may have images."""
+        return {"rope_positions": positions_B + rows.ints[:, ROPE_DELTA].index_select(0, rows_B)}
+
+    def prefill_fields(self, rows: RowState, step: StepInput) -> dict[str, Any]:
+        """Positions of the rotary embedding, and the tokens that are images."""
+        fields: dict[str, Any] = {}
+        if "rope_positions" in step:
+            fields["rope_positions"] = step["rope_positions"]
+        if "image_at" in step:
+            fields["images"] = StepImages(step["image_at"], self.buffer_PW.index_select(0, step["image_places"]))
+        return fields
+
+    def largest(self) -> Extra:
+        """The largest image, of zeros."""
+        merge, squares = self.spec.merge, self.most_patches // self.spec.merge**2
+        height = math.isqrt(squares)
+        grid = (1, height * merge, squares // height * merge)
+        patches = np.zeros((grid[1] * grid[2], self.spec.patch_values), np.float32)
+        return extra_of([Encode(Pixels(b"", grid, patches), np.arange(self.spec.tokens(grid)))])
+
+
+def _of_one_dtype(encodes: Seq[Encode]) -> list[list[Encode]]:
+    groups: dict[np.dtype, list[Encode]] = {}
+    for encode in encodes:
+        groups.setdefault(encode.pixels.patches.dtype, []).append(encode)
+    return list(groups.values())
+
+
+def _patches(array: np.ndarray) -> torch.Tensor:
+    """Patches as a float tensor that shares their memory."""
+    tensor = torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array)
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

@@ -1,0 +1,101 @@
+"""What images add to plans and uploads.
+
+Sections of a prefill of prompts with images:
+
+    rope_positions         int64 [3, T]: positions of the rotary embedding by axis
+    image_at, _places      int64 [n]: tokens of the step that are images, and places of their embeddings in the buffer
+
+Images that the step encodes first are an extra: their pixels are too large for the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from rollout.engine.features.images.encodings import Encodings, extra_of, media_between
+from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.schedule.plan import Plan, Span
+from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.upload import Staging
+from rollout.metrics.definitions import percent
+
+#: int32 words of a token: three positions, its place in the step, its place in the buffer.
+TOKEN_WORDS = 10
+
+
+class Images(StepFeature):
+    """The images of one engine; `encodings` are their books."""
+
+    name = "images"
+
+    def __init__(self, encodings: Encodings) -> None:
+        self.encodings = encodings
+
+    def plan_begins(self) -> None:
+        """See `StepFeature`."""
+        self.encodings.plan_begins()
+
+    def fit(self, seq: Sequence, start: int, length: int) -> int:
+        """Tokens before the first image for which the step has no room."""
+        return self.encodings.fit(seq, start, length)
+
+    def decodes(self, seq: Sequence, start: int, length: int) -> bool:
+        """False for tokens that are images, or that have other positions than their row says."""
+        prompt = seq.group.request.prompt
+        if not prompt.media:
+            return True
+        rope_3L = prompt.rope_positions(start, start + length)
+        follows_row = bool((rope_3L == np.arange(start, start + length) + prompt.rope_delta).all())
+        return follows_row and not media_between(seq, start, start + length)
+
+    def words(self, seq: Sequence, length: int) -> int:
+        """If one prompt of a step has images, the tokens of all prompts have more words."""
+        return TOKEN_WORDS * length
+
+    def pack(self, plan: Plan, staging: Staging) -> None:
+        """Put where the images of a prefill are and the positions by axis, if any prompt has images."""
+        if plan.kind == "decode" or not any(span.seq.group.request.prompt.media for span in plan.spans):
+            return
+        if not plan.decodes:
+            self._put_prefill(plan.spans, staging)
+        if encodes := self.encodings.take_encodes():
+            staging.extras.append(extra_of(encodes))
+
+    def _put_prefill(self, spans: list[Span], staging: Staging) -> None:
+        at, places, axes, begin = [], [], [], 0
+        for seq, start, tokens_in, _, _ in spans:
+            prompt = seq.group.request.prompt
+            for image in self.encodings.tokens_of(seq, start, tokens_in):
+                at.append(np.arange(begin + image.first, begin + image.first + len(image.places)))
+                places.append(image.places)
+            plain = np.broadcast_to(np.arange(start, start + tokens_in), (3, tokens_in))
+            axes.append(prompt.rope_positions(start, start + tokens_in) if prompt.media else plain)
+            begin += tokens_in
+        staging.put("rope_positions", np.concatenate(axes, axis=1).astype(np.int64))
+        if at:
+            staging.put("image_at", np.concatenate(at).astype(np.int64))
+            staging.put("image_places", np.concatenate(places))
+
+    def weights_changed(self, names: Collection[str]) -> None:
+        """Encodings of other weights of the tower are of no use."""
+        self.encodings.weights_changed(names)
+
+    def kv_left(self) -> None:
+        """The buffer is given back with the KV."""
+        self.encodings.drop_all()
+
+    def gauges(self) -> Mapping[str, float]:
+        """See `StepFeature`."""
+        counts = self.encodings.counts
+        return {
+            "images/encoded": counts.encoded,
+            "images/patches": counts.patches,
+            "images/reused": counts.reused,
+            "images/buffer_used_pct": percent(self.encodings.used, self.encodings.total),
+        }
+
+    def check(self) -> None:
+        """See `StepFeature`."""
+        self.encodings.check()

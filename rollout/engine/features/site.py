@@ -1,0 +1,30 @@
+"""What the parts of an engine are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollout.config import Settings
+from rollout.engine.adapter_table import AdapterRegistry
+from rollout.engine.device.releasable import ReleasableMemory
+from rollout.engine.device.streams import Device
+from rollout.engine.step.execute import Orders
+from rollout.models.language_model import LanguageModel
+
+#: Waits for the other ranks of a tensor group; gets the bytes of the largest orders: upload words, rows, words of a
+#: mask, tokens of a step.
+Lead = Callable[[int, int, int, int], Orders | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What the parts of an engine are built from, at the start and after each fault."""
+
+    settings: Settings
+    device: Device
+    model: LanguageModel
+    registry: AdapterRegistry | None
+    memory: ReleasableMemory | None  # for what a sleep gives back; of this rank
+    lead: Lead | None  # of the first of several ranks
+    follows: bool = False  # this is another rank
