@@ -28,17 +28,17 @@ from queue import SimpleQueue
 import torch
 
 from rollout.config import EngineSettings, Settings
-from rollout.engine.adapter_table import AdapterRegistry
+from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.build import (
     adapter_registry,
     build_engine,
     check_model,
-    kept_routing,
     longest_sequence,
     rebuild_engine,
     sleeping_memory,
 )
 from rollout.engine.device.streams import Device, make_device
+from rollout.engine.features.routing.record import kept_routing
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Command, Look, PutAdapter, RankStatus, Shutdown

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import torch
 
 from rollout.config import EngineSettings, Settings
-from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
+from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.device.cuda_pages import CudaPages
 from rollout.engine.device.group_memory import GroupMemory, SleepMemory
 from rollout.engine.device.releasable import HostPages, ReleasableMemory
@@ -22,12 +22,13 @@ from rollout.engine.features.site import Lead, Site
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
 from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
+from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import HostMemory, PageMover
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import SessionCounts, Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Event, RoutingShape
+from rollout.engine.messages import Event
 from rollout.engine.parts import EngineParts, Links, Receiver
 from rollout.engine.schedule.admission import SchedulerLimits
 from rollout.engine.schedule.completion import Counters
@@ -35,7 +36,6 @@ from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.schedule.speculation import Speculation
-from rollout.engine.sequence.experts import ExpertPages
 from rollout.engine.sizing import (
     DeviceMemory,
     PoolSize,
@@ -55,9 +55,8 @@ from rollout.engine.speculation.drafter import DRAFTERS, guesser_of
 from rollout.engine.speculation.step_costs import StepCosts
 from rollout.engine.step.decode_costs import measure_decode_costs
 from rollout.engine.step.device_step import DeviceStep, make_forward
-from rollout.engine.step.execute import Executor, Streams
-from rollout.engine.step.expert_trace import routing_shape
-from rollout.engine.step.feature import DeviceFeature
+from rollout.engine.step.execute import Executor
+from rollout.engine.step.feature import DeviceFeature, HostParts
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
 from rollout.engine.step.head_drafts import HeadDrafts
 from rollout.engine.step.ngram_drafts import NgramDrafts
@@ -68,13 +67,13 @@ from rollout.engine.step.row_state import RowState
 from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.shared_pages import make_shared_pages, most_shared_rows
 from rollout.engine.step.slot import Slot
+from rollout.engine.step.streams import Streams
 from rollout.metrics.meter import Meter
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
 from rollout.models.language_model import LanguageModel, native
-from rollout.models.lora_slots import AdapterSlots
 from rollout.models.state_pool import StatePool
 
 log = logging.getLogger(__name__)
@@ -175,7 +174,7 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     assert memory is None or isinstance(memory, ReleasableMemory), "a tensor group is not made whole"
     if memory is not None and memory.released:
         raise RuntimeError("the memory is given back; only a new process has some")
-    executor, step, books = engine.executor, engine.executor.step, engine.roster.allocator
+    executor, step = engine.executor, engine.executor.step
     executor.close()  # all launched work has ended: nothing writes to the KV any more
     executor.device.synchronize()  # a broken CUDA context raises here
     if executor.device.torch_device.type == "cuda":
@@ -183,8 +182,9 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     with torch.inference_mode():
         for cache in step.kv.tensors:
             cache.zero_()  # a page may hold NaN, and masks do not hide NaN
-    registry = None if books.adapters is None else books.adapters.registry
-    site = Site(settings, executor.device, step.model, registry, memory, None)
+    site = Site(
+        settings, executor.device, step.model, None, memory, None
+    )  # the features have what they need of the links
     engine.restart(_build_parts(site, engine.roster.version, _Lasting.of(engine.parts)))
 
 
@@ -193,7 +193,6 @@ class _Lasting:
     """What outlives a fault: large memory whose content is dropped, a version, and the totals since start."""
 
     kv: KVCache
-    adapters: AdapterSlots | None
     host_memory: HostMemory | None
     host_states: HostMemory | None
     draft_version: int
@@ -209,7 +208,6 @@ class _Lasting:
         executor, roster, offload = parts.executor, parts.roster, parts.offload
         return cls(
             executor.step.kv,
-            executor.step.adapters,
             None if executor.mover is None else executor.mover.host_memory,
             None if executor.state_mover is None else executor.state_mover.host_memory,
             roster.draft_version,
@@ -228,7 +226,6 @@ class _Steps:
     executor: Executor
     costs: StepCosts | None  # with speculation
     slots: list[Slot]
-    routing: RoutingShape | None
     context: int  # longest sequence, tokens
     chunk: int  # most tokens of a prefill step
     prompt_words: int  # of an upload without drafts
@@ -238,27 +235,25 @@ def _build_steps(site: Site, lasting: _Lasting | None, progress: Progress | None
     """The device's side of an engine: row state, slots, KV, captured steps."""
     settings, device, model = site.settings, site.device, site.model
     engine, vocab = settings.engine, model.spec.vocab
-    routing = kept_routing(engine, model)
     context = context_limit(settings, model)
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
-    adapters = _adapter_slots(site) if lasting is None else lasting.adapters
+    features = _features(site) if lasting is None else lasting.features
     states = _states(site) if lasting is None else lasting.kv.states
     guesses = engine.speculation_tokens if guesser_of(engine, model) else 0
-    rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, adapters is not None, guesses)
+    columns = [feature.name for feature in features if feature.row_column]
+    rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, columns, guesses)
     chunk = chunk_tokens(engine, model)
-    features = _features(site) if lasting is None else lasting.features
     token_words = sum(feature.token_words for feature in features)
     prompt_words = slot_words(engine.max_rows, most_pages, context, chunk, token_words)
     words = prompt_words + verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
-    speculates = engine.draft_rows > 0
     peers = model.group.peers if isinstance(model, Decoder) else None
     fault = None if peers is None else peers.fault
-    more = chunk, routing, speculates, fault, guesses
+    more = chunk, features, guesses, fault
     slots = [Slot(device, words, engine.step_rows, vocab, *more) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    executor, costs = _build_executor(site, rows, adapters, states, features, slots, lasting, progress)
-    return _Steps(executor, costs, slots, routing, context, chunk, prompt_words)
+    executor, costs = _build_executor(site, rows, states, features, slots, lasting, progress)
+    return _Steps(executor, costs, slots, context, chunk, prompt_words)
 
 
 def _build_parts(site: Site, version: int, lasting: _Lasting | None, progress: Progress | None = None) -> EngineParts:
@@ -275,10 +270,10 @@ def _build_parts(site: Site, version: int, lasting: _Lasting | None, progress: P
         upload_words=prompt_words - spare_words(engine.max_rows),
         fair_queue=engine.fair_queue,
     )
-    allocator = _build_allocator(site, executor, steps.routing, lasting)
+    features = _host_features(executor, lasting)
+    allocator = _build_allocator(site, executor, features, lasting)
     counters = Counters() if lasting is None else lasting.counters
     draft_names = model.draft_names() if isinstance(model, Decoder) else frozenset()
-    features = _host_features(executor.step, lasting)
     roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters, draft_names, features)
     if lasting is not None:
         roster.draft_version = lasting.draft_version
@@ -289,7 +284,7 @@ def _build_parts(site: Site, version: int, lasting: _Lasting | None, progress: P
     if step.shares_pages:
         shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
     states = step.kv.states is not None
-    packer = Packer(multiple, step.adapters is not None, sizes, shared, _draft_rows(engine), states, features)
+    packer = Packer(multiple, sizes, shared, _draft_rows(engine), states, features)
     scheduler = Scheduler(limits, roster, upload_words, _speculation(engine, model, steps.costs))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
@@ -305,22 +300,12 @@ def _speculation(engine: EngineSettings, model: LanguageModel, costs: StepCosts 
 
 
 def _build_allocator(
-    site: Site, executor: Executor, routing: RoutingShape | None, lasting: _Lasting | None
+    site: Site, executor: Executor, mirrors: Seq[PageMirror], lasting: _Lasting | None
 ) -> PageAllocator:
     """The books of the KV pool: pages, sessions, adapters, offloaded KV."""
-    engine, step, mover, streams = site.settings.engine, executor.step, executor.mover, executor.streams
-    pages = step.kv.pages
-    pool = PagePool(pages)
+    engine, step, mover = site.settings.engine, executor.step, executor.mover
+    pool = PagePool(step.kv.pages)
     host_pages, page_bytes = (0, 0) if mover is None else (mover.host_memory.pages, mover.host_memory.page_bytes)
-    experts = None if routing is None else ExpertPages(routing, pages, engine.page_size, host_pages)
-    if experts is not None:
-        log.info("experts of tokens are kept", extra={"host_bytes": experts.nbytes})
-    table = None
-    if step.adapters is not None and streams.adapters is not None:
-        assert site.registry is not None, "adapters have slots but no registry"
-        table = AdapterTable(
-            site.registry, step.adapters, site.device, streams.adapters, streams.compute, executor.orders
-        )
     session_counts = None if lasting is None else lasting.session_counts
     snapshots = None
     if step.kv.states is not None:
@@ -330,10 +315,8 @@ def _build_allocator(
     if mover is not None:
         counts = None if lasting is None else lasting.offload_counts
         host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
-        offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, experts, host_places)
-    return PageAllocator(
-        pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books, snapshots
-    )
+        offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, host_places, mirrors)
+    return PageAllocator(pool, engine.page_size, engine.prefix_cache, sessions, offload_books, snapshots, mirrors)
 
 
 def _features(site: Site) -> list[DeviceFeature]:
@@ -341,18 +324,19 @@ def _features(site: Site) -> list[DeviceFeature]:
     return [feature for make in FEATURES if (feature := make(site)) is not None]
 
 
-def _host_features(step: DeviceStep, lasting: _Lasting | None) -> list[StepFeature]:
+def _host_features(executor: Executor, lasting: _Lasting | None) -> list[StepFeature]:
     """Their parts on the host; the totals of those that a fault ended go on."""
     before: Seq[StepFeature] = () if lasting is None else lasting.host_features
     kept = {feature.name: feature for feature in before}
-    made = [feature.host_part(kept.get(feature.name)) for feature in step.features]
+    host_pages = 0 if executor.mover is None else executor.mover.host_memory.pages
+    parts = HostParts(executor.streams, executor.orders, executor.step.kv, host_pages)
+    made = [feature.host_part(parts, kept.get(feature.name)) for feature in executor.step.features]
     return [feature for feature in made if feature is not None]
 
 
 def _build_executor(
     site: Site,
     rows: RowState,
-    adapters: AdapterSlots | None,
     states: StatePool | None,
     features: Seq[DeviceFeature],
     slots: list[Slot],
@@ -373,10 +357,10 @@ def _build_executor(
             guesser = HeadDrafts(native(model), rows, engine.step_rows, engine.fused_experts)
         case "ngram":
             guesser = NgramDrafts(rows)
-    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site), features, guesser)
+    step = DeviceStep(model, forward, kv, rows, engine.deterministic, _shares_pages(site), features, guesser)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else None
-    streams = Streams.make(device, adapters is not None)
+    streams = Streams.make(device, [feature.name for feature in features if feature.own_stream])
     mover, state_mover, graphs = None, None, None
     try:
         if lasting is None:
@@ -435,26 +419,6 @@ def _host_states(site: Site) -> HostMemory | None:
     return HostMemory(site.device, count, spec.state_bytes(site.model.embed.dtype)) if count else None
 
 
-def _adapter_slots(site: Site) -> AdapterSlots | None:
-    """Device memory for adapters, if any are served. Raises ValueError with the numbers if there is too little."""
-    engine, device, memory = site.settings.engine, site.device, site.memory
-    if not engine.adapter_slots:
-        return None
-    model = native(site.model)
-    needed = AdapterSlots.bytes_for(model.spec, engine.adapter_slots, engine.adapter_rank, model.embed.dtype)
-    if needed > device.free_bytes():
-        raise ValueError(
-            f"adapter_slots = {engine.adapter_slots} of adapter_rank = {engine.adapter_rank} take "
-            f"{needed / 2**30:.2f} GiB and there are {device.free_bytes() / 2**30:.2f} GiB: lower one of them"
-        )
-    slots = AdapterSlots(model.spec, engine.adapter_slots, engine.adapter_rank, model.embed.dtype, model.embed.device)
-    if memory is not None:
-        tensors = (tensor for b in slots.buffers.values() for tensor in (b.a_SAK, b.b_SNR))
-        memory.take_over(tensors, kept=False)  # they are loaded again from the host
-    log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
-    return slots
-
-
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:
     """Raise ValueError if the settings ask for something that this model does not have."""
     if isinstance(model, Decoder):
@@ -490,18 +454,6 @@ def _check_experts(engine: EngineSettings, model: Decoder) -> None:
             f"expert_dtype = {model.experts}, and the fused kernels don't run {model.spec.architecture} in "
             f"{model.embed.dtype} with the biases of this checkpoint: use expert_dtype = auto, or bfloat16"
         )
-
-
-def kept_routing(engine: EngineSettings, model: LanguageModel) -> RoutingShape | None:
-    """The shape of the routing that is recorded; None if none is. Raises ValueError for a model without experts."""
-    if not engine.routing:
-        return None
-    shape = routing_shape(native(model).spec)
-    if shape is None:
-        raise ValueError(
-            f"engine.routing is set, but {model.spec.architecture} of this checkpoint has no experts: leave it out"
-        )
-    return shape
 
 
 def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:

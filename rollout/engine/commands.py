@@ -15,7 +15,8 @@ import logging
 from collections.abc import Callable
 from queue import Empty
 
-from rollout.engine.adapter_table import AdapterError
+from rollout.engine.adapters import AdapterError
+from rollout.engine.features.adapters.changes import drop_adapter, put_adapter
 from rollout.engine.messages import (
     Cancel,
     Command,
@@ -36,8 +37,6 @@ from rollout.engine.messages import (
     Wake,
 )
 from rollout.engine.parts import EngineParts, Links
-from rollout.engine.schedule.preemption import put_adapter
-from rollout.engine.schedule.roster import Roster
 from rollout.engine.sleep import Sleeper
 
 log = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class Commands:
             case PutAdapter(adapter, weights, version, token):
                 self._adapt(token, parts, lambda: put_adapter(roster, adapter, version, weights, self._recompute))
             case DropAdapter(adapter, token):
-                self._adapt(token, parts, lambda: _drop_adapter(roster, adapter))
+                self._adapt(token, parts, lambda: drop_adapter(roster, adapter))
             case EndSession(client, name, token):
                 roster.allocator.sessions.end(client, name)
                 roster.events += [Done(token)] if token is not None else []
@@ -135,14 +134,3 @@ class Commands:
             events += [] if token is None else [Failed(token, str(error), error.field)]
         else:
             events += [] if token is None else [Done(token)]
-
-
-def _drop_adapter(roster: Roster, name: str) -> None:
-    """Forget an adapter. Raises AdapterError if it is not loaded, or if a request names it."""
-    table = roster.allocator.adapters
-    if table is None or name not in table.known:
-        raise AdapterError(f"adapter {name!r:.200} is not loaded")
-    users = sum(group.adapter is table.known[name] for group in roster.groups.values())
-    if users:
-        raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
-    table.drop(name)

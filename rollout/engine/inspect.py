@@ -13,8 +13,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rollout.engine.features.adapters.feature import Adapters
 from rollout.engine.loop import Engine
 from rollout.engine.messages import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
+from rollout.engine.schedule.feature import find
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence, State
 from rollout.engine.sequence.sequence_kv import PREFIX_HITS
@@ -39,7 +41,7 @@ class Inspector:
     def status(self) -> EngineStatus:
         """A snapshot of now."""
         engine, roster, gate, meter = self._engine, self._engine.roster, self._engine.gate, self._engine.meter
-        pool, adapters, now = roster.allocator.pool, roster.allocator.adapters, time.perf_counter()
+        pool, adapters, now = roster.allocator.pool, find(roster.features, Adapters), time.perf_counter()
         active_pct, tokens_per_s = meter.rates(now)
         swaps = reversed(meter.recent_swaps()[-_SWAPS_SHOWN:])
         return EngineStatus(
@@ -59,7 +61,7 @@ class Inspector:
             offload=self._offload(),
             sleep=gate.sleep_status(),
             slots_in_flight=engine.pipeline.in_flight,
-            adapters=None if adapters is None else tuple(adapters.registry.status()),
+            adapters=None if adapters is None else tuple(adapters.table.registry.status()),
             tokens_per_s=tokens_per_s,
             gpu_active_pct=active_pct,
             gpu_busy_s=meter.busy_s,

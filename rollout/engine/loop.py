@@ -69,8 +69,8 @@ class Engine:
         scheduler.end_overdue()
         if parts.offload is not None:
             parts.offload.advance()
-        if roster.allocator.adapters is not None:
-            roster.allocator.adapters.let_go()
+        for feature in roster.features:
+            feature.tick()
         planned_s = time.perf_counter()
         plan = None if gate.blocked else self._plan()
         if plan is not None:
@@ -155,12 +155,12 @@ class Engine:
         return True
 
     def _nothing_runs(self, idle: bool, nothing_planned: bool) -> None:
-        """No step is in flight: tell the meter, wait for an adapter that alone delays admission, grant a hold."""
+        """No step is in flight: tell the meter, wait for what alone delays admission, grant a hold."""
         if idle:
             self.meter.no_work(time.perf_counter())
-        adapters = self.parts.roster.allocator.adapters
-        if nothing_planned and adapters is not None:
-            adapters.wait()
+        if nothing_planned:
+            for feature in self.parts.roster.features:
+                feature.wait()
         self.gate.grant_hold()
 
     def _wait_for_copies(self, nothing_else: bool, idle: bool) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from rollout.engine.adapter_table import AdapterRegistry, AdapterUpdate
+from rollout.engine.adapters import AdapterRegistry, AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.engine.kv.offload import Offload
 from rollout.engine.messages import Command, Event

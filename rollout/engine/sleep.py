@@ -214,8 +214,8 @@ def _emptied(roster: Roster) -> bool:
 
 
 def _forget_device_state(roster: Roster) -> None:
-    """Empty the prefix cache and the adapter slots."""
+    """Empty the prefix cache, and what features have on the device."""
     assert not (roster.prefilling or roster.decoding or roster.leaving), "a row has no pages"
     roster.allocator.forget_all()
-    if roster.allocator.adapters is not None:
-        roster.allocator.adapters.unload_all()
+    for feature in roster.features:
+        feature.memory_leaves()

@@ -5,7 +5,9 @@ Legend: C rows with tops, K tops (MAX_TOP_LOGPROBS, or the vocabulary if that is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,6 @@ class StepOutput:
     drawn_logprobs: list[float]
     scores: Scores | None = None  # where the step has any
     accepted: list[int] | None = None  # of a step with drafts: at the place of a row's own draw, how many of its drafts
-    experts: np.ndarray | None = None  # int32 [tokens, words], of every token that went in; see `step/expert_trace`
     #: Guesses of the device after the step for each row that draws, in their order. Others may follow them.
     guesses: list[list[int]] | None = None
+    of_features: Mapping[str, Any] = field(default_factory=dict)  # what features give to their part on the host

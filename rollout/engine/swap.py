@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.engine.adapter_table import AdapterError, AdapterUpdate
+from rollout.engine.adapters import AdapterError, AdapterUpdate
 from rollout.engine.device.streams import Event
+from rollout.engine.features.adapters.changes import put_adapter
 from rollout.engine.gate import Gate
 from rollout.engine.parts import EngineParts, Receiver, StagedUpdate
 from rollout.engine.recomputation import Recomputation
-from rollout.engine.schedule.preemption import change_weights, put_adapter
+from rollout.engine.schedule.preemption import change_weights
 from rollout.metrics.meter import Meter
 
 

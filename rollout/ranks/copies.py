@@ -20,7 +20,9 @@ from typing import Any
 
 from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
 from rollout.engine.device.streams import Event
+from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.kv.page_mover import CopyQueue
+from rollout.engine.schedule.feature import find
 from rollout.engine.step.execute import Executor
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.ordered_work import OrderedWork
@@ -89,9 +91,9 @@ class FollowerCopies:
         return moving or bool(self._writes)
 
     def _write(self, number: int, slot: int, adapter: int, beside: bool) -> None:
-        executor, slots = self._executor, self._executor.step.adapters
-        loads = executor.streams.adapters
-        assert slots is not None and loads is not None, "rank 0 has slots for adapters, and so has this rank"
+        executor, memory = self._executor, find(self._executor.step.features, AdapterMemory)
+        assert memory is not None, "rank 0 has slots for adapters, and so has this rank"
+        loads = executor.streams.beside[memory.name]
         stream, start, done = executor.compute, executor.device.event(), executor.device.event()
         if beside:
             launched = executor.device.event()
@@ -99,7 +101,7 @@ class FollowerCopies:
             loads.wait(launched)
             stream = loads
         stream.record(start)
-        stream.run(functools.partial(slots.write, slot, self._adapters.weights(adapter)))
+        stream.run(functools.partial(memory.slots.write, slot, self._adapters.weights(adapter)))
         stream.record(done)
         self._writes.append((number, start, done))
         self._ordered = number

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rollout_kernels.lora import LEAST_RANK
 
-from rollout.engine.adapter_table import AdapterRegistry
+from rollout.engine.adapters import AdapterRegistry
 from rollout.models.lora_slots import AdapterSlots, model_products
 from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import AdapterPlan, AdapterRanks, plan_adapter

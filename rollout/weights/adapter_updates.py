@@ -20,7 +20,7 @@ from trainer_bridge.wire.errors import BadRequest, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
 if TYPE_CHECKING:
-    from rollout.engine.adapter_table import AdapterUpdate
+    from rollout.engine.adapters import AdapterUpdate
     from rollout.models.lora_slots import AdapterWeights
     from rollout.models.peft_tensors import AdapterPlan
     from rollout.weights.adapter_target import AdapterTarget
@@ -68,7 +68,7 @@ class IncomingAdapter:
         Raises `WeightsRejected` when other adapters took the last slot meanwhile, or when a rank cannot have its part,
         and other errors when the ranks cannot have it now.
         """
-        from rollout.engine.adapter_table import AdapterUpdate
+        from rollout.engine.adapters import AdapterUpdate
 
         assert self._plan is not None, "it was checked when it began"
         self._check_slot(manifest)

@@ -23,7 +23,7 @@ import torch
 import zmq
 
 from rollout.config import SecuritySettings, WeightsSettings
-from rollout.engine.adapter_table import AdapterUpdate
+from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.network.access import Access
 from rollout.weights.apply_mode import ApplyMode, Update

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.adapter_table import AdapterUpdate
+from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate, UpdateWait
 from rollout.weights.adapter_updates import IncomingAdapter, read_adapter
 from rollout.weights.apply_mode import ApplyMode, Update, UpdateDestination

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.adapter_table import AdapterUpdate
+from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import Failed, PutAdapter
 from rollout.models.lora_slots import AdapterWeights

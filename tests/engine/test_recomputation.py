@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rollout.engine.adapter_table import AdapterUpdate
+from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import Cancel, Pause, Resume, Shutdown
 from rollout.engine.sequence.sequence import State

@@ -13,6 +13,8 @@ from rollout_kernels.attention.gathered import MOST_GATHERED, pays
 
 from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.device.streams import CpuDevice
+from rollout.engine.features.adapters.memory import AdapterMemory
+from rollout.engine.schedule.feature import find
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sizing import DeviceMemory, PoolSize, check_row_state, kv_pages
 from rollout.engine.step.device_step import DeviceStep
@@ -200,11 +202,9 @@ def test_a_rehearsal_runs_the_most_tokens_with_adapters_and_without(tmp_path, co
     make_checkpoint("qwen3", tmp_path)
     model = load_model(ModelSettings(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu")).model
     bench = Bench(model, max_rows=6)
-    adapters, rows = (
-        AdapterSlots(model.spec, 2, 8, torch.bfloat16, torch.device("cpu")),
-        bench.engine.executor.step.rows,
-    )
-    step = DeviceStep(model, FusedDecoder(model), bench.engine.executor.step.kv, rows, adapters)
+    slots = AdapterSlots(model.spec, 2, 8, torch.bfloat16, torch.device("cpu"))
+    kv, rows = bench.engine.executor.step.kv, RowState(6, 99, model.spec.vocab, torch.device("cpu"), ["adapters"])
+    step = DeviceStep(model, FusedDecoder(model), kv, rows, features=[AdapterMemory(slots, bench.device)])
     steps = steps_to_rehearse(Executor(bench.device, bench.engine.executor.streams, step), 6, 700, context, None)
     bench.close()
     largest = [one.features for one in steps if sum(one.prompts) == 700 and not one.earlier]
@@ -283,7 +283,7 @@ def test_slots_of_adapters_and_the_buffers_of_offloading_are_not_planned_twice(m
             super().__init__(*of)
             device.free -= self.nbytes
 
-    monkeypatch.setattr("rollout.engine.build.AdapterSlots", Taking)
+    monkeypatch.setattr("rollout.engine.features.adapters.memory.AdapterSlots", Taking)
     slots = AdapterSlots.bytes_for(model.spec, 2, 16, torch.float32)
     both = {
         "adapter_slots": 2,
@@ -298,7 +298,7 @@ def test_slots_of_adapters_and_the_buffers_of_offloading_are_not_planned_twice(m
         if fields:
             mover = bench.engine.executor.mover
             staged = sum(queue.staging_NW.nbytes for queue in (mover.out, mover.back))
-            assert (bench.engine.executor.step.adapters.nbytes, staged) == (slots, 6 * page)
+            assert (find(bench.engine.executor.step.features, AdapterMemory).slots.nbytes, staged) == (slots, 6 * page)
         bench.close()
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from rollout.engine.messages import Done, PutAdapter
 from rollout.models.lora_slots import random_adapter
+from tests.support.engine.adapted import table_of
 from tests.support.engine.harness import load
 from tests.support.engine.sleeping import Sleeping
 
@@ -26,7 +27,7 @@ def test_rows_of_several_adapters_have_the_tokens_of_a_run_that_never_slept(fold
         for ticks in at:
             bench.ticks(ticks)
             assert isinstance(bench.sleep(), Done)
-            table = bench.engine.roster.allocator.adapters
+            table = table_of(bench)
             assert not any(adapter.slot for adapter in table.known.values())
             if ticks == 9:  # a newer version of one comes meanwhile, the same weights
                 again = random_adapter(model.spec, 16, model.embed.dtype, 1, 0.3)

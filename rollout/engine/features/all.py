@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.features.images.encoder import ImageEncoder
+from rollout.engine.features.routing.record import RoutingRecord
 from rollout.engine.features.site import Site
 from rollout.engine.step.feature import DeviceFeature
 
 #: Each makes a feature's part on the device; None where this worker does not have the feature.
-FEATURES: tuple[Callable[[Site], DeviceFeature | None], ...] = (ImageEncoder.make,)
+FEATURES: tuple[Callable[[Site], DeviceFeature | None], ...] = (
+    AdapterMemory.make,
+    RoutingRecord.make,
+    ImageEncoder.make,
+)

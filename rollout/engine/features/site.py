@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout.config import Settings
-from rollout.engine.adapter_table import AdapterRegistry
+from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import Device
-from rollout.engine.step.execute import Orders
+from rollout.engine.step.streams import Orders
 from rollout.models.language_model import LanguageModel
 
 #: Waits for the other ranks of a tensor group; gets the bytes of the largest orders: upload words, rows, words of a

@@ -23,16 +23,16 @@ When it is settled, its pages go to its session (`keep_turn`), to the offload bo
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.kv.offload import OffloadBooks
+from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.sequence.experts import ExpertPages
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
 from rollout.engine.sequence.sequence_kv import OffloadedKV, PlannedSnapshot, Point, PrefixHit, Snapshot
@@ -81,24 +81,20 @@ class PageAllocator:
         page_size: int,
         prefix_cache: bool,
         sessions: Sessions,
-        experts: ExpertPages | None = None,
-        adapters: AdapterTable | None = None,
         offload_books: OffloadBooks | None = None,
         snapshots: Snapshots | None = None,
+        mirrors: Seq[PageMirror] = (),
     ) -> None:
         self.pool = pool
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.sessions = sessions
-        self.experts = experts  # experts of tokens, where they are kept
-        self.adapters = adapters
         self.offload_books = offload_books  # KV of preempted sequences, where it is kept
         self.snapshots = snapshots  # for models with states
         self.sharing: list[Group] = []  # groups that hold a share, oldest first
         #: Prefills under way, by the key of the page that comes next, or of the snapshot.
         self._frontiers: dict[bytes, Sequence] = {}
-        # Restored pages and the experts of their tokens, until the first step of the sequence is committed.
-        self._restored_experts: dict[Sequence, tuple[list[int], np.ndarray]] = {}
+        self._mirrors = mirrors
 
     @property
     def available(self) -> int:
@@ -115,11 +111,6 @@ class PageAllocator:
         )
 
     # --- admission ---------------------------------------------------------------------------------------------------
-
-    def adapter_ready(self, seq: Sequence) -> bool:
-        """True if the sequence has no adapter, or the adapter is in a slot. If not, the adapter is loaded or waits."""
-        adapter = seq.group.adapter
-        return adapter is None or (self.adapters is not None and self.adapters.ready(adapter))
 
     def find_reusable(self, seq: Sequence, version: int) -> Reusable | None:
         """KV that `seq` need not compute, now or once another prefill has; None if it has KV of its own to restore."""
@@ -155,7 +146,6 @@ class PageAllocator:
         kv.keys = reusable.keys
         kv.length = kv.uniform = reusable.tokens
         kv.version, kv.adapter_edition = version, seq.adapter_use.edition
-        self._take_adapter_slot(seq)
         if seq.group.session is not None:
             self.sessions.hand_over(seq.group.session, reusable.session_tokens)
         if self.snapshots is not None:
@@ -186,14 +176,8 @@ class PageAllocator:
         kv.length, kv.uniform, kv.keys = offloaded.length, offloaded.uniform, offloaded.keys
         kv.version = offloaded.version if offloaded.adapter_edition == seq.adapter_use.edition else -1
         kv.adapter_edition = offloaded.adapter_edition
-        self._take_adapter_slot(seq)
         self.offload_books.restore(seq, targets)
         return True
-
-    def _take_adapter_slot(self, seq: Sequence) -> None:
-        if seq.group.adapter is not None:
-            assert self.adapters is not None
-            seq.adapter_use.slot = self.adapters.take(seq.group.adapter)
 
     def _pages_wanted(self, seq: Sequence, tokens: int) -> int:
         """Pages for a sequence that has `tokens` tokens: one more than they fill, within what it can ever need."""
@@ -477,9 +461,9 @@ class PageAllocator:
         """The sequence goes on with its restored KV."""
         assert self.offload_books is not None
         kv = seq.kv
-        if self.experts is not None:
+        for mirror in self._mirrors:
             host_pages, pages = [host for host, _ in offloaded.restored], [page for _, page in offloaded.restored]
-            self._restored_experts[seq] = pages, self.experts.stowed(host_pages)
+            mirror.restored(seq, host_pages, pages)
         if kv.keys is not None and kv.version == version:
             for i in range(len(kv.keys)):
                 self.pool.remember(kv.keys[i], kv.pages[i])
@@ -496,19 +480,6 @@ class PageAllocator:
             key = kv.keys.next_key(seq.content_between(start, start + self.page_size))
             kv.keys.append(key)
             self.pool.remember(key, kv.pages[index])
-
-    def note_experts(self, prompts: list[tuple[Sequence, tuple[int, int] | None]], record: np.ndarray) -> None:
-        """A step is committed: `record` has the experts of its tokens.
-
-        `prompts` are the sequences whose prompts it computed, each with the page that it copied: (source, target).
-        """
-        assert self.experts is not None, "a slot has a record only where experts are kept"
-        for seq, copied in prompts:
-            if copied is not None:
-                self.experts.copy(*copied)
-            if seq in self._restored_experts:
-                self.experts.put(*self._restored_experts.pop(seq))
-        self.experts.take(record)
 
     # --- when the sequence leaves its row ----------------------------------------------------------------------------
 
@@ -536,19 +507,13 @@ class PageAllocator:
                 self.snapshots.release(snapshot.place)
 
     def release(self, seq: Sequence) -> None:
-        """Take the adapter's slot back, and all pages unless they are offloaded."""
+        """Take all pages back unless they are offloaded."""
         self._release_copy_source(seq)
         if self.snapshots is not None:
             for snapshot in (seq.kv.planned_snapshot, seq.kv.snapshot):
                 if snapshot is not None:
                     self.snapshots.release(snapshot.place)
             seq.kv.planned_snapshot = seq.kv.snapshot = None
-        if seq.adapter_use.slot is not None:
-            assert self.adapters is not None
-            self.adapters.give(seq.adapter_use.slot)
-            seq.adapter_use.slot = None
-        if self.experts is not None and seq.routing is not None and not seq.finalized:
-            seq.routing.keep(self.experts, seq.kv.pages, seq.consumed)
         if self.offload_books is None or not self.offload_books.take(seq):
             for page in seq.kv.pages:
                 self.pool.release(page)
@@ -625,10 +590,7 @@ class PageAllocator:
         """Assert that the books agree, and that only sessions use pages."""
         self.pool.check()
         self.sessions.check()
-        if self.adapters is not None:
-            self.adapters.check_unused()
         assert not self._frontiers, "a prefill is waited for"
-        assert not self._restored_experts, "experts of restored pages wait for a commit"
         if self.offload_books is not None:
             self.offload_books.check()
         cached: set[int] = set()

@@ -37,13 +37,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import PageMover, Piece
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.messages import OffloadStatus
-from rollout.engine.sequence.experts import ExpertPages
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.sequence.sequence_kv import HostState, OffloadedKV, OffloadedPage, Restore
 
@@ -66,7 +67,7 @@ class OffloadCounts:
 class OffloadBooks:
     """Where each page of the offloaded sequences is. The host has room for `host_pages` pages of `page_bytes` each.
 
-    `experts` are the entries of tokens' experts, if they are kept: they lie beside the KV and go to the host with it.
+    `mirrors` lie beside the KV and go to the host with it.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class OffloadBooks:
         host_pages: int,
         page_bytes: int,
         counts: OffloadCounts | None = None,
-        experts: ExpertPages | None = None,
         host_places: int = 0,
+        mirrors: Seq[PageMirror] = (),
     ) -> None:
         self.counts = counts or OffloadCounts()
         self.closed = False  # copies fail: nothing is offloaded any more
@@ -86,7 +87,7 @@ class OffloadBooks:
         self._pool = pool
         self._page_size = page_size
         self._page_bytes = page_bytes
-        self._experts = experts
+        self._mirrors = mirrors
         self.free_host_pages = list(range(host_pages - 1, -1, -1))
         self._in_pool: dict[int, OffloadedPage] = {}  # by pool page, in every state but on host
         self._shared: dict[int, OffloadedPage] = {}  # by pool page, in states shared and in both
@@ -338,9 +339,9 @@ class OffloadBooks:
 
     def copied_out(self, pages: list[OffloadedPage], failed: bool) -> None:
         """Copies to the host are complete; if they failed, the pages stay in the pool as long as they have owners."""
-        if self._experts is not None and not failed:
+        for mirror in () if failed else self._mirrors:
             sources = [page.pool_page for page in pages if page.pool_page is not None]
-            self._experts.stow(sources, [page.host_page for page in pages])
+            mirror.stow(sources, [page.host_page for page in pages])
         for page in pages:
             page.outgoing = page.copying = False
             self.outgoing -= 1

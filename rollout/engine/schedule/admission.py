@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 
 from rollout.engine.messages import Rejected, Request
@@ -27,7 +26,6 @@ def refusal(
     limits: SchedulerLimits,
     pool_tokens: int,
     waiting: int,
-    adapters: Container[str] = (),
     session_busy: bool = False,
 ) -> Rejected | None:
     """Why a request can't be taken, or None if it can."""
@@ -47,9 +45,6 @@ def refusal(
     if session_busy:
         message = "a turn of this session has not ended yet: wait for its result or cancel it, or use another session"
         return Rejected(request.key, "bad_request", message, "session")
-    if request.adapter is not None and request.adapter not in adapters:
-        message = f"adapter {request.adapter!r:.200} is not loaded; load it with 'load_adapter', or publish it"
-        return Rejected(request.key, "bad_request", message, "adapter")
     return None
 
 

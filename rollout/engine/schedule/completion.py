@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rollout.engine.messages import Delta, RequestDone, VersionRuns
-from rollout.engine.sequence.experts import ExpertPages
+from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit
 from rollout.metrics.definitions import DRAFT_AGES, DRAFTER_NAMES
@@ -51,8 +52,8 @@ class Counters:
             self.drafts_by_age[which] = before[0] + drafted, before[1] + accepted
 
 
-def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
-    """The tokens of `seq` that no delta has carried yet, with their experts if kept; counts them as flushed."""
+def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
+    """The tokens of `seq` that no delta has carried yet, with what features add; counts them as flushed."""
     drawn, kv = seq.drawn, seq.kv
     start, end, versions = drawn.flushed, len(drawn.tokens), drawn.versions
     top_ids, top_logprobs = (None, None) if drawn.tops is None else drawn.tops.between(start, end)
@@ -74,8 +75,8 @@ def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
         **(_prompt_scores(seq.group) if seq.index == 0 and start == drawn.known else {}),
         # A change after tokens in flight may come earlier than it seems: how many they are is not known with drafts.
         adapter_versions=tuple(change for change in seq.adapter_use.version_changes if change[0] <= end),
-        # Notes how far it has told, so nothing that may fail comes after it.
-        routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, kv.pages, seq.consumed),
+        # Features note what they have sent, so nothing that may fail comes after this.
+        **{name: value for feature in features for name, value in feature.delta_fields(seq).items()},
     )
     drawn.flushed = end  # last: a fault before this loses no token
     return delta

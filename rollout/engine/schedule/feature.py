@@ -3,28 +3,56 @@
 The stages of a step call every feature of their worker by these hooks, and know none by name. A worker without a
 feature has no object of it. Its part on the device is a `step.feature.DeviceFeature`.
 
+    request   refusal, enter; a sequence gets a row: ready, admitted; gives it back: left
     plan      plan_begins, then fit and decodes for each span of a prompt
     upload    words bounds what pack puts
+    commit    commit; delta_fields for each delta
+    KV        stow, restored (`PageMirror`)
+    loop      tick, wait
     weights   weights_changed, between two steps
-    sleep     kv_left
+    sleep     memory_leaves
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from rollout.engine.kv.page_mirror import PageMirror
+from rollout.engine.messages import Rejected, Request
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.sequence import Group, Sequence
+from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Staging
 
 F = TypeVar("F")
 
 
-class StepFeature:
+class StepFeature(PageMirror):
     """One feature of an engine. A hook that is not overridden does nothing."""
 
     name: ClassVar[str]  # that of its part on the device
+    serves: ClassVar[Feature] = Feature.NONE  # rows that need this are refused without the feature
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def refusal(self, request: Request) -> Rejected | None:
+        """Why a request cannot be taken; None if it can."""
+        return None
+
+    def enter(self, group: Group) -> None:
+        """A request was taken; its sequences do not exist yet."""
+
+    def ready(self, seq: Sequence) -> bool:
+        """False if a waiting sequence cannot have a row yet."""
+        return True
+
+    def admitted(self, seq: Sequence) -> None:
+        """The sequence has got pages and gets a row."""
+
+    def left(self, seq: Sequence) -> None:
+        """No step names the sequence any more: it gives row and pages back."""
 
     # --- plan ---------------------------------------------------------------------------------------------------------
 
@@ -48,13 +76,28 @@ class StepFeature:
     def pack(self, plan: Plan, staging: Staging) -> None:
         """Put the feature's sections and extras of a step. Sections of a decode lie first and are there already."""
 
+    # --- commit -------------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: Plan, output: StepOutput) -> None:
+        """A step has ended; its tokens are not taken yet."""
+
+    def delta_fields(self, seq: Sequence) -> dict[str, Any]:
+        """Fields of the `Delta` that is being made. They count as sent; `seq.finish` is set for the last one."""
+        return {}
+
     # --- between the steps --------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Called at every tick."""
+
+    def wait(self) -> None:
+        """No step is in flight and none can be planned: wait for work of the feature that delays admission."""
 
     def weights_changed(self, names: Collection[str]) -> None:
         """An update has written these tensors."""
 
-    def kv_left(self) -> None:
-        """All KV has left the pool: a sleep is about to give the memory back."""
+    def memory_leaves(self) -> None:
+        """A sleep is about to give the device's memory back; no sequence has a row."""
 
     # --- books --------------------------------------------------------------------------------------------------------
 

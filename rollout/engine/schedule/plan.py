@@ -120,13 +120,6 @@ class Plan:
         return max((len(draft.path) for draft in self.drafts), default=0)
 
     @property
-    def prompt_copies(self) -> list[tuple[Sequence, tuple[int, int] | None]]:
-        """The sequences whose prompts it computes, each with the page that its span copies: (source, target)."""
-        if self.kind == "decode":
-            return []
-        return [(span.seq, span.prompt.copy) for span in self.spans if span.prompt is not None]
-
-    @property
     def decodes(self) -> bool:
         """True if a token is drawn after every token that goes in, and the decode forward can compute all of them."""
         if self.tokens != self.draws or not (self.draws == len(self.spans) or self.drafts):

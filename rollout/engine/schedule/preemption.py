@@ -1,14 +1,15 @@
-"""Preemption: which sequences lose their row, because pages run short, weights or an adapter change, or all KV leaves.
+"""Preemption: which sequences lose their row, because pages run short, weights change, or all KV leaves.
 
 **Pages run short** (`grow`). Idle sessions give way first, then group shares, then a row of the lowest priority: the
 youngest of the client that has most of these rows, so that no client pays for the many rows of another one. Where the
 KV of preempted sequences is kept on the host, their pages are free only after they are copied. So a row is preempted a
 little before its pages are needed, and a row whose page is not free yet is left out of one step.
 
-**Weights or an adapter change** (`change_weights`, `put_adapter`). A row goes on with the KV that it has, and so does a
-sequence whose KV is offloaded or on its way back. With `recompute` they are computed again. Three are always computed
-again: a row without a launched step, a prompt that is offloaded before its first token, and a prompt whose log-probs
-are asked for. KV of older weights, or of several versions, belongs to its sequence alone: no other sequence finds it.
+**Weights change** (`change_weights`), or what else KV depends on (`begin_again`). A row goes on with the KV that it
+has, and so does a sequence whose KV is offloaded or on its way back. With `recompute` they are computed again. Three
+are always computed again: a row without a launched step, a prompt that is offloaded before its first token, and a
+prompt whose log-probs are asked for. KV of older weights, or of several versions, belongs to its sequence alone: no
+other sequence finds it.
 
 **All KV leaves the pool** (`leave_pool`). Where nothing else changes, every sequence that has KV may go on with it, a
 half-prefilled prompt too.
@@ -22,7 +23,6 @@ from collections.abc import Collection
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.sequence.sequence import Sequence, State
-from rollout.models.lora_slots import AdapterWeights
 
 #: Tokens before a page is needed at which a row is preempted for it, where the page has to be copied first.
 _SOON = 4
@@ -76,7 +76,7 @@ def _grows_soon(seq: Sequence) -> bool:
     return seq.kv.capacity - seq.kv.length < _SOON and not has_all
 
 
-# --- weights or an adapter change ------------------------------------------------------------------------------------
+# --- weights change --------------------------------------------------------------------------------------------------
 
 
 def change_weights(roster: Roster, version: int, recompute: bool, names: Collection[str] = ()) -> list[Sequence]:
@@ -98,32 +98,10 @@ def change_weights(roster: Roster, version: int, recompute: bool, names: Collect
         first = max(version, seq.group.request.min_version)  # that it can have a token of
         if seq.launched == len(seq.tokens) and seq.drawn.too_old_for(first):  # tokens in flight have the old version
             roster.finish(seq, Finish("stale"))
-    return _begin_again(roster, roster.unfinished(), recompute)[1]
+    return begin_again(roster, roster.unfinished(), recompute)[1]
 
 
-def put_adapter(
-    roster: Roster, name: str, version: int | None, weights: AdapterWeights, recompute: bool
-) -> list[Sequence]:
-    """Take an adapter; steps planned from now on run with it. Returns the sequences whose KV has to be computed again.
-
-    Raises AdapterError where it cannot be taken.
-    """
-    assert roster.allocator.adapters is not None
-    old = roster.allocator.adapters.known.get(name)
-    adapter = roster.allocator.adapters.put(name, version, weights)
-    if old is None:
-        return []
-    roster.feed.adapter_changed(adapter)
-    users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
-    kept, taken_off = _begin_again(roster, users, recompute)
-    for seq in kept:
-        seq.kv.version = -1  # its KV has several adapter editions
-        roster.feed.prefill_stopped(seq)
-        seq.adapter_use.note_version(seq.launched)
-    return taken_off
-
-
-def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> tuple[list[Sequence], list[Sequence]]:
+def begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> tuple[list[Sequence], list[Sequence]]:
     """Take off the rows of `seqs` that have to be computed again; returns (rows kept, rows taken off)."""
     for seq in seqs:
         if recompute or not seq.drawn.versions:
@@ -150,10 +128,8 @@ def leave_pool(roster: Roster, keep: bool) -> None:
     """All KV leaves the pool; with `keep` it is offloaded, in the order of rank as long as the host has room."""
     roster.feed.close_shares()
     roster.allocator.end_sharing()
-    for feature in roster.features:
-        feature.kv_left()
     if not keep:
-        _begin_again(roster, roster.unfinished(), recompute=True)
+        begin_again(roster, roster.unfinished(), recompute=True)
         return
     for seq in sorted(roster.prefilling + roster.decoding, key=lambda seq: seq.rank):
         roster.take_off(seq, offload=True)

@@ -10,9 +10,9 @@ stops. Then the first that waited computes them, and the others wait for that on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from rollout.engine.adapter_table import Adapter
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import RequestKey
 from rollout.engine.schedule.fair_queue import WaitingQueue
@@ -94,17 +94,11 @@ class QueueFeed:
             return False
         return running >= self._misfit[1] and available <= self._misfit[2]
 
-    def close_shares(self) -> None:
-        """Close all shares: in each group, one member that has not started prefills the prompt again."""
+    def close_shares(self, of: Callable[[Group], bool] = lambda group: True) -> None:
+        """Close the shares of some groups: in each, one member that has not started prefills the prompt again."""
         self._misfit = None
         for group in list(self._allocator.sharing):
-            self._lead_again(group)
-
-    def adapter_changed(self, adapter: Adapter) -> None:
-        """Close the shares whose KV was computed with the former weights of this adapter."""
-        self._misfit = None
-        for group in list(self._allocator.sharing):
-            if group.adapter is adapter:
+            if of(group):
                 self._lead_again(group)
 
     def leader_launched(self, leader: Sequence, version: int) -> None:

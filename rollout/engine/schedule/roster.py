@@ -87,9 +87,15 @@ class Roster:
         self.waiting += len(group.sequences)
         self.feed.enter(group, self.version)
 
+    def ready(self, seq: Sequence) -> bool:
+        """True if every feature lets a waiting sequence have a row."""
+        return all(feature.ready(seq) for feature in self.features)
+
     def start(self, seq: Sequence) -> None:
         """The first sequence of the queue has got pages: it gets a row."""
         self.feed.take(seq)
+        for feature in self.features:
+            feature.admitted(seq)
         seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, State.PREFILL
         self.waiting -= 1
         self.allocator.restore_state(seq)
@@ -147,7 +153,7 @@ class Roster:
         elif seq.state is not State.LEAVING:
             self._stop_running(seq)
         seq.finish = finish
-        self.events.append(make_delta(seq, self.allocator.experts))
+        self.events.append(make_delta(seq, self.features))
         seq.finalized = True  # after its last delta: `rescue` relies on it
         seq.drawn.tops = None  # they are sent; its group may go on for long
         group = seq.group
@@ -179,7 +185,7 @@ class Roster:
                 if not seq.finalized:
                     seq.drawn.drop_torn_token()
                     seq.finish = Finish("error", error=message)
-                    events.append(make_delta(seq, self.allocator.experts))
+                    events.append(make_delta(seq, self.features))
                     seq.finalized = True
             events.append(make_request_done(group, now_s))
         return events
@@ -221,6 +227,8 @@ class Roster:
         if seq.row:
             self.free_rows.append(seq.row)
             seq.row = 0
+        for feature in self.features:
+            feature.left(seq)
         self.allocator.release(seq)
         if seq.state is State.LEAVING:
             self.leaving.remove(seq)

@@ -69,15 +69,18 @@ class Scheduler:
         assert request.key not in roster.groups, "the service keeps keys unique"
         pool_tokens = allocator.pool.total * self._page_size
         busy = allocator.sessions.turn_of(request) in roster.groups
-        known = {} if allocator.adapters is None else allocator.adapters.known
-        if (rejected := refusal(request, self.limits, pool_tokens, roster.waiting, known, busy)) is not None:
+        rejected = refusal(request, self.limits, pool_tokens, roster.waiting, busy)
+        for feature in roster.features:
+            rejected = rejected or feature.refusal(request)
+        if rejected is not None:
             roster.events.append(rejected)
             return
-        adapter = None if request.adapter is None else known[request.adapter]
         now = roster.clock()
         session = allocator.sessions.begin(request)
         client = request.key[0] if self.limits.fair_queue else ""
-        group = Group(request, arrived_s=now, client=client, unfinished=request.n, session=session, adapter=adapter)
+        group = Group(request, arrived_s=now, client=client, unfinished=request.n, session=session)
+        for feature in roster.features:
+            feature.enter(group)
         group.expect_prompt_logprobs()
         for index in range(request.n):
             self._arrivals += 1
@@ -115,7 +118,7 @@ class Scheduler:
         if roster.leaving:
             return False
         while roster.free_rows:
-            seq = feed.queue.first(allocator.adapter_ready)
+            seq = feed.queue.first(roster.ready)
             if seq is None:
                 return True
             if seq.group.session is not None and seq.group.session.turns > 1:
@@ -216,8 +219,8 @@ class Scheduler:
         if output.scores is not None:
             note_scores(plan, output.scores, output.accepted)
         roster = self.roster
-        if output.experts is not None:
-            roster.allocator.note_experts(plan.prompt_copies, output.experts)
+        for feature in roster.features:
+            feature.commit(plan, output)
         tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
         version, counters, leaving = plan.version, roster.counters, State.LEAVING
         end = 0  # place in the output after a row's tokens
@@ -300,7 +303,7 @@ class Scheduler:
             roster.finish(seq, Finish("length"))
         else:
             if request.stream_every and count - drawn.flushed >= request.stream_every:
-                roster.events.append(make_delta(seq, roster.allocator.experts))
+                roster.events.append(make_delta(seq, roster.features))
             known = seq.prompt_len + count - 1  # the KV of the newest token is not written yet
             roster.allocator.remember(seq, known, roster.version)
             next_page = count + self._page_size - known % self._page_size

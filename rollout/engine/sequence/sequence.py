@@ -39,10 +39,9 @@ from hashlib import blake2b
 import numpy as np
 
 from rollout.constraints.matcher import Free, Matcher
-from rollout.engine.adapter_table import Adapter, AdapterUse
+from rollout.engine.adapters import Adapter, AdapterUse
 from rollout.engine.messages import Finish, Request, RequestKey
 from rollout.engine.sequence.drawn_tokens import DrawnTokens
-from rollout.engine.sequence.experts import SequenceExperts
 from rollout.engine.sequence.features import Feature, features_of
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence_kv import SequenceKV
@@ -146,7 +145,6 @@ class Sequence:
         "may_share",
         "priority",
         "prompt_len",
-        "routing",
         "row",
         "row_ready",
         "seed",
@@ -175,7 +173,6 @@ class Sequence:
         self.drawn = DrawnTokens(request, self.features.reshapes)
         self.kv = SequenceKV()
         self.adapter_use = AdapterUse(group.adapter)
-        self.routing = SequenceExperts(request.routing_from) if request.routing_from is not None else None
         self.matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it
         self.matched = self.drawn.known  # tokens that the matcher has seen
 

@@ -12,8 +12,9 @@ host has seen it. Inputs are a `StepInput` and device tensors; nothing here know
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,6 @@ from rollout_kernels.step import begin_step
 
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step import verify
-from rollout.engine.step.expert_trace import StepExperts
 from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.ngram_drafts import NgramDrafts
@@ -36,11 +36,12 @@ from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, experts_alone, obstacle, supports
 from rollout.models.fused_experts import DecoderWithFusedExperts
 from rollout.models.language_model import LanguageModel
-from rollout.models.lora_slots import AdapterSlots, StepAdapters
 
 log = logging.getLogger(__name__)
 
-_ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
+#: What features write for the host, by their names.
+Outputs = Mapping[str, Any]
+_NO_OUTPUTS: Outputs = {}
 
 
 def make_forward(
@@ -74,7 +75,6 @@ class DeviceStep:
         forward: LanguageModel | FusedDecoder | DecoderWithFusedExperts,
         kv: KVCache,
         rows: RowState,
-        adapters: AdapterSlots | None = None,
         exact_sums: bool = False,
         shares_pages: bool = False,
         features: Seq[DeviceFeature] = (),
@@ -84,23 +84,27 @@ class DeviceStep:
         self.forward = forward
         self.kv = kv
         self.rows = rows
-        self.adapters = adapters
         #: The part of the vocabulary that the logits of forwards are of; None if all.
         self.shard = model.vocab_shard if isinstance(model, Decoder) else None
         self.sample = Sampler(rows, self.shard)
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
         self.features = features
+        #: The features of forwards that are captured apart, and their bits together.
+        self.kinds = (Feature.NONE, *(feature.changes_forward for feature in features if feature.changes_forward))
+        self.changes = functools.reduce(lambda bits, kind: bits | kind.value, self.kinds, 0)
         #: What guesses the next tokens of rows, if anything does; and the same if it is a draft model.
         self.guesser = guesser
         self.heads = guesser if isinstance(guesser, HeadDrafts) else None
         self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
         if self.heads is not None and self.heads.reads_last_layer:
             self.skips_unwanted = False
+        if any(feature.needs_all_tokens for feature in features):
+            self.skips_unwanted = False
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same over another KV cache."""
-        more = self.adapters, self.exact_sums, self.shares_pages, self.features, self.guesser
+        more = self.exact_sums, self.shares_pages, self.features, self.guesser
         return DeviceStep(self.model, self.forward, kv, self.rows, *more)
 
     def prepare(self, extra: Extra) -> None:
@@ -123,29 +127,26 @@ class DeviceStep:
         if "drafts" in step:
             verify.set_up(self.rows, step)
 
-    def decode(self, step: StepInput, experts: StepExperts | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, step: StepInput, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each row: its last token goes in at position `length`. Logits of the next one, and rows."""
         header = step.header
-        return self.decode_rows(step, header.max_context, header.features, experts), step["rows"]
+        return self.decode_rows(step, header.max_context, header.features, outputs), step["rows"]
 
-    def decode_rows(
-        self, step: StepInput, max_context: int, features: int, experts: StepExperts | None
-    ) -> torch.Tensor:
+    def decode_rows(self, step: StepInput, max_context: int, features: int, outputs: Outputs) -> torch.Tensor:
         """Logits after the last tokens of a step's rows, whose contexts are up to `max_context` tokens."""
         token_ids_B, batch = self.begin_decode(
             step["rows"],
             step["new_pages"],
             max_context,
-            experts,
-            bool(features & _ADAPTER),
+            outputs,
+            features,
             step["segments"] if self.shares_pages else None,
             step["behind"] if "behind" in step else None,
         )
         if self.heads is not None:
             self.heads.positions_B[: len(token_ids_B)].copy_(batch.positions_T)
         hidden_BD = self.forward(token_ids_B, batch, self.kv)
-        if experts is not None:
-            experts.end(batch)
+        self._forward_ends(batch, outputs)
         return self.forward.compute_logits(hidden_BD)
 
     def begin_decode(
@@ -153,8 +154,8 @@ class DeviceStep:
         rows_B: torch.Tensor,
         new_pages_B: torch.Tensor,
         max_context: int,
-        experts: StepExperts | None = None,
-        adapted: bool = False,
+        outputs: Outputs = _NO_OUTPUTS,
+        features: int = 0,
         segments_SW: torch.Tensor | None = None,
         behind_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, AttentionBatch]:
@@ -178,13 +179,15 @@ class DeviceStep:
             page_table_BP=begun.page_table_BC,
             context_lens_B=begun.context_lens_B,
             max_context=max_context,
-            experts=None if experts is None else experts.experts,
-            adapters=self._step_adapters(rows_B) if adapted else None,
             rows_B=rows_B,
             behind_B=behind_B,
             segments_SW=segments_SW,
             taps=None if self.heads is None else self.heads.taps,
-            **self._fields(lambda feature: feature.decode_fields(self.rows, rows_B, begun.positions_B)),
+            **self._fields(
+                lambda feature: feature.decode_fields(
+                    self.rows, rows_B, begun.positions_B, features, outputs.get(feature.name)
+                )
+            ),
         )
         return begun.token_ids_B, batch
 
@@ -202,19 +205,22 @@ class DeviceStep:
             one_by_one = self.exact_sums or self.model.embed.dtype == torch.float32
             self.kv.states.catch_up(step["verified"], step["rows"], accepted_R, one_by_one)
 
+    def _forward_ends(self, batch: AttentionBatch, outputs: Outputs) -> None:
+        for feature in self.features:
+            feature.forward_ends(batch, outputs.get(feature.name))
+
     def _fields(self, of_feature: Callable[[DeviceFeature], dict[str, Any]]) -> dict[str, Any]:
         """What a batch has of all features."""
         return {name: value for feature in self.features for name, value in of_feature(feature).items()}
 
     def prefill(
-        self, step: StepInput, experts: StepExperts | None, scores: StepScores
+        self, step: StepInput, outputs: Outputs, scores: StepScores
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Spans of known tokens: logits and rows of the spans that draw, or None. Prompt log-probs go to `scores`."""
         header = step.header
         rows_C, ends_C, positions_T = step["rows"], step["ends"], step["positions"]
         page_table_CP = self._page_table(rows_C, header.max_context)
         pages_T = page_table_CP[step["token_span"], positions_T // self.kv.page_size]
-        adapted = bool(header.features & _ADAPTER)
         batch = AttentionBatch(
             positions_T=positions_T,
             kv_slots_T=pages_T * self.kv.page_size + positions_T % self.kv.page_size,
@@ -223,23 +229,20 @@ class DeviceStep:
             max_context=header.max_context,
             chunks=tuple(Chunk(*span) for *span, _ in header.layout),
             query_starts_C1=step["query_starts"],
-            experts=None if experts is None else experts.experts,
-            adapters=self._step_adapters(rows_C, step["token_span"]) if adapted else None,
             rows_B=rows_C,
             taps=None if header.guesses < 0 or self.heads is None else self.heads.make_taps(header.tokens),
-            **self._fields(lambda feature: feature.prefill_fields(self.rows, step)),
+            **self._fields(lambda feature: feature.prefill_fields(self.rows, step, outputs.get(feature.name))),
         )
         self.kv.note_tokens(batch.kv_slots_T, step["tokens"])
         if self.heads is not None and batch.taps is not None:
             self.heads.prefilled(batch, batch.taps)
-        if self.skips_unwanted and experts is None and not header.scored:
-            wanted = self._wanted(step, batch, adapted)
+        if self.skips_unwanted and not header.scored:
+            wanted = self._wanted(step, batch)
             hidden_SD = self.forward(step["tokens"], replace(batch, wanted=wanted), self.kv)
             self.rows.ints[rows_C, LENGTH] = step["lengths"]
             return (self.forward.compute_logits(hidden_SD), step["sampled_rows"]) if header.draws else None
         hidden_TD = self.forward(step["tokens"], batch, self.kv)
-        if experts is not None:
-            experts.end(batch)
+        self._forward_ends(batch, outputs)
         self.rows.ints[rows_C, LENGTH] = step["lengths"]
         if header.scored:
             at_N, targets_N = step["scored_at"], step["scored_targets"]
@@ -268,7 +271,7 @@ class DeviceStep:
         assert self.guesser is not None, "something guesses"
         return self.guesser.run(step, output_4R, accepted_R, self.kv, graphs)
 
-    def _wanted(self, step: StepInput, batch: AttentionBatch, adapted: bool) -> WantedTokens:
+    def _wanted(self, step: StepInput, batch: AttentionBatch) -> WantedTokens:
         """The last tokens of the spans that draw."""
         at_S, ends = step["sampled_at"], [end for _, _, end, draws in step.header.layout if draws]
         spans_S = step["token_span"][at_S]
@@ -282,17 +285,9 @@ class DeviceStep:
                 max_context=batch.max_context,
                 chunks=tuple(Chunk(i, 1, end) for i, end in enumerate(ends)),
                 query_starts_C1=torch.arange(len(ends) + 1, dtype=torch.int32, device=at_S.device),
-                adapters=self._step_adapters(step["sampled_rows"]) if adapted else None,
+                **self._fields(lambda feature: feature.wanted_fields(self.rows, step)),
             ),
         )
-
-    def _step_adapters(self, rows_B: torch.Tensor, row_of_T: torch.Tensor | None = None) -> StepAdapters:
-        """The slots of the rows, or of the tokens of their spans."""
-        assert self.adapters is not None and self.rows.adapters is not None
-        slots = self.rows.adapters.index_select(0, rows_B)
-        if row_of_T is None:
-            return StepAdapters(self.adapters, slots, segmented=False)
-        return StepAdapters(self.adapters, slots.index_select(0, row_of_T), segmented=True)
 
     def _page_table(self, rows_B: torch.Tensor, max_context: int) -> torch.Tensor:
         columns = -(-max_context // self.kv.page_size)

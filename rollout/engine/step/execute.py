@@ -17,69 +17,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from rollout_kernels.parallel import TensorGroup
 
-from rollout.engine.adapter_table import AdapterOrders
-from rollout.engine.device.group_memory import MemoryOrders
-from rollout.engine.device.streams import Device, DeviceError, Event, Stream
-from rollout.engine.kv.page_mover import CopyQueue, MoveOrders, PageMover
+from rollout.engine.device.streams import Device, DeviceError, Event
+from rollout.engine.kv.page_mover import CopyQueue, PageMover
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step import verify
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import DecodeGraphs
-from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.slot import Slot
+from rollout.engine.step.streams import Orders, Streams
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, StepInput, Upload
 
 # Flags of an enum are slow to test.
 _CONSTRAIN = Feature.CONSTRAIN.value
 _NOT_PLAIN = ~PLAIN.value
-
-
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """The streams of one engine's steps."""
-
-    h2d: Stream
-    compute: Stream
-    d2h: Stream
-    adapters: Stream | None = None  # copies adapters to slots that no row uses; where adapters are served
-
-    @classmethod
-    def make(cls, device: Device, adapters: bool = False) -> Streams:
-        """New streams."""
-        names = ("h2d", "compute", "d2h", *(["adapters"] if adapters else []))
-        return cls(*(device.stream(name) for name in names))
-
-    def all(self) -> list[Stream]:
-        """All streams of this engine."""
-        return [stream for stream in (self.h2d, self.compute, self.d2h, self.adapters) if stream is not None]
-
-    def close(self) -> None:
-        """Finish what is enqueued and end the streams."""
-        for stream in self.all():
-            stream.close()
-
-
-class Orders(AdapterOrders, MoveOrders, MemoryOrders, Protocol):
-    """Tells the other ranks of a tensor group, in order, what this rank enqueues on its compute stream."""
-
-    def step(self, upload: Upload) -> None:
-        """The next step."""
-
-    def draw(self, masks: StepMasks) -> None:
-        """The draw of the last step, whose masks are written."""
-
-    def swap(self, version: int) -> None:
-        """The copy of the update that all ranks have prepared; `version` is the version of later steps."""
-
-    def confirm(self, output: StepOutput) -> None:
-        """Raise if another rank knows that these outputs may be wrong."""
 
 
 class Executor:
@@ -181,9 +136,9 @@ class Executor:
         header = step.header
         self.step.begin(step)
         if header.layout:
-            forwarded = self.step.prefill(step, slot.experts, slot.scores)
+            forwarded = self.step.prefill(step, slot.outputs, slot.scores)
         elif not header.size:
-            forwarded = self.step.decode(step, slot.experts)
+            forwarded = self.step.decode(step, slot.outputs)
         else:
             assert self.graphs is not None, "a step that was packed for a graph"
             if not header.features & _NOT_PLAIN:
@@ -192,7 +147,7 @@ class Executor:
                 self._compare(header, slot)
                 self.run_guess(header, slot)
                 return
-            forwarded = self.graphs.forward(step, slot.experts)
+            forwarded = self.graphs.forward(step, slot.outputs)
         if forwarded is not None and header.tops:
             slot.scores.take_tops(forwarded[0], step["top_at"], self.step.exact_sums, self.step.shard)
         slot.forwarded = forwarded

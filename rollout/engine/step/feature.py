@@ -4,24 +4,38 @@
 compute stream, so its order is that of the calls:
 
     prepare            before the step, for each `Extra` that the upload has of this feature
-    begin              rows are set up, pages are copied
     decode_fields,     what the forward's `AttentionBatch` has of the feature
     prefill_fields
-    end                the forward has run
+    forward_ends
 
-Decode forwards are captured: `begin` is not, `decode_fields` and `end` are, and read only what they get, and memory at
+Decode forwards are captured, with `decode_fields` and `forward_ends`: these read only what they get, and memory at
 fixed addresses. Memory that is large is kept when an engine is built anew after a fault; so is the feature's object.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.sequence.features import Feature
 from rollout.engine.step.row_state import RowState
+from rollout.engine.step.streams import Orders, Streams
 from rollout.engine.upload import Extra, StepInput
+from rollout.models.batch import AttentionBatch, KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class HostParts:
+    """What the host's part of a feature is built from, besides the part on the device."""
+
+    streams: Streams
+    orders: Orders | None  # to the other ranks
+    kv: KVCache
+    host_pages: int  # that KV can be offloaded to
 
 
 class DeviceFeature:
@@ -31,20 +45,51 @@ class DeviceFeature:
     #: int32 words that its sections add to a token of a prompt at most.
     token_words: ClassVar[int] = 0
 
-    def host_part(self, before: StepFeature | None) -> StepFeature | None:
+    changes_forward: ClassVar[Feature] = Feature.NONE  # rows with this take decode forwards that are captured apart
+    row_column: ClassVar[bool] = False  # it has a column of the row state, set up from the section `init_NAME`
+    own_stream: ClassVar[bool] = False  # it has a stream for work beside the steps
+    needs_all_tokens: ClassVar[bool] = False  # the last layer of a prefill may leave out no token
+
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> StepFeature | None:
         """A new part on the host; `before` is the one that a fault ended, whose totals go on. Rank 0 calls it."""
         return None
 
     def prepare(self, extra: Extra) -> None:
         """Take what came beside the words of the step that comes next."""
 
-    def decode_fields(self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor) -> dict[str, Any]:
-        """Fields of the batch of a decode forward: of rows at these positions."""
+    def decode_fields(
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, features: int, output: Any
+    ) -> dict[str, Any]:
+        """Fields of the batch of a decode forward: of rows at these positions. `features` are bits of `Feature`."""
         return {}
 
-    def prefill_fields(self, rows: RowState, step: StepInput) -> dict[str, Any]:
+    def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
         """Fields of the batch of a prefill."""
         return {}
+
+    def forward_ends(self, batch: AttentionBatch, output: Any) -> None:
+        """The forward of `batch` is enqueued."""
+
+    def wanted_fields(self, rows: RowState, step: StepInput) -> dict[str, Any]:
+        """Fields of the batch of those tokens of a prefill after which rows draw, one a row."""
+        return {}
+
+    # --- output -------------------------------------------------------------------------------------------------------
+
+    def output_words(self, tokens: int) -> int:
+        """int32 words that a step of `tokens` tokens gives to the host. They are downloaded with its tokens."""
+        return 0
+
+    def output(self, words: torch.Tensor) -> Any:
+        """What writes to these words on the device: of a slot, or of a captured forward. The hooks get it."""
+
+    def copy_output(self, target: Any, source: Any, tokens: int) -> None:
+        """Copy what a captured forward of `tokens` tokens has written to the output of the step's slot."""
+
+    def read(self, words: np.ndarray, tokens: int) -> Any:
+        """What the host's part gets at the commit (`StepOutput.of_features`), from the words of a step."""
+
+    # --- start --------------------------------------------------------------------------------------------------------
 
     def largest(self) -> Extra | None:
         """The largest extra that a step can have, to learn what it takes; None if steps have none."""

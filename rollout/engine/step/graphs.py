@@ -31,8 +31,8 @@ from rollout_kernels.attention.segments import no_segments
 
 from rollout.engine.device.streams import Stream
 from rollout.engine.sequence.features import PLAIN, Feature
-from rollout.engine.step.device_step import DeviceStep
-from rollout.engine.step.expert_trace import StepExperts
+from rollout.engine.step.device_step import DeviceStep, Outputs
+from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import StepInput, Upload, put_behind, put_decode
@@ -42,8 +42,6 @@ from rollout.models.fused_experts import DecoderWithFusedExperts
 from rollout.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
-
-_ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
 
 #: Called with (sizes captured so far, sizes in all).
 Progress = Callable[[int, int], None]
@@ -113,12 +111,12 @@ class CapturedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward of one size: its input, laid out as a slot's, its logits, and its own record of experts."""
+    """A forward of one size: its input, laid out as a slot's, its logits, and what features write in it."""
 
     graph: torch.cuda.CUDAGraph
     step: StepInput
     logits_SV: torch.Tensor
-    experts: StepExperts | None
+    outputs: Outputs
 
 
 class DecodeGraphs:
@@ -135,9 +133,7 @@ class DecodeGraphs:
         ] = {}  # by slot, size, and whether drafts are in it
         #: Without drafts, and with, where these are different steps.
         self._drafted = (False, True) if step.drafts_states else (False,)
-        #: Features of the forwards that are captured: without adapters, and with.
-        self._kinds = (Feature.NONE,) if step.adapters is None else (Feature.NONE, Feature.ADAPTER)
-        self.forwards: dict[tuple[int, bool, bool], _Forward] = {}  # by size, adapters, drafts
+        self.forwards: dict[tuple[int, int, bool], _Forward] = {}  # by size, features that change it, drafts
         #: What the draft model does with decode steps; None without one.
         self.heads = None if step.heads is None else HeadGraphs()
         #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
@@ -146,7 +142,9 @@ class DecodeGraphs:
     @property
     def kept_bytes(self) -> int:
         """Memory of the logits that graphs of all sizes but the largest keep, since they are read after the replay."""
-        return len(self._kinds) * len(self._drafted) * sum(self.sizes.forward[:-1]) * self._step.model.spec.vocab * 4
+        return (
+            len(self._step.kinds) * len(self._drafted) * sum(self.sizes.forward[:-1]) * self._step.model.spec.vocab * 4
+        )
 
     def capture(self, slots: list[Slot], progress: Progress | None = None, sizes: list[int] | None = None) -> None:
         """Capture every size, or only `sizes`, for every slot."""
@@ -183,15 +181,16 @@ class DecodeGraphs:
         """
         self._steps[id(slot), size, drafted].replay()
 
-    def forward(self, step: StepInput, experts: StepExperts | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, step: StepInput, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the forward alone; its logits, which the next one overwrites, and rows. On the compute stream."""
         header = step.header
-        forward = self.forwards[header.size, bool(header.features & _ADAPTER), "behind" in step]
+        forward = self.forwards[header.size, header.features & self._step.changes, "behind" in step]
         own = forward.step.words
         own.copy_(step.words[: len(own)])  # the sections of `_upload`, which lie first; the graph reads nothing else
         forward.graph.replay()
-        if experts is not None and forward.experts is not None:
-            experts.copy_from(forward.experts, header.rows)
+        for feature in self._step.features:
+            if feature.name in outputs:
+                feature.copy_output(outputs[feature.name], forward.outputs[feature.name], header.rows)
         return forward.logits_SV[: header.rows], step["rows"][: header.rows]
 
     def captured(self, slot: Slot, size: int) -> CapturedStep:
@@ -201,10 +200,10 @@ class DecodeGraphs:
         """
         stream = self._stream
         with torch.inference_mode(), torch.cuda.stream(stream):
-            if (size, False, False) not in self.forwards:
+            if (size, 0, False) not in self.forwards:
                 stream.synchronize()  # capturing writes to the staging buffer, from which a copy may be under way
                 self._capture_forward(slot, size, Feature.NONE, False)
-            forward = self.forwards[size, False, False]
+            forward = self.forwards[size, 0, False]
             forward.step.words.copy_(slot.input[: len(forward.step.words)])
         return CapturedStep(self._steps[id(slot), size, False], forward.graph, forward.logits_SV)
 
@@ -218,8 +217,8 @@ class DecodeGraphs:
             step = self._on_slot(slot, size, drafted)
             step.words.zero_()
             self.run_whole(step, slot)
-            if Feature.ADAPTER in self._kinds:
-                self.run_forward(step, slot.experts, Feature.ADAPTER)
+            for kind in self._step.kinds[1:]:
+                self.run_forward(step, slot.outputs, kind)
         if (heads := self._step.heads) is not None:
             heads.read(size, self._max_context, self._step.kv)
             heads.guess(size, self._max_context, PLAIN, self._step.kv)
@@ -238,7 +237,7 @@ class DecodeGraphs:
 
     def _capture(self, slots: list[Slot], size: int) -> None:
         if size in self.sizes.forward:
-            for features in self._kinds:
+            for features in self._step.kinds:
                 for drafted in self._drafted:
                     self._capture_forward(slots[0], size, features, drafted)
         if self._step.heads is not None and self.heads is not None:
@@ -264,20 +263,23 @@ class DecodeGraphs:
     def _capture_forward(self, slot: Slot, size: int, features: Feature, drafted: bool) -> None:
         upload, graph = self._upload(slot, size, drafted), torch.cuda.CUDAGraph()
         step = StepInput(upload.header, torch.zeros_like(slot.input[: len(upload.words)]))
-        experts = None if slot.experts is None else slot.experts.another(size)
+        outputs = {feature.name: self._output(feature, size) for feature in self._step.features}
         with capturing(graph, self._pool):
-            logits_SV = self.run_forward(step, experts, features)
-        self.forwards[size, bool(features), drafted] = _Forward(graph, step, logits_SV, experts)
+            logits_SV = self.run_forward(step, outputs, features)
+        self.forwards[size, features.value, drafted] = _Forward(graph, step, logits_SV, outputs)
+
+    def _output(self, feature: DeviceFeature, size: int) -> Any:
+        words = feature.output_words(size)
+        device = self._step.rows.ints.device
+        return feature.output(torch.zeros(words, dtype=torch.int32, device=device)) if words else None
 
     def run_whole(self, step: StepInput, slot: Slot) -> None:
         """What the graph of a whole step holds: forward and sampling."""
-        self._step.sample(self.run_forward(step, slot.experts), step["rows"], PLAIN, slot.output)
+        self._step.sample(self.run_forward(step, slot.outputs), step["rows"], PLAIN, slot.output)
 
-    def run_forward(
-        self, step: StepInput, experts: StepExperts | None, features: Feature = Feature.NONE
-    ) -> torch.Tensor:
+    def run_forward(self, step: StepInput, outputs: Outputs, features: Feature = Feature.NONE) -> torch.Tensor:
         """What the graph of a forward holds; returns logits [S, V]."""
-        return self._step.decode_rows(step, self._max_context, features, experts)
+        return self._step.decode_rows(step, self._max_context, features, outputs)
 
 
 @contextmanager

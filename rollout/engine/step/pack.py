@@ -42,7 +42,7 @@ from rollout.engine.upload import (
 _TOKEN_WORDS = 6
 _SCORED_WORDS = 4  # of a token that is scored, more: its place and the next token's id
 _SPAN_WORDS = 32
-_INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, adapter
+_INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, the column of a feature
 #: Features whose rows have more to set up.
 _SETUP_FEATURES = Feature.MIN_TOKENS | Feature.BIAS | Feature.PENALIZE
 _DRAFT_WORDS = 8
@@ -65,7 +65,6 @@ class Packer:
     def __init__(
         self,
         scored_multiple: int,
-        adapters: bool = False,
         captured: CapturedSizes | None = None,
         shared: SharedPages | None = None,
         draft_rows: range = range(0),
@@ -77,7 +76,6 @@ class Packer:
         self._states = states
         self._features = features
         self.captured = captured
-        self._adapters = adapters
         self._shared = shared
 
     def pack(self, plan: Plan, staging: Staging) -> Upload:
@@ -156,7 +154,7 @@ class Packer:
 
     def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:
         """Rows that no step has set up yet, and the pages that are copied for them."""
-        _put_setup(staging, [span.seq for span in spans if not span.seq.row_ready], self._adapters)
+        _put_setup(staging, [span.seq for span in spans if not span.seq.row_ready])
         if copies := [prompt.copy for *_, prompt in spans if prompt is not None and prompt.copy is not None]:
             staging.put("copies", np.array(copies, dtype=np.int32))
 
@@ -211,15 +209,13 @@ def _put_next_tokens(spans: Seq[Span], staging: Staging) -> None:
     staging.put("next_tokens", np.array(tokens, dtype=np.int64))
 
 
-def _put_setup(staging: Staging, seqs: Seq[Sequence], adapters: bool = False) -> None:
+def _put_setup(staging: Staging, seqs: Seq[Sequence]) -> None:
     """Pack what `RowState.set_up` needs for sequences whose first chunk is in this step."""
     if not seqs:
         return
     staging.put("init_ints", np.array([_ints(seq) for seq in seqs], dtype=np.int64))
     staging.put("init_floats", np.array([_floats(seq) for seq in seqs], dtype=np.float32))
     staging.put("page_updates", np.concatenate([_page_updates(seq) for seq in seqs]))
-    if adapters:
-        staging.put("init_adapters", np.array([_adapter(seq) for seq in seqs], dtype=np.int32))
     _put_lists(staging, seqs)
 
 
@@ -252,10 +248,6 @@ def _ints(seq: Sequence) -> list[float]:
     min_tokens = seq.group.request.stop.min_tokens if seq.features & Feature.MIN_TOKENS else 0
     rules = [rule.row_value(sampling) for rule in INT_RULES]
     return [seq.row, 0, 0, seq.prompt_len, min_tokens, seq.group.request.prompt.rope_delta, *rules, seq.seed]
-
-
-def _adapter(seq: Sequence) -> int:
-    return 0 if seq.adapter_use.slot is None else seq.adapter_use.slot.number
 
 
 def _floats(seq: Sequence) -> list[float]:

@@ -102,12 +102,12 @@ def steps_to_rehearse(
     lengths = sorted({*_SPAN_LENGTHS, *kernel_sizes})
     prompts = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in lengths)]
     prompts += [(_spans(size, one), PLAIN) for size in prefills]
-    adapters = [Feature.NONE] if executor.step.adapters is None else [Feature.NONE, Feature.ADAPTER]
+    kinds = executor.step.kinds
     steps = [
         Rehearsed(_possible(executor, features | also), prompts=tuple(lengths))
         for lengths, features in prompts
         if max(lengths) <= one and len(lengths) <= max_rows
-        for also in adapters
+        for also in kinds
     ]
     # Attention may gather contexts, which takes memory for all their tokens.
     gathered = min(max_context, MOST_GATHERED)
@@ -118,7 +118,7 @@ def steps_to_rehearse(
         steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(more), earlier=max_context - more[0]))
     captured_all = graph_rows is not None and graph_rows >= max_rows
     decodes = {*_powers_of_two(max_rows), *(size for size in kernel_sizes if size < max_rows)}
-    steps += [Rehearsed(PLAIN | also, rows=size) for size in sorted(decodes) if not captured_all for also in adapters]
+    steps += [Rehearsed(PLAIN | also, rows=size) for size in sorted(decodes) if not captured_all for also in kinds]
     return [*steps, Rehearsed(_possible(executor, ALL_FEATURES), rows=max_rows)]
 
 
@@ -231,7 +231,7 @@ def _guesses(executor: Executor) -> int:
 
 
 def _possible(executor: Executor, features: Feature) -> Feature:
-    return features if executor.step.adapters is not None else features & ~Feature.ADAPTER
+    return features & ~Feature.ADAPTER | executor.step.changes & features
 
 
 def _spans(tokens: int, longest: int) -> list[int]:

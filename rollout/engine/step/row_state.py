@@ -11,7 +11,7 @@
     counts  [rows, V]  int32     occurrences of each token, for penalties
     bias_*  [rows, K]            logit bias, padded with id 0 and bias 0
     banned  [rows, K]            stop ids, padded by repeating the first; banned until min_tokens
-    adapters [rows]    int32     slot of the row's adapter, 0 for none; where adapters are served
+    columns [rows]     int32     of features, by name
     drafts  [rows]     int64     of a draft row: its draft
     guesses [rows, G]  int64     the next tokens of the row as the device guesses them; where it does
 
@@ -22,6 +22,8 @@ Everything here runs on the compute stream.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Seq
 
 import torch
 
@@ -50,10 +52,11 @@ class RowState:
         max_pages: int,
         vocab: int,
         device: torch.device,
-        adapters: bool = False,
+        columns: Seq[str] = (),
         guesses: int = 0,
     ) -> None:
-        """State of `max_rows` rows, draft rows included, beside the padding."""
+        """State of `max_rows` rows, draft rows included, beside the padding; `columns` are those of features."""
+        assert len(columns) <= 1, "the kernel that sets draft rows up copies one column"
         rows = max_rows + 1
         self.vocab = vocab
         self.ints = torch.zeros(rows, INTS, dtype=torch.int64, device=device)
@@ -63,7 +66,7 @@ class RowState:
         self.bias_ids = torch.zeros(rows, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
         self.bias = torch.zeros(rows, MAX_LOGIT_BIAS, device=device)
         self.banned = torch.zeros(rows, MAX_STOP_IDS, dtype=torch.int64, device=device)
-        self.adapters = torch.zeros(rows, dtype=torch.int32, device=device) if adapters else None
+        self.columns = {name: torch.zeros(rows, dtype=torch.int32, device=device) for name in columns}
         self.drafts = torch.zeros(rows, dtype=torch.int64, device=device)
         self.guesses = torch.zeros(rows, guesses, dtype=torch.int64, device=device) if guesses else None
         on_gpu = device.type == "cuda"
@@ -77,10 +80,8 @@ class RowState:
 
     def clear_padding(self) -> None:
         """Make row 0 what padding is after it was used as a row that samples."""
-        for state in (self.ints, self.counts, self.pages):
+        for state in (self.ints, self.counts, self.pages, *self.columns.values()):
             state[0] = 0
-        if self.adapters is not None:
-            self.adapters[0] = 0
 
     def set_up(self, step: StepInput) -> None:
         """Set up the rows that this step starts."""
@@ -91,8 +92,8 @@ class RowState:
         self.ints.index_copy_(0, rows, records[:, 1:])
         self.floats.index_copy_(0, rows, step["init_floats"])
         self.pages.index_fill_(0, rows, 0)
-        if self.adapters is not None:
-            self.adapters.index_copy_(0, rows, step["init_adapters"])
+        for name, column in self.columns.items():
+            column.index_copy_(0, rows, step[f"init_{name}"])
         row, column, page = step["page_updates"].long().unbind(1)
         self.pages.index_put_((row, column), page.int())
         self.bias.index_fill_(0, rows, 0.0)  # if a step biases one row, it reads the bias of all its rows

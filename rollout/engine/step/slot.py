@@ -5,7 +5,7 @@
     output  [4, rows] int32        <-D2H-  [4, rows] int32    token ids, and three log-probs as float bits
     accepted [rows] int32   <-D2H-  the same                  of verify steps, after the output; with speculation
     guesses [rows, G] int32 <-D2H-  the same                  after these; where the device guesses
-    experts [tokens, words] int32  <-D2H-  the same           of its tokens, after these; where they are kept
+    of features, int32      <-D2H-  the same                  after these; see `DeviceFeature.output_words`
 
     h2d_done   the upload has arrived          start  compute begins (recorded after the wait on the upload)
     d2h_done   the outputs are on the host     end    compute is over; the D2H copy waits for it
@@ -22,12 +22,14 @@ buffers in between.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 
 from rollout.engine.device.streams import Device
-from rollout.engine.messages import RoutingShape
-from rollout.engine.step.expert_trace import StepExperts, record_words
+from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.scores import StepScores
 from rollout.engine.step_output import StepOutput
@@ -46,32 +48,33 @@ class Slot:
         max_rows: int,
         vocab: int,
         chunk_tokens: int,
-        routing: RoutingShape | None = None,
-        speculates: bool = False,
-        fault: torch.Tensor | None = None,
+        features: Seq[DeviceFeature] = (),
         guesses: int = 0,
+        fault: torch.Tensor | None = None,
     ) -> None:
-        """Buffers for steps of up to `max_rows` rows, drafts included; `speculates` if there may be any.
+        """Buffers for steps of up to `max_rows` rows, drafts included; `guesses` are those of the device for each row.
 
-        `guesses` are those of the device for each row. `fault` is the flag of the tensor group's peer buffers
-        (`PeerBuffers.fault`), if it has them.
+        `fault` is the flag of the tensor group's peer buffers (`PeerBuffers.fault`), if it has them.
         """
         self.staging = Staging(device.host_buffer((upload_words,), torch.int32))
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
         output_words = OUTPUT_FIELDS * max_rows
-        accepted_end = output_words + (max_rows if speculates else 0)
-        words = self._output_words = accepted_end + max_rows * guesses
-        more = record_words(routing, max(max_rows, chunk_tokens))
-        self._result = torch.zeros(words + more, dtype=torch.int32, device=device.torch_device)
-        self._result_host = device.host_buffer((words + more,), torch.int32)
+        accepted_end = output_words + max_rows
+        words = accepted_end + max_rows * guesses
+        self._regions, end = _regions(features, words, max(max_rows, chunk_tokens))
+        self._result = torch.zeros(end, dtype=torch.int32, device=device.torch_device)
+        self._result_host = device.host_buffer((end,), torch.int32)
         self.output = self._result[:output_words].view(OUTPUT_FIELDS, max_rows)
         self._output_host = self._result_host[:output_words].view(OUTPUT_FIELDS, max_rows)
         self.accepted = self._result[output_words:accepted_end]
         self._accepted_host = self._result_host[output_words:accepted_end]
         self.guesses = self._result[accepted_end:words].view(max_rows, guesses)
         self._guesses_host = self._result_host[accepted_end:words].view(max_rows, guesses)
-        self.experts = None if routing is None else StepExperts(routing, self._result[words:])
-        self._token_words = record_words(routing, 1)
+        #: What features write on the device, by their names.
+        self.outputs: dict[str, Any] = {
+            region.feature.name: region.feature.output(self._result[region.start : region.end])
+            for region in self._regions
+        }
         self._fault = fault
         self._fault_host = None if fault is None else device.host_buffer((1,), torch.int32)
         self.h2d_start, self.h2d_done = device.event(), device.event()
@@ -89,10 +92,11 @@ class Slot:
 
     def download(self, header: Header) -> None:
         """Copy the outputs of a step to the host; on the D2H stream."""
-        if self.experts is None:
+        if not self._regions:
             self._result_host.copy_(self._result, non_blocking=True)
         else:
-            words = self._output_words + self._token_words * header.tokens
+            last = self._regions[-1]
+            words = last.start + last.feature.output_words(header.tokens)
             self._result_host[:words].copy_(self._result[:words], non_blocking=True)
         if self._fault is not None and self._fault_host is not None:
             self._fault_host.copy_(self._fault, non_blocking=True)
@@ -104,7 +108,7 @@ class Slot:
         return fault - 1 if fault else None
 
     def read(self, header: Header) -> StepOutput:
-        """The outputs that have arrived. `experts` is a view, which the next step overwrites."""
+        """The outputs that have arrived. Those of features are views, which the next step overwrites."""
         output = self._output_host[:, : header.draws].numpy()
         logprobs = output[1:].view(np.float32)
         scores = None
@@ -118,12 +122,28 @@ class Slot:
             logprobs[2].tolist(),
             scores,
             self._accepted_host[: header.draws].tolist() if header.drafts else None,
-            self._experts_host(header.tokens),
             self._guesses_host[: header.draws].tolist() if header.guesses > 0 else None,
+            {region.feature.name: self._of_feature(region, header.tokens) for region in self._regions},
         )
 
-    def _experts_host(self, tokens: int) -> np.ndarray | None:
-        if self.experts is None:
-            return None
-        words = self._result_host[self._output_words : self._output_words + self._token_words * tokens]
-        return words.view(tokens, self._token_words).numpy()
+    def _of_feature(self, region: _Region, tokens: int) -> Any:
+        words = self._result_host[region.start : region.start + region.feature.output_words(tokens)]
+        return region.feature.read(words.numpy(), tokens)
+
+
+class _Region(NamedTuple):
+    """The words of a slot's output that one feature writes."""
+
+    feature: DeviceFeature
+    start: int
+    end: int
+
+
+def _regions(features: Seq[DeviceFeature], start: int, tokens: int) -> tuple[list[_Region], int]:
+    """The words of each feature that gives any, from `start` on, for steps of `tokens` tokens; and their end."""
+    regions = []
+    for feature in features:
+        if words := feature.output_words(tokens):
+            regions.append(_Region(feature, start, start + words))
+            start += words
+    return regions, start

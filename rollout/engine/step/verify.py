@@ -42,7 +42,8 @@ def set_up(rows: RowState, step: StepInput) -> None:
     if rows.ints.is_cuda:
         from rollout_kernels.step.triton_drafts import set_up_drafts
 
-        copied = rows.ints, rows.floats, rows.pages, rows.drafts, rows.adapters, rows.guesses
+        column = next(iter(rows.columns.values()), None)
+        copied = rows.ints, rows.floats, rows.pages, rows.drafts, column, rows.guesses
         set_up_drafts(step["drafts"], step["verified"], step["paths"], *copied, last=LAST, length=LENGTH)
     else:
         copy_rows(rows, step)
@@ -75,9 +76,8 @@ def copy_rows(rows: RowState, step: StepInput) -> None:
     ints_NI[:, LENGTH], ints_NI[:, LAST] = position_N, token_N
     rows.ints.index_copy_(0, draft_N, ints_NI)
     rows.drafts.index_copy_(0, draft_N, token_N)
-    for state in (rows.floats, rows.pages, rows.adapters):
-        if state is not None:
-            state.index_copy_(0, draft_N, state.index_select(0, owner_N))
+    for state in (rows.floats, rows.pages, *rows.columns.values()):
+        state.index_copy_(0, draft_N, state.index_select(0, owner_N))
 
 
 def refuse(rows: RowState, step: StepInput, places_N: torch.Tensor) -> None:

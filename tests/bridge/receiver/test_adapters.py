@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rollout.config import ModelSettings
-from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
+from rollout.engine.adapters import AdapterRegistry
+from rollout.engine.features.adapters.table import AdapterTable
 from rollout.models import load_model
 from rollout.models.lora_slots import AdapterSlots, corrected_modules, random_adapter
 from rollout.models.spec import ModelSpec

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.engine.adapter_table import AdapterRegistry
+from rollout.engine.adapters import AdapterRegistry
 from rollout.weights.adapter_target import AdapterTarget
 from tests.bridge.receiver.test_adapters import RawAdapter, spec  # noqa: F401 -- a fixture
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import Cancel, Done, DropAdapter, Failed, PutAdapter
-from tests.support.engine.adapted import Adapters, greedy_is, make_adapters, table_of, versions_of
+from tests.support.engine.adapted import Adapters, greedy_is, make_adapters, slots_of, table_of, versions_of
 from tests.support.engine.harness import Bench, Completion, prompt_of
 from tests.support.engine.offloading import counts, offloading, restoring
 from tests.support.engine.streams import LateDevice
@@ -267,10 +267,10 @@ def test_a_rebuilt_engine_has_its_adapters_and_its_host_memory(model, adapters):
     bench = bench_of(model, adapters, 2)
     six(bench, ["a0", "a1"])
     until(bench, lambda: offloaded(bench))
-    slots, memory = bench.engine.executor.step.adapters, bench.engine.executor.mover.host_memory
+    slots, memory = slots_of(bench), bench.engine.executor.mover.host_memory
     bench.engine.fail("a fault")
     rebuild_engine(bench.engine, bench.settings)
-    assert bench.engine.executor.step.adapters is slots and bench.engine.executor.mover.host_memory is memory
+    assert slots_of(bench) is slots and bench.engine.executor.mover.host_memory is memory
     before = counts(bench).restored
     for i in range(6):
         bench.submit(f"again{i}", prompt_of(10, i), 60, adapter=f"a{i % 2}")

@@ -322,7 +322,7 @@ def test_captured_steps_record_the_experts_that_they_ran(checkpoint):
     executor = bench.engine.executor
     torch.cuda.synchronize()
     ran = torch.stack(executor.graphs.experts[4], dim=1)  # of the slot that was captured first
-    records = [slot.experts.experts.experts_TLK[:4].int() for slot in bench.engine.pipeline.free_slots]
+    records = [slot.outputs["routing"].experts.experts_TLK[:4].int() for slot in bench.engine.pipeline.free_slots]
     assert any(torch.equal(record, ran) for record in records), "nothing ran in that slot afterwards"
     for name, ids in prompts.items():
         tokens, routing = bench.tokens(name), told(bench, name)

@@ -260,7 +260,7 @@ def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
     (seq,) = roster.decoding
     seq.group.prompt_logprobs = Full()
     with pytest.raises(MemoryError):
-        make_delta(seq, roster.allocator.experts)
+        make_delta(seq, roster.features)
     seq.group.prompt_logprobs = None
     bench.emit(roster.rescue("a fault"))
     assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
@@ -329,7 +329,7 @@ def test_a_prompt_that_is_scored_without_a_token_has_the_entries_before_its_last
 def test_without_the_setting_nothing_is_recorded(family):
     model, _ = family
     bench = Bench(model)
-    assert bench.engine.roster.allocator.experts is None
+    assert not bench.engine.roster.features
     bench.submit("a", prompt_of(9, 0), 5)
     bench.run()
     assert bench.completions["a", 0].routing == []

@@ -28,10 +28,12 @@ class Case:
         self.rows = (rng.permutation(ROWS)[: len(self.counts)] + 1).tolist()
         width = int(rng.integers(5, 12))
         spare, step_rows, verified, drafts = iter(range(ROWS + 1, ROWS + DRAFT_ROWS + 1)), [], [], []
-        self.state = RowState(ROWS + DRAFT_ROWS, PAGES, VOCAB, DEVICE, adapters, GUESSES if guesses else 0)
+        self.state = RowState(
+            ROWS + DRAFT_ROWS, PAGES, VOCAB, DEVICE, ["adapters"] if adapters else [], GUESSES if guesses else 0
+        )
         generator = torch.Generator().manual_seed(seed)
         state = self.state
-        for tensor in (state.ints, state.pages, state.drafts, state.adapters, state.guesses):
+        for tensor in (state.ints, state.pages, state.drafts, *state.columns.values(), state.guesses):
             if tensor is not None:
                 tensor.copy_(torch.randint(0, VOCAB, tensor.shape, generator=generator).to(tensor.dtype))
         self.state.floats.copy_(torch.rand(self.state.floats.shape, generator=generator))
@@ -57,7 +59,7 @@ class Case:
 
 
 def set_up_by_kernel(rows: RowState, step: StepInput) -> None:
-    state = rows.ints, rows.floats, rows.pages, rows.drafts, rows.adapters, rows.guesses
+    state = rows.ints, rows.floats, rows.pages, rows.drafts, rows.columns.get("adapters"), rows.guesses
     set_up_drafts(step["drafts"], step["verified"], step["paths"], *state, last=LAST, length=LENGTH)
 
 
@@ -67,8 +69,10 @@ def accept_by_kernel(rows: RowState, step: StepInput, output_4R: torch.Tensor, a
 
 
 def equal_state(mine: RowState, theirs: RowState) -> bool:
-    names = ["ints", "floats", "pages", "drafts", *(["adapters"] if mine.adapters is not None else [])]
-    return all(torch.equal(getattr(mine, name), getattr(theirs, name)) for name in names)
+    names = ["ints", "floats", "pages", "drafts"]
+    pairs = [(getattr(mine, name), getattr(theirs, name)) for name in names]
+    pairs += zip(mine.columns.values(), theirs.columns.values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("set_up", [verify.copy_rows, set_up_by_kernel])
@@ -84,9 +88,8 @@ def test_a_draft_row_is_its_row_some_tokens_ahead(set_up, seed):
             token = path[min(max(position - case.verified[which][3], 0), len(path) - 1)]
             if case.verified[which][3] == IN_ROW_STATE:
                 token = int(case.state.guesses[row, ahead - 1])
-            for name in ("ints", "floats", "pages", "adapters"):
-                if getattr(expected, name) is not None:
-                    getattr(expected, name)[draft_row] = getattr(case.state, name)[row]
+            for state in (expected.ints, expected.floats, expected.pages, *expected.columns.values()):
+                state[draft_row] = state[row]
             expected.ints[draft_row, LENGTH], expected.ints[draft_row, LAST] = position, token
             expected.drafts[draft_row] = token
         which += bool(mine)

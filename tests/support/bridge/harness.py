@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from rollout.config import WeightsSettings
-from rollout.engine.adapter_table import AdapterUpdate
+from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.weights.adapter_target import AdapterTarget
 from rollout.weights.parameter_map import UpdateNames

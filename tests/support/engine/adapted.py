@@ -9,7 +9,10 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from rollout.engine.features.adapters.feature import Adapters as AdapterFeature
+from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.messages import Delta, PutAdapter
+from rollout.engine.schedule.feature import find
 from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import load_peft_folder
 from tests.support.engine.harness import Bench, load
@@ -46,7 +49,11 @@ def bench_of(model, adapters, count: int = 0, slots: int = 8, **engine) -> Bench
 
 
 def table_of(bench: Bench):
-    return bench.engine.roster.allocator.adapters
+    return find(bench.engine.roster.features, AdapterFeature).table
+
+
+def slots_of(bench: Bench):
+    return find(bench.engine.executor.step.features, AdapterMemory).slots
 
 
 def versions_of(bench: Bench, name: str, index: int = 0) -> list[int]:

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.config import ModelSettings
-from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
+from rollout.engine.adapters import AdapterRegistry
+from rollout.engine.features.adapters.table import AdapterTable
 from rollout.models import load_model
 from rollout.models.checkpoint_folder import CheckpointError, read_json
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights

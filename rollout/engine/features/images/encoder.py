@@ -22,7 +22,7 @@ from rollout.engine.features.images.feature import TOKEN_WORDS, Images
 from rollout.engine.features.site import Site
 from rollout.engine.messages import Pixels
 from rollout.engine.schedule.feature import StepFeature
-from rollout.engine.step.feature import DeviceFeature
+from rollout.engine.step.feature import DeviceFeature, HostParts
 from rollout.engine.step.row_state import ROPE_DELTA, RowState
 from rollout.engine.upload import Extra, StepInput
 from rollout.models.batch import StepImages
@@ -84,7 +84,7 @@ class ImageEncoder(DeviceFeature):
         zeros = None if memory is None else memory.zeros
         return cls(tower, places, engine.image_patches, dtype, where, engine.deterministic, zeros)
 
-    def host_part(self, before: StepFeature | None) -> Images:
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> Images:
         """See `DeviceFeature`."""
         counts = before.encodings.counts if isinstance(before, Images) else None
         beginnings = self.spec.family.beginnings
@@ -103,11 +103,13 @@ class ImageEncoder(DeviceFeature):
             embeddings_NW = self._tower.embeddings(torch.cat(patches), [encode.pixels.grid for encode in batch])
             self.buffer_PW.index_copy_(0, to_device(places, self._device), embeddings_NW)
 
-    def decode_fields(self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor) -> dict[str, Any]:
+    def decode_fields(
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, features: int, output: Any
+    ) -> dict[str, Any]:
         """Positions of the rotary embedding, where rows may have images."""
         return {"rope_positions": positions_B + rows.ints[:, ROPE_DELTA].index_select(0, rows_B)}
 
-    def prefill_fields(self, rows: RowState, step: StepInput) -> dict[str, Any]:
+    def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
         """Positions of the rotary embedding, and the tokens that are images."""
         fields: dict[str, Any] = {}
         if "rope_positions" in step:

@@ -82,7 +82,7 @@ class Images(StepFeature):
         """Encodings of other weights of the tower are of no use."""
         self.encodings.weights_changed(names)
 
-    def kv_left(self) -> None:
+    def memory_leaves(self) -> None:
         """The buffer is given back with the KV."""
         self.encodings.drop_all()
 

@@ -2,7 +2,7 @@
 
 An entry lies where the KV of its token lies: same page, same place in the page. Steps are committed in the order of
 their launch, so `ExpertPages` mirrors the KV pages, one commit late: a sequence that shares, copies, caches or evicts a
-page has the entries of its tokens with it. `step/expert_trace` says how a step records them and how they are packed.
+page has the entries of its tokens with it. `record` says how a step records them and how they are packed.
 
 Entries of KV that is on the host (`offload`) are kept with it, by its page number there. They go back to the pool's
 pages only at the commit of the first step with these pages: a step before it may still have to copy from those page

@@ -1,8 +1,4 @@
-"""Adapters that requests can name, and which of them lie in slots on the device.
-
-    AdapterRegistry   every adapter by name, with its weights in host memory; outlives faults
-    AdapterTable      the slots; built anew with the other parts of an engine
-    AdapterUse        what one sequence has of its adapter
+"""Which adapters lie in slots on the device.
 
     put          an adapter, or a newer version of one; rows that run with it go on with the new version
     ready        before admission: the adapter is in a slot, or its copy there begins
@@ -10,11 +6,9 @@
 
 Invariants:
 - A slot that a sequence has taken belongs to that adapter until it is given back, together with row and pages
-  (`PageAllocator.release`), when no step in flight names the row. So the copies of the load stream, which run beside
-  steps, write only to slots that no step reads.
+  (`Roster.settle`), when no step in flight names the row. So the copies of the load stream, which run beside steps,
+  write only to slots that no step reads.
 - A newer version of an adapter in use is written by the compute stream, between two steps.
-- Each set of weights that an adapter ever had is an edition of its own, also under a known name or version. KV belongs
-  to a weights version and an adapter edition.
 """
 
 from __future__ import annotations
@@ -22,148 +16,13 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
 
-from rollout.engine.device.streams import Device, Event, Stream
-from rollout.engine.messages import VERSION_END, AdapterStatus
+from rollout.engine.adapters import Adapter, AdapterOrders, AdapterRegistry, AdapterSlot
+from rollout.engine.device.streams import Device, Stream
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights
 
 #: The time between two looks at the copies of other ranks.
 _LOOK_S = 0.0005
-
-
-class AdapterError(ValueError):
-    """An adapter cannot be loaded or unloaded; the message says why, `field` names the wrong part of the request."""
-
-    def __init__(self, message: str, field: str = "name") -> None:
-        super().__init__(message)
-        self.field = field
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterUpdate:
-    """An adapter that arrived over the weight bridge, complete and checked."""
-
-    name: str
-    version: int
-    nbytes: int
-    weights: AdapterWeights
-    released: bool = True  # it refers to no memory of the bridge
-
-    def close(self, applied: bool) -> None:
-        """The engine is done with this update."""
-
-
-@dataclass(eq=False, slots=True)
-class Adapter:
-    """One adapter, by name; a newer version replaces its weights."""
-
-    name: str
-    version: int
-    edition: int  # of its weights, from 1
-    weights: AdapterWeights | None  # None once it is dropped: ended requests may still refer to it
-    slot: AdapterSlot | None = None  # where it lies on the device
-
-
-@dataclass(eq=False, slots=True)
-class AdapterSlot:
-    """Device memory for one adapter."""
-
-    number: int  # from 1
-    written: Event  # by a stream; steps that read it are launched later
-    adapter: Adapter | None = None
-    order: int = 0  # number of the copy on the other ranks
-    refs: int = 0  # sequences that have taken it
-    used: int = 0  # grows with every use
-
-
-@dataclass(eq=False, slots=True)
-class AdapterUse:
-    """What one sequence has of its adapter, if it has one."""
-
-    adapter: Adapter | None
-    slot: AdapterSlot | None = None  # while the sequence has a row
-    #: (token, version): that token is the first by it. Tokens in flight count with all of their drafts.
-    version_changes: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def edition(self) -> int:
-        """Edition of the adapter's weights, 0 without an adapter; KV depends on it."""
-        return 0 if self.adapter is None else self.adapter.edition
-
-    def note_version(self, token: int) -> None:
-        """From `token` on, tokens are drawn with the adapter's present version."""
-        if self.adapter is None:
-            return
-        changes, version = self.version_changes, self.adapter.version
-        if changes and changes[-1][0] == token:
-            changes.pop()
-        if not changes or changes[-1][1] != version:
-            changes.append((token, version))
-
-    def drafts_refused(self, count: int, after: int) -> None:
-        """A step whose tokens begin at `after` had this many drafts refused: changes noted since come earlier."""
-        changes = self.version_changes
-        for i in range(len(changes) - 1, -1, -1):
-            token, version = changes[i]
-            if token <= after:
-                return
-            changes[i] = token - count, version
-
-    def dropped(self, token: int) -> None:
-        """Tokens from this one on do not count, and are drawn again with the present version."""
-        while self.version_changes and self.version_changes[-1][0] > token:
-            self.version_changes.pop()
-        self.note_version(token)
-
-
-class AdapterRegistry:
-    """Adapters by name, `most` at the most. Only the loop changes it; any thread may read it."""
-
-    def __init__(self, most: int) -> None:
-        self.known: dict[str, Adapter] = {}
-        self._most = most
-        self._editions = 0
-
-    def check(self, name: str, version: int | None) -> int:
-        """The version that new weights of an adapter will have. Raises AdapterError if they cannot be taken.
-
-        Any thread may ask, but only on the loop's thread does the answer stay true.
-        """
-        old = self.known.get(name)
-        if old is None and len(self.known) >= self._most:
-            raise AdapterError(
-                f"{len(self.known)} adapters are loaded, as many as engine.max_adapters allows: unload one first, "
-                "or raise it"
-            )
-        if old is not None and version is not None and version <= old.version:
-            raise AdapterError(f"adapter {name!r} is at version {old.version}; send a later version", "version")
-        if old is not None and old.version == VERSION_END - 1:
-            raise AdapterError(f"adapter {name!r} is at the last version that is possible; unload it first", "version")
-        return version if version is not None else 0 if old is None else old.version + 1
-
-    def next_edition(self) -> int:
-        """The number of new weights."""
-        self._editions += 1
-        return self._editions
-
-    def status(self) -> Iterator[AdapterStatus]:
-        """Every adapter. Any thread may ask."""
-        for adapter in tuple(self.known.values()):
-            slot = adapter.slot
-            yield AdapterStatus(adapter.name, adapter.version, slot is not None, 0 if slot is None else slot.refs)
-
-
-class AdapterOrders(Protocol):
-    """Has the other ranks of a tensor group copy their parts of adapters."""
-
-    def write_adapter(self, slot: int, weights: AdapterWeights, beside: bool) -> int:
-        """Copy to a slot, `beside` steps or between two; returns the number of the copy."""
-
-    def adapter_written(self, number: int) -> bool:
-        """Whether all other ranks have done this copy and the ones before."""
 
 
 class AdapterTable:

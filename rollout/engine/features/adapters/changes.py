@@ -1,0 +1,45 @@
+"""Adapters that arrive, change or are dropped, between two steps."""
+
+from __future__ import annotations
+
+from rollout.engine.adapters import AdapterError
+from rollout.engine.features.adapters.feature import Adapters
+from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.preemption import begin_again
+from rollout.engine.schedule.roster import Roster
+from rollout.engine.sequence.sequence import Sequence
+from rollout.models.lora_slots import AdapterWeights
+
+
+def put_adapter(
+    roster: Roster, name: str, version: int | None, weights: AdapterWeights, recompute: bool
+) -> list[Sequence]:
+    """Take an adapter; steps planned from now on run with it. Returns the sequences whose KV has to be computed again.
+
+    Raises AdapterError where it cannot be taken.
+    """
+    adapters = find(roster.features, Adapters)
+    assert adapters is not None
+    old = adapters.table.known.get(name)
+    adapter = adapters.table.put(name, version, weights)
+    if old is None:
+        return []
+    roster.feed.close_shares(lambda group: group.adapter is adapter)
+    users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
+    kept, taken_off = begin_again(roster, users, recompute)
+    for seq in kept:
+        seq.kv.version = -1  # its KV has several adapter editions
+        roster.feed.prefill_stopped(seq)
+        seq.adapter_use.note_version(seq.launched)
+    return taken_off
+
+
+def drop_adapter(roster: Roster, name: str) -> None:
+    """Forget an adapter. Raises AdapterError if it is not loaded, or if a request names it."""
+    adapters = find(roster.features, Adapters)
+    if adapters is None or name not in adapters.table.known:
+        raise AdapterError(f"adapter {name!r:.200} is not loaded")
+    users = sum(group.adapter is adapters.table.known[name] for group in roster.groups.values())
+    if users:
+        raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
+    adapters.table.drop(name)

@@ -1,0 +1,75 @@
+"""What adapters add to admission and uploads.
+
+Section of rows that a step sets up: init_adapters, int32 [rows]: the slot of each row's adapter, 0 for none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollout.engine.features.adapters.table import AdapterTable
+from rollout.engine.messages import Rejected, Request
+from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.schedule.plan import Plan
+from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.sequence import Group, Sequence
+from rollout.engine.upload import Staging
+
+
+class Adapters(StepFeature):
+    """The adapters of one engine; `table` are their slots."""
+
+    name = "adapters"
+    serves = Feature.ADAPTER
+
+    def __init__(self, table: AdapterTable) -> None:
+        self.table = table
+
+    def refusal(self, request: Request) -> Rejected | None:
+        """An adapter that is not loaded."""
+        if request.adapter is None or request.adapter in self.table.known:
+            return None
+        message = f"adapter {request.adapter!r:.200} is not loaded; load it with 'load_adapter', or publish it"
+        return Rejected(request.key, "bad_request", message, "adapter")
+
+    def enter(self, group: Group) -> None:
+        """See `StepFeature`."""
+        if group.request.adapter is not None:
+            group.adapter = self.table.known[group.request.adapter]
+
+    def ready(self, seq: Sequence) -> bool:
+        """True if the sequence has no adapter, or the adapter is in a slot. If not, the adapter is loaded or waits."""
+        return seq.group.adapter is None or self.table.ready(seq.group.adapter)
+
+    def admitted(self, seq: Sequence) -> None:
+        """The sequence takes its slot."""
+        if seq.group.adapter is not None:
+            seq.adapter_use.slot = self.table.take(seq.group.adapter)
+
+    def left(self, seq: Sequence) -> None:
+        """The sequence gives its slot back."""
+        if seq.adapter_use.slot is not None:
+            self.table.give(seq.adapter_use.slot)
+            seq.adapter_use.slot = None
+
+    def tick(self) -> None:
+        """Let go of weights that all ranks have read."""
+        self.table.let_go()
+
+    def wait(self) -> None:
+        """Wait for copies to slots."""
+        self.table.wait()
+
+    def pack(self, plan: Plan, staging: Staging) -> None:
+        """Put the slots of the rows that the step sets up."""
+        if plan.kind == "prefill" and (new := [span.seq.adapter_use for span in plan.spans if not span.seq.row_ready]):
+            slots = [0 if use.slot is None else use.slot.number for use in new]
+            staging.put("init_adapters", np.array(slots, dtype=np.int32))
+
+    def memory_leaves(self) -> None:
+        """The slots lose their content."""
+        self.table.unload_all()
+
+    def check(self) -> None:
+        """See `StepFeature`."""
+        self.table.check_unused()

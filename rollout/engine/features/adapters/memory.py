@@ -1,0 +1,88 @@
+"""Adapters on the device: the slots, and what a forward needs of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from rollout.engine.adapters import AdapterRegistry
+from rollout.engine.device.streams import Device
+from rollout.engine.features.adapters.feature import Adapters
+from rollout.engine.features.adapters.table import AdapterTable
+from rollout.engine.features.site import Site
+from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.sequence.features import Feature
+from rollout.engine.step.feature import DeviceFeature, HostParts
+from rollout.engine.step.row_state import RowState
+from rollout.engine.upload import StepInput
+from rollout.models.language_model import native
+from rollout.models.lora_slots import AdapterSlots, StepAdapters
+
+log = logging.getLogger(__name__)
+
+_ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
+
+
+class AdapterMemory(DeviceFeature):
+    """The slots of a worker for adapters of `registry`; a follower of a tensor group has no registry."""
+
+    name = "adapters"
+    changes_forward = Feature.ADAPTER
+    row_column = True
+    own_stream = True  # copies adapters to slots that no row uses
+
+    def __init__(self, slots: AdapterSlots, device: Device, registry: AdapterRegistry | None = None) -> None:
+        self.slots = slots
+        self._device, self._registry = device, registry
+
+    @classmethod
+    def make(cls, site: Site) -> AdapterMemory | None:
+        """Memory for adapters, if any are served. Raises ValueError with the numbers if there is too little."""
+        engine, device, memory = site.settings.engine, site.device, site.memory
+        if not engine.adapter_slots:
+            return None
+        model = native(site.model)
+        needed = AdapterSlots.bytes_for(model.spec, engine.adapter_slots, engine.adapter_rank, model.embed.dtype)
+        if needed > device.free_bytes():
+            raise ValueError(
+                f"adapter_slots = {engine.adapter_slots} of adapter_rank = {engine.adapter_rank} take "
+                f"{needed / 2**30:.2f} GiB and there are {device.free_bytes() / 2**30:.2f} GiB: lower one of them"
+            )
+        slots = AdapterSlots(
+            model.spec, engine.adapter_slots, engine.adapter_rank, model.embed.dtype, model.embed.device
+        )
+        if memory is not None:
+            tensors = (tensor for b in slots.buffers.values() for tensor in (b.a_SAK, b.b_SNR))
+            memory.take_over(tensors, kept=False)  # they are loaded again from the host
+        log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
+        return cls(slots, device, site.registry)
+
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> Adapters:
+        """See `DeviceFeature`. The registry of adapters outlives faults."""
+        streams, registry = engine.streams, self._registry
+        assert registry is not None, "adapters have slots but no registry"
+        loads = streams.beside[self.name]
+        return Adapters(AdapterTable(registry, self.slots, self._device, loads, streams.compute, engine.orders))
+
+    def decode_fields(
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, features: int, output: Any
+    ) -> dict[str, Any]:
+        """The slots of the rows."""
+        return {"adapters": self._of(rows, rows_B)} if features & _ADAPTER else {}
+
+    def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
+        """The slots of the tokens of spans."""
+        if not step.header.features & _ADAPTER:
+            return {}
+        slots_C = rows.columns[self.name].index_select(0, step["rows"])
+        slots_T = slots_C.index_select(0, step["token_span"])
+        return {"adapters": StepAdapters(self.slots, slots_T, segmented=True)}
+
+    def wanted_fields(self, rows: RowState, step: StepInput) -> dict[str, Any]:
+        """The slots of the rows that draw."""
+        return {"adapters": self._of(rows, step["sampled_rows"])} if step.header.features & _ADAPTER else {}
+
+    def _of(self, rows: RowState, rows_B: torch.Tensor) -> StepAdapters:
+        return StepAdapters(self.slots, rows.columns[self.name].index_select(0, rows_B), segmented=False)

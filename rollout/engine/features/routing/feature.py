@@ -1,0 +1,72 @@
+"""Commits the records of steps, and adds experts to what is sent.
+
+Entries of KV that came back from the host go to the pool's pages only at the commit of the first step with these pages:
+a step before it may still have to copy from those page numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+
+from rollout.engine.features.routing.entries import ExpertPages, SequenceExperts
+from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.schedule.plan import Plan
+from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.step_output import StepOutput
+
+
+class Routing(StepFeature):
+    """The experts of the tokens of one engine."""
+
+    name = "routing"
+
+    def __init__(self, entries: ExpertPages) -> None:
+        self.entries = entries
+        self._unsent: dict[Sequence, SequenceExperts] = {}  # of sequences that report their experts
+        self._restored: dict[Sequence, tuple[list[int], np.ndarray]] = {}  # pages and entries, until a commit
+
+    def commit(self, plan: Plan, output: StepOutput) -> None:
+        """The step's record has the experts of its tokens."""
+        for span in plan.spans if plan.kind == "prefill" else ():
+            if span.prompt is not None and span.prompt.copy is not None:
+                self.entries.copy(*span.prompt.copy)
+            if span.seq in self._restored:
+                self.entries.put(*self._restored.pop(span.seq))
+        self.entries.take(output.of_features[self.name])
+
+    def delta_fields(self, seq: Sequence) -> dict[str, Any]:
+        """The entries that were not sent yet; they count as sent."""
+        if seq.group.request.routing_from is None:
+            return {}
+        entries = self._of(seq).tell(self.entries, seq.kv.pages, seq.consumed)
+        if seq.finish is not None:
+            del self._unsent[seq]
+        return {"routing": entries}
+
+    def left(self, seq: Sequence) -> None:
+        """A preempted sequence takes its entries along: those in its pages may be computed again."""
+        if seq.group.request.routing_from is not None and not seq.finalized:
+            self._of(seq).keep(self.entries, seq.kv.pages, seq.consumed)
+
+    def stow(self, pages: Seq[int], host_pages: Seq[int]) -> None:
+        """See `PageMirror`."""
+        self.entries.stow(list(pages), list(host_pages))
+
+    def restored(self, seq: Sequence, host_pages: Seq[int], pages: Seq[int]) -> None:
+        """See `PageMirror`."""
+        self._restored[seq] = list(pages), self.entries.stowed(list(host_pages))
+
+    def check(self) -> None:
+        """See `StepFeature`."""
+        assert not self._restored, "experts of restored pages wait for a commit"
+        assert not self._unsent, "experts of a sequence that has ended are kept"
+
+    def _of(self, seq: Sequence) -> SequenceExperts:
+        if seq not in self._unsent:
+            first = seq.group.request.routing_from
+            assert first is not None
+            self._unsent[seq] = SequenceExperts(first)
+        return self._unsent[seq]

@@ -1,0 +1,56 @@
+"""The streams of an engine's steps, and the orders that tell other ranks what they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout.engine.adapters import AdapterOrders
+from rollout.engine.device.group_memory import MemoryOrders
+from rollout.engine.device.streams import Device, Stream
+from rollout.engine.kv.page_mover import MoveOrders
+from rollout.engine.step.masks import StepMasks
+from rollout.engine.step_output import StepOutput
+from rollout.engine.upload import Upload
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The streams of one engine's steps."""
+
+    h2d: Stream
+    compute: Stream
+    d2h: Stream
+    beside: Mapping[str, Stream]  # of features, by name, for work beside the steps
+
+    @classmethod
+    def make(cls, device: Device, beside: Iterable[str] = ()) -> Streams:
+        """New streams."""
+        h2d, compute, d2h = device.stream("h2d"), device.stream("compute"), device.stream("d2h")
+        return cls(h2d, compute, d2h, {name: device.stream(name) for name in beside})
+
+    def all(self) -> list[Stream]:
+        """All streams of this engine."""
+        return [self.h2d, self.compute, self.d2h, *self.beside.values()]
+
+    def close(self) -> None:
+        """Finish what is enqueued and end the streams."""
+        for stream in self.all():
+            stream.close()
+
+
+class Orders(AdapterOrders, MoveOrders, MemoryOrders, Protocol):
+    """Tells the other ranks of a tensor group, in order, what this rank enqueues on its compute stream."""
+
+    def step(self, upload: Upload) -> None:
+        """The next step."""
+
+    def draw(self, masks: StepMasks) -> None:
+        """The draw of the last step, whose masks are written."""
+
+    def swap(self, version: int) -> None:
+        """The copy of the update that all ranks have prepared; `version` is the version of later steps."""
+
+    def confirm(self, output: StepOutput) -> None:
+        """Raise if another rank knows that these outputs may be wrong."""
