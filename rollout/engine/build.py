@@ -25,8 +25,10 @@ from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import HostMemory, PageMover
 from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.prefixes import Prefixes
 from rollout.engine.kv.sessions import SessionCounts, Sessions
 from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.kv.state_prefixes import StatePrefixes
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Event
 from rollout.engine.parts import EngineParts, Links, Receiver
@@ -278,7 +280,7 @@ def _build_parts(site: Site, version: int, lasting: _Lasting | None, progress: P
     if lasting is not None:
         roster.draft_version = lasting.draft_version
     mover, books = executor.mover, allocator.offload_books
-    offload = None if mover is None or books is None else Offload(roster, books, mover, executor.state_mover)
+    offload = None if mover is None else Offload(roster, books, mover, executor.state_mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
     step, shared = executor.step, None
     if step.shares_pages:
@@ -307,16 +309,16 @@ def _build_allocator(
     pool = PagePool(step.kv.pages)
     host_pages, page_bytes = (0, 0) if mover is None else (mover.host_memory.pages, mover.host_memory.page_bytes)
     session_counts = None if lasting is None else lasting.session_counts
-    snapshots = None
-    if step.kv.states is not None:
-        snapshots = Snapshots(engine.max_rows + 1, engine.snapshot_places, pool)
-    sessions = Sessions(pool, engine.page_size, int(engine.session_share * pool.total), session_counts, snapshots)
-    offload_books = None
-    if mover is not None:
-        counts = None if lasting is None else lasting.offload_counts
-        host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
-        offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, host_places, mirrors)
-    return PageAllocator(pool, engine.page_size, engine.prefix_cache, sessions, offload_books, snapshots, mirrors)
+    places = engine.snapshot_places if step.kv.states is not None else 0
+    snapshots = Snapshots(engine.max_rows + 1, places, pool)
+    most_pages = int(engine.session_share * pool.total)
+    sessions = Sessions(pool, engine.page_size, most_pages, snapshots, session_counts)
+    found_by = pool, engine.page_size, engine.prefix_cache, sessions
+    prefixes = Prefixes(*found_by) if step.kv.states is None else StatePrefixes(*found_by, snapshots)
+    counts = None if lasting is None else lasting.offload_counts
+    host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
+    books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, host_places, mirrors, counts)
+    return PageAllocator(sessions, prefixes, books, mirrors)
 
 
 def _features(site: Site) -> list[DeviceFeature]:

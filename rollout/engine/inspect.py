@@ -77,15 +77,14 @@ class Inspector:
     def set_gauges(self) -> None:
         """Give the meter the values of metrics that the engine keeps, before a report."""
         roster, offload = self._engine.roster, self._offload()
-        pool, counters, snapshots = roster.allocator.pool, roster.counters, roster.allocator.snapshots
-        places = 0 if snapshots is None else len(snapshots.places)
+        pool, counters, prefixes = roster.allocator.pool, roster.counters, roster.allocator.prefixes
         self._engine.meter.set(
             {
                 "rollout/rows": roster.running,
                 "queue/waiting": roster.waiting,
                 "kv/used_pct": percent(pool.used, pool.total),
                 "kv/session_pct": percent(roster.allocator.sessions.pages, pool.total),
-                "state/snapshots_used_pct": percent(0 if snapshots is None else snapshots.used, places),
+                "state/snapshots_used_pct": prefixes.snapshots_used_pct,
                 "state/snapshot_loads": counters.snapshot_loads,
                 **{f"prefix/hits_{kind}": counters.prefix_hits[kind] for kind in PREFIX_HITS},
                 "kv/prefix_hit_pct": percent(counters.cached_tokens, counters.prompt_tokens),

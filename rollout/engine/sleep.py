@@ -208,8 +208,7 @@ class Sleeper:
 
 def _emptied(roster: Roster) -> bool:
     """True once no page is in use. Until then, pages that only offloaded sequences still use are sent to the host."""
-    if roster.allocator.offload_books is not None:
-        roster.allocator.offload_books.send_unshared()
+    roster.allocator.offload_books.send_unshared()
     return roster.allocator.pool.used == 0
 
 

@@ -275,7 +275,7 @@ def test_an_update_frees_the_places_of_old_snapshots(made, mode):
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(20, i), 5)
     bench.run()
-    snapshots = bench.engine.roster.allocator.snapshots
+    snapshots = bench.engine.roster.allocator.prefixes.snapshots
     assert snapshots.used == 5
     mailbox.ready = Update(1, load(folders[1]), model)
     while not mailbox.done:

@@ -67,6 +67,8 @@ class OffloadCounts:
 class OffloadBooks:
     """Where each page of the offloaded sequences is. The host has room for `host_pages` pages of `page_bytes` each.
 
+    Without host pages nothing is offloaded.
+
     `mirrors` lie beside the KV and go to the host with it.
     """
 
@@ -76,12 +78,12 @@ class OffloadBooks:
         page_size: int,
         host_pages: int,
         page_bytes: int,
-        counts: OffloadCounts | None = None,
         host_places: int = 0,
         mirrors: Seq[PageMirror] = (),
+        counts: OffloadCounts | None = None,
     ) -> None:
         self.counts = counts or OffloadCounts()
-        self.closed = False  # copies fail: nothing is offloaded any more
+        self.closed = host_pages == 0  # or copies fail: nothing is offloaded any more
         self.outgoing = 0  # pages whose pool page is free once they are copied
         self.host_pages = host_pages
         self._pool = pool

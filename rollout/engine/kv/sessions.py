@@ -54,8 +54,8 @@ class Sessions:
         pool: PagePool,
         page_size: int,
         most_pages: int,
+        snapshots: Snapshots,
         counts: SessionCounts | None = None,
-        snapshots: Snapshots | None = None,
     ) -> None:
         self.counts = counts or SessionCounts()
         self._pool = pool
@@ -213,7 +213,6 @@ class Sessions:
         # A copy: a view would keep the tokens of a whole prompt of which little was computed.
         snapshots = tuple(snapshot for snapshot in left.snapshots if snapshot.tokens <= count)
         for snapshot in snapshots:
-            assert self._snapshots is not None
             self._snapshots.retain(snapshot.place)
         session.kv = SessionKV(
             left.tokens[:count].copy(), pages, left.version, left.keys, left.adapter_edition, snapshots
@@ -248,7 +247,6 @@ class Sessions:
                 del self._refs[page]
         self._refs_sum -= len(session.kv.pages)
         for snapshot in session.kv.snapshots:
-            assert self._snapshots is not None
             self._snapshots.release(snapshot.place)
         session.kv = None
         del self._with_kv[session.key]

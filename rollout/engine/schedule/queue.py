@@ -81,7 +81,7 @@ class QueueFeed:
 
     def prefill_stopped(self, seq: Sequence) -> None:
         """A prefill stops, or its KV is of no use to others: queue the sequences that waited for it."""
-        self._allocator.drop_frontier(seq)
+        self._allocator.prefixes.drop_frontier(seq)
         self._queue_again(self._joined.pop(seq, []))
 
     def note_misfit(self, seq: Sequence, running: int, available: int) -> None:

@@ -85,7 +85,7 @@ class Scheduler:
         for index in range(request.n):
             self._arrivals += 1
             seq = Sequence(group, index, self._arrivals)
-            if allocator.snapshots is None:  # a state cannot go back to draw a token again
+            if not allocator.prefixes.has_states:  # a state cannot go back to draw a token again
                 seq.begin_free()
             group.sequences.append(seq)
         roster.enter(group)
@@ -150,7 +150,8 @@ class Scheduler:
         if not spans:
             return None
         guesses = -1 if self.speculation is None else self.speculation.prompt_guesses
-        return make_plan(spans, roster.version, self._page_size, self._saves(), guesses)
+        saves = roster.allocator.prefixes.take_saves()
+        return make_plan(spans, roster.version, self._page_size, saves, guesses)
 
     def _plan_decode(self) -> Plan | None:
         roster = self.roster
@@ -161,15 +162,12 @@ class Scheduler:
             seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv.length < seq.kv.capacity]
         if not seqs:
             return None
+        version, prefixes = roster.version, roster.allocator.prefixes
         if self.speculation is not None:
             drafts, guesses = self.speculation.choose(seqs, roster)
             if drafts or guesses >= 0 or any(seq.drafted for seq in seqs):
-                return make_verify_plan(seqs, drafts, roster.version, self._page_size, self._saves(), guesses)
-        return make_plan(decode_spans(seqs), roster.version, self._page_size, self._saves())
-
-    def _saves(self) -> tuple[tuple[int, int], ...]:
-        snapshots = self.roster.allocator.snapshots
-        return () if snapshots is None else snapshots.take_saves()
+                return make_verify_plan(seqs, drafts, version, self._page_size, prefixes.take_saves(), guesses)
+        return make_plan(decode_spans(seqs), version, self._page_size, prefixes.take_saves())
 
     # --- launch and commit -------------------------------------------------------------------------------------------
 
@@ -305,7 +303,7 @@ class Scheduler:
             if request.stream_every and count - drawn.flushed >= request.stream_every:
                 roster.events.append(make_delta(seq, roster.features))
             known = seq.prompt_len + count - 1  # the KV of the newest token is not written yet
-            roster.allocator.remember(seq, known, roster.version)
+            roster.allocator.prefixes.remember(seq, known, roster.version)
             next_page = count + self._page_size - known % self._page_size
             next_delta = drawn.flushed + request.stream_every if request.stream_every else seq.max_tokens
             seq.check_at = min(seq.max_tokens, next_delta, next_page)

@@ -77,10 +77,9 @@ def test_preempted_rows_come_back_with_their_adapter_into_whatever_slot_it_has(m
     """Others take the slots meanwhile; the adapter is loaded again, into another slot."""
     bench = bench_of(model, adapters, 3, prefix_cache=False)
     slots: dict[str, list[int]] = {}
-    allocator = bench.engine.roster.allocator
-    take = allocator._take_adapter_slot
-    allocator._take_adapter_slot = lambda seq: (
-        take(seq),
+    start = bench.engine.roster.start
+    bench.engine.roster.start = lambda seq: (
+        start(seq),
         slots.setdefault(seq.group.key[1], []).append(seq.adapter_use.slot.number),
     )
     prompts = six(bench, ["a0"])

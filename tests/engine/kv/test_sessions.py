@@ -11,6 +11,7 @@ import pytest
 from rollout.engine.build import rebuild_engine
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
+from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.messages import Cancel, Done, EndSession, Prompt, Rejected, Request, StopAt
 from rollout.engine.sequence.session import Session, SessionKV
 from tests.support.alive import alive
@@ -331,7 +332,7 @@ def test_sessions_never_have_more_than_their_share_and_the_oldest_goes_first(mod
 def test_sessions_that_share_all_their_pages_are_bounded_too(most_pages, pages, most):
     """Pages count once, but each session has its tokens in host memory."""
     pool = PagePool(201)
-    sessions, shared = Sessions(pool, 4, most_pages), [pool.allocate() for _ in range(pages)]
+    sessions, shared = Sessions(pool, 4, most_pages, Snapshots(0, 0, pool)), [pool.allocate() for _ in range(pages)]
     prompt = np.zeros(1000, np.int32)
     for i in range(100):
         name = f"s{i}"

@@ -110,7 +110,7 @@ def test_a_record_packs_the_kv_slot_and_the_experts(experts: int, bytes_a_token:
     assert rows[:2, 0].tolist() == [70, 6] and not rows[2:].any()
     packed = rows[:2, 1:].copy().view(shape.dtype)[:, :9]
     assert packed.reshape(2, 3, 3).tolist() == chosen.tolist()
-    other = record.another(2)
+    other = StepExperts(shape, torch.zeros(record_words(shape, 2), dtype=torch.int32))
     other.copy_from(record, 2)
     assert other.experts.experts_TLK.tolist() == chosen.tolist()
 

@@ -1,0 +1,248 @@
+"""Which KV a new sequence need not compute: of its group, of its session, or of any sequence with the same beginning.
+
+A page that another prefill computes next is not computed twice: that prefill's frontier is found by the page's key, and
+the sequence waits without a page until the tokens that both have are launched (`Reusable.awaited`).
+
+`Prefixes` serves models whose KV is pages alone. Models with states have `state_prefixes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.sessions import Sessions
+from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.sequence import PromptShare, Sequence
+from rollout.engine.sequence.sequence_kv import PrefixHit, Snapshot
+
+
+@dataclass(slots=True)
+class Reusable:
+    """KV of a sequence's first tokens that is in the pool already."""
+
+    shared: list[int] = field(default_factory=list)  # full pages, to be shared
+    copied: int | None = None  # the page after them, to be copied; None where the last shared page is full
+    tokens: int = 0  # whose KV the sequence can use
+    session_tokens: int = 0  # whose KV the session has
+    keys: PrefixKeys | None = None  # of the shared pages
+    awaited: tuple[Sequence, int] | None = None  # computes more of it: up to this number of tokens
+    place: int | None = None  # of the snapshot of the state after these tokens, which is loaded
+    hit: PrefixHit = "pages"  # where it was found
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages that have to stay as they are until the sequence has them, or a copy."""
+        return self.shared if self.copied is None else [*self.shared, self.copied]
+
+    def without_copy(self, page_size: int) -> Reusable:
+        """The shared pages only; nothing where a state belongs to the page to copy."""
+        if self.place is not None:
+            return Reusable(keys=None if self.keys is None else self.keys.fork(0))
+        tokens = len(self.shared) * page_size
+        keys = None if self.keys is None else self.keys.fork(len(self.shared))
+        hit: PrefixHit = "pages" if self.hit == "prompt_end" else self.hit
+        return Reusable(self.shared, None, tokens, min(tokens, self.session_tokens), keys, hit=hit)
+
+
+class Prefixes:
+    """Finds KV in the pool and in `sessions`, and makes that of running sequences findable, if `cache`."""
+
+    has_states = False
+
+    def __init__(self, pool: PagePool, page_size: int, cache: bool, sessions: Sessions) -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self.cache = cache
+        self.sessions = sessions
+        #: Prefills under way, by the key of the page that comes next, or of the snapshot.
+        self.frontiers: dict[bytes, Sequence] = {}
+
+    # --- find ---------------------------------------------------------------------------------------------------------
+
+    def find(self, seq: Sequence, version: int) -> Reusable:
+        """KV that `seq` need not compute: the prompt of its group, else KV of its session or, if more, of the cache."""
+        tokens, share = seq.identity(seq.history()), seq.group.share
+        full = (len(tokens) - 1) // self.page_size  # the page of the last token is never shared: it is written again
+        if share is not None and share.version == version and not seq.tokens:
+            keys = share.keys.fork(full) if share.keys else None
+            copied = share.pages[full]
+            return Reusable(share.pages[:full], copied, len(tokens) - 1, keys=keys, place=share.place, hit="group")
+        if seq.scores_prompt:  # log-probs of the prompt need a forward of the whole prompt
+            return Reusable(keys=self.no_keys(seq, version) if self.cache else None)
+        return self._find(seq, tokens, version)
+
+    def _find(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
+        found, full = self._find_in_session(seq, tokens, version), (len(tokens) - 1) // self.page_size
+        if not self.cache:
+            return found
+        found.keys = keys = found.keys or self.no_keys(seq, version)
+        for index in range(len(found.shared), full):
+            key = keys.next_key(seq.content_between(index * self.page_size, (index + 1) * self.page_size))
+            page = self.pool.find(key)
+            if page is None:
+                break
+            found.shared.append(page)
+            keys.append(key)
+            found.copied, found.tokens, found.hit = None, len(found.shared) * self.page_size, "pages"
+        else:
+            key, page = self._find_last(keys, seq.content_between(full * self.page_size, len(tokens)), len(tokens))
+            if page is not None and found.tokens < len(tokens) - 1:
+                found.copied, found.tokens, found.hit = page, len(tokens) - 1, "prompt_end"
+        if found.tokens < len(tokens) - 1 and (other := self.frontiers.get(key)) is not None:
+            found.awaited = self._awaited(seq, tokens, other, found.tokens)
+        return found
+
+    def _find_last(self, keys: PrefixKeys, content: bytes, tokens: int) -> tuple[bytes, int | None]:
+        """The key of the page that holds the last token, and the page with it; a full one has the key of a full one."""
+        if tokens % self.page_size == 0:
+            key = keys.next_key(content)
+            return key, self.pool.find(key)
+        key = keys.tail_key(content)
+        return key, self.pool.find_tail(key)
+
+    def _awaited(self, seq: Sequence, tokens: np.ndarray, other: Sequence, found: int) -> tuple[Sequence, int] | None:
+        """The prefill of `other` and the tokens of it that `seq` can use, if these are more than it has `found`.
+
+        A sequence does not wait for one of lower priority, which may itself wait for long.
+        """
+        if other.kv.prefill_tokens is None or other.priority < seq.priority:
+            return None
+        theirs = other.identity(other.kv.prefill_tokens)
+        most = min(len(theirs), len(tokens))
+        differ = np.flatnonzero(theirs[:most] != tokens[:most])
+        same = int(differ[0]) if len(differ) else most
+        if same == len(tokens) and (same == len(theirs) or same % self.page_size == 0):
+            return other, same  # its last page will be copied
+        usable = min(same, len(tokens) - 1) // self.page_size * self.page_size
+        return (other, usable) if usable > max(found, other.kv.length) else None
+
+    def no_keys(self, seq: Sequence, version: int) -> PrefixKeys:
+        """The keys of a prefix without pages."""
+        return PrefixKeys(version, self.page_size, seq.adapter_use.edition)
+
+    def _find_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
+        if seq.group.session is None:
+            return Reusable()
+        kv, same = self.sessions.match(seq.group.session, tokens, version, seq.adapter_use.edition)
+        if kv is None:
+            return Reusable()
+        full = same // self.page_size
+        copied = kv.pages[full] if same % self.page_size else None
+        keys = kv.keys.fork(full) if kv.keys is not None else None
+        return Reusable(kv.pages[:full], copied, same, same, keys, hit="turn_end")
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def snapshots_used_pct(self) -> float:
+        """Places of snapshots that are in use; 0 without states."""
+        return 0.0
+
+    @property
+    def evictable(self) -> int:
+        """Pages that `evict_one` can make available."""
+        return self.sessions.pages
+
+    def evict_one(self) -> bool:
+        """Have an idle session give up its pages; False if none has any."""
+        return self.sessions.evict_one()
+
+    # --- a sequence runs ----------------------------------------------------------------------------------------------
+
+    def retain(self, reusable: Reusable) -> None:
+        """Keep what is found, beside its pages, until the sequence has it."""
+
+    def release(self, reusable: Reusable) -> None:
+        """Take `retain` back."""
+
+    def admitted(self, seq: Sequence, version: int) -> None:
+        """A sequence has got the pages of what was found for it, and prefills the rest."""
+        self._move_frontier(seq, version)
+
+    def launched(self, seq: Sequence, version: int) -> None:
+        """A step in flight computes more of the sequence's KV, up to its length."""
+        self.remember(seq, seq.kv.length, version)
+        self._move_frontier(seq, version)
+
+    def loaded(self, seq: Sequence) -> None:
+        """The first chunk of a sequence is launched, or it has none any more."""
+
+    def remember(self, seq: Sequence, known: int, version: int) -> None:
+        """Make full pages of the first `known` tokens findable, up to the first KV that is not of `version`."""
+        kv = seq.kv
+        if kv.keys is None or kv.version != version:
+            return
+        for index in range(len(kv.keys), min(known, kv.uniform) // self.page_size):
+            start = index * self.page_size
+            key = kv.keys.next_key(seq.content_between(start, start + self.page_size))
+            kv.keys.append(key)
+            self.pool.remember(key, kv.pages[index])
+
+    def _move_frontier(self, seq: Sequence, version: int) -> None:
+        """Its prefill computes another page next, or is all launched: then the tail of the prompt can be found."""
+        self.drop_frontier(seq)
+        kv, page_size = seq.kv, self.page_size
+        if kv.keys is None or kv.prefill_tokens is None or kv.version != version or kv.uniform < kv.length:
+            return
+        start, end = len(kv.keys) * page_size, len(kv.prefill_tokens)
+        if start == end:
+            return
+        key = kv.keys.next_key if start + page_size <= end else kv.keys.tail_key
+        page_key = key(seq.content_between(start, min(start + page_size, end)))
+        if kv.length == end:
+            self.pool.remember_tail(page_key, kv.pages[start // page_size])
+        else:
+            self.set_frontier(seq, page_key)
+
+    def set_frontier(self, seq: Sequence, key: bytes) -> None:
+        """Others may wait for this prefill to compute what has this key."""
+        seq.kv.frontier = key
+        other = self.frontiers.get(key)
+        if other is None or other.priority < seq.priority:  # a sequence does not wait for one of lower priority
+            self.frontiers[key] = seq
+
+    def drop_frontier(self, seq: Sequence) -> None:
+        """No sequence waits for this prefill any more: it has gone on, or it stops."""
+        key, seq.kv.frontier = seq.kv.frontier, None
+        if key is not None and self.frontiers.get(key) is seq:
+            del self.frontiers[key]
+
+    # --- a sequence ends ----------------------------------------------------------------------------------------------
+
+    def turn_end(self, seq: Sequence, known: int) -> tuple[int, tuple[Snapshot, ...]]:
+        """Tokens of a settled turn from which its session can go on, at most `known`; and the snapshots for it.
+
+        The caller has a reference to each snapshot, until `turn_kept`.
+        """
+        return known, ()
+
+    def turn_kept(self, snapshots: tuple[Snapshot, ...]) -> None:
+        """The session has what it takes."""
+
+    def row_overwritten(self, row: int) -> None:
+        """Before the next step something else writes to the state of this row."""
+
+    def take_saves(self) -> tuple[tuple[int, int], ...]:
+        """States that the next step begins by saving: (row, place of a snapshot)."""
+        return ()
+
+    def left(self, seq: Sequence) -> None:
+        """A sequence gives its pages back."""
+
+    def share(self, seq: Sequence, pages: list[int], version: int) -> PromptShare | None:
+        """The prompt of a prefilled leader for its group; None if it cannot be shared."""
+        return PromptShare(pages, version, seq.kv.keys)
+
+    def unshare(self, share: PromptShare) -> None:
+        """The group needs the prompt no more."""
+
+    def forget(self) -> None:
+        """KV of other weights is of no use: what is kept beside pages."""
+
+    def check(self) -> set[int]:
+        """Assert that nothing leaked; returns pages that are kept beside those of sessions."""
+        assert not self.frontiers, "a prefill is waited for"
+        return set()

@@ -1,0 +1,240 @@
+"""Prefixes of models with states of linear attention: KV of a prefix is usable only with the state after it.
+
+So a group share has a snapshot of the state, a session has those of its prompt and of its end, and the prefix cache is
+searched for prefixes that end at one. Every prefill saves one before the last token of its prompt, if there is a place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.prefixes import Prefixes, Reusable
+from rollout.engine.kv.sessions import Sessions
+from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.sequence.sequence import PromptShare, Sequence
+from rollout.engine.sequence.sequence_kv import PlannedSnapshot, Point, PrefixHit, Snapshot
+from rollout.metrics.definitions import percent
+
+
+class StatePrefixes(Prefixes):
+    """Finds KV that ends at a snapshot, and saves snapshots."""
+
+    has_states = True
+
+    def __init__(self, pool: PagePool, page_size: int, cache: bool, sessions: Sessions, snapshots: Snapshots) -> None:
+        super().__init__(pool, page_size, cache, sessions)
+        self.snapshots = snapshots
+
+    # --- find ---------------------------------------------------------------------------------------------------------
+
+    def _find(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
+        """The longest known prefix of `tokens` that ends at a snapshot, in the session or in the cache."""
+        most, page_size, snapshots = len(tokens) - 1, self.page_size, self.snapshots
+        found = self._find_in_session(seq, tokens, version)
+        if not self.cache:
+            return found
+        keys, pages, known = self.no_keys(seq, version), list[int](), True
+        found.keys = found.keys or keys.fork(0)
+        expected = found.tokens
+        for start in range(0, most + 1, page_size):
+            for after in snapshots.tokens_after(keys.last):
+                end = start + after
+                if end > most:
+                    continue
+                key = keys.tail_key(seq.content_between(start, end))
+                cached, other = snapshots.find(key), self.frontiers.get(key)
+                if cached is not None and known and end > found.tokens:
+                    reused = Reusable(list(pages), cached.page, end, found.session_tokens, keys.fork(len(pages)))
+                    reused.place, reused.awaited, reused.hit = cached.place, found.awaited, "prompt_end"
+                    found = reused
+                elif other is not None and other.priority >= seq.priority and end > expected:
+                    found.awaited, expected = (other, end + 1), end
+            if start + page_size > most or not (known or self.frontiers):
+                break
+            key = keys.next_key(seq.content_between(start, start + page_size))
+            page = self.pool.find(key)
+            known = known and page is not None
+            if known and page is not None:
+                pages.append(page)
+            keys.append(key)
+        if expected <= found.tokens:
+            found.awaited = None
+        return found
+
+    def _find_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
+        if seq.group.session is None:
+            return Reusable()
+        kv, same = self.sessions.match(seq.group.session, tokens, version, seq.adapter_use.edition)
+        void = self.snapshots.is_void
+        known = () if kv is None else kv.snapshots
+        snapshot = next((s for s in known if s.tokens <= same and not void(s.place)), None)
+        if kv is None or snapshot is None:
+            return Reusable()
+        full, after = divmod(snapshot.tokens, self.page_size)
+        keys = None if kv.keys is None else kv.keys.fork(full)
+        copied = kv.pages[full] if after else None
+        hit: PrefixHit = "turn_end" if snapshot.tokens == len(kv.tokens) else "prompt_end"
+        return Reusable(kv.pages[:full], copied, snapshot.tokens, snapshot.tokens, keys, place=snapshot.place, hit=hit)
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def snapshots_used_pct(self) -> float:
+        """See `Prefixes`."""
+        return percent(self.snapshots.used, len(self.snapshots.places))
+
+    @property
+    def evictable(self) -> int:
+        """Pages of sessions and of cached snapshots."""
+        return self.sessions.count_alone(self.snapshots.pages)
+
+    def evict_one(self) -> bool:
+        """Have an idle session, or a cached snapshot that keeps a page, give up its pages; False if there is none."""
+        return self.sessions.evict_one() or self.snapshots.evict_page()
+
+    # --- a sequence runs ----------------------------------------------------------------------------------------------
+
+    def retain(self, reusable: Reusable) -> None:
+        """Making room may evict the session that has the snapshot."""
+        if reusable.place is not None:
+            self.snapshots.retain(reusable.place)
+
+    def release(self, reusable: Reusable) -> None:
+        """See `Prefixes`."""
+        if reusable.place is not None:
+            self.snapshots.release(reusable.place)
+
+    def admitted(self, seq: Sequence, version: int) -> None:
+        """See `Prefixes`; it saves a snapshot on its way."""
+        self._plan_snapshot(seq)
+        self._move_frontier(seq, version)
+
+    def _plan_snapshot(self, seq: Sequence) -> None:
+        """Take a place for the snapshot before the last token of the prompt, if its prefill goes past that."""
+        kv, tokens = seq.kv, seq.prompt_len - 1
+        if kv.length >= tokens or not (self.cache or seq.group.followers or seq.group.session):
+            return
+        place = self._take_place(bool(seq.group.followers))
+        if place is None:
+            return
+        point = None
+        if kv.keys is not None:
+            keys, (full, after) = kv.keys.fork(len(kv.keys)), divmod(tokens, self.page_size)
+            for index in range(len(keys), full):
+                start = index * self.page_size
+                keys.append(keys.next_key(seq.content_between(start, start + self.page_size)))
+            point = Point(keys.last, after, keys.tail_key(seq.content_between(tokens - after, tokens)))
+        kv.planned_snapshot = PlannedSnapshot(place, tokens, point)
+
+    def _take_place(self, evict_sessions: bool) -> int | None:
+        place = self.snapshots.take()
+        while place is None and evict_sessions and self.sessions.evict_one():
+            place = self.snapshots.take()
+        return place
+
+    def launched(self, seq: Sequence, version: int) -> None:
+        """See `Prefixes`; if the chunk in flight began with the save of a snapshot, other sequences may use that."""
+        self.remember(seq, seq.kv.length, version)
+        self._snapshot_launched(seq, version)
+        self._move_frontier(seq, version)
+
+    def _snapshot_launched(self, seq: Sequence, version: int) -> None:
+        kv, planned, snapshots = seq.kv, seq.kv.planned_snapshot, self.snapshots
+        if planned is None or kv.length <= planned.tokens:
+            return
+        self.drop_frontier(seq)
+        kv.planned_snapshot = None
+        if kv.version != version or kv.uniform < kv.length:
+            snapshots.release(planned.place)
+            return
+        kv.snapshot = Snapshot(planned.place, planned.tokens)
+        if planned.point is not None:
+            page = kv.pages[planned.tokens // self.page_size] if planned.point.after else None
+            snapshots.keep(planned.point, planned.place, page)
+
+    def loaded(self, seq: Sequence) -> None:
+        """The sequence needs the snapshot no more that its first chunk loads."""
+        if seq.kv.load_from is not None:
+            self.snapshots.release(seq.kv.load_from)
+            seq.kv.load_from = None
+
+    def _move_frontier(self, seq: Sequence, version: int) -> None:
+        """Its prefill computes the planned snapshot next."""
+        self.drop_frontier(seq)
+        kv = seq.kv
+        if kv.keys is None or kv.prefill_tokens is None or kv.version != version or kv.uniform < kv.length:
+            return
+        planned = kv.planned_snapshot
+        if planned is not None and planned.point is not None:
+            self.snapshots.expect(planned.point)
+            self.set_frontier(seq, planned.point.key)
+
+    def drop_frontier(self, seq: Sequence) -> None:
+        """See `Prefixes`."""
+        if seq.kv.frontier is not None:
+            planned = seq.kv.planned_snapshot
+            assert planned is not None and planned.point is not None
+            self.snapshots.expect_no_more(planned.point)
+        super().drop_frontier(seq)
+
+    # --- a sequence ends ----------------------------------------------------------------------------------------------
+
+    def turn_end(self, seq: Sequence, known: int) -> tuple[int, tuple[Snapshot, ...]]:
+        """What the session can go on from, longest first.
+
+        The state of the row has seen `kv.length` tokens. If the last of them are none of the completion's, because it
+        ended while they were in flight, only the snapshot of the prompt is left.
+        """
+        kv, kept = seq.kv, list[Snapshot]()
+        if known == kv.length > 0 and seq.row_ready and (place := self._take_place(True)) is not None:
+            self.snapshots.save_soon(seq.row, place)
+            kept.append(Snapshot(place, known))
+        if kv.snapshot is not None and kv.snapshot.tokens <= known:
+            self.snapshots.retain(kv.snapshot.place)
+            kept.append(kv.snapshot)
+        return (kept[0].tokens if kept else 0), tuple(kept)
+
+    def turn_kept(self, snapshots: tuple[Snapshot, ...]) -> None:
+        """See `Prefixes`."""
+        for snapshot in snapshots:
+            self.snapshots.release(snapshot.place)
+
+    def row_overwritten(self, row: int) -> None:
+        """See `Prefixes`."""
+        self.snapshots.give_up_saves(row)
+
+    def take_saves(self) -> tuple[tuple[int, int], ...]:
+        """See `Prefixes`."""
+        return self.snapshots.take_saves()
+
+    def left(self, seq: Sequence) -> None:
+        """The sequence gives its places back."""
+        for snapshot in (seq.kv.planned_snapshot, seq.kv.snapshot):
+            if snapshot is not None:
+                self.snapshots.release(snapshot.place)
+        seq.kv.planned_snapshot = seq.kv.snapshot = None
+
+    def share(self, seq: Sequence, pages: list[int], version: int) -> PromptShare | None:
+        """See `Prefixes`; the snapshot before the last token of the prompt belongs to it."""
+        if seq.prompt_len == 1:  # before its only token a prompt has no state
+            return super().share(seq, pages, version)
+        if seq.kv.snapshot is None or seq.kv.snapshot.tokens != seq.prompt_len - 1:
+            return None
+        self.snapshots.retain(seq.kv.snapshot.place)
+        return PromptShare(pages, version, seq.kv.keys, seq.kv.snapshot.place)
+
+    def unshare(self, share: PromptShare) -> None:
+        """See `Prefixes`."""
+        if share.place is not None:
+            self.snapshots.release(share.place)
+
+    def forget(self) -> None:
+        """See `Prefixes`."""
+        self.snapshots.forget_all()
+
+    def check(self) -> set[int]:
+        """See `Prefixes`."""
+        super().check()
+        self.snapshots.check(self.sessions.places)
+        return self.snapshots.pages
