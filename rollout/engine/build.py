@@ -66,7 +66,6 @@ from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_wor
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
 from rollout.engine.step.row_state import RowState
-from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.shared_pages import make_shared_pages, most_shared_rows
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.streams import Streams
@@ -246,8 +245,7 @@ def _build_steps(site: Site, lasting: _Lasting | None, progress: Progress | None
     columns = [feature.name for feature in features if feature.row_column]
     rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, columns, guesses)
     chunk = chunk_tokens(engine, model)
-    token_words = sum(feature.token_words for feature in features)
-    prompt_words = slot_words(engine.max_rows, most_pages, context, chunk, token_words)
+    prompt_words = slot_words(engine.max_rows, most_pages, context, chunk, features)
     words = prompt_words + verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
     peers = model.group.peers if isinstance(model, Decoder) else None
     fault = None if peers is None else peers.fault
@@ -259,17 +257,18 @@ def _build_steps(site: Site, lasting: _Lasting | None, progress: Progress | None
 
 
 def _build_parts(site: Site, version: int, lasting: _Lasting | None, progress: Progress | None = None) -> EngineParts:
-    settings, device, model = site.settings, site.device, site.model
+    settings, model = site.settings, site.model
     engine = settings.engine
     check_model(engine, model)
     steps = _build_steps(site, lasting, progress)
     executor, slots, prompt_words = steps.executor, steps.slots, steps.prompt_words
+    spare = sum(feature.spare_words for feature in executor.step.features)
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
         max_context=steps.context,
         chunk_tokens=steps.chunk,
-        upload_words=prompt_words - spare_words(engine.max_rows),
+        upload_words=prompt_words - spare_words(engine.max_rows, spare),
         fair_queue=engine.fair_queue,
     )
     features = _host_features(executor, lasting)
@@ -281,12 +280,12 @@ def _build_parts(site: Site, version: int, lasting: _Lasting | None, progress: P
         roster.draft_version = lasting.draft_version
     mover, books = executor.mover, allocator.offload_books
     offload = None if mover is None else Offload(roster, books, mover, executor.state_mover)
-    sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
+    sizes = None if executor.graphs is None else executor.graphs.sizes
     step, shared = executor.step, None
     if step.shares_pages:
         shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
     states = step.kv.states is not None
-    packer = Packer(multiple, sizes, shared, _draft_rows(engine), states, features)
+    packer = Packer(sizes, shared, _draft_rows(engine), states, features)
     scheduler = Scheduler(limits, roster, upload_words, _speculation(engine, model, steps.costs))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 

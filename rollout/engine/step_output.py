@@ -9,21 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The scores of one step, on the host."""
-
-    places: tuple[int, ...]  # of the rows with tops, among those that sample
-    top_ids_CK: np.ndarray  # int32, likeliest first
-    top_logprobs_CK: np.ndarray  # float32
-    prompt_N: np.ndarray  # float32, of the prompt tokens that the step's spans score, in their order
-    prompt_ranks_N: np.ndarray | None = None  # int32, in a step that ranks them
-    prompt_ids_NK: np.ndarray | None = None  # int32, in a step that has their likeliest tokens
-    prompt_logprobs_NK: np.ndarray | None = None  # float32, the same
-
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
@@ -33,7 +18,6 @@ class StepOutput:
     logprobs: list[float]
     raw_logprobs: list[float]
     drawn_logprobs: list[float]
-    scores: Scores | None = None  # where the step has any
     accepted: list[int] | None = None  # of a step with drafts: at the place of a row's own draw, how many of its drafts
     #: Guesses of the device after the step for each row that draws, in their order. Others may follow them.
     guesses: list[list[int]] | None = None

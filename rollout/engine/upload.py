@@ -32,10 +32,7 @@
     bases                  int64 [rows, 2]: row, and place of its own draw, of a verify step after which the draft
                            model guesses
     next_tokens            int64 [rows]: of the spans of a prefill, its next token; 0 after the last
-    rope_positions         int64 [3, T]: positions of the rotary embedding by axis; of prefills of prompts with images
-    image_at, _places      int64 [n]: tokens of the step that are images, and places of their embeddings in the buffer
-    top_at                 int64 [n]: which of the drawing rows report their likeliest tokens
-    scored_at, _targets    int64 [n]: tokens of the step, and the token whose log-prob each gives; padded
+    of features            see their folders
 
 The sections of a decode lie first and at the same place in every upload of its size: captured steps read them there.
 `Header`, words and extras say everything: `execute` needs no other state of the host, so an upload can be sent to a
@@ -82,13 +79,10 @@ class Header(NamedTuple):
     size: int = 0  # rows of the captured decode step that runs it; 0 if it is launched kernel by kernel
     #: A prefill: (first token of the step, tokens, context, draws) of each span. Empty: the decode forward.
     layout: tuple[tuple[int, int, int, int], ...] = ()
-    tops: tuple[int, ...] = ()  # which of the drawing rows report their likeliest tokens
-    scored: int = 0  # positions of prompts that are scored
-    ranked: bool = False  # they have ranks, too
-    prompt_tops: bool = False  # and their likeliest tokens
     drafts: int = 0  # most drafts of a row; 0 in a step without drafts
     #: Tokens that are guessed for each row after the step; 0: a draft model only reads the step; -1: nothing runs.
     guesses: int = -1
+    facts: dict[str, list[Any]] = {}  # what features say of the step, by their names: plain data
 
     def to_fields(self) -> dict[str, Any]:
         """A map of integers, strings and lists, for a wire."""
@@ -102,7 +96,7 @@ class Header(NamedTuple):
             for name, (start, words, dtype, shape) in fields["sections"].items()
         }
         layout = tuple((first, tokens, context, draws) for first, tokens, context, draws in fields["layout"])
-        return cls(**{**fields, "sections": sections, "layout": layout, "tops": tuple(fields["tops"])})
+        return cls(**{**fields, "sections": sections, "layout": layout})
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -153,6 +147,7 @@ class Staging:
         self.used = 0
         self.sections: dict[str, Section] = {}
         self.extras: list[Extra] = []
+        self.facts: dict[str, list[Any]] = {}
         self._array = words.numpy()
 
     def begin(self) -> None:
@@ -160,6 +155,7 @@ class Staging:
         self.used = 0
         self.sections = {}
         self.extras = []
+        self.facts = {}
 
     def put(self, name: str, array: np.ndarray) -> None:
         """Append an int32, int64 or float32 array."""
@@ -172,7 +168,7 @@ class Staging:
 
     def upload(self, rows: int, tokens: int, draws: int, features: int, max_context: int, **more: Any) -> Upload:
         """The upload of what was put; `more` are the other fields of its header."""
-        header = Header(rows, tokens, draws, features, max_context, self.sections, **more)
+        header = Header(rows, tokens, draws, features, max_context, self.sections, **more, facts=self.facts)
         return Upload(header, self.words[: self.used], tuple(self.extras))
 
 
@@ -225,20 +221,3 @@ def put_prefill(
     staging.put("sampled_at", bounds[1:][samples] - 1)
     staging.put("query_starts", bounds.astype(np.int32))
     return tuple(zip(bounds[:-1].tolist(), lengths.tolist(), ends.tolist(), draws.tolist(), strict=True))
-
-
-def put_tops(staging: Staging, places: Seq[int]) -> tuple[int, ...]:
-    """Have the drawing rows at these places report their likeliest tokens. Returns the header's `tops`."""
-    staging.put("top_at", np.array(places, dtype=np.int64))
-    return tuple(places)
-
-
-def put_scored(staging: Staging, at: np.ndarray, targets: np.ndarray, multiple: int) -> int:
-    """Have the log-probs of `targets` (ids) given at these tokens of the step. Returns the header's `scored`.
-
-    What is put is padded to a multiple of `multiple`.
-    """
-    padding = (0, -len(at) % multiple)
-    staging.put("scored_at", np.pad(at, padding).astype(np.int64))
-    staging.put("scored_targets", np.pad(targets, padding).astype(np.int64))
-    return len(at)

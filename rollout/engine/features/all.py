@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.features.images.encoder import ImageEncoder
 from rollout.engine.features.routing.record import RoutingRecord
+from rollout.engine.features.scores.taker import ScoreTaker
 from rollout.engine.features.site import Site
 from rollout.engine.step.feature import DeviceFeature
 
@@ -14,5 +15,6 @@ from rollout.engine.step.feature import DeviceFeature
 FEATURES: tuple[Callable[[Site], DeviceFeature | None], ...] = (
     AdapterMemory.make,
     RoutingRecord.make,
+    ScoreTaker.make,
     ImageEncoder.make,
 )

@@ -22,8 +22,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
-import numpy as np
-
 from rollout.engine.messages import Finish, Request
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
@@ -35,8 +33,7 @@ from rollout.engine.schedule.speculation import Speculation
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Group, Sequence, State
 from rollout.engine.sequence.sequence_kv import Prefill
-from rollout.engine.step_output import Scores, StepOutput
-from trainer_bridge.wire.prompt_tops import PromptTops
+from rollout.engine.step_output import StepOutput
 
 _CONSTRAIN = Feature.CONSTRAIN.value  # flags of an enum are slow to test
 
@@ -214,8 +211,6 @@ class Scheduler:
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Take a step's tokens; steps are committed in the order of their launch."""
-        if output.scores is not None:
-            note_scores(plan, output.scores, output.accepted)
         roster = self.roster
         for feature in roster.features:
             feature.commit(plan, output)
@@ -332,47 +327,3 @@ class Scheduler:
 
 def _pages_of(seq: Sequence) -> list[int]:
     return seq.kv.pages
-
-
-def _refused_places(plan: Plan, accepted: list[int] | None) -> set[int]:
-    """Places of the output with tokens that were drawn after a refused draft."""
-    refused: set[int] = set()
-    for draft in plan.drafts:
-        assert accepted is not None
-        refused.update(range(draft.place + accepted[draft.place] + 1, draft.place + draft.length + 1))
-    return refused
-
-
-def note_scores(plan: Plan, scores: Scores, accepted: list[int] | None = None) -> None:
-    """Give a step's scores to completions and groups; before its tokens are taken."""
-    sampled = plan.sampled if scores.places else []
-    refused = _refused_places(plan, accepted) if scores.places else ()
-    for place, ids_K, logprobs_K in zip(scores.places, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
-        seq = sampled[place]
-        if not (seq.finalized or seq.void) and place not in refused:
-            tops = seq.drawn.tops
-            assert tops is not None and (plan.drafts or len(tops) == len(seq.tokens)), "a position has one entry"
-            tops.add(ids_K, logprobs_K)
-    taken = 0
-    for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():
-        logprobs, prompt_tops = seq.group.prompt_logprobs, seq.group.prompt_tops
-        if prompt is not None and prompt.scored and logprobs is not None:
-            here, found = slice(start + 1, start + 1 + prompt.scored), slice(taken, taken + prompt.scored)
-            if start == 0:  # an earlier prefill may have left values of other weights
-                seq.group.prompt_version = plan.version
-                logprobs[:] = np.nan
-                if prompt_tops is not None:
-                    prompt_tops.forget()
-            logprobs[here] = scores.prompt_N[found]
-            if prompt_tops is not None:
-                _note_prompt_tops(prompt_tops, here, scores, found)
-            taken += prompt.scored
-
-
-def _note_prompt_tops(tops: PromptTops, here: slice, scores: Scores, found: slice) -> None:
-    assert scores.prompt_ranks_N is not None, "the step knows who asks"
-    tops.ranks[here] = scores.prompt_ranks_N[found]
-    if k := tops.ids.shape[1]:
-        assert scores.prompt_ids_NK is not None and scores.prompt_logprobs_NK is not None
-        tops.ids[here] = scores.prompt_ids_NK[found, :k]
-        tops.logprobs[here] = scores.prompt_logprobs_NK[found, :k]

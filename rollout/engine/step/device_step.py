@@ -29,7 +29,6 @@ from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.ngram_drafts import NgramDrafts
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
-from rollout.engine.step.scores import StepScores
 from rollout.engine.upload import Extra, StepInput
 from rollout.models.batch import AttentionBatch, Chunk, KVCache, WantedTokens
 from rollout.models.decoder import Decoder
@@ -98,8 +97,6 @@ class DeviceStep:
         self.heads = guesser if isinstance(guesser, HeadDrafts) else None
         self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
         if self.heads is not None and self.heads.reads_last_layer:
-            self.skips_unwanted = False
-        if any(feature.needs_all_tokens for feature in features):
             self.skips_unwanted = False
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
@@ -205,6 +202,11 @@ class DeviceStep:
             one_by_one = self.exact_sums or self.model.embed.dtype == torch.float32
             self.kv.states.catch_up(step["verified"], step["rows"], accepted_R, one_by_one)
 
+    def computed(self, step: StepInput, logits_SV: torch.Tensor, outputs: Outputs) -> None:
+        """Show features the logits of a step, before its draw."""
+        for feature in self.features:
+            feature.computed(step, logits_SV, outputs.get(feature.name))
+
     def _forward_ends(self, batch: AttentionBatch, outputs: Outputs) -> None:
         for feature in self.features:
             feature.forward_ends(batch, outputs.get(feature.name))
@@ -213,10 +215,8 @@ class DeviceStep:
         """What a batch has of all features."""
         return {name: value for feature in self.features for name, value in of_feature(feature).items()}
 
-    def prefill(
-        self, step: StepInput, outputs: Outputs, scores: StepScores
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Spans of known tokens: logits and rows of the spans that draw, or None. Prompt log-probs go to `scores`."""
+    def prefill(self, step: StepInput, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Spans of known tokens: logits and rows of the spans that draw, or None."""
         header = step.header
         rows_C, ends_C, positions_T = step["rows"], step["ends"], step["positions"]
         page_table_CP = self._page_table(rows_C, header.max_context)
@@ -236,7 +236,7 @@ class DeviceStep:
         self.kv.note_tokens(batch.kv_slots_T, step["tokens"])
         if self.heads is not None and batch.taps is not None:
             self.heads.prefilled(batch, batch.taps)
-        if self.skips_unwanted and not header.scored:
+        if self.skips_unwanted and not any(feature.reads_hidden(header) for feature in self.features):
             wanted = self._wanted(step, batch)
             hidden_SD = self.forward(step["tokens"], replace(batch, wanted=wanted), self.kv)
             self.rows.ints[rows_C, LENGTH] = step["lengths"]
@@ -244,18 +244,8 @@ class DeviceStep:
         hidden_TD = self.forward(step["tokens"], batch, self.kv)
         self._forward_ends(batch, outputs)
         self.rows.ints[rows_C, LENGTH] = step["lengths"]
-        if header.scored:
-            at_N, targets_N = step["scored_at"], step["scored_targets"]
-            scores.score_prompt(
-                hidden_TD,
-                at_N,
-                targets_N,
-                self.forward.compute_logits,
-                self.exact_sums,
-                ranked=header.ranked,
-                tops=header.prompt_tops,
-                shard=self.shard,
-            )
+        for feature in self.features:
+            feature.prefilled(step, hidden_TD, self.forward.compute_logits, outputs.get(feature.name))
         if header.draws == 0:
             return None
         return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]

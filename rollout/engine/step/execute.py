@@ -5,8 +5,8 @@
     compute                       wait h2d_done | start | begin, forward, sample | end
     d2h                                                                           wait end | copy | d2h_done
 
-A step with constrained rows stops after its forward, until `draw` comes with their masks. Scores are taken from the
-results of the forward before the draw, and have a copy to the host of their own.
+A step with constrained rows stops after its forward, until `draw` comes with their masks. Features read
+the results of the forward before the draw, and may copy to the host what they take.
 
 `execute` never waits. All that it knows of a step is the upload: no sequence, no plan. So a process that is sent header
 and words, and has the same model, KV and row state, computes the same tokens.
@@ -124,9 +124,8 @@ class Executor:
         self.d2h.wait(slot.end)
         self.d2h.record(slot.d2h_start)
         self.d2h.run(functools.partial(slot.download, header))
-        if header.tops or header.scored:
-            asked = {"ranked": header.ranked, "prompt_tops": header.prompt_tops}
-            self.d2h.run(functools.partial(slot.scores.copy, len(header.tops), header.scored, **asked))
+        for copy in slot.downloads(header):
+            self.d2h.run(copy)
         self.d2h.record(slot.d2h_done)
 
     # --- on the compute stream ---------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ class Executor:
         header = step.header
         self.step.begin(step)
         if header.layout:
-            forwarded = self.step.prefill(step, slot.outputs, slot.scores)
+            forwarded = self.step.prefill(step, slot.outputs)
         elif not header.size:
             forwarded = self.step.decode(step, slot.outputs)
         else:
@@ -148,8 +147,8 @@ class Executor:
                 self.run_guess(header, slot)
                 return
             forwarded = self.graphs.forward(step, slot.outputs)
-        if forwarded is not None and header.tops:
-            slot.scores.take_tops(forwarded[0], step["top_at"], self.step.exact_sums, self.step.shard)
+        if forwarded is not None:
+            self.step.computed(step, forwarded[0], slot.outputs)
         slot.forwarded = forwarded
         if forwarded is None:
             self.run_guess(header, slot)

@@ -14,6 +14,7 @@ fixed addresses. Memory that is large is kept when an engine is built anew after
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.streams import Orders, Streams
-from rollout.engine.upload import Extra, StepInput
+from rollout.engine.upload import Extra, Header, Staging, StepInput
 from rollout.models.batch import AttentionBatch, KVCache
 
 
@@ -48,7 +49,7 @@ class DeviceFeature:
     changes_forward: ClassVar[Feature] = Feature.NONE  # rows with this take decode forwards that are captured apart
     row_column: ClassVar[bool] = False  # it has a column of the row state, set up from the section `init_NAME`
     own_stream: ClassVar[bool] = False  # it has a stream for work beside the steps
-    needs_all_tokens: ClassVar[bool] = False  # the last layer of a prefill may leave out no token
+    spare_words: ClassVar[int] = 0  # int32 words that it adds to an upload at most, besides those of tokens
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> StepFeature | None:
         """A new part on the host; `before` is the one that a fault ended, whose totals go on. Rank 0 calls it."""
@@ -67,12 +68,28 @@ class DeviceFeature:
         """Fields of the batch of a prefill."""
         return {}
 
+    def reads_hidden(self, header: Header) -> bool:
+        """True if the last layer of a prefill may leave out no token."""
+        return False
+
     def forward_ends(self, batch: AttentionBatch, output: Any) -> None:
         """The forward of `batch` is enqueued."""
 
     def wanted_fields(self, rows: RowState, step: StepInput) -> dict[str, Any]:
         """Fields of the batch of those tokens of a prefill after which rows draw, one a row."""
         return {}
+
+    def prefilled(
+        self,
+        step: StepInput,
+        hidden_TD: torch.Tensor,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        output: Any,
+    ) -> None:
+        """A prefill has the hidden states of its tokens. `compute_logits` gives those of some; they may be changed."""
+
+    def computed(self, step: StepInput, logits_SV: torch.Tensor, output: Any) -> None:
+        """The logits are there, before any sampling rule. They may not be changed."""
 
     # --- output -------------------------------------------------------------------------------------------------------
 
@@ -83,14 +100,28 @@ class DeviceFeature:
     def output(self, words: torch.Tensor) -> Any:
         """What writes to these words on the device: of a slot, or of a captured forward. The hooks get it."""
 
+    def slot_output(self, rows: int, tokens: int, words: torch.Tensor) -> Any:
+        """The output of a slot, for steps of up to `rows` rows and `tokens` tokens; it may have more memory."""
+        return self.output(words)
+
+    def download(self, header: Header, output: Any) -> Callable[[], None] | None:
+        """What copies the rest of a step's output to the host, on the D2H stream; None if there is no more."""
+        return None
+
+    def downloaded(self, header: Header, output: Any) -> Any:
+        """What the host's part gets at the commit (`StepOutput.of_features`), of what `download` has copied."""
+
     def copy_output(self, target: Any, source: Any, tokens: int) -> None:
         """Copy what a captured forward of `tokens` tokens has written to the output of the step's slot."""
 
     def read(self, words: np.ndarray, tokens: int) -> Any:
-        """What the host's part gets at the commit (`StepOutput.of_features`), from the words of a step."""
+        """The same, from the words of a step."""
 
     # --- start --------------------------------------------------------------------------------------------------------
 
     def largest(self) -> Extra | None:
         """The largest extra that a step can have, to learn what it takes; None if steps have none."""
         return None
+
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None) -> None:
+        """Put the most that a step of `rows` rows can have; `token_ids` are those of a prefill."""

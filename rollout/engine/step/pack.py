@@ -12,7 +12,6 @@ The bound on the size of an upload stands here too, next to what fills it; the s
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import numpy as np
 from rollout_kernels import PROMPT_BIT
@@ -22,9 +21,9 @@ from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
-from rollout.engine.step.scores import SCORED_AT_ONCE
 from rollout.engine.step.shared_pages import SharedPages
 from rollout.engine.upload import (
     ALIGNMENT_WORDS,
@@ -33,14 +32,11 @@ from rollout.engine.upload import (
     put_behind,
     put_decode,
     put_prefill,
-    put_scored,
-    put_tops,
 )
 
 #: int32 words of an upload. A token: id, position, span. A span: rows, ends, lengths, samples, tops, copy, save, load,
 #: next token, alignment.
 _TOKEN_WORDS = 6
-_SCORED_WORDS = 4  # of a token that is scored, more: its place and the next token's id
 _SPAN_WORDS = 32
 _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, the column of a feature
 #: Features whose rows have more to set up.
@@ -50,8 +46,6 @@ _BEHIND_WORDS = 1  # of a row or a draft of a model with states: the drafts behi
 _BASE_WORDS = 4  # of a row after whose step the device guesses: row and place as int64
 _PAGE_WORDS = 3  # of a page that a verify step tells
 _SAVE_WORDS = 4  # of a row that ended and whose state is saved: row and place as int64
-
-_TOP = Feature.TOP.value  # flags of an enum are slow to test
 
 
 class Packer:
@@ -64,14 +58,12 @@ class Packer:
 
     def __init__(
         self,
-        scored_multiple: int,
         captured: CapturedSizes | None = None,
         shared: SharedPages | None = None,
         draft_rows: range = range(0),
         states: bool = False,
         features: Seq[StepFeature] = (),
     ) -> None:
-        self.scored_multiple = scored_multiple
         self._draft_rows = draft_rows
         self._states = states
         self._features = features
@@ -93,15 +85,10 @@ class Packer:
         _put_states(plan, staging)
         for feature in self._features:
             feature.pack(plan, staging)
-        scored: dict[str, Any] = {}
         if plan.kind == "prefill":
             if not layout:
                 _put_known(plan.spans, staging)
             self._put_new_rows(plan.spans, staging)
-            scored = self._put_scored(plan.spans, staging)
-        tops: tuple[int, ...] = ()
-        if plan.features.value & _TOP:
-            tops = put_tops(staging, [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops is not None])
         return staging.upload(
             plan.draws if plan.drafts else plan.rows,
             plan.tokens,
@@ -110,8 +97,6 @@ class Packer:
             plan.max_context,
             size=size,
             layout=layout,
-            tops=tops,
-            **scored,
             drafts=max((draft.length for draft in plan.drafts), default=0),
             guesses=plan.guesses,
         )
@@ -157,21 +142,6 @@ class Packer:
         _put_setup(staging, [span.seq for span in spans if not span.seq.row_ready])
         if copies := [prompt.copy for *_, prompt in spans if prompt is not None and prompt.copy is not None]:
             staging.put("copies", np.array(copies, dtype=np.int32))
-
-    def _put_scored(self, spans: Seq[Span], staging: Staging) -> dict[str, Any]:
-        """Put what is scored of prompts. Returns the header's fields of it."""
-        at, targets, begin, most = [], [], 0, -1
-        for seq, start, tokens_in, _, prompt in spans:
-            if prompt is not None and prompt.scored:
-                at.append(np.arange(begin, begin + prompt.scored))
-                targets.append(seq.group.request.prompt.token_ids[start + 1 : start + 1 + prompt.scored])
-                if (tops := seq.group.request.prompt_tops) is not None:
-                    most = max(most, tops)
-            begin += tokens_in
-        if not at:
-            return {}
-        scored = put_scored(staging, np.concatenate(at), np.concatenate(targets), self.scored_multiple)
-        return {"scored": scored, "ranked": most >= 0, "prompt_tops": most > 0}
 
 
 def _put_states(plan: Plan, staging: Staging) -> None:
@@ -284,14 +254,14 @@ def _count_updates(seq: Sequence) -> np.ndarray:
 # --- bounds ----------------------------------------------------------------------------------------------------------
 
 
-def spare_words(max_rows: int) -> int:
-    """What alignment, padding of the scored tokens and saves of states add to an upload at most."""
-    return ALIGNMENT_WORDS + _SCORED_WORDS * SCORED_AT_ONCE + _SAVE_WORDS * max_rows
+def spare_words(max_rows: int, of_features: int = 0) -> int:
+    """What alignment, saves of states and features add to an upload at most, besides words of tokens."""
+    return ALIGNMENT_WORDS + _SAVE_WORDS * max_rows + of_features
 
 
 def upload_words(seq: Sequence, length: int) -> int:
     """Upper bound on the int32 words that the next `length` tokens of a prompt add to an upload, without features."""
-    words = (_TOKEN_WORDS + _SCORED_WORDS * seq.scores_prompt) * length + _SPAN_WORDS
+    words = _TOKEN_WORDS * length + _SPAN_WORDS
     if not seq.row_ready:
         kv = seq.kv
         assert kv.prefill_tokens is not None
@@ -309,14 +279,13 @@ def verify_words(max_rows: int, draft_rows: int, most: int) -> int:
     return of_drafts + max_rows * (_PAGE_WORDS * (told + 1) + _BASE_WORDS + _BEHIND_WORDS)
 
 
-def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, token_words: int = 0) -> int:
-    """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks.
-
-    `token_words` are those that the features of the engine add to a token of a prompt.
-    """
+def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, features: Seq[DeviceFeature]) -> int:
+    """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
+    token_words = sum(feature.token_words for feature in features)
     setup = _setup_words(max_pages, max_context, _SETUP_FEATURES)
-    largest = (_TOKEN_WORDS + token_words + _SCORED_WORDS) * chunk_tokens + _SPAN_WORDS + setup
-    return max(16 * max_rows, largest) + 64 * max_rows + spare_words(max_rows) + 1024
+    largest = (_TOKEN_WORDS + token_words) * chunk_tokens + _SPAN_WORDS + setup
+    spare = spare_words(max_rows, sum(feature.spare_words for feature in features))
+    return max(16 * max_rows, largest) + 64 * max_rows + spare + 1024
 
 
 def _setup_words(pages: int, history: int, features: Feature) -> int:

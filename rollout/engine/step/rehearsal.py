@@ -21,9 +21,8 @@ from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.compile_ahead import compile_kernels_of
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import DecodeGraphs
-from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import Upload, put_decode, put_prefill, put_scored, put_tops
+from rollout.engine.upload import Upload, put_decode, put_prefill
 from rollout.models.decoder import Decoder
 
 #: All that can be asked of sampling at once.
@@ -190,8 +189,10 @@ def _pack_decode(executor: Executor, slot: Slot, step: Rehearsed, max_context: i
     rows, staging = step.rows, slot.staging
     staging.begin()
     put_decode(staging, [], [], rows, no_segments(rows) if executor.step.shares_pages else None)
-    tops = put_tops(staging, range(rows)) if step.features & Feature.TOP else ()
-    return staging.upload(rows, rows, rows, step.features.value, max_context, tops=tops, guesses=_guesses(executor))
+    if step.features & Feature.TOP:
+        for feature in executor.step.features:
+            feature.put_largest(staging, rows, None)
+    return staging.upload(rows, rows, rows, step.features.value, max_context, guesses=_guesses(executor))
 
 
 def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: int) -> Upload:
@@ -205,8 +206,8 @@ def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: 
     if executor.step.heads is not None:
         staging.put("next_tokens", np.zeros(rows, dtype=np.int64))
     if step.features & Feature.TOP:
-        more |= {"tops": put_tops(staging, range(rows)), "ranked": True, "prompt_tops": True}
-        more["scored"] = put_scored(staging, np.arange(total), tokens, scored_multiple(executor.device.torch_device))
+        for feature in executor.step.features:
+            feature.put_largest(staging, rows, tokens)
     return staging.upload(rows, total, rows, step.features.value, max_context, layout=layout, **more)
 
 

@@ -10,7 +10,7 @@
     h2d_done   the upload has arrived          start  compute begins (recorded after the wait on the upload)
     d2h_done   the outputs are on the host     end    compute is over; the D2H copy waits for it
 
-`masks` and `scores` hold what only some steps have. A step with constrained rows has two parts, and the second waits
+`masks` and `outputs` hold what only some steps have. A step with constrained rows has two parts, and the second waits
 for their masks: start, forward_end, draw_start, end.
 
 Where kernels wait for other ranks, the flag of a wait in vain comes with the outputs. It is copied after the step, so
@@ -22,6 +22,7 @@ buffers in between.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -31,7 +32,6 @@ import torch
 from rollout.engine.device.streams import Device
 from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.masks import StepMasks
-from rollout.engine.step.scores import StepScores
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, Staging, StepInput, Upload
 
@@ -71,17 +71,18 @@ class Slot:
         self.guesses = self._result[accepted_end:words].view(max_rows, guesses)
         self._guesses_host = self._result_host[accepted_end:words].view(max_rows, guesses)
         #: What features write on the device, by their names.
-        self.outputs: dict[str, Any] = {
-            region.feature.name: region.feature.output(self._result[region.start : region.end])
-            for region in self._regions
-        }
+        self.outputs: dict[str, Any] = {}
+        self._features = features
+        spans = {feature.name: (start, end) for feature, start, end in self._regions}
+        for feature in features:
+            begin, end = spans.get(feature.name, (0, 0))
+            self.outputs[feature.name] = feature.slot_output(max_rows, chunk_tokens, self._result[begin:end])
         self._fault = fault
         self._fault_host = None if fault is None else device.host_buffer((1,), torch.int32)
         self.h2d_start, self.h2d_done = device.event(), device.event()
         self.start, self.end = device.event(), device.event()
         self.d2h_start, self.d2h_done = device.event(), device.event()
         self.masks = StepMasks(device, max_rows, vocab)
-        self.scores = StepScores(device, max_rows, chunk_tokens, vocab)
         self.forward_end, self.draw_start = device.event(), device.event()  # of a step whose draw waits for masks
         #: Logits and rows between the two parts of such a step; on the compute stream.
         self.forwarded: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -111,24 +112,27 @@ class Slot:
         """The outputs that have arrived. Those of features are views, which the next step overwrites."""
         output = self._output_host[:, : header.draws].numpy()
         logprobs = output[1:].view(np.float32)
-        scores = None
-        if header.tops or header.scored:
-            asked = {"ranked": header.ranked, "prompt_tops": header.prompt_tops}
-            scores = self.scores.read(header.tops, header.scored, **asked)
         return StepOutput(
             output[0].tolist(),
             logprobs[0].tolist(),
             logprobs[1].tolist(),
             logprobs[2].tolist(),
-            scores,
             self._accepted_host[: header.draws].tolist() if header.drafts else None,
             self._guesses_host[: header.draws].tolist() if header.guesses > 0 else None,
-            {region.feature.name: self._of_feature(region, header.tokens) for region in self._regions},
+            self._of_features(header),
         )
 
-    def _of_feature(self, region: _Region, tokens: int) -> Any:
-        words = self._result_host[region.start : region.start + region.feature.output_words(tokens)]
-        return region.feature.read(words.numpy(), tokens)
+    def downloads(self, header: Header) -> list[Callable[[], None]]:
+        """What else copies outputs to the host, on the D2H stream."""
+        found = (feature.download(header, self.outputs[feature.name]) for feature in self._features)
+        return [copy for copy in found if copy is not None]
+
+    def _of_features(self, header: Header) -> dict[str, Any]:
+        given = {feature.name: feature.downloaded(header, self.outputs[feature.name]) for feature in self._features}
+        for feature, start, _ in self._regions:
+            words = self._result_host[start : start + feature.output_words(header.tokens)]
+            given[feature.name] = feature.read(words.numpy(), header.tokens)
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class _Region(NamedTuple):

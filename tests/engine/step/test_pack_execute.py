@@ -43,11 +43,12 @@ class Follower:
         ours = self._executor.read(*self._steps.pop(0))
         for name in ("tokens", "logprobs", "raw_logprobs", "drawn_logprobs"):
             assert getattr(ours, name) == getattr(theirs, name), name
-        assert (ours.scores is None) == (theirs.scores is None)
-        if ours.scores is not None:
-            assert np.array_equal(ours.scores.top_ids_CK, theirs.scores.top_ids_CK)
+        found, expected = ours.of_features.get("scores"), theirs.of_features.get("scores")
+        assert (found is None) == (expected is None)
+        if found is not None:
+            assert np.array_equal(found.top_ids_CK, expected.top_ids_CK)
             for name in ("prompt_N", "prompt_ranks_N", "prompt_ids_NK", "prompt_logprobs_NK"):
-                mine, other = getattr(ours.scores, name), getattr(theirs.scores, name)
+                mine, other = getattr(found, name), getattr(expected, name)
                 assert (mine is None) == (other is None) and (mine is None or np.array_equal(mine, other)), name
         self.compared += 1
         return theirs

@@ -9,8 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import CpuDevice
+from rollout.engine.features.scores import buffers as scores_module
+from rollout.engine.features.scores.feature import StepScores, asked_of
+from rollout.engine.features.scores.taker import ScoreTaker
 from rollout.engine.messages import Cancel, Prior, StopAt
-from rollout.engine.step import scores as scores_module
+from rollout.engine.schedule.feature import find
 from rollout.engine.step.pack import spare_words, upload_words
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.scores import check_prompt, check_prompt_tops, log_softmax_after
@@ -76,7 +79,7 @@ def test_pieces_of_a_prompt_have_their_ranks_and_tops(model, prompt_of, hf_model
     """As on a GPU, where pieces are filled up: what fills them up is nobody's."""
     monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", 8)
     bench = Bench(model, prefill_chunk_tokens=32)
-    bench.engine.parts.packer.scored_multiple = 8
+    find(bench.engine.roster.features, StepScores).multiple = 8
     for i, length in enumerate((31, 10, 3)):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, prompt_tops=(5, None, 1)[i])
     bench.run()
@@ -89,7 +92,7 @@ def test_pieces_of_a_prompt_have_their_ranks_and_tops(model, prompt_of, hf_model
 
 
 def test_equal_logits_have_the_rank_of_the_first():
-    scores = scores_module.StepScores(CpuDevice(), max_rows=1, chunk_tokens=4, vocab=6)
+    scores = scores_module.ScoreBuffers(CpuDevice(), max_rows=1, chunk_tokens=4, vocab=6)
     logits_NV = torch.tensor([[1.0, 3.0, 3.0, 2.0, 0.0, 0.0]]).repeat(4, 1)
     at, targets = torch.arange(4), torch.tensor([1, 2, 3, 5])
     scores.score_prompt(logits_NV, at, targets, torch.clone, ranked=True)
@@ -105,7 +108,7 @@ def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model
     for name, k in (("plain", None), ("ranks", 0), ("tops", 2)):
         bench.submit(name, prompt_of(9), 2, prompt_logprobs=True, prompt_tops=k)
         bench.run()
-    asked = [(header.ranked, header.prompt_tops) for header in told if header.scored]
+    asked = [scored[2:] for header in told if (scored := asked_of(header)).scored]
     assert asked == [(False, False), (True, False), (True, True)]
     bench.close()
 
@@ -131,7 +134,7 @@ def test_pieces_are_filled_up_where_each_number_of_rows_may_be_another_kernel(mo
     bench = Bench(model, prefill_chunk_tokens=32)
     sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
     monkeypatch.setattr(model, "compute_logits", lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1])
-    bench.engine.parts.packer.scored_multiple = 16
+    find(bench.engine.roster.features, StepScores).multiple = 16
     for i, length in enumerate((40, 21, 3)):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, top_logprobs=2)
     bench.run()
@@ -145,14 +148,16 @@ def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(mod
     bench = Bench(model, prefill_chunk_tokens=512, kv_pages=900)
     limits, packer, used = bench.engine.scheduler.limits, bench.engine.parts.packer, []
     pack = packer.pack
-    packer.scored_multiple = scores_module.SCORED_AT_ONCE  # as on a GPU
+    scores, spare = find(bench.engine.roster.features, StepScores), spare_words(limits.max_rows, ScoreTaker.spare_words)
+    scores.multiple = scores_module.SCORED_AT_ONCE  # as on a GPU
 
     def measured(plan, staging):
-        assert limits.upload_words + spare_words(limits.max_rows) <= len(staging.words)
-        bound = sum(upload_words(span.seq, span.tokens_in) for span in plan.spans if span.prompt is not None)
+        assert limits.upload_words + spare <= len(staging.words)
+        spans = [(span.seq, span.tokens_in) for span in plan.spans if span.prompt is not None]
+        bound = sum(upload_words(*span) + scores.words(*span) for span in spans)
         upload = pack(plan, staging)
         if bound:
-            used.append((len(upload.words), bound + spare_words(limits.max_rows)))
+            used.append((len(upload.words), bound + spare))
         return upload
 
     packer.pack = measured
@@ -485,7 +490,7 @@ def test_exact_sums_do_not_depend_on_the_order_of_additions(exact):
     order_V = torch.randperm(vocab, generator=generator)
     told = []
     for each_SV in (logits_SV, logits_SV[:, order_V]):
-        scores = scores_module.StepScores(CpuDevice(), max_rows=4, chunk_tokens=4, vocab=vocab)
+        scores = scores_module.ScoreBuffers(CpuDevice(), max_rows=4, chunk_tokens=4, vocab=vocab)
         at = torch.arange(4)
         scores.take_tops(each_SV, at, exact)
         targets_N = torch.full((4,), int((order_V == 0).nonzero()) if told else 0)
@@ -517,7 +522,7 @@ class Copies(TorchDispatchMode):
 
 def test_copies_to_the_host_are_contiguous():
     """CUDA takes a copy with gaps through memory that is not pinned: the launch would wait until the step is over."""
-    scores = scores_module.StepScores(CpuDevice(), max_rows=8, chunk_tokens=64, vocab=VOCAB)
+    scores = scores_module.ScoreBuffers(CpuDevice(), max_rows=8, chunk_tokens=64, vocab=VOCAB)
     scores.take_tops(torch.arange(6 * VOCAB).view(6, VOCAB) / 50, torch.tensor([0, 2, 5]))
     with Copies() as copies:
         scores.copy(tops=3, scored=10, ranked=True, prompt_tops=True)

@@ -11,7 +11,7 @@ from rollout_kernels.parallel import TensorGroup
 from rollout_kernels.sampling import VocabShard
 
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.step.scores import StepScores
+from rollout.engine.features.scores.buffers import ScoreBuffers
 from rollout.engine.step_output import Scores
 from tests.support.parallel.ranks import Ranks
 
@@ -19,7 +19,7 @@ ROWS = 12
 
 
 def _score(logits: torch.Tensor, vocab: int, exact: bool, shard: VocabShard | None) -> Scores:
-    scores = StepScores(CpuDevice(), max_rows=ROWS, chunk_tokens=ROWS, vocab=vocab)
+    scores = ScoreBuffers(CpuDevice(), max_rows=ROWS, chunk_tokens=ROWS, vocab=vocab)
     before, targets = logits.clone(), torch.arange(ROWS) * 7 % vocab
     scores.take_tops(logits, torch.arange(0, ROWS, 2), exact, shard)
     assert torch.equal(logits, before), "logits are left as they are"

@@ -25,7 +25,7 @@ from rollout.engine.messages import RoutingShape
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.step.feature import DeviceFeature, HostParts
 from rollout.engine.step.row_state import RowState
-from rollout.engine.upload import StepInput
+from rollout.engine.upload import Header, StepInput
 from rollout.models.batch import AttentionBatch, ExpertRecord
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.spec import ModelSpec
@@ -37,7 +37,6 @@ class RoutingRecord(DeviceFeature):
     """Has the routers of every step write down their choice, in the form of `shape`."""
 
     name = "routing"
-    needs_all_tokens = True
 
     def __init__(self, shape: RoutingShape) -> None:
         self.shape = shape
@@ -75,6 +74,10 @@ class RoutingRecord(DeviceFeature):
     def prefill_fields(self, rows: RowState, step: StepInput, output: StepExperts) -> dict[str, Any]:
         """Where the routers write."""
         return {"experts": output.experts}
+
+    def reads_hidden(self, header: Header) -> bool:
+        """All tokens go through all layers."""
+        return True
 
     def forward_ends(self, batch: AttentionBatch, output: StepExperts) -> None:
         """Write where the KV of each token is."""

@@ -21,7 +21,7 @@ rank's part of it, R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from rollout_kernels.sampling import VocabShard
 
 from rollout.engine.device.streams import Device
 from rollout.engine.messages import MAX_TOP_LOGPROBS
-from rollout.engine.step_output import Scores
 
 #: Prompt positions that go through the output layer at a time; only their logits exist at once. On a GPU every piece
 #: has this size: another size may need another kernel, and nothing is compiled while serving.
@@ -42,7 +41,20 @@ def scored_multiple(device: torch.device) -> int:
     return SCORED_AT_ONCE if device.type == "cuda" else 1
 
 
-class StepScores:
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores of one step, on the host."""
+
+    places: tuple[int, ...]  # of the rows with tops, among those that sample
+    top_ids_CK: np.ndarray  # int32, likeliest first
+    top_logprobs_CK: np.ndarray  # float32
+    prompt_N: np.ndarray  # float32, of the prompt tokens that the step's spans score, in their order
+    prompt_ranks_N: np.ndarray | None = None  # int32, in a step that ranks them
+    prompt_ids_NK: np.ndarray | None = None  # int32, in a step that has their likeliest tokens
+    prompt_logprobs_NK: np.ndarray | None = None  # float32, the same
+
+
+class ScoreBuffers:
     """The buffers for the scores of one step."""
 
     def __init__(self, device: Device, max_rows: int, chunk_tokens: int, vocab: int) -> None:
