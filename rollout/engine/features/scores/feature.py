@@ -9,7 +9,7 @@ Sections:
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
