@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 import torch
@@ -17,7 +17,7 @@ from rollout.engine.device.cuda_pages import CudaPages
 from rollout.engine.device.group_memory import GroupMemory, SleepMemory
 from rollout.engine.device.releasable import HostPages, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice, Device
-from rollout.engine.features.all import FEATURES
+from rollout.engine.features.all import FEATURES, MakeFeature
 from rollout.engine.features.site import Lead, Site
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
@@ -117,6 +117,7 @@ def build_engine(
     memory: ReleasableMemory | None = None,
     progress: Progress | None = None,
     lead: Lead | None = None,
+    features: Seq[MakeFeature] = FEATURES,
 ) -> Engine:
     """An engine that is ready to tick.
 
@@ -125,8 +126,10 @@ def build_engine(
     ValueError with the numbers when rows, steps or KV do not fit into the device's memory next to the weights.
     """
     version = settings.weights.initial_version
-    site = Site(settings, device, model, links.adapters, memory or sleeping_memory(settings, device, model), lead)
-    parts = _build_parts(site, version, None, progress)
+    memory = memory or sleeping_memory(settings, device, model)
+    site = Site(settings, device, model, links.adapters, memory, lead)
+    check_model(settings.engine, model)
+    parts = _build_parts(site, version, _Memory.begin(site, features), _Totals(), progress)
     sleeps: SleepMemory | None = site.memory
     if site.memory is not None and parts.executor.orders is not None:
         sleeps = GroupMemory(site.memory, parts.executor.orders)
@@ -146,7 +149,7 @@ def build_follower(
     """
     check_model(settings.engine, model)
     site = Site(settings, device, model, None, memory, None, follows=True)
-    steps = _build_steps(site, None, progress)
+    steps = _build_steps(site, _Memory.begin(site), progress)
     return steps.executor, steps.slots
 
 
@@ -186,38 +189,49 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     site = Site(
         settings, executor.device, step.model, None, memory, None
     )  # the features have what they need of the links
-    engine.restart(_build_parts(site, engine.roster.version, _Lasting.of(engine.parts)))
+    engine.restart(_build_parts(site, engine.roster.version, _Memory.of(executor), _Totals.of(engine.roster)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Lasting:
-    """What outlives a fault: large memory whose content is dropped, a version, and the totals since start."""
+class _Memory:
+    """Large memory that outlives a fault; its content does not."""
 
-    kv: KVCache
-    host_memory: HostMemory | None
-    host_states: HostMemory | None
-    draft_version: int
-    counters: Counters
-    session_counts: SessionCounts
-    offload_counts: OffloadCounts | None
     features: Seq[DeviceFeature]
-    host_features: Seq[StepFeature]
+    states: StatePool | None
+    kv: KVCache | None = None  # None before the first start: its size is not known
+    host_memory: HostMemory | None = None  # for KV
+    host_states: HostMemory | None = None
 
     @classmethod
-    def of(cls, parts: EngineParts) -> _Lasting:
-        """The lasting things of parts that a fault ended."""
-        executor, roster, offload = parts.executor, parts.roster, parts.offload
-        return cls(
-            executor.step.kv,
-            None if executor.mover is None else executor.mover.host_memory,
-            None if executor.state_mover is None else executor.state_mover.host_memory,
-            roster.draft_version,
-            roster.counters,
-            roster.allocator.sessions.counts,
-            None if offload is None else offload.books.counts,
-            executor.step.features,
-            roster.features,
-        )
+    def begin(cls, site: Site, features: Seq[MakeFeature] = FEATURES) -> _Memory:
+        """What is allocated before the KV."""
+        made = [feature for make in features if (feature := make(site)) is not None]
+        return cls(made, _states(site))
+
+    @classmethod
+    def of(cls, executor: Executor) -> _Memory:
+        """The memory of an executor that a fault ended."""
+        step, mover, state_mover = executor.step, executor.mover, executor.state_mover
+        hosts = [None if each is None else each.host_memory for each in (mover, state_mover)]
+        return cls(step.features, step.kv.states, step.kv, *hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """What was counted since the start, and goes on after a fault."""
+
+    counters: Counters = field(default_factory=Counters)
+    sessions: SessionCounts = field(default_factory=SessionCounts)
+    offload: OffloadCounts = field(default_factory=OffloadCounts)
+    features: Seq[StepFeature] = ()  # that have totals
+    draft_version: int | None = None  # None: that of the weights
+
+    @classmethod
+    def of(cls, roster: Roster) -> _Totals:
+        """The totals of a roster that a fault ended."""
+        allocator = roster.allocator
+        counts = allocator.sessions.counts, allocator.offload_books.counts
+        return cls(roster.counters, *counts, roster.features, roster.draft_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,15 +246,14 @@ class _Steps:
     prompt_words: int  # of an upload without drafts
 
 
-def _build_steps(site: Site, lasting: _Lasting | None, progress: Progress | None) -> _Steps:
+def _build_steps(site: Site, memory: _Memory, progress: Progress | None) -> _Steps:
     """The device's side of an engine: row state, slots, KV, captured steps."""
     settings, device, model = site.settings, site.device, site.model
     engine, vocab = settings.engine, model.spec.vocab
     context = context_limit(settings, model)
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
-    features = _features(site) if lasting is None else lasting.features
-    states = _states(site) if lasting is None else lasting.kv.states
+    features = memory.features
     guesses = engine.speculation_tokens if guesser_of(engine, model) else 0
     columns = [feature.name for feature in features if feature.row_column]
     rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, columns, guesses)
@@ -252,15 +265,16 @@ def _build_steps(site: Site, lasting: _Lasting | None, progress: Progress | None
     more = chunk, features, guesses, fault
     slots = [Slot(device, words, engine.step_rows, vocab, *more) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    executor, costs = _build_executor(site, rows, states, features, slots, lasting, progress)
+    executor, costs = _build_executor(site, rows, slots, memory, progress)
     return _Steps(executor, costs, slots, context, chunk, prompt_words)
 
 
-def _build_parts(site: Site, version: int, lasting: _Lasting | None, progress: Progress | None = None) -> EngineParts:
+def _build_parts(
+    site: Site, version: int, memory: _Memory, totals: _Totals, progress: Progress | None = None
+) -> EngineParts:
     settings, model = site.settings, site.model
     engine = settings.engine
-    check_model(engine, model)
-    steps = _build_steps(site, lasting, progress)
+    steps = _build_steps(site, memory, progress)
     executor, slots, prompt_words = steps.executor, steps.slots, steps.prompt_words
     spare = sum(feature.spare_words for feature in executor.step.features)
     limits = SchedulerLimits(
@@ -271,13 +285,11 @@ def _build_parts(site: Site, version: int, lasting: _Lasting | None, progress: P
         upload_words=prompt_words - spare_words(engine.max_rows, spare),
         fair_queue=engine.fair_queue,
     )
-    features = _host_features(executor, lasting)
-    allocator = _build_allocator(site, executor, features, lasting)
-    counters = Counters() if lasting is None else lasting.counters
+    features = _host_features(executor, totals.features)
+    allocator = _build_allocator(site, executor, features, totals)
     draft_names = model.draft_names() if isinstance(model, Decoder) else frozenset()
-    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters, draft_names, features)
-    if lasting is not None:
-        roster.draft_version = lasting.draft_version
+    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, totals.counters, draft_names, features)
+    roster.draft_version = version if totals.draft_version is None else totals.draft_version
     mover, books = executor.mover, allocator.offload_books
     offload = None if mover is None else Offload(roster, books, mover, executor.state_mover)
     sizes = None if executor.graphs is None else executor.graphs.sizes
@@ -300,34 +312,24 @@ def _speculation(engine: EngineSettings, model: LanguageModel, costs: StepCosts 
     return Speculation(drafter, *most, costs, adapts, guesser_of(engine, model))
 
 
-def _build_allocator(
-    site: Site, executor: Executor, mirrors: Seq[PageMirror], lasting: _Lasting | None
-) -> PageAllocator:
+def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], totals: _Totals) -> PageAllocator:
     """The books of the KV pool: pages, sessions, adapters, offloaded KV."""
     engine, step, mover = site.settings.engine, executor.step, executor.mover
     pool = PagePool(step.kv.pages)
     host_pages, page_bytes = (0, 0) if mover is None else (mover.host_memory.pages, mover.host_memory.page_bytes)
-    session_counts = None if lasting is None else lasting.session_counts
     places = engine.snapshot_places if step.kv.states is not None else 0
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.session_share * pool.total)
-    sessions = Sessions(pool, engine.page_size, most_pages, snapshots, session_counts)
+    sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
     found_by = pool, engine.page_size, engine.prefix_cache, sessions
     prefixes = Prefixes(*found_by) if step.kv.states is None else StatePrefixes(*found_by, snapshots)
-    counts = None if lasting is None else lasting.offload_counts
     host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
-    books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, host_places, mirrors, counts)
+    books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, host_places, mirrors, totals.offload)
     return PageAllocator(sessions, prefixes, books, mirrors)
 
 
-def _features(site: Site) -> list[DeviceFeature]:
-    """The features of this worker on the device."""
-    return [feature for make in FEATURES if (feature := make(site)) is not None]
-
-
-def _host_features(executor: Executor, lasting: _Lasting | None) -> list[StepFeature]:
-    """Their parts on the host; the totals of those that a fault ended go on."""
-    before: Seq[StepFeature] = () if lasting is None else lasting.host_features
+def _host_features(executor: Executor, before: Seq[StepFeature]) -> list[StepFeature]:
+    """The features' parts on the host; the totals of those `before` a fault go on."""
     kept = {feature.name: feature for feature in before}
     host_pages = 0 if executor.mover is None else executor.mover.host_memory.pages
     parts = HostParts(executor.streams, executor.orders, executor.step.kv, host_pages)
@@ -336,13 +338,7 @@ def _host_features(executor: Executor, lasting: _Lasting | None) -> list[StepFea
 
 
 def _build_executor(
-    site: Site,
-    rows: RowState,
-    states: StatePool | None,
-    features: Seq[DeviceFeature],
-    slots: list[Slot],
-    lasting: _Lasting | None,
-    progress: Progress | None,
+    site: Site, rows: RowState, slots: list[Slot], memory: _Memory, progress: Progress | None
 ) -> tuple[Executor, StepCosts | None]:
     """The device's side: streams, KV pool, captured steps; and what steps cost, for speculation.
 
@@ -350,7 +346,7 @@ def _build_executor(
     """
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
     context = context_limit(settings, model)
-    kv = _allocate_kv(model, _LEAST_PAGES, engine, states) if lasting is None else lasting.kv
+    kv = memory.kv or _allocate_kv(model, _LEAST_PAGES, engine, memory.states)
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
     guesser: HeadDrafts | NgramDrafts | None = None
     match guesser_of(engine, model):
@@ -358,20 +354,16 @@ def _build_executor(
             guesser = HeadDrafts(native(model), rows, engine.step_rows, engine.fused_experts)
         case "ngram":
             guesser = NgramDrafts(rows)
-    step = DeviceStep(model, forward, kv, rows, engine.deterministic, _shares_pages(site), features, guesser)
+    step = DeviceStep(model, forward, kv, rows, engine.deterministic, _shares_pages(site), memory.features, guesser)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else None
-    streams = Streams.make(device, [feature.name for feature in features if feature.own_stream])
+    streams = Streams.make(device, [feature.name for feature in memory.features if feature.own_stream])
     mover, state_mover, graphs = None, None, None
     try:
-        if lasting is None:
+        if memory.kv is None:
             step = step.with_kv(_planned_kv(site, Executor(device, streams, step), slots, graph_rows))
             device.synchronize()
-        if lasting is None:
-            host_memory = _host_memory(site, step.kv)
-            host_states = None if host_memory is None else _host_states(site)
-        else:
-            host_memory, host_states = lasting.host_memory, lasting.host_states
+            memory = _with_host_memory(site, memory, step.kv)
         if graph_rows is not None:
             graphs = DecodeGraphs(step, streams.compute, context, graph_rows)
             graphs.capture(slots, progress)
@@ -383,12 +375,11 @@ def _build_executor(
             words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
             orders = site.lead(words, engine.step_rows, width, chunk_tokens(engine, model))
         piece_bytes = int(engine.host_kv_piece_mib * 2**20)
-        if host_memory is not None:
-            mover = PageMover(device, step.kv.tensors, host_memory, piece_bytes, streams.compute, orders=orders)
-        if host_states is not None:
-            assert step.kv.states is not None
-            tensors = step.kv.states.tensors  # they are moved one at a time
-            state_mover = PageMover(device, tensors, host_states, 1, streams.compute, "state", orders)
+        if (host := memory.host_memory) is not None:
+            mover = PageMover(device, step.kv.tensors, host, piece_bytes, streams.compute, orders=orders)
+        if (host := memory.host_states) is not None and memory.states is not None:
+            tensors = memory.states.tensors  # they are moved one at a time
+            state_mover = PageMover(device, tensors, host, 1, streams.compute, "state", orders)
     except BaseException:
         Executor(device, streams, step, graphs, mover, state_mover).close()
         raise
@@ -397,21 +388,21 @@ def _build_executor(
     return Executor(device, streams, step, graphs, *movers, orders, not site.follows, checked), costs
 
 
-def _host_memory(site: Site, kv: KVCache) -> HostMemory | None:
-    """Host memory for the KV of preempted sequences; of as many pages on every rank. None without offloading."""
+def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
+    """With the KV and, if KV is offloaded, host memory for it; of as many pages on every rank."""
     engine, device = site.settings.engine, site.device
     page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
     adapter_bytes = adapter_host_bytes(engine, site.model)
     state_bytes = states_on_host(engine, site.model) * site.model.spec.state_bytes(site.model.embed.dtype)
     pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes, state_bytes)
     if pages == 0:
-        return None
+        return replace(memory, kv=kv)
     pages = _least_of_all_ranks(site.model, pages)  # before any rank takes memory of the same host
     began_s = time.perf_counter()
     host_memory = HostMemory(device, pages, page_bytes)
     facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}
     log.info("KV of preempted sequences is kept on the host", extra=facts)
-    return host_memory
+    return replace(memory, kv=kv, host_memory=host_memory, host_states=_host_states(site))
 
 
 def _host_states(site: Site) -> HostMemory | None:

@@ -11,8 +11,9 @@ from rollout.engine.features.scores.taker import ScoreTaker
 from rollout.engine.features.site import Site
 from rollout.engine.step.feature import DeviceFeature
 
-#: Each makes a feature's part on the device; None where this worker does not have the feature.
-FEATURES: tuple[Callable[[Site], DeviceFeature | None], ...] = (
+#: Makes a feature's part on the device; None where this worker does not have the feature.
+MakeFeature = Callable[[Site], DeviceFeature | None]
+FEATURES: tuple[MakeFeature, ...] = (
     AdapterMemory.make,
     RoutingRecord.make,
     ScoreTaker.make,

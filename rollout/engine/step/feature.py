@@ -89,7 +89,10 @@ class DeviceFeature:
         """A prefill has the hidden states of its tokens. `compute_logits` gives those of some; they may be changed."""
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: Any) -> None:
-        """The logits are there, before any sampling rule. They may not be changed."""
+        """The logits are there, before any sampling rule. They may not be changed.
+
+        On a GPU, rows that need this have a bit of `Feature`: plain decode steps are captured whole.
+        """
 
     # --- output -------------------------------------------------------------------------------------------------------
 
@@ -114,7 +117,7 @@ class DeviceFeature:
     def copy_output(self, target: Any, source: Any, tokens: int) -> None:
         """Copy what a captured forward of `tokens` tokens has written to the output of the step's slot."""
 
-    def read(self, words: np.ndarray, tokens: int) -> Any:
+    def read(self, words: np.ndarray, header: Header) -> Any:
         """The same, from the words of a step."""
 
     # --- start --------------------------------------------------------------------------------------------------------

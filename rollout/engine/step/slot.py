@@ -131,7 +131,7 @@ class Slot:
         given = {feature.name: feature.downloaded(header, self.outputs[feature.name]) for feature in self._features}
         for feature, start, _ in self._regions:
             words = self._result_host[start : start + feature.output_words(header.tokens)]
-            given[feature.name] = feature.read(words.numpy(), header.tokens)
+            given[feature.name] = feature.read(words.numpy(), header)
         return {name: value for name, value in given.items() if value is not None}
 
 

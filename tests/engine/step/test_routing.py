@@ -8,8 +8,10 @@ import torch
 
 from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
+from rollout.engine.features.routing.feature import Routing
 from rollout.engine.messages import EndSession, Prior
 from rollout.engine.schedule.completion import make_delta
+from rollout.engine.schedule.feature import find
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.routing import assert_routed, router_logits, routing_of
@@ -329,7 +331,7 @@ def test_a_prompt_that_is_scored_without_a_token_has_the_entries_before_its_last
 def test_without_the_setting_nothing_is_recorded(family):
     model, _ = family
     bench = Bench(model)
-    assert not bench.engine.roster.features
+    assert find(bench.engine.roster.features, Routing) is None
     bench.submit("a", prompt_of(9, 0), 5)
     bench.run()
     assert bench.completions["a", 0].routing == []

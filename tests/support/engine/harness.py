@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from rollout.config import EngineSettings, ModelSettings, ServiceSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import CpuDevice, Device
+from rollout.engine.features.all import FEATURES, MakeFeature
 from rollout.engine.inspect import Inspector
 from rollout.engine.loop import Engine
 from rollout.engine.messages import (
@@ -80,7 +81,13 @@ class Bench:
     """An engine with its events collected."""
 
     def __init__(
-        self, model: Decoder, device: Device | None = None, receiver=None, max_queue: int = 4096, **engine: object
+        self,
+        model: Decoder,
+        device: Device | None = None,
+        receiver=None,
+        max_queue: int = 4096,
+        features: Sequence[MakeFeature] = FEATURES,
+        **engine: object,
     ) -> None:
         # A thread that makes masks may wait for a core longer than the usual second.
         defaults: dict = {"max_rows": 8, "page_size": 4, "kv_pages": 256, "prefill_chunk_tokens": 64, "mask_s": 200.0}
@@ -90,7 +97,7 @@ class Bench:
         self.events: list[Event] = []
         self.device = device or CpuDevice()
         self.links = local_links(self.settings, self.emit, receiver)
-        self.engine: Engine = build_engine(self.settings, self.device, model, self.links)
+        self.engine: Engine = build_engine(self.settings, self.device, model, self.links, features=features)
         self.completions: dict[tuple[str, int], Completion] = defaultdict(Completion)
         self.done: dict[str, RequestDone] = {}
 

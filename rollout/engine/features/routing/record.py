@@ -83,9 +83,9 @@ class RoutingRecord(DeviceFeature):
         """Write where the KV of each token is."""
         output.end(batch)
 
-    def read(self, words: np.ndarray, tokens: int) -> np.ndarray:
+    def read(self, words: np.ndarray, header: Header) -> np.ndarray:
         """The record: int32 [tokens, words]."""
-        return words.reshape(tokens, -1)
+        return words.reshape(header.tokens, -1)
 
 
 def kept_routing(engine: EngineSettings, model: LanguageModel) -> RoutingShape | None:

@@ -1,0 +1,128 @@
+"""A made-up feature: two classes and an entry in the list. The recipe is in docs/recipes.md."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.engine.build import rebuild_engine
+from rollout.engine.features.all import FEATURES
+from rollout.engine.features.site import Site
+from rollout.engine.schedule.feature import StepFeature, find
+from rollout.engine.schedule.plan import Plan
+from rollout.engine.sequence.sequence import Group, Sequence
+from rollout.engine.step.feature import DeviceFeature, HostParts
+from rollout.engine.step_output import StepOutput
+from rollout.engine.upload import Header, Staging, StepInput
+from tests.support.engine.faults import fail_a_step
+from tests.support.engine.harness import Bench
+
+
+class Margins(StepFeature):
+    """By how much each token's logit leads, of sequences whose prompt has an even number of tokens."""
+
+    name = "margins"
+
+    def __init__(self, total: int = 0) -> None:
+        self.of: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.total = total
+        self._open: set[Sequence] = set()
+        self.entered: list[str] = []
+
+    def enter(self, group: Group) -> None:
+        self.entered.append(group.key[1])
+
+    def admitted(self, seq: Sequence) -> None:
+        self._open.add(seq)
+
+    def left(self, seq: Sequence) -> None:
+        self._open.discard(seq)
+
+    def words(self, seq: Sequence, length: int) -> int:
+        return 2 * length
+
+    def pack(self, plan: Plan, staging: Staging) -> None:
+        if wanted := [i for i, seq in enumerate(plan.sampled) if seq.prompt_len % 2 == 0]:
+            staging.put("margins_at", np.array(wanted, dtype=np.int64))
+            staging.facts[self.name] = [wanted]
+
+    def commit(self, plan: Plan, output: StepOutput) -> None:
+        for place, margin in output.of_features.get(self.name, ()):
+            seq = plan.sampled[place]
+            if not (seq.finalized or seq.void):
+                self.of[seq.group.key[1], seq.index].append(margin)
+                self.total += 1
+
+    def check(self) -> None:
+        assert not self._open, "a sequence has not left"
+
+
+class MarginTaker(DeviceFeature):
+    """Computes them where the logits are."""
+
+    name = "margins"
+    token_words = 2
+
+    @classmethod
+    def make(cls, site: Site) -> MarginTaker:
+        return cls()
+
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> Margins:
+        return Margins(before.total if isinstance(before, Margins) else 0)
+
+    def output_words(self, tokens: int) -> int:
+        return tokens
+
+    def output(self, words: torch.Tensor) -> torch.Tensor:
+        return words.view(torch.float32)
+
+    def computed(self, step: StepInput, logits_SV: torch.Tensor, output: torch.Tensor) -> None:
+        if "margins_at" in step:
+            best = logits_SV.index_select(0, step["margins_at"]).topk(2, dim=1).values
+            output[: len(best)] = best[:, 0] - best[:, 1]
+
+    def read(self, words: np.ndarray, header: Header) -> list[tuple[int, float]]:
+        (places,) = header.facts.get(self.name, [[]])
+        return list(zip(places, words.view(np.float32)[: len(places)].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("pages", [256, 40])
+def test_a_feature_of_two_classes_takes_part_in_every_stage(
+    model: Any, prompt_of: Any, hf_models: Any, pages: int
+) -> None:
+    bench = Bench(model, kv_pages=pages, max_rows=6, prefill_chunk_tokens=16, features=[*FEATURES, MarginTaker.make])
+    margins = find(bench.engine.roster.features, Margins)
+    prompts = {f"r{i}": prompt_of(9 + i, i) for i in range(6)}
+    for name, prompt in prompts.items():
+        bench.submit(name, prompt, 30, n=2, sampling={"temperature": 1.0, "seed": 3})
+    bench.run()
+    assert (bench.engine.roster.counters.preemptions > 0) == (pages == 40)
+    assert sorted(margins.entered) == sorted(prompts)
+    assert set(margins.of) == {(name, i) for name, prompt in prompts.items() for i in range(2) if len(prompt) % 2 == 0}
+    for (name, index), found in margins.of.items():
+        tokens = bench.tokens(name, index)
+        logits = hf_models[0](torch.tensor([[*prompts[name], *tokens]])).logits[0, len(prompts[name]) - 1 : -1]
+        best = logits.topk(2, dim=1).values
+        np.testing.assert_allclose(found, (best[:, 0] - best[:, 1]).detach().numpy(), atol=1e-4)
+    assert margins.total == 6 * 30
+    bench.close()
+
+
+def test_its_totals_go_on_after_a_fault(model: Any, prompt_of: Any) -> None:
+    bench = Bench(model, features=[*FEATURES, MarginTaker.make])
+    bench.submit("a", prompt_of(10), 60)
+    for _ in range(20):
+        bench.engine.tick()
+    fail_a_step(bench)
+    before = find(bench.engine.roster.features, Margins)
+    rebuild_engine(bench.engine, bench.settings)
+    after = find(bench.engine.roster.features, Margins)
+    assert after is not before and after.total == before.total > 0
+    bench.submit("b", prompt_of(10), 5)
+    bench.run()
+    assert after.total == before.total + 5
+    bench.close()
