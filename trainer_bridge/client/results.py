@@ -29,14 +29,8 @@ _FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 class Completion:
     """One completion, or in a stream its tokens so far (`finish_reason` is then None).
 
-    `logprobs` are under the policy at the request's temperature, `raw_logprobs` at temperature 1. `drawn_logprobs` are
-    under the distribution that was drawn from, if truncation, penalties or a constraint changed it. With `logprobs=k`,
-    `top_ids` and `top_logprobs` are the k likeliest tokens at each position, likeliest first, and their log-probs at
-    temperature 1; -1 and NaN if unknown (tokens of `continue_from` that came without them). With `return_routing`,
-    `routing` has the experts of each forward, likeliest first: entry i belongs to the forward that consumed token i of
-    the completion (True), or of prompt and completion ("all"). There is no entry for the newest token. A chunk has the
-    entries that its tokens added. `versions` are pairs (weights version, tokens). `stop` is the token id or the string
-    that ended the completion.
+    The fields are those of a completion in the protocol: arrays of numpy, int32 or float32, with an entry a token, and
+    lists of pairs. A field that was not asked for is None.
     """
 
     index: int
@@ -76,11 +70,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Chunk:
-    """New tokens of one completion. `offset` is the position of the first one in the completion.
+    """New tokens of one completion, from position `offset` on.
 
-    The last chunk of a completion has `finish_reason`. `part` has the fields of `Completion` for the new tokens only,
-    `text` included. The first chunk of completion 0 has the `prompt_logprobs` and `prompt_tops` that were asked for,
-    with their `prompt_version`.
+    `part` is a `Completion` of the new tokens only; the last chunk has its `finish_reason`. Scores of the prompt come
+    with the first chunk of completion 0.
     """
 
     offset: int
@@ -129,7 +122,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GenerateResult:
-    """The answer to one `generate`: its `n` completions in order of their index."""
+    """The answer to one `generate`: its `n` completions by index, and the fields of the protocol's `result`.
+
+    `prompt_logprobs` is float32 [prompt tokens]. `prompt_tops` has `ranks` [prompt tokens], `ids` and `logprobs`
+    [prompt tokens, k]. `resumes` counts continuations after a lost worker. `extra` has fields of newer workers.
+    """
 
     id: str
     completions: list[Completion]
