@@ -44,10 +44,11 @@ For those who run a worker. A later source overrides the earlier ones:
 1. The TOML file of `--config`: `max_rows = 64` below `[engine]`.
 2. The environment: `ROLLOUT_<SECTION>__<KEY>`, such as `ROLLOUT_ENGINE__MAX_ROWS=64`; without a section
    `ROLLOUT_<KEY>`.
-3. A flag: the setting's name with hyphens, `--max-rows 64`; or as the table says. `--no-...` sets a setting to false.
+3. A flag: the setting's name with hyphens, `--max-rows 64`, or the one in the table; `--no-...` means false.
 
-In the environment and in flags, `none` unsets a setting that may be none. An unknown name is an error in all three.
-Terms: [glossary](../glossary.md)."""
+Behind the default are the values that a setting may have. The default shows the type: `true` or `false`, an integer, a
+number (`60.0`), a text. `none` unsets a setting that may be none, in the environment and in flags, too. An unknown name
+is an error. Terms: [glossary](../glossary.md)."""
 
 _MODELS_INTRODUCTION = """\
 # Models
@@ -219,7 +220,7 @@ def metrics_page() -> str:
         if not metric.name.startswith("gpu/run/"):  # the introduction says what these are
             groups.setdefault(_section(metric), []).append(metric)
     lines = [_METRICS_INTRODUCTION]
-    heads = ("name", "kind, unit", "meaning")
+    heads = ("name (unit)", "meaning")
     for section, metrics in groups.items():
         lines += ["", f"## {section}", "", *_table(heads, _metric_rows(metrics))]
     lines += [_BY_VERSION, *_table(heads, _metric_rows(VERSION_METRICS))]
@@ -241,7 +242,8 @@ def _metric_rows(metrics: Iterable[Metric]) -> list[tuple[str, ...]]:
         ends = [(metric.name.removeprefix(begin), metric.meaning[len(shared) + 1 :]) for metric in members]
         parts = [f"`{end}`" if end == rest else f"`{end}` {rest}" for end, rest in ends]
         meaning = f"{shared.rstrip(':')}: {'; '.join(parts)}" if shared else first.meaning
-        rows.append((name, first.unit if first.kind == "gauge" else f"{first.kind}, {first.unit}", meaning))
+        unit = first.unit if first.kind == "gauge" else f"{first.kind}, {first.unit}"
+        rows.append((f"{name} ({unit})", meaning))
     return rows
 
 
@@ -251,7 +253,7 @@ def settings_page() -> str:
     sections = dict.fromkeys(key.section for key in setting_keys())
     for section in sorted(sections, key=lambda name: name is None):  # stable; settings without a section come last
         rows = [_setting(key) for key in setting_keys() if key.section == section]
-        heads = ("setting = default", "values", "meaning")
+        heads = ("setting = default (values)", "meaning")
         lines += ["", f"## {section}" if section else "## Without a section", "", *_table(heads, rows)]
     return "\n".join(lines) + "\n"
 
@@ -259,24 +261,30 @@ def settings_page() -> str:
 def _setting(key: SettingKey) -> tuple[str, ...]:
     default = "none" if key.field.default is None else str(key.field.default).lower()
     shown = f"`{key.name} = {default}`" if default else f"`{key.name}`"
+    if values := _values(key):
+        shown += f" ({values})"
     if key.flag != f"--{key.name.replace('_', '-')}":
-        shown += f" (flag: `{key.flag}`)"
-    return shown, _values(key), key.field.description or ""
+        shown += f", flag `{key.flag}`"
+    return shown, key.field.description or ""
 
 
 def _values(key: SettingKey) -> str:
+    """The values that a setting may have, as far as its default does not show them."""
     annotation = key.field.annotation
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
-    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
-    name = {int: "integer", float: "number", str: "text", bool: "true, false"}[kinds[0]]
-    bounds = [
-        f"{sign} {getattr(rule, attribute)}"
+    (kind,) = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    bounds = {
+        sign: getattr(rule, attribute)
         for rule in key.field.metadata
         for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
         if getattr(rule, attribute, None) is not None
-    ]
-    return " ".join([name, ", ".join(bounds)]).strip() + (", or none" if key.optional else "")
+    }
+    both = bounds.keys() == {">=", "<="}
+    shown = f"{bounds['>=']} to {bounds['<=']}" if both else ", ".join(f"{sign} {end}" for sign, end in bounds.items())
+    unseen = {int: "integer", float: "number"}.get(kind, "") if key.field.default is None else ""
+    none = "or none" if key.optional and key.field.default is not None else ""
+    return " ".join(part for part in (unseen, shown, none) if part)
 
 
 def models_page() -> str:
