@@ -39,14 +39,14 @@ from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 _SETTINGS_INTRODUCTION = """\
 # Settings
 
-For those who run a worker. A later source overrides the earlier ones:
+For operators of workers. A later source overrides the earlier ones:
 
 1. The TOML file of `--config`: `max_rows = 64` below `[engine]`.
 2. The environment: `ROLLOUT_<SECTION>__<KEY>`, such as `ROLLOUT_ENGINE__MAX_ROWS=64`; without a section
    `ROLLOUT_<KEY>`.
 3. A flag: the setting's name with hyphens, `--max-rows 64`, or the one in the table; `--no-...` means false.
 
-Behind the default are the values that a setting may have. The default shows the type: `true` or `false`, an integer, a
+The values that a setting may have follow its default. The default shows the type: `true` or `false`, an integer, a
 number (`60.0`), a text. `none` unsets a setting that may be none, in the environment and in flags, too. An unknown name
 is an error. Terms: [glossary](../glossary.md)."""
 
@@ -290,7 +290,7 @@ def _values(key: SettingKey) -> str:
 def models_page() -> str:
     """Every family of the registry."""
     rows = [
-        (family.models, f"`{name}`", _on_gpu(name, family), ", ".join(_marks(name, family)))
+        (_marked(family.models, _marks(name, family)), f"`{name}`", _on_gpu(name, family))
         for name, family in FAMILIES.items()
     ]
     for name, whole in MULTIMODAL.items():
@@ -300,9 +300,13 @@ def models_page() -> str:
         ways = dict.fromkeys(_on_gpu(*entry) for entry in entries)
         marks = dict.fromkeys(mark for _, family in entries for mark in _marks(name, family))
         images = [] if whole.tower is None else ["images"]
-        rows.append((whole.models, f"`{name}`", " or ".join(ways), ", ".join([*images, *marks])))
-    heads = ("models", "architecture", "on a GPU", "marks")
+        rows.append((_marked(whole.models, [*images, *marks]), f"`{name}`", " or ".join(ways)))
+    heads = ("models (marks)", "architecture", "on a GPU")
     return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows)), "", _CONFIG, "", _LONGROPE]) + "\n"
+
+
+def _marked(models: str, marks: list[str]) -> str:
+    return f"{models} ({', '.join(marks)})" if marks else models
 
 
 def _marks(architecture: str, family: Family) -> list[str]:
