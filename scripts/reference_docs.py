@@ -39,16 +39,15 @@ from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 _SETTINGS_INTRODUCTION = """\
 # Settings
 
-For operators of workers. A later source overrides the earlier ones:
+A setting comes from one of three sources. A later one overrides the earlier ones:
 
 1. The TOML file of `--config`: `max_rows = 64` below `[engine]`.
 2. The environment: `ROLLOUT_<SECTION>__<KEY>`, such as `ROLLOUT_ENGINE__MAX_ROWS=64`; without a section
    `ROLLOUT_<KEY>`.
-3. A flag: the setting's name with hyphens, `--max-rows 64`, or the one in the table; `--no-...` means false.
+3. A flag: `--max-rows 64`. `--no-...` sets a setting that is true or false to false.
 
-The values that a setting may have follow its default. The default shows the type: `true` or `false`, an integer, a
-number (`60.0`), a text. `none` unsets a setting that may be none, in the environment and in flags, too. An unknown name
-is an error. Terms: [glossary](../glossary.md)."""
+In the environment and in flags, `none` unsets an optional setting. An unknown name is an error in all three. Words
+such as row, page and step are in the [glossary](../glossary.md)."""
 
 _MODELS_INTRODUCTION = """\
 # Models
@@ -253,38 +252,30 @@ def settings_page() -> str:
     sections = dict.fromkeys(key.section for key in setting_keys())
     for section in sorted(sections, key=lambda name: name is None):  # stable; settings without a section come last
         rows = [_setting(key) for key in setting_keys() if key.section == section]
-        heads = ("setting = default (values)", "meaning")
+        heads = ("setting", "flag", "values", "default", "meaning")
         lines += ["", f"## {section}" if section else "## Without a section", "", *_table(heads, rows)]
     return "\n".join(lines) + "\n"
 
 
 def _setting(key: SettingKey) -> tuple[str, ...]:
     default = "none" if key.field.default is None else str(key.field.default).lower()
-    shown = f"`{key.name} = {default}`" if default else f"`{key.name}`"
-    if values := _values(key):
-        shown += f" ({values})"
-    if key.flag != f"--{key.name.replace('_', '-')}":
-        shown += f", flag `{key.flag}`"
-    return shown, key.field.description or ""
+    shown = f"`{default}`" if default else ""
+    return f"`{key.name}`", f"`{key.flag}`", _values(key), shown, key.field.description or ""
 
 
 def _values(key: SettingKey) -> str:
-    """The values that a setting may have, as far as its default does not show them."""
     annotation = key.field.annotation
     if get_origin(annotation) is Literal:
-        return ", ".join(map(str, get_args(annotation)))
-    (kind,) = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
-    bounds = {
-        sign: getattr(rule, attribute)
+        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    name = {int: "integer", float: "number", str: "text", bool: "`true`, `false`"}[kinds[0]]
+    bounds = [
+        f"{sign} {getattr(rule, attribute)}"
         for rule in key.field.metadata
         for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
         if getattr(rule, attribute, None) is not None
-    }
-    both = bounds.keys() == {">=", "<="}
-    shown = f"{bounds['>=']} to {bounds['<=']}" if both else ", ".join(f"{sign} {end}" for sign, end in bounds.items())
-    unseen = {int: "integer", float: "number"}.get(kind, "") if key.field.default is None else ""
-    none = "or none" if key.optional and key.field.default is not None else ""
-    return " ".join(part for part in (unseen, shown, none) if part)
+    ]
+    return " ".join([name, ", ".join(bounds)]).strip() + (", or none" if key.optional else "")
 
 
 def models_page() -> str:
