@@ -376,7 +376,7 @@ class RolloutClient(ProcessBound):
 class Stream(StreamView, Generic[_Item]):
     """The chunks or completions of a request, as they arrive. A `with` block or `close` ends it early.
 
-    After the last one it raises what `generate` would; `result` is then None.
+    If the request fails, the iteration raises the error after the last chunk; `result` is then None.
     """
 
     def __init__(self, client: RolloutClient, call: ClientCall, kind: StreamKind) -> None:
@@ -422,7 +422,7 @@ class Session(ProcessBound):
         self._client = client
 
     def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
-        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` says what was reused."""
+        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` counts the tokens whose KV was reused."""
         fields["session"], fields["session_lease_s"] = self.id, self.lease_s
         return self._client.generate(prompt, **fields)
 

@@ -29,8 +29,8 @@ _FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 class Completion:
     """One completion, or in a stream its tokens so far (`finish_reason` is then None).
 
-    The fields are those of a completion in the protocol: arrays of numpy, int32 or float32, with an entry a token, and
-    lists of pairs. A field that was not asked for is None.
+    The protocol describes the fields. Arrays are numpy's, int32 or float32, with an entry for each token; versions are
+    lists of pairs. A field that the request did not ask for is None.
     """
 
     index: int
@@ -160,7 +160,7 @@ class GenerateResult:
 
 
 class Status(dict[str, Any]):
-    """A worker's answer to `status`: a map with the fields of the protocol. It prints the main ones, `dict(it)` all."""
+    """A worker's answer to `status`: a map with the fields of the protocol. Its repr shows the main ones."""
 
     def __repr__(self) -> str:
         main = {name: self[name] for name in _MAIN if name in self}
@@ -169,7 +169,7 @@ class Status(dict[str, Any]):
 
 
 class PromptScores(NamedTuple):
-    """The fields of a chunk or a result that tell of the prompt's tokens."""
+    """The fields of a chunk or a result that describe the prompt's tokens."""
 
     prompt_logprobs: np.ndarray | None = None
     prompt_tops: PromptTops | None = None
@@ -177,7 +177,7 @@ class PromptScores(NamedTuple):
 
     @classmethod
     def of(cls, source: Chunk | GenerateResult) -> PromptScores:
-        """Those of a chunk or a result."""
+        """The scores of a chunk or a result."""
         return cls(source.prompt_logprobs, source.prompt_tops, source.prompt_version)
 
     @property

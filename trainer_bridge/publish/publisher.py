@@ -75,8 +75,8 @@ class WeightPublisher(ProcessBound):
 
     Args:
         endpoints: The workers' request sockets.
-        transport: `auto`, `cuda_ipc`, `nccl`, `shm`, `zmq` or `disk`; `auto` takes for each worker the first of the
-            four without `disk` that works.
+        transport: `cuda_ipc`, `nccl`, `shm`, `zmq`, `disk`, or `auto`: the first of `cuda_ipc` to `zmq` that works with
+            a worker.
         folder: Where `disk` writes; the workers must be able to read this path.
         bucket_bytes: Bytes of a piece of a transfer: a multiple of 64, at most 256 MiB. None: 64 MiB, or up to 256 MiB
             for a large model from GPU to GPU.
