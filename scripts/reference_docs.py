@@ -504,7 +504,8 @@ def _section(metric: Metric) -> str:
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     heads = list(heads)
     cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *cells)]
+    first, *others = (f"| {' | '.join(row)} |" for row in (heads, *cells))
+    return [first, f"|{'---|' * len(heads)}", *others]
 
 
 def fallback_page() -> str:

@@ -422,7 +422,7 @@ class Session(ProcessBound):
         self._client = client
 
     def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
-        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` counts the tokens whose KV was reused."""
+        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` counts reused KV."""
         fields["session"], fields["session_lease_s"] = self.id, self.lease_s
         return self._client.generate(prompt, **fields)
 
