@@ -3,8 +3,7 @@
     python -m scripts.reference_docs            checks that the pages are current (exit status 1 if one is not)
     python -m scripts.reference_docs --write    writes them
 
-A page is one function in `PAGES`. Of `protocol.md` only the table of the sampling rules is made from the code, of
-`gateway.md` the tables of the flags and of fields that other servers have.
+A page is one function in `PAGES`. Of `protocol.md` only the table of the sampling rules is made from the code.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, is_typeddict
 
@@ -22,8 +23,9 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import trainer_bridge
+from rollout.gateway.errors import from_worker
+from rollout.gateway.settings import declared
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
-from rollout.metrics.prometheus import prometheus_name
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fallback.held import HELD
 from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
@@ -50,180 +52,198 @@ such as row, page and step are in the [glossary](../glossary.md)."""
 _MODELS_INTRODUCTION = """\
 # Models
 
-The families that a worker runs natively, by the name in `architectures` of config.json. Other architectures run
-through transformers' own code, or are refused: [fallback](fallback.md). Checkpoints are safetensors in 16 or 32 bits.
-Experts of gpt-oss may be in MXFP4, and are decoded to 16 bits.
+The families that a worker runs natively, by `architectures` of config.json. For other architectures see
+[fallback](fallback.md). Checkpoints are safetensors in 16 or 32 bits; experts of gpt-oss may be in MXFP4, and are
+decoded to 16 bits.
 
-Of a model of text and images the worker serves the language model: it does not load the other tensors, and accepts them
-in updates. With `model.images` it serves images and videos, too, for the models with "yes" below: it loads the vision
-tower, and updates may have its tensors or leave them out, as trainers with a frozen tower do. The tower is a module of
-transformers, and runs by torch. Greedy tokens and log-probs of prompts with images are held against the whole model.
+On a GPU, with the default config of transformers:
 
-DeepSeek, Moonlight and GLM-4.7-Flash have latent attention (MLA): one latent a token in the KV cache. With them
-`kv_dtype = fp8_e4m3`, `deterministic` and adapters of `kv_b_proj` are errors, and `group_attention` changes nothing.
+- **fused**: fused kernels, in CUDA graphs. **fused in part**: the same, but torch runs some blocks.
+- **torch in graphs**: torch and the attention kernels, in CUDA graphs. **torch**: the same without graphs; slow.
 
-How it runs on a GPU, for the default config of transformers (biases and other options of a config may change it):
+Marks:
 
-- **fused**: the fused kernels, in CUDA graphs.
-- **fused in part**: some blocks by the fused kernels and the others by torch, in CUDA graphs.
-- **torch in graphs**: torch and the attention kernels, in CUDA graphs.
-- **torch**: torch and the attention kernels, without CUDA graphs: slow.
+- **images**: with `model.images` the worker also serves images and videos. The vision tower is transformers' module,
+  run by torch; updates may contain its tensors or not. Without the setting, and for other models of text and images,
+  the worker serves the language model, and drops the other tensors.
+- **MTP**: the checkpoint has layers for multi-token prediction; the first one drafts with `speculation = heads`.
+- **MLA**: latent attention; the KV cache has one latent a token. `kv_dtype = fp8_e4m3`, `deterministic` and adapters of
+  `kv_b_proj` are errors, and `group_attention` changes nothing.
 
-Models with "MTP" have layers for multi-token prediction in their checkpoints, the first of which drafts with
-`speculation = heads`; its forward is held against a decoder layer of transformers. For the others name an EAGLE-3 head.
-
-"Held against" is transformers' own model: tiny random weights in float32, logits of prompts in chunks and of decode
-steps within 1e-4, and through the engine the same greedy tokens, with several rows and with preemptions or an update of
-the weights in the middle."""
+Tests compare each family with transformers' own class of the same name, or of the one that the table names, in
+float32 with tiny random weights: logits within 1e-4 for prompts in chunks and decode steps; the same greedy tokens with
+several rows, preemptions and a change of weights."""
 
 _CONFIG = """\
 ## What config.json means
 
-transformers decides what the keys of a config mean: which of two wins, what an absent one is, what older ones stand
-for. So the worker makes transformers' own config of the checkpoint, standardises it as a model of transformers does,
-and takes every value from it. Frequencies of scaled rotary embeddings are those that transformers computes.
+The worker builds transformers' own config of the checkpoint and takes every value from it. The output layer is the
+embedding if `tie_word_embeddings` says so and the files contain no other one; if they do, the log warns. If the files
+have only one of the two tensors, it serves as both.
 
-Whether the output layer is the embedding follows from `tie_word_embeddings` and from the files. If these have another
-output layer, it is not tied, and the log warns. If they have one of the two tensors, it stands for both.
+A config is in the **known form** if each of its keys
 
-A config is in the **known form** if each of its keys is one of these (`known_keys` in `rollout/models/registry.py`):
+- is read by the declaration of the family, or is another name that transformers has for such a key;
+- does not affect the forward (names, token ids, dropout, caches); or
+- switches something off by null, such as `final_logit_softcapping`.
 
-- a key that the declaration of the family reads, also under another name that transformers has for it;
-- a key of which transformers makes one of those, such as `rope_scaling` or `sliding_window_pattern`;
-- a key on which no forward depends: names, token ids, dropout and the rest of training, caches;
-- a key that is off while it is null, such as `final_logit_softcapping`, and is null.
-
-Keys in the maps of rotary embeddings count like the others. What transformers saves for these families is in the known
-form, and so are most files of the hub. `per_layer_config`, and `is_causal` other than true, are errors.
-
-For any other config the worker **compares logits** with transformers' own class before it loads the weights. Both run
-in float32 on the CPU, with one layer of each kind and the checkpoint's tensors, on a prompt whose positions are far
-apart; windows are read off the masks of transformers. If the logits of a token differ by more than 0.001 of their
-standard deviation, or if a window differs, the worker does not start, and the error names the keys. The comparison
-takes the import of transformers' modelling code, and host memory for these layers and both ends of the model: about
-15 s on one slow core and 6 GiB for Qwen3-8B. With `tensor_parallel` rank 0 compares for all. The log says when nothing
-can be compared: host memory has no room, or transformers has no such model. In the known form nothing is compared."""
+Configs that transformers saves for these families have the known form. `per_layer_config`, and `is_causal` other than
+true, are errors. For any other config the worker **compares logits** with transformers' class at the start: on the
+CPU, in float32, with one layer of each kind. If the logits of a token differ by more than 0.001 of their standard
+deviation, or an attention window differs, the worker does not start, and the error names the keys. The comparison
+takes about 15 s on one slow core and 6 GiB of host memory for Qwen3-8B. The log says if it is not possible."""
 
 _LONGROPE = """\
 ## LongRoPE
 
-Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers takes the long set for a forward in which
-a row is longer than the original context, and else the short set. So the same token gets another log-prob when its
-sequence grows past this border. The worker takes one set for all sequences, by the setting `longrope`:
+Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers switches to the long set as soon as a row
+is longer than the original context, so log-probs of earlier tokens change. The worker uses one set for all sequences:
 
-- `short`, the default: sequences end at the original context. Log-probs are those of a trainer that uses transformers.
-- `long`: sequences may have the whole context, and the long set holds from their first token on. vLLM does the same if
-  its `max_model_len` is past the original context.
-
-So no running sequence changes its frequencies, and its KV and its log-probs stay valid. With `long`, a trainer that
-uses transformers computes the same log-probs for sequences that end past the border. For shorter ones it must use the
-long set, too: put `long_factor` in the place of `short_factor` in its config.json. A worker that serves such a
-checkpoint uses the whole context without the setting."""
+- `longrope = short` (default): sequences end at the original context. Log-probs equal those of transformers.
+- `longrope = long`: the whole context, with the long set from the first token on, as vLLM does for a long
+  `max_model_len`. For sequences within the original context a trainer that uses transformers must also use the long
+  set: copy `long_factor` over `short_factor` in its config.json. A worker serves such a checkpoint's whole context
+  without the setting."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
 
-A worker answers a wrong message with `code`, `message` (says what to change), `field` and, with `overloaded`,
-`retry_after_s`. The Python client raises the exception in the second column. All are subclasses of `RolloutError`
-and have the same fields as attributes."""
+A worker answers a wrong message with `code`, `message` (what to change), `field` and, with `overloaded`,
+`retry_after_s`. The Python client raises the exception, a subclass of `RolloutError` with these fields as attributes,
+and `request_id`; if it resumes requests, `partials` are the completions so far. "HTTP" is the gateway's status; its
+body is OpenAI's, and `param` names the field."""
+
+_ERRORS_OF_HTTP = """
+## Errors of the gateway itself
+
+| HTTP | meaning |
+| --- | --- |
+| 401, 403 | token missing or wrong; a web page without a token, or a folder outside of `--weights-root` |
+| 404 | unknown path or model; the error names the most similar path |
+| 408, 413 | body slower than `--body-s`, larger than `--max-body-bytes` |
+| 429 | `--max-in-flight` is reached; `Retry-After` says when to try again |
+| 501 | a call that is [refused](../gateway.md#refused) |
+| 503 | no worker can take the request, or `--max-connections` is reached |"""
 
 _API_INTRODUCTION = """\
 # Python API
 
-Everything that `trainer_bridge` exports, made from the docstrings. How to use it: [client.md](client.md). Fields of
-requests: [protocol.md](protocol.md)."""
+What `trainer_bridge` exports, from the docstrings. Examples: [client.md](client.md). Exceptions:
+[errors.md](errors.md). Fields of requests and results: [protocol.md](protocol.md)."""
 
 _METRICS_INTRODUCTION = """\
 # Metrics
 
-A worker reports its metrics every `metrics.interval_s` seconds, and once for the whole run when it ends. The summary of
-a run in W&B is always over the whole time. The first
-column is the name in W&B and JSON lines, the second one the name in Prometheus. Words such as row, step and bubble are
-in the [glossary](../glossary.md); how to read the metrics:
-[operations](../operations.md#reading-the-dashboard).
+A worker reports every `metrics.interval_s` seconds, and once for the whole run when it ends. Names are those of W&B and
+JSON lines. Prometheus has the prefix `rollout_` (once), `_` for `/`, and `_total` after a counter:
+`kv/preemptions` is `rollout_kv_preemptions_total`. How to read them:
+[operations](../operations.md#reading-the-dashboard); terms: [glossary](../glossary.md).
 
-- `gpu/...` is about the device that computes, also if that is a CPU.
-- A **gauge** is the present value, or the value for the interval. A mean, median or percentile without a sample in the
-  interval keeps its last value. In the report of the whole run it covers the whole run.
-- A **counter** only grows while the worker runs.
-- A **histogram** counts values by size. W&B and JSON lines get the counts of the interval, JSON lines as a list of
-  `[begin, bound, count]` without the empty buckets. Prometheus gets the counts since the start.
-- `mismatch/...` appears after a trainer's first `report`, each share of accepted drafts after the first draft of its
-  kind.
+- A **gauge** is the present value, or the value for the interval. A mean or percentile without a sample keeps its last
+  value. In the last report it covers the whole run.
+- A **counter** counts since the start of the worker.
+- A **histogram** has counts by size: of the interval in W&B and in JSON lines (`[begin, bound, count]` without empty
+  buckets), since the start in Prometheus.
+- `gpu/...` is about the device that computes, also a CPU. `gpu/run/...` is the same since the start, in place of the
+  last 10 s.
+- `mismatch/...` appears after a trainer's first `report`, a share of accepted drafts after the first draft of its kind.
 
-Prometheus also gets `rollout_worker_info` (its label `model` names the model), `rollout_report_time_s`
-(Unix time of the report) and `rollout_report_step` (steps committed by then). In JSON lines the last two are `time` and
-`step`."""
+Prometheus also has `rollout_worker_info` (label `model`), `rollout_report_time_s` (Unix time) and
+`rollout_report_step` (steps committed); JSON lines have the last two as `time` and `step`."""
 
 _BY_VERSION = """
 ## By weights version
 
-One row for each weights version, written once the next version serves: in W&B a row with `weights/version` as its
-x-axis, in JSON lines an entry of `versions` in the next report. A value without a sample is left out. Prometheus
-does not get these metrics.
+One row for each weights version, written once the next version serves: in W&B with `weights/version` as x-axis, in
+JSON lines as an entry of `versions`; not in Prometheus. Values without a sample are left out.
 """
 
 _AT_THE_END = """
 ## Totals
 
-Over the run so far: in the summary of the run in W&B, where they include the processes before a restart, in each JSON
-line, and in `totals` of the last line that the worker prints.
+Over the run: in W&B's summary (with the processes before a restart), in each JSON line, and in `totals` of the last
+line that the worker prints.
 """
 
 _FALLBACK_INTRODUCTION = """\
 # Models without a native family
 
-A worker runs the native families with its own decoder. It runs any other causal LM of transformers by transformers'
-own code, over the same paged KV cache. `model_impl = auto` chooses by the architecture in config.json, and the worker
-logs a warning if the model is not native. `model_impl = transformers` runs a native family this way, too. The worker
-never runs code of a checkpoint.
+A worker runs any other causal LM of transformers by transformers' own code, over the same paged KV cache.
+`model_impl = auto` chooses by config.json, and the log warns; `model_impl = transformers` runs a native family this
+way, too. Code of a checkpoint is never run.
 
-**What works as with a native family**: chunked prompts, prefix cache, sessions, groups, preemption, offload, sleep,
-swaps, log-probs, constraints, `kv_dtype`. An update may have the names of the checkpoint, as `save_pretrained` writes
-them, or those of the module, as `named_parameters()` has them. Buffers, such as the correction biases of routers, may
-be left out. Tensors that transformers' class leaves out of a checkpoint, such as `mtp.*`, may be sent and are dropped.
+**What works** as with a native family: chunked prompts, prefix cache, sessions, groups, preemption, offload, sleep,
+updates, log-probs, constraints, `kv_dtype`. An update may use the names of `save_pretrained` or of
+`named_parameters()`. It may omit buffers, and may contain tensors that transformers does not load, such as `mtp.*`.
 
-**What it costs**: expect steps to take about twice as long, because the operations between the products are separate
-kernels. Attention with values of another dimension than keys has no kernels: on a GPU torch computes it from gathered
-pages, whose memory grows with `max_rows` times `max_context_tokens`. Latent attention (MLA) keeps the keys and values
-of all heads; native families keep one latent a token. Decode steps are captured as CUDA graphs if attention has kernels
-and no operation waits for the device; the worker runs one step to find out, and logs the reason if not.
+**What it costs**: steps take about twice as long. Attention whose values have another dimension than its keys (as MLA
+has here) is computed by torch from gathered pages: it takes memory for `max_rows` times `max_context_tokens`. Decode
+steps are CUDA graphs if attention has kernels and no operation waits for the device; the log gives the reason if not.
 
-**What the worker refuses when it starts**, with the reason:
+**What is refused at the start**, with the reason:
 
 - the settings `adapter_slots`, `routing`, `deterministic` and `expert_dtype`;
-- layers that keep a state instead of KV (Mamba, linear attention, convolutions), and layers that share KV;
-- attention to later tokens, to chunks of the text, or to chosen positions;
-- attention that does not use transformers' attention interface, such as ALiBi in Bloom and MPT;
-- models with an encoder, and quantized checkpoints;
-- parameters that transformers stores in another order than the checkpoint.
+- layers with a state instead of KV (Mamba, linear attention, convolutions), or that share KV;
+- attention to later tokens, to chunks of the text, to chosen positions, or outside of transformers' attention
+  interface (ALiBi in Bloom and MPT);
+- encoders, quantized checkpoints, and parameters that transformers stores in another order than the checkpoint.
 
-The worker finds the windows of a model by calling the mask functions of transformers. At every start it compares the
-logits over the paged cache with those of the model's own eager attention. It refuses a model whose logits differ.
-For LongRoPE see [models](models.md#longrope).
+At every start the worker compares logits over the paged cache with those of the model's own eager attention, and
+refuses a model whose logits differ. LongRoPE: [models](models.md#longrope).
 
-Tests hold the architectures below against transformers in float32 on a CPU, with tiny random weights: logits within
-1e-4 of eager attention after chunked prompts and 200 decode steps; greedy tokens and log-probs through the engine
-with several rows, preemptions, and a swap in the middle. Other architectures may work, too: the check at the start is
-made for every model."""
+Tests compare these architectures with transformers in float32 on a CPU, with tiny random weights: logits within 1e-4
+after chunked prompts and 200 decode steps; greedy tokens with several rows, preemptions and a change of weights."""
 
-_GATEWAY_PAGE = "../gateway.md"
+_GATEWAY_INTRODUCTION = """\
+# Flags and fields of the gateway
+
+How to use it: [gateway](../gateway.md)."""
+
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
+
+
+#: Beginnings of names of metrics that share a row: what their meanings have in common stands once.
+_TOGETHER = (
+    "gpu/bubble_pct/",
+    "prefix/hits_",
+    "speculation/accepted_pct/by_",
+    "speculation/accepted_pct/age_",
+    "completion/finish_reason/",
+)
 
 
 def metrics_page() -> str:
     """Every metric, by the section of the dashboard that shows its group."""
     groups: dict[str, list[Metric]] = {}
     for metric in (*METRICS, *HISTOGRAMS):
-        groups.setdefault(_section(metric), []).append(metric)
+        if not metric.name.startswith("gpu/run/"):  # the introduction says what these are
+            groups.setdefault(_section(metric), []).append(metric)
     lines = [_METRICS_INTRODUCTION]
+    heads = ("name (unit)", "meaning")
     for section, metrics in groups.items():
-        rows = [(f"`{m.name}`", f"`{prometheus_name(m)}`", m.kind, m.unit, m.meaning) for m in metrics]
-        lines += ["", f"## {section}", "", *_table(("name", "Prometheus", "kind", "unit", "meaning"), rows)]
-    heads = ("name", "unit", "meaning")
-    lines += [_BY_VERSION, *_table(heads, [(f"`{m.name}`", m.unit, m.meaning) for m in VERSION_METRICS])]
-    lines += [_AT_THE_END, *_table(heads, [(f"`{m.name}`", m.unit, m.meaning) for m in TOTALS])]
+        lines += ["", f"## {section}", "", *_table(heads, _metric_rows(metrics))]
+    lines += [_BY_VERSION, *_table(heads, _metric_rows(VERSION_METRICS))]
+    lines += [_AT_THE_END, *_table(heads, _metric_rows(TOTALS))]
     return "\n".join(lines) + "\n"
+
+
+def _metric_rows(metrics: Iterable[Metric]) -> list[tuple[str, ...]]:
+    """A row for each metric, or for those that share one."""
+    together: dict[str, list[Metric]] = {}
+    for metric in metrics:
+        begin = next((begin for begin in _TOGETHER if metric.name.startswith(begin)), metric.name)
+        together.setdefault(begin, []).append(metric)
+    rows = []
+    for begin, members in together.items():
+        first = members[0]
+        shared = commonprefix([metric.meaning for metric in members]).rpartition(" ")[0] if len(members) > 1 else ""
+        name = f"`{begin}...`" if shared else f"`{first.name}`"
+        ends = [(metric.name.removeprefix(begin), metric.meaning[len(shared) + 1 :]) for metric in members]
+        parts = [f"`{end}`" if end == rest else f"`{end}` {rest}" for end, rest in ends]
+        meaning = f"{shared.rstrip(':')}: {'; '.join(parts)}" if shared else first.meaning
+        unit = first.unit if first.kind == "gauge" else f"{first.kind}, {first.unit}"
+        rows.append((f"{name} ({unit})", meaning))
+    return rows
 
 
 def settings_page() -> str:
@@ -261,7 +281,7 @@ def _values(key: SettingKey) -> str:
 def models_page() -> str:
     """Every family of the registry."""
     rows = [
-        (family.models, f"`{name}`", _on_gpu(name, family), f"`{_oracle(name, family)}`", "", _drafts(family))
+        (_marked(family.models, _marks(name, family)), f"`{name}`", _on_gpu(name, family))
         for name, family in FAMILIES.items()
     ]
     for name, whole in MULTIMODAL.items():
@@ -269,19 +289,23 @@ def models_page() -> str:
             (entry, FAMILIES[entry]) if isinstance(entry, str) else (name, entry) for entry in whole.language_models
         ]
         ways = dict.fromkeys(_on_gpu(*entry) for entry in entries)
-        drafts = max(_drafts(family) for _, family in entries)
-        images = "" if whole.tower is None else "yes"
-        rows.append((whole.models, f"`{name}`", " or ".join(ways), f"`{name}`", images, drafts))
-    heads = ("models", "architecture", "on a GPU", "held against", "images", "drafts")
+        marks = dict.fromkeys(mark for _, family in entries for mark in _marks(name, family))
+        images = [] if whole.tower is None else ["images"]
+        rows.append((_marked(whole.models, [*images, *marks]), f"`{name}`", " or ".join(ways)))
+    heads = ("models (marks)", "architecture", "on a GPU")
     return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows)), "", _CONFIG, "", _LONGROPE]) + "\n"
 
 
-def _drafts(family: Family) -> str:
-    return "" if family.mtp is None else "MTP"
+def _marked(models: str, marks: list[str]) -> str:
+    return f"{models} ({', '.join(marks)})" if marks else models
 
 
-def _oracle(architecture: str, family: Family) -> str:
-    return architecture if family.read_as is None else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.read_as]
+def _marks(architecture: str, family: Family) -> list[str]:
+    """What the introduction of the page calls marks."""
+    marks = ["MLA"] if family.latent else []
+    marks += [] if family.mtp is None else ["MTP"]
+    compared = architecture if family.read_as is None else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.read_as]
+    return marks if compared == architecture or architecture in MULTIMODAL else [*marks, f"compared with `{compared}`"]
 
 
 #: Values of all checkpoints of an architecture that are not the defaults of transformers.
@@ -314,32 +338,77 @@ def _on_gpu(architecture: str, family: Family) -> str:
 
 def errors_page() -> str:
     """Every error code with its exception."""
-    classes = [kind for kind in _subclasses(RolloutError) if kind.__doc__]
+    exported = [getattr(trainer_bridge, name) for name in trainer_bridge.__all__]
+    classes = [kind for kind in _subclasses(RolloutError) if kind in exported]
     of_protocol = [kind for kind in classes if kind.code in get_args(ErrorCode)]
     others = [kind for kind in classes if kind.code not in get_args(ErrorCode)]
     lines = [_ERRORS_INTRODUCTION]
     for title, kinds in (("Codes of the protocol", of_protocol), ("Errors of the client itself", others)):
-        rows = [(f"`{kind.code}`", f"`{kind.__name__}`", " ".join((kind.__doc__ or "").split())) for kind in kinds]
-        lines += ["", f"## {title}", "", *_table(("code", "exception", "meaning"), rows)]
-    return "\n".join(lines) + "\n"
+        rows = [
+            (f"`{kind.code}`", f"`{kind.__name__}`", from_worker(kind("")).status, _line(kind.__doc__))
+            for kind in kinds
+        ]
+        lines += ["", f"## {title}", "", *_table(("code", "exception", "HTTP", "meaning"), rows)]
+    return "\n".join([*lines, _ERRORS_OF_HTTP]) + "\n"
+
+
+def _line(text: str | None) -> str:
+    return " ".join((text or "").split())
 
 
 def _subclasses(kind: type[RolloutError]) -> list[type[RolloutError]]:
     return [each for sub in kind.__subclasses__() for each in (sub, *_subclasses(sub))]
 
 
+#: Classes whose objects a user gets from calls and does not make.
+_MADE = {
+    *("AsyncSession", "AsyncStream", "Chunk", "Completion", "GenerateResult", "Mismatch", "PublishHandle", "Session"),
+    *("Settled", "Stream", "WorkerProcess", "WorkerReport"),
+}
+#: Methods that only this package calls.
+_OWN_METHODS = {
+    "ClientCurve": {"apply"},
+    "MediaItem": {"fields"},
+    "PublishHandle": {"end", "learn", "report", "use_every_name"},
+}
+
+
 def api_page() -> str:
-    """Signatures and docstrings of everything that `trainer_bridge` exports."""
+    """Signatures and docstrings of what `trainer_bridge` exports; errors have a page of their own."""
     lines = [_API_INTRODUCTION]
     for name in sorted(trainer_bridge.__all__):
         thing: Any = getattr(trainer_bridge, name)
-        text = _markdown(thing) if callable(thing) else "The version of this package, text."
-        lines += ["", f"## {name}", "", f"`{name}{_signature(thing)}`", "", text]
-        methods = inspect.getmembers(thing, inspect.isfunction) if inspect.isclass(thing) else []
-        for method, function in methods:
-            if not method.startswith("_") and function.__doc__:
-                lines += ["", f"**`{method}{_signature(function)}`**", "", _markdown(function)]
+        if not callable(thing) or (inspect.isclass(thing) and issubclass(thing, RolloutError)):
+            continue
+        lines += ["", f"## {name}", "", *_called(name, thing), _markdown(thing)]
+        methods = (
+            [] if not inspect.isclass(thing) or is_typeddict(thing) else inspect.getmembers(thing, inspect.isroutine)
+        )
+        shown = [
+            (method, function)
+            for method, function in methods
+            if not method.startswith("_") and method not in _OWN_METHODS.get(name, ()) and _own(thing, method)
+        ]
+        for method, function in shown:
+            lines += ["", f"**`{method}{_signature(function)}`** {_markdown(function)}"]
     return "\n".join(lines) + "\n"
+
+
+def _called(name: str, thing: Any) -> list[str]:
+    """How a thing is called; of an object that a user does not make, the attributes."""
+    if name not in _MADE:
+        signature = "" if name == "AsyncRolloutClient" else _signature(thing)  # it is the one of `RolloutClient`
+        return [f"`{name}{signature}`", ""] if signature else []
+    attributes = [field.name for field in fields(thing)] if is_dataclass(thing) else []
+    attributes += [name for name, _ in inspect.getmembers(thing, lambda value: isinstance(value, property))]
+    return [f"Attributes: {', '.join(f'`{name}`' for name in attributes)}.", ""] if attributes else []
+
+
+def _own(thing: Any, method: str) -> bool:
+    """Whether a method is not listed elsewhere: for an asynchronous class the blocking one has the common ones."""
+    text = inspect.getdoc(getattr(thing, method)) or ""
+    inherited = thing.__name__.startswith("Async") and method not in vars(thing)
+    return bool(text) and not inherited and not re.fullmatch(r"As `\w+\.\w+`\.", text)
 
 
 def _markdown(thing: Any) -> str:
@@ -358,16 +427,15 @@ def protocol_page() -> str:
 
 
 def gateway_page() -> str:
-    """The page as it is, with the tables of flags and of other servers' fields made anew."""
-    from rollout.gateway.settings import declared
-
-    text = (FOLDER / _GATEWAY_PAGE).read_text(encoding="utf-8")
+    """The flags of `rollout gateway`, and the fields of other servers that it ignores."""
     flags = [
         (f"`--{name.replace('_', '-')}`", "" if default in (None, ()) else f"`{str(default).lower()}`", meaning)
         for name, _, meaning, default in declared()
     ]
-    text = _with_table(text, "flags", ("flag", "default", "meaning"), flags)
-    return _with_table(text, "ignored fields", ("field", "accepted in", "why it changes nothing"), _ignored_fields())
+    lines = [_GATEWAY_INTRODUCTION, "", "## Flags", "", *_table(("flag", "default", "meaning"), flags)]
+    heads = ("field", "accepted in", "why it changes nothing")
+    lines += ["", "## Fields that are ignored", "", *_table(heads, _ignored_fields())]
+    return "\n".join(lines) + "\n"
 
 
 def _ignored_fields() -> list[tuple[str, ...]]:
@@ -414,7 +482,7 @@ def _rule(rule: SamplingRule) -> tuple[str, ...]:
 def _signature(thing: Any) -> str:
     """The parameters without their annotations, which are long; of a typed map its keys."""
     if is_typeddict(thing):
-        return f": {', '.join(thing.__annotations__)}"
+        return ""  # its docstring has the keys
     try:
         signature = inspect.signature(thing)
     except (TypeError, ValueError):  # not a Python function
@@ -436,28 +504,30 @@ def _section(metric: Metric) -> str:
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     heads = list(heads)
     cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *cells)]
+    first, *others = (f"| {' | '.join(row)} |" for row in (heads, *cells))
+    return [first, f"|{'---|' * len(heads)}", *others]
 
 
-#: File names and the functions that write their text.
 def fallback_page() -> str:
     """Every architecture that tests hold against transformers through its own code."""
-    rows = [
-        (f"`{name}`", "yes" if name in FAMILIES else "", held.attention, held.experts) for name, held in HELD.items()
-    ]
-    table = _table(("architecture", "also native", "attention", "experts run by"), rows)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, held in HELD.items():
+        groups.setdefault((held.attention, held.experts), []).append(name.removesuffix("ForCausalLM"))
+    rows = [(*kind, ", ".join(f"`{name}`" for name in names)) for kind, names in groups.items()]
+    table = _table(("attention", "experts run by", "architectures (`...ForCausalLM` is left out)"), rows)
     return "\n".join([_FALLBACK_INTRODUCTION, "", *table]) + "\n"
 
 
+#: File names and the functions that write their text.
 PAGES: Mapping[str, Callable[[], str]] = {
-    "fallback.md": fallback_page,
-    "settings.md": settings_page,
-    "metrics.md": metrics_page,
-    "errors.md": errors_page,
-    "models.md": models_page,
     "api.md": api_page,
+    "errors.md": errors_page,
+    "fallback.md": fallback_page,
+    "gateway.md": gateway_page,
+    "metrics.md": metrics_page,
+    "models.md": models_page,
     "protocol.md": protocol_page,
-    _GATEWAY_PAGE: gateway_page,
+    "settings.md": settings_page,
 }
 
 

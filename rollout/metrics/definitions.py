@@ -130,7 +130,7 @@ def _idle_pct(cause: str) -> Callable[[Stretch], float]:
 
 def _accepted_by_drafter(name: str) -> Metric[Stretch]:
     return Metric(
-        f"speculation/accepted_pct/by_{name}", "gauge", "%", f"the same of drafts by {DRAFTER_NAMES[name]}", _ACCEPTED,
+        f"speculation/accepted_pct/by_{name}", "gauge", "%", f"the same by drafter: {DRAFTER_NAMES[name]}", _ACCEPTED,
         top=name,
     )  # fmt: skip
 
@@ -138,8 +138,8 @@ def _accepted_by_drafter(name: str) -> Metric[Stretch]:
 def _accepted_by_age(name: str) -> Metric[Stretch]:
     return Metric(
         f"speculation/accepted_pct/age_{name}", "gauge", "%",
-        f"the same of drafts from weights {name.replace('_', ' ')} versions older: those of a draft model, or of the "
-        "newest token of a text; drafts from prompts have no age", _ACCEPTED, top=f"age {name.replace('_', ' ')}",
+        f"the same by the age of a draft, in weights versions (prompts have no age): {name}",
+        _ACCEPTED, top=f"age {name.replace('_', ' ')}",
     )  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def _mismatch(read: Callable[[Stretch], float]) -> Callable[[Stretch], float | N
 
 
 def _ended(reason: str) -> Metric[Stretch]:
-    meaning = f"completions that ended as `{reason}`, since start"
+    meaning = f"completions that ended as {reason}"
     return Metric(f"completion/finish_reason/{reason}", "counter", "count", meaning, Panel("Completions", "Ends"))
 
 
@@ -189,7 +189,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "pipeline/predicted_speedup", "gauge", "x",
-        "predicted gain of overlapping host and device: the sum of their times over the larger one, less zombie rows",
+        "predicted gain of the overlap: the sum of host and device times over the larger one, less zombie rows",
         _SPEEDUP, lambda stretch: _speedups(stretch)[0],
     ),
     Metric(
@@ -245,46 +245,46 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "state/snapshot_loads", "counter", "rows",
-        "rows that went on from a snapshot: of their group's prompt, of an equal prompt or of a turn, since start", _KV,
+        "rows that went on from a snapshot of linear attention", _KV,
     ),
     Metric(
         "prefix/hits_group", "counter", "rows",
-        "rows that took the KV of their group's prompt, since start", _HITS,
+        "rows that took the KV of their group's prompt", _HITS,
     ),
     Metric(
         "prefix/hits_pages", "counter", "rows",
-        "rows that took full pages of a known prefix from the cache, since start", _HITS,
+        "rows that took full pages of a known prefix from the cache", _HITS,
     ),
     Metric(
         "prefix/hits_prompt_end", "counter", "rows",
-        "rows that went on from the end of a known prompt: an equal one or, with linear attention, one that theirs "
-        "begins with, since start", _HITS,
+        "rows that went on from the end of an equal prompt (with linear attention also of a beginning of theirs)",
+        _HITS,
     ),
     Metric(
         "prefix/hits_turn_end", "counter", "rows",
-        "rows that went on from the last turn of their session, since start", _HITS,
+        "rows that went on from the last turn of their session", _HITS,
     ),
     Metric(
         "kv/prefix_hit_pct", "gauge", "%",
-        "share of admitted prompt tokens whose KV was already there, cached or shared, since start",
+        "share of admitted prompt tokens whose KV was cached or shared, since start",
         _KV, top="prefix hits",
     ),
     Metric(
         "prefill/tokens_computed", "counter", "tokens",
-        "tokens that prefills computed, those computed again after a preemption or a swap included, since start",
+        "tokens that prefills computed, also again after a preemption or a swap",
         _PREFILL, top="prefilled",
     ),
     Metric(
         "prefill/tokens_shared", "counter", "tokens",
-        "prompt tokens of admitted sequences whose KV was already there, cached or shared, since start",
+        "admitted prompt tokens whose KV was cached or shared",
         _PREFILL, top="shared",
     ),
     Metric(
-        "speculation/drafted", "counter", "tokens", "drafts that decode steps verified, since start", _SPECULATION,
+        "speculation/drafted", "counter", "tokens", "drafts that decode steps verified", _SPECULATION,
     ),
     Metric(
         "speculation/accepted", "counter", "tokens",
-        "drafts that equalled the token drawn at their position, since start", _SPECULATION,
+        "drafts that equalled the token drawn at their position", _SPECULATION,
     ),
     Metric(
         "speculation/accepted_pct", "gauge", "%", "share of the verified drafts that were accepted, since start",
@@ -294,16 +294,16 @@ METRICS: tuple[Metric[Stretch], ...] = (
     *(_accepted_by_age(name) for name in DRAFT_AGES),
     Metric(
         "speculation/accepted_older_pct", "gauge", "%",
-        "the same of all drafts from older weights", _ACCEPTED,
+        "the same of all drafts with an age above 0", _ACCEPTED,
     ),
     Metric(
         "speculation/saved_s", "gauge", "s",
-        "device time that drafts saved since start: plain steps would take so much longer for the same tokens, by "
-        "the costs of plain steps; guesses are taken off; negative: drafts cost time", _SAVED, top="saved",
+        "device time that drafts saved since start: the expected time of plain steps for the same tokens, minus the "
+        "time of the steps and guesses; negative: drafts cost time", _SAVED, top="saved",
     ),
     Metric(
         "speculation/expected_saved_s", "gauge", "s",
-        "the same with the time that the costs expect of verify steps in place of the time that they took", _SAVED,
+        "the same with the expected time of verify steps in place of the measured one", _SAVED,
         top="expected",
     ),
     Metric(
@@ -326,12 +326,12 @@ METRICS: tuple[Metric[Stretch], ...] = (
     *(_ended(reason) for reason in FINISH_REASONS),
     Metric(
         "kv/preemptions", "counter", "count",
-        "sequences that were preempted, since start; without `host_kv_gib` their KV is computed again",
+        "sequences that were preempted; without `host_kv_gib` their KV is computed again",
         _PREEMPTED, top="preempted",
     ),
     Metric(
         "rollout/reclaimed_rows", "counter", "count",
-        "completions that were ended because their client had vanished, since start", _PREEMPTED,
+        "completions that were ended because their client had vanished", _PREEMPTED,
     ),
     Metric(
         "kv/host_used_pct", "gauge", "%",
@@ -339,23 +339,23 @@ METRICS: tuple[Metric[Stretch], ...] = (
         Panel("KV on the host", "Host memory in use"),
     ),
     Metric(
-        "kv/restores", "counter", "count", "preempted sequences whose KV came back from the host, since start",
+        "kv/restores", "counter", "count", "preempted sequences whose KV came back from the host",
         Panel("KV on the host", "Restored"),
     ),
-    Metric("kv/offloaded_bytes", "counter", "bytes", "KV that was copied to the host, since start", _COPIED),
-    Metric("kv/brought_back_bytes", "counter", "bytes", "KV that was copied back from the host, since start", _COPIED),
+    Metric("kv/offloaded_bytes", "counter", "bytes", "KV that was copied to the host", _COPIED),
+    Metric("kv/brought_back_bytes", "counter", "bytes", "KV that was copied back from the host", _COPIED),
     Metric(
-        "images/encoded", "counter", "count", "images that the vision tower encoded, since start",
+        "images/encoded", "counter", "count", "images that the vision tower encoded",
         Panel("Images", "Encoded"),
     ),
-    Metric("images/patches", "counter", "count", "patches of these images, since start"),
+    Metric("images/patches", "counter", "count", "patches of these images"),
     Metric(
         "images/reused", "counter", "count",
-        "prefill steps that found an image in the buffer, counted for each image, since start",
+        "images that a prefill step found in the buffer",
         Panel("Images", "Found"),
     ),
     Metric(
-        "images/buffer_used_pct", "gauge", "%", "share of the buffer for embeddings of images that holds any",
+        "images/buffer_used_pct", "gauge", "%", "share of the buffer for embeddings of images in use",
         Panel("Images", "Buffer in use"),
     ),
     Metric(
@@ -364,7 +364,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "ranks/steps_behind", "gauge", "steps",
-        "steps that the first rank of a tensor group has launched, and the slowest one has not completed",
+        "steps that the first rank of a tensor group has launched and the slowest one has not completed",
         Panel("Tensor group", "Steps behind"),
     ),
     Metric(
@@ -380,7 +380,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "weights/recompute_s", "counter", "s",
-        "time of steps that computed KV again because of updates (`kv_on_swap = recompute`), since start",
+        "time of steps that computed KV again because of updates (`kv_on_swap = recompute`)",
         Panel("Weights", "Computing KV again"),
     ),
     Metric(
@@ -390,8 +390,8 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "mismatch/k3_kl", "gauge", "nats",
-        "mean of exp(d) - 1 - d over the tokens that trainers reported on, with d = trainer's log-prob - worker's: an "
-        "unbiased estimate of the KL divergence from worker to trainer; in the exponent d is capped at 20",
+        "mean of exp(d) - 1 - d over the tokens that trainers reported on, with d = trainer's log-prob - worker's, at "
+        "most 20 in the exponent: an unbiased estimate of the KL divergence from worker to trainer",
         Panel("Trainer and worker", "KL, worker to trainer"), _mismatch(lambda stretch: stretch.mismatch.k3_kl),
     ),
     Metric(
@@ -403,7 +403,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         _DIFFERENCE, _mismatch(lambda stretch: stretch.mismatch.max_abs),
     ),
     Metric(
-        "mismatch/tokens", "counter", "count", "tokens that trainers reported on, since start",
+        "mismatch/tokens", "counter", "count", "tokens that trainers reported on",
         Panel("Trainer and worker", "Tokens compared"), _mismatch(lambda stretch: stretch.compared_tokens),
     ),
 )  # fmt: skip

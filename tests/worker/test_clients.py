@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.patience import PATIENCE_S
-from tests.support.worker.harness import check, rollout, subprocess_environment, text_of, token_ids, until
+from tests.support.worker.harness import ROOT, check, rollout, subprocess_environment, text_of, token_ids, until
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
@@ -39,6 +40,13 @@ def test_arrays_are_numpy_and_writable(client: RolloutClient) -> None:
     assert result.metadata["array"].tolist() == [0, 1, 2]
     assert result.endpoint == client.endpoints[0] and result.worker == client.status()["worker"]
     assert result.prompt_tokens == 3 and result.timing.total_s > 0
+
+
+def test_the_stream_of_the_docs_prints_the_text(client: RolloutClient, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/reference/client.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"## Streams\n\n```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(source, "docs/reference/client.md", "exec"), {"client": client})
+    assert capsys.readouterr().out.startswith(" 18 19 20 21 22 23 24")
 
 
 def test_chunks_have_their_text(client: RolloutClient) -> None:

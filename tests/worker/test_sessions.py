@@ -224,10 +224,10 @@ def test_a_resumed_conversation_goes_on_at_a_worker_that_knows_nothing_of_it(
 
 
 def test_the_tool_loop_of_the_docs(client: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "integrations" / "tools.md").read_text(encoding="utf-8")
     (source,) = re.findall(r"```python\n(import math\n\n\ndef converse.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(source, "docs/integrations.md", "exec"), names)
+    exec(compile(source, "docs/integrations/tools.md", "exec"), names)
 
     class Tokenizer:
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -49,7 +49,10 @@ _Value = TypeVar("_Value")
 
 
 class AsyncRolloutClient(ProcessBound):
-    """`RolloutClient` for asyncio, with the same arguments. Any number of tasks of one event loop may use it."""
+    """`RolloutClient` for asyncio: the same arguments, and the same methods as coroutines.
+
+    Any number of tasks of one event loop may use it.
+    """
 
     _instead = MAKE_CLIENTS
     _readable_after_fork = frozenset({"endpoints", "_core"})
@@ -100,12 +103,9 @@ class AsyncRolloutClient(ProcessBound):
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[GenerateFields],
     ) -> Answer[Any]:
-        """Generate `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
+        """As `RolloutClient.generate`: `async for chunk in await client.generate(prompt, stream="tokens")`.
 
-        Await it: it returns the result or, with `stream`, an asynchronous iterator of chunks or completions.
         Cancelling the task cancels the request at the worker.
-
-            async for chunk in await client.generate(prompt, stream="tokens"): ...
         """
         return Answer(self._generate(prompt, stream, fields))
 
@@ -194,23 +194,23 @@ class AsyncRolloutClient(ProcessBound):
         await self._wait(until_cancelled(self._core, calls), calls)
 
     async def status(self, endpoint: str | None = None) -> Status:
-        """How a worker is: `state`, `weights_version`, `rows`, `queue`, `pages`, ... as the protocol lists them."""
+        """As `RolloutClient.status`."""
         return Status((await self.control("status", endpoint=self._core.only_endpoint(endpoint)))[0])
 
     async def statuses(self) -> dict[str, Status]:
-        """The status of every endpoint."""
+        """As `RolloutClient.statuses`."""
         return dict(zip(self._core.endpoints, map(Status, await self.control("status")), strict=True))
 
     async def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
-        """Return when the endpoint, or every one, has answered."""
+        """As `RolloutClient.ping`."""
         await self.control("ping", endpoint=endpoint, timeout_s=timeout_s)
 
     async def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
-        """Generate nothing until `resume`; `abort` also ends every request as cancelled."""
+        """As `RolloutClient.pause`."""
         await self.control("pause", endpoint=endpoint, mode=mode)
 
     async def resume(self, *, endpoint: str | None = None) -> None:
-        """Generate again after `pause`."""
+        """As `RolloutClient.resume`."""
         await self.control("resume", endpoint=endpoint)
 
     async def sleep(
@@ -222,37 +222,34 @@ class AsyncRolloutClient(ProcessBound):
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Give the device's memory back until `wake`; see the protocol page. Returns `level`, `bytes` and more."""
+        """As `RolloutClient.sleep`."""
         return await self.control(
             "sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests)
         )
 
     async def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """End `sleep`. Raises `Unavailable` if the device has too little memory; the worker then stays asleep."""
+        """As `RolloutClient.wake`."""
         return await self.control("wake", endpoint=endpoint, timeout_s=timeout_s)
 
     async def load_adapter(
         self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None
     ) -> None:
-        """Load the LoRA adapter in a PEFT folder below the worker's `adapter_root`, so that requests can name it.
-
-        For a loaded name this is a newer version: `version`, which must grow, or the last one plus 1.
-        """
+        """As `RolloutClient.load_adapter`."""
         fields: dict[str, Any] = {"name": name, "path": path} | ({} if version is None else {"version": version})
         await self.control("load_adapter", endpoint=endpoint, **fields)
 
     async def unload_adapter(self, name: str, *, endpoint: str | None = None) -> None:
-        """Unload an adapter that no unfinished request names."""
+        """As `RolloutClient.unload_adapter`."""
         await self.control("unload_adapter", endpoint=endpoint, name=name)
 
     async def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
-        """End one worker or all: `drain` finishes running requests first, `now` ends them with the tokens they have."""
+        """As `RolloutClient.shutdown`."""
         await self.control("shutdown", endpoint=endpoint, mode=mode)
 
     async def control(
         self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
     ) -> list[dict[str, Any]]:
-        """Send any control message of the protocol to one endpoint or all; the replies in order of the endpoints."""
+        """As `RolloutClient.control`."""
         self._bind()
         calls = self._core.control(op, endpoint, timeout_s, **fields)
         for call in calls:
@@ -265,7 +262,7 @@ class AsyncRolloutClient(ProcessBound):
         return tuple(self._core.endpoints)
 
     def is_connected(self, endpoint: str) -> bool:
-        """Whether there is a connection to a worker now. One that hangs keeps it for three heartbeats."""
+        """Whether a worker is connected now. A worker that hangs counts as connected for three heartbeats."""
         self._bind()
         self._core.check_known(endpoint)
         self._core.absorb(endpoint)
@@ -280,10 +277,7 @@ class AsyncRolloutClient(ProcessBound):
         self._core.remove(endpoint, mode)
 
     def end_session(self, session: str) -> None:
-        """Free a session's KV on its worker. Does not wait for the answer.
-
-        A later turn of the session may go to another endpoint.
-        """
+        """As `RolloutClient.end_session`."""
         self._core.end_session(session)
 
     def forget(self, ids: Iterable[str]) -> None:
@@ -295,7 +289,7 @@ class AsyncRolloutClient(ProcessBound):
         return self._core.journaled()
 
     async def close(self) -> None:
-        """Cancel what is in flight and close the connections."""
+        """As `RolloutClient.close`."""
         self._core.close()
         await asyncio.to_thread(self._core.term)
 
@@ -422,7 +416,7 @@ async def _changed(event: asyncio.Event, wait_s: float | None) -> None:
 
 
 class AsyncStream(StreamView, Generic[_Item]):
-    """As `Stream`, with `async for` and `async with`. One task iterates it; a cancelled `anext` loses nothing."""
+    """As `Stream`, with `async for` and `async with`, for one task. A cancelled `anext` loses nothing."""
 
     def __init__(self, client: AsyncRolloutClient, call: ClientCall, kind: StreamKind) -> None:
         super().__init__(client._core, call, kind)
@@ -438,7 +432,7 @@ class AsyncStream(StreamView, Generic[_Item]):
         return self._item(chunk)
 
     async def arrived(self) -> list[Chunk]:
-        """All new tokens that have come, one chunk for each completion; waits for the first. Empty at the end."""
+        """All new tokens, one chunk for each completion; waits for the first one. Empty at the end."""
         chunk = await self._client._wait(next_chunk(self._core, self._call), [self._call], keep=True)
         if chunk is None or not self._call.chunks:
             return [] if chunk is None else [chunk]
@@ -447,11 +441,11 @@ class AsyncStream(StreamView, Generic[_Item]):
         return join_chunks(chunks)
 
     async def wait(self) -> GenerateResult:
-        """The result of the whole request; chunks that were not taken can still be."""
+        """As `Stream.wait`."""
         return await self._client._finish(self._call)
 
     async def cancel(self) -> None:
-        """End the request at the worker; chunks of the tokens that it has still come."""
+        """As `Stream.cancel`."""
         if not self._call.done:
             calls = self._core.cancel(self.id, self.endpoint)
             await self._client._wait(until_ended(self._core, self._call, calls), calls)
@@ -465,7 +459,7 @@ class AsyncStream(StreamView, Generic[_Item]):
 
 
 class AsyncSession(ProcessBound):
-    """As `Session`."""
+    """As `Session`, with `async with`."""
 
     _instead = MAKE_CLIENTS
     _readable_after_fork = frozenset({"id", "lease_s"})

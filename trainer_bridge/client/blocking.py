@@ -49,35 +49,23 @@ _Value = TypeVar("_Value")
 
 
 class RolloutClient(ProcessBound):
-    """Sends requests to one or several workers. Not thread-safe.
-
-    A request goes to the endpoint with the fewest completions of this client in flight. Requests that begin with the
-    same prompt, of 64 tokens or more, go to the same endpoint until it has far more to do than another one; all
-    requests of one `session` go to the same endpoint as long as it can be reached. `add` and `remove` change the
-    endpoints at any time. All errors are in `trainer_bridge.wire.errors`.
+    """Sends requests to one or several workers, for one thread at a time.
 
     Args:
         endpoints: The workers' request sockets.
-        client: A name by which workers know this client across connections. Default: none.
-        timeout_s: Seconds for a request that has no `timeout_s` of its own. Default: no limit.
-        connect_timeout_s: Seconds to connect, after which an endpoint raises `ConnectionLost`. Default: 30, but 3 if it
-            has refused all connections, since no worker listens there.
-        curve: Keys for workers that use CURVE (`ClientCurve.from_files`). A worker that does not accept them raises
-            `AccessRefused`. Default: none.
-        resume: Continue a request whose worker is lost, fails or ends, at the same endpoint when it is back or at
-            another one. Default: False.
-        resume_timeout_s: Seconds that a completion may be without a worker before `ResumeFailed`. Default: 600.
-        resume_max_faults: Lost workers in a row without a new token; after more of them the client raises
-            `ResumeFailed`. Default: 8.
-        journal: A file of requests, tokens and results; it turns `resume` on. A process that sends the same request
-            again, by its `request_id`, gets the result or the rest of it from the file. Default: none.
-        journal_fsync: When the client waits for the disk: `never` (a killed process loses nothing, a crashed machine
-            may), at `results`, or `always`. Default: `never`.
-        acknowledge: Acknowledge a result as soon as the client has it (in the journal, if there is one); workers keep
-            a result until then. Default: True, but False for a client with a name and without a journal, whose results
-            stay on the worker until `ack`.
-        heartbeat_s: Seconds between heartbeats. A worker whose machine is gone or whose process hangs is lost after at
-            most four times this value; the end of a process is noticed at once. Default: 10.
+        client: A name by which workers know this client across connections.
+        timeout_s: Seconds until `RolloutTimeout`, for requests without a `timeout_s`. None: no limit.
+        connect_timeout_s: Seconds until an endpoint that cannot be reached raises `ConnectionLost`. None: 30, or 3 if
+            it refuses connections.
+        curve: Keys for workers that use CURVE. If a worker does not accept them: `AccessRefused`.
+        resume: Continue a request whose worker is lost, fails or ends, at any endpoint.
+        resume_timeout_s: Seconds that a completion may be without a worker before `ResumeFailed`.
+        resume_max_faults: Lost workers in a row without a new token before `ResumeFailed`.
+        journal: A file of requests, tokens and results; it turns `resume` on.
+        journal_fsync: When the client waits for the disk: `never`, at `results`, or `always`.
+        acknowledge: Have the worker drop each result once the client has it. None: True, but False for a client with a
+            name and without a journal, which calls `ack`.
+        heartbeat_s: Seconds between heartbeats. A worker that hangs is lost after at most four of them.
     """
 
     _instead = MAKE_CLIENTS
@@ -133,10 +121,10 @@ class RolloutClient(ProcessBound):
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[GenerateFields],
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
-        """Generate `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
+        """The completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
 
-        Returns the result. With `stream` it returns an iterator of chunks, or of completions in the order in which they
-        end. If the call is interrupted (a time-out, Ctrl-C), the request is cancelled at the worker.
+        With `stream` it returns an iterator of chunks, or of completions in the order in which they end. An interrupted
+        call (a time-out, Ctrl-C) cancels the request at the worker.
         """
         call = self._core.generate(plan_request(prompt, fields, stream))
         return Stream(self, call, stream) if stream else self._finish(call)
@@ -149,11 +137,11 @@ class RolloutClient(ProcessBound):
         max_in_flight: int = MAX_IN_FLIGHT,
         **common: Unpack[GenerateFields],
     ) -> list[GenerateResult]:
-        """Send many requests at once; results are in the order of the requests.
+        """Results of many requests, in their order.
 
-        A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. `timeout_s` applies to
-        each request by itself, from when it is sent. The first error cancels the rest and is raised; to keep the other
-        results, use `generate_as_completed`. A request that meets a full queue is sent again later.
+        A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. `timeout_s` is counted
+        for each request from when it is sent. The first error cancels the rest and is raised. A request that finds the
+        queue full is sent again later.
         """
         results: dict[int, GenerateResult] = {}
         plans = plan_batch(requests, common)
@@ -166,14 +154,11 @@ class RolloutClient(ProcessBound):
     def generate_as_completed(
         self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
     ) -> Generator[Settled, None, None]:
-        """Like `generate_many`, but yields each outcome, result or error, as it comes. Closing it cancels the rest."""
+        """Each outcome of `generate_many`, result or error, as it comes. Closing the iterator cancels the rest."""
         return self._settle(plan_batch(requests, common), max_in_flight)
 
     def session(self, name: str | None = None, *, lease_s: float | None = None) -> Session:
-        """A conversation whose KV the worker keeps between turns: `with client.session() as chat: chat.generate(...)`.
-
-        `lease_s` is how long the worker keeps the KV for the next turn; absent: the worker's setting.
-        """
+        """A conversation whose KV the worker keeps for `lease_s` seconds after a turn; None: the worker's setting."""
         return Session(self, self._core.next_id() if name is None else name, lease_s)
 
     # --- coming back --------------------------------------------------------------------------------------------------
@@ -198,21 +183,16 @@ class RolloutClient(ProcessBound):
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[AttachFields],
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
-        """The result of the request `target` of this `client`, also of one sent over an earlier connection.
+        """The result of the request `target` of this `client` name, also over an earlier connection; waits for it.
 
-        Waits for the result if the request still runs. With `stream`, pass as `partials` what an earlier stream
-        delivered (`stream.partials()`) and as `n` the number of completions: the new stream continues there.
-        Interrupting this call does not cancel the request. Raises `NotFound` if the worker does not know the request or
-        has dropped its result.
+        With `stream` the new stream continues after `partials`. Interrupting the call does not cancel the request.
+        Raises `NotFound` if the worker does not know the request or has dropped its result.
         """
         call = self._core.attach(target, stream, fields)
         return Stream(self, call, stream) if stream else self._finish(call)
 
     def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
-        """Tell the workers to drop results that the caller has stored; unknown ids are ignored.
-
-        Raises `BadRequest` if one of them is in flight; that worker then drops none.
-        """
+        """Have the workers drop results; unknown ids are ignored. Raises `BadRequest` if one is in flight."""
         self.control("ack", endpoint=endpoint, targets=list(targets))
 
     def report(
@@ -223,15 +203,12 @@ class RolloutClient(ProcessBound):
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> Mismatch:
-        """Send a trainer's own log-probs of a result to its worker, for `mismatch/...`; returns the mismatch.
+        """Compare a trainer's own log-probs of a result (or its id) with the worker's.
 
-        `logprobs` has one row for each completion, in their order (None where not known) or by index: log-softmax of
-        logits / temperature at each of its `token_ids`, like `Completion.logprobs`; NaN where not known. A row is
-        anything that numpy converts to float32. `target` is the result or its id.
-
-        The worker must still have the result: use a client with a name or `acknowledge=False`, and call `ack` after
-        this. Raises `NotFound` if the worker has dropped the result, `BadRequest` if a row has the wrong length, and
-        ValueError for values that cannot be sent.
+        `logprobs` has one row for each completion, in their order (None: not known) or by index: float32 [tokens],
+        log-softmax of logits / temperature like `Completion.logprobs`; NaN: not known. The worker must still have the
+        result: use a client with a name or `acknowledge=False`, and `ack` after this. Raises `NotFound` for a dropped
+        result, `BadRequest` for a row of the wrong length, ValueError for values that cannot be sent.
         """
         found = Mismatch()
         for place, fields in report_messages(self._core, target, logprobs, endpoint):
@@ -242,15 +219,12 @@ class RolloutClient(ProcessBound):
     # --- control ------------------------------------------------------------------------------------------------------
 
     def cancel(self, target: str, *, endpoint: str | None = None) -> None:
-        """End a request with the tokens it has. Raises `NotFound` if no worker knows it.
-
-        `target` is the id of a request of this client, or of another one with the same `client` name.
-        """
+        """End a request of this client (or `client` name) with the tokens it has. Raises `NotFound`."""
         calls = self._core.cancel(target, endpoint)
         self._wait(until_cancelled(self._core, calls), calls)
 
     def status(self, endpoint: str | None = None) -> Status:
-        """A worker's `state`, `weights_version`, `rows`, `queue`, `pages` and more: see the protocol page."""
+        """A worker's status: a map with the fields of the protocol."""
         return Status(self.control("status", endpoint=self._core.only_endpoint(endpoint))[0])
 
     def statuses(self) -> dict[str, Status]:
@@ -258,7 +232,7 @@ class RolloutClient(ProcessBound):
         return dict(zip(self._core.endpoints, map(Status, self.control("status")), strict=True))
 
     def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
-        """Return when the endpoint has answered; without `endpoint`, when all have."""
+        """Return when the endpoint, or every one, has answered."""
         self.control("ping", endpoint=endpoint, timeout_s=timeout_s)
 
     def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
@@ -278,7 +252,7 @@ class RolloutClient(ProcessBound):
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Release the device's memory until `wake`; see the protocol page. Returns `level`, `bytes` and more."""
+        """Release the device's memory until `wake`. Returns the reply of each worker."""
         return self.control("sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests))
 
     def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
@@ -286,10 +260,9 @@ class RolloutClient(ProcessBound):
         return self.control("wake", endpoint=endpoint, timeout_s=timeout_s)
 
     def load_adapter(self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None) -> None:
-        """Load the LoRA adapter in a PEFT folder below the worker's `adapter_root`, so that requests can name it.
+        """Load a LoRA adapter from a PEFT folder below the worker's `adapter_root`, or replace it.
 
-        If the name is loaded already, this replaces it: `version` must be larger than the last one, and is the last one
-        plus 1 if absent.
+        `version` must grow; None: the last one plus 1.
         """
         fields: dict[str, Any] = {"name": name, "path": path} | ({} if version is None else {"version": version})
         self.control("load_adapter", endpoint=endpoint, **fields)
@@ -299,13 +272,13 @@ class RolloutClient(ProcessBound):
         self.control("unload_adapter", endpoint=endpoint, name=name)
 
     def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
-        """End one worker or all: `drain` finishes running requests first, `now` ends them with the tokens they have."""
+        """End one worker or all: `drain` finishes running requests, `now` ends them with the tokens they have."""
         self.control("shutdown", endpoint=endpoint, mode=mode)
 
     def control(
         self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
     ) -> list[dict[str, Any]]:
-        """Send any control message of the protocol to one endpoint or all; returns the replies in that order."""
+        """Send any control message of the protocol to one endpoint or all. Returns the replies in their order."""
         calls = self._core.control(op, endpoint, timeout_s, **fields)
         for call in calls:
             self._wait(until_done(self._core, call), calls)
@@ -317,29 +290,23 @@ class RolloutClient(ProcessBound):
         return tuple(self._core.endpoints)
 
     def add(self, endpoint: str) -> None:
-        """Add a worker. It gets requests once its weights are as new as the weights of the other workers.
-
-        An endpoint that is being removed stays instead. Raises ValueError for one that is there already.
-        """
+        """Add a worker; it gets requests once its weights are as new as the others'. ValueError: already there."""
         self._core.add(endpoint)
 
     def remove(self, endpoint: str, mode: Literal["drain", "now"] = "drain") -> None:
-        """Send nothing new to a worker; returns at once. Its sessions continue on other workers.
+        """Send nothing new to a worker; returns at once, and the worker goes on. ValueError: the last endpoint.
 
-        With `drain` requests in flight there end there; with `now` they fail with `ConnectionLost`, or, if this client
-        resumes, continue on other workers. The worker itself goes on. Raises ValueError for the last endpoint.
+        With `drain` its requests end there; with `now` they continue on other workers (`resume`), or raise
+        `ConnectionLost`.
         """
         self._core.remove(endpoint, mode)
 
     def end_session(self, session: str) -> None:
-        """Free a session's KV on its worker. Does not wait for the reply.
-
-        A later turn of the session may go to another endpoint.
-        """
+        """Free a session's KV on its worker; returns at once."""
         self._core.end_session(session)
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Drop requests from the journal, once their results are stored elsewhere. ValueError for one in flight."""
+        """Drop requests from the journal. ValueError for one in flight."""
         self._core.forget(ids)
 
     def journaled(self) -> dict[str, bool]:
@@ -407,10 +374,9 @@ class RolloutClient(ProcessBound):
 
 
 class Stream(StreamView, Generic[_Item]):
-    """The deltas and results of a request, as they arrive. Iterate over it; `close` or a `with` block ends it early.
+    """The chunks or completions of a request, as they arrive. A `with` block or `close` ends it early.
 
-    Raises what `generate` would, after everything that had come. `result` is then still None; `partials()` holds what
-    came, for `continue_from`.
+    If the request fails, the iteration raises the error after the last chunk; `result` is then None.
     """
 
     def __init__(self, client: RolloutClient, call: ClientCall, kind: StreamKind) -> None:
@@ -427,11 +393,11 @@ class Stream(StreamView, Generic[_Item]):
         return self._item(chunk)
 
     def wait(self) -> GenerateResult:
-        """The result of the whole request; chunks that were not taken can still be."""
+        """Wait for the result of the whole request. Chunks can still be read after this."""
         return self._client._finish(self._call)
 
     def cancel(self) -> None:
-        """End the request at the worker; chunks of the tokens that it has still come."""
+        """End the request at the worker; chunks of the tokens that it has drawn still arrive."""
         if not self._call.done:
             calls = self._core.cancel(self.id, self.endpoint)
             self._client._wait(until_ended(self._core, self._call, calls), calls)
@@ -445,7 +411,7 @@ class Stream(StreamView, Generic[_Item]):
 
 
 class Session(ProcessBound):
-    """Turns of one conversation, one at a time. `id` and `lease_s` are what each turn sends with it."""
+    """A conversation, one turn at a time. Each turn sends `id` and `lease_s`."""
 
     _instead = MAKE_CLIENTS
     _readable_after_fork = frozenset({"id", "lease_s"})
@@ -456,12 +422,12 @@ class Session(ProcessBound):
         self._client = client
 
     def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
-        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` says what was reused."""
+        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` counts reused KV."""
         fields["session"], fields["session_lease_s"] = self.id, self.lease_s
         return self._client.generate(prompt, **fields)
 
     def end(self) -> None:
-        """Have the worker give back what it holds; does not wait for it."""
+        """Free the KV on the worker; returns at once."""
         self._client.end_session(self.id)
 
     def __enter__(self) -> Self:

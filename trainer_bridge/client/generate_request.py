@@ -26,17 +26,15 @@ _HALF = "\ufffd"  # what a text ends with whose last token is half a character; 
 
 
 class GenerateFields(SamplingFields, total=False):
-    """The keyword arguments of `generate` apart from `stream`, and the keys of a request of `generate_many`.
+    """The keyword arguments of `generate`, and the keys of a request of `generate_many`.
 
-    The fields of the protocol's `generate` have the same names, meanings and defaults there. One that is None is not
-    sent. Besides:
+    They are the fields of the protocol's `generate`; None is not sent. Besides:
 
-    - The sampling rules, `seed` and `logit_bias` may be given one by one, or as the map `sampling`.
-    - `stop` may also be a string, a token id, or a list of either; a map has `token_ids`, `strings`, `ignore_eos` and
-      `min_tokens`.
+    - The sampling rules, `seed` and `logit_bias` may stand by themselves or in the map `sampling`.
+    - `stop` may also be a string, a token id, or a list of either.
     - `continue_from` may be a `Completion`.
-    - For the client alone: `endpoint` (the one to use; absent: the least loaded one), `request_id` (1 to 128
-      characters; absent: made up), `timeout_s` (seconds until `RolloutTimeout`; absent: the client's).
+    - `endpoint` (absent: the least loaded one), `request_id` (absent: made up) and `timeout_s` (seconds until
+      `RolloutTimeout`; absent: the client's) are for the client.
 
     An unknown name raises TypeError, a value that cannot be sent ValueError.
     """
@@ -299,11 +297,9 @@ def prior_fields(prior: Completion) -> dict[str, Any]:
 
 
 class AttachFields(TypedDict, total=False):
-    """The keyword arguments of `attach` apart from `stream`; the first three need `stream`.
+    """The keyword arguments of `attach`: `endpoint`, `timeout_s`, and for streams `stream_every`, `n` and `partials`.
 
-    `stream_every` is the least number of tokens in a chunk, `n` the number of the request's completions, `partials`
-    what an earlier stream of it delivered. `endpoint` is where it was sent (absent: the only one), `timeout_s` the
-    seconds until `RolloutTimeout` (absent: the client's).
+    `n` is the number of the request's completions, `partials` what an earlier stream of it delivered.
     """
 
     stream_every: int | None  # tokens of a chunk, at the least

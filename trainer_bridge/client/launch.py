@@ -64,12 +64,9 @@ def start_worker(
     """Start `rollout serve MODEL` and return once it can serve.
 
     `flags` become command line flags: `max_rows=8` is `--max-rows 8`, True is `--flag`, False is `--no-flag`, None is
-    left out; `args` are appended as they are. `env` adds to the environment (None removes). Without `log_file`, the
-    log is in a temporary folder that is deleted with the worker; the next start deletes that of a job that was killed.
-    With `wait=False` the call returns while the worker starts: call `wait_ready` later (to start several at once).
-    Unless `progress` is False, stderr shows the stages that take long, such as fetching the model. `curve` has the keys
-    with which `stop` talks to a worker that was started with `curve_secret_key`. Raises `WorkerFailed` if the worker
-    does not start.
+    left out; `args` are appended. `env` adds to the environment (None removes). Without `log_file` the log is in a
+    temporary folder. With `wait=False` the call returns at once: call `wait_ready` later. With `progress` stderr shows
+    the stages of a long start. `stop` needs `curve` for a worker with CURVE. Raises `WorkerFailed`.
     """
     scratch = ScratchFolder("worker")
     ready_file = scratch.path / "ready.json"
@@ -141,8 +138,8 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
 class WorkerProcess(ProcessBound):
     """A worker that `start_worker` started. It is killed when this object is deleted, at the latest when the job ends.
 
-    With `workers=N` it is a supervisor and its N workers; `endpoint` and `weights_endpoint` are then the first one's.
-    Leaving a `with` block ends the worker at once; call `stop()` before that to let requests finish.
+    With `workers=N` it is a supervisor and its N workers; `endpoint` is then the first one's. Leaving a `with` block
+    ends the worker at once; call `stop` before that to let requests finish.
     """
 
     _instead = "end the worker in its process, and pass its endpoints"
@@ -257,9 +254,8 @@ class WorkerProcess(ProcessBound):
         return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
 
     def stop(self, mode: Literal["drain", "now"] = "drain", timeout_s: float = 60.0) -> int:
-        """End the worker and return its exit status.
+        """End the worker and return its exit status: `drain` finishes its requests, `now` ends them with their tokens.
 
-        The worker is asked to shut down: `drain` finishes its requests first, `now` ends them with the tokens so far.
         A worker that has not ended after `timeout_s` is terminated, then killed.
         """
         deadline = time.monotonic() + timeout_s

@@ -24,7 +24,10 @@ _KINDS = ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "vid
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
-    """An image or a video in a prompt. Raises ValueError where its parts do not fit together."""
+    """An image or a video in a prompt, by the fields of the protocol. Raises ValueError if they do not fit together.
+
+    `pixel_values` is [patches, values]: float32, float16, or uint16 with the bits of bfloat16.
+    """
 
     offset: int  # of its first placeholder in the prompt
     length: int  # tokens
@@ -79,10 +82,7 @@ class MediaPrompt:
 
 
 def processor_prompt(inputs: Mapping[str, Any], image_token_id: int | None = None) -> MediaPrompt:
-    """The prompt of one text that a processor returned, with or without a batch dimension.
-
-    See `processor_prompts`. Raises ValueError for several.
-    """
+    """As `processor_prompts`, for a single prompt, with or without a batch dimension. ValueError for several."""
     prompts = processor_prompts(inputs, image_token_id)
     if len(prompts) != 1:
         raise ValueError(f"the processor returned {len(prompts)} prompts; use processor_prompts")
@@ -90,12 +90,10 @@ def processor_prompt(inputs: Mapping[str, Any], image_token_id: int | None = Non
 
 
 def processor_prompts(inputs: Mapping[str, Any], image_token_id: int | None = None) -> list[MediaPrompt]:
-    """The prompts of a batch that a processor returned: `input_ids`, and pixels of images and videos.
+    """The prompts of a batch from a Hugging Face processor: `input_ids`, and pixels of images and videos.
 
-    Padding is left out by `attention_mask`. `mm_token_type_ids` say where images (1) and videos (2) are; a processor
-    that does not return them needs `image_token_id`. Arrays may be of torch, on any device, or of numpy.
-
-    Raises ValueError if placeholders and grids do not fit together.
+    Arrays are torch's, on any device, or numpy's. Tokens outside of `attention_mask` are left out. A processor without
+    `mm_token_type_ids` needs `image_token_id`. Raises ValueError if placeholders and grids do not fit together.
     """
     ids = _rows(inputs["input_ids"])
     mask = np.ones_like(ids, dtype=bool) if inputs.get("attention_mask") is None else _rows(inputs["attention_mask"])
@@ -120,11 +118,7 @@ def processor_prompts(inputs: Mapping[str, Any], image_token_id: int | None = No
 
 
 def chat_prompt(processor: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> MediaPrompt:
-    """The prompt of chat messages with images, by the chat template of a Hugging Face processor.
-
-    `messages` are as for `processor.apply_chat_template`: contents are lists of `{"type": "image", "image": ...}` and
-    `{"type": "text", "text": ...}`. `options` go there, too.
-    """
+    """The prompt of chat messages with images, by `processor.apply_chat_template`, which also gets `options`."""
     options = {"add_generation_prompt": True, **options}
     inputs = processor.apply_chat_template(
         [dict(message) for message in messages], tokenize=True, return_dict=True, return_tensors="pt", **options

@@ -20,8 +20,8 @@ _MOST_BYTES = 16 << 20  # in one message; a worker takes 64 MiB
 class Mismatch:
     """How far the trainer's log-probs are from the worker's, over the tokens where both are known.
 
-    `k3_kl` is the mean of exp(d) - 1 - d with d = trainer - worker: an estimate of KL(worker || trainer). `versions`
-    has the same for the tokens of each weights version, where that is known.
+    `k3_kl` is the mean of exp(d) - 1 - d with d = trainer - worker: an estimate of KL(worker || trainer), nats.
+    `versions` has a `Mismatch` for each weights version.
     """
 
     tokens: int = 0

@@ -29,14 +29,8 @@ _FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 class Completion:
     """One completion, or in a stream its tokens so far (`finish_reason` is then None).
 
-    `logprobs` are under the policy at the request's temperature, `raw_logprobs` at temperature 1. `drawn_logprobs` are
-    under the distribution that was drawn from, if truncation, penalties or a constraint changed it. With `logprobs=k`,
-    `top_ids` and `top_logprobs` are the k likeliest tokens at each position, likeliest first, and their log-probs at
-    temperature 1; -1 and NaN if unknown (tokens of `continue_from` that came without them). With `return_routing`,
-    `routing` has the experts of each forward, likeliest first: entry i belongs to the forward that consumed token i of
-    the completion (True), or of prompt and completion ("all"). There is no entry for the newest token. A chunk has the
-    entries that its tokens added. `versions` are pairs (weights version, tokens). `stop` is the token id or the string
-    that ended the completion.
+    The protocol describes the fields. Arrays are numpy's, int32 or float32, with an entry for each token; versions are
+    lists of pairs. A field that the request did not ask for is None.
     """
 
     index: int
@@ -76,11 +70,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Chunk:
-    """New tokens of one completion. `offset` is the position of the first one in the completion.
+    """New tokens of one completion, from position `offset` on.
 
-    The last chunk of a completion has `finish_reason`. `part` has the fields of `Completion` for the new tokens only,
-    `text` included. The first chunk of completion 0 has the `prompt_logprobs` and `prompt_tops` that were asked for,
-    with their `prompt_version`.
+    `part` is a `Completion` of the new tokens only; the last chunk has its `finish_reason`. Scores of the prompt come
+    with the first chunk of completion 0.
     """
 
     offset: int
@@ -129,7 +122,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GenerateResult:
-    """The answer to one `generate`: its `n` completions in order of their index."""
+    """The answer to one `generate`: its `n` completions by index, and the fields of the protocol's `result`.
+
+    `prompt_logprobs` is float32 [prompt tokens]. `prompt_tops` has `ranks` [prompt tokens], `ids` and `logprobs`
+    [prompt tokens, k]. `resumes` counts continuations after a lost worker. `extra` has fields of newer workers.
+    """
 
     id: str
     completions: list[Completion]
@@ -163,7 +160,7 @@ class GenerateResult:
 
 
 class Status(dict[str, Any]):
-    """A worker's answer to `status`: a map with the fields of the protocol. It prints the main ones, `dict(it)` all."""
+    """A worker's answer to `status`: a map with the fields of the protocol. Its repr shows the main ones."""
 
     def __repr__(self) -> str:
         main = {name: self[name] for name in _MAIN if name in self}
@@ -172,7 +169,7 @@ class Status(dict[str, Any]):
 
 
 class PromptScores(NamedTuple):
-    """The fields of a chunk or a result that tell of the prompt's tokens."""
+    """The fields of a chunk or a result that describe the prompt's tokens."""
 
     prompt_logprobs: np.ndarray | None = None
     prompt_tops: PromptTops | None = None
@@ -180,7 +177,7 @@ class PromptScores(NamedTuple):
 
     @classmethod
     def of(cls, source: Chunk | GenerateResult) -> PromptScores:
-        """Those of a chunk or a result."""
+        """The scores of a chunk or a result."""
         return cls(source.prompt_logprobs, source.prompt_tops, source.prompt_version)
 
     @property

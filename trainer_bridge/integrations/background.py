@@ -51,10 +51,10 @@ class BackgroundFuture(ProcessBound, Future[_Value]):
 
 
 class BackgroundClient(ProcessBound):
-    """An `AsyncRolloutClient` (with its arguments) and an event loop in a thread of its own. May be used by any thread.
+    """`RolloutClient` for any thread, with the same arguments: its methods return futures at once.
 
-    Its futures are those of `concurrent.futures`. Cancelling a future cancels its requests at the worker, and so does
-    `close`. A future raises what the client does.
+    They are futures of `concurrent.futures` and raise the client's errors. Cancelling a future cancels its requests at
+    the worker.
     """
 
     _instead = MAKE_CLIENTS
@@ -99,7 +99,7 @@ class BackgroundClient(ProcessBound):
         change(*given)
 
     def close(self) -> None:
-        """Cancel what is unfinished and end the connections and the thread. Idempotent."""
+        """Cancel all requests, and end the connections and the thread. Idempotent."""
         with self._lock:
             if self._closed:
                 return

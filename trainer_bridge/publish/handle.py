@@ -16,7 +16,11 @@ from trainer_bridge.wire.short_repr import short_fields
 
 @dataclass(frozen=True, slots=True, repr=False)
 class WorkerReport:
-    """The result of an update on one worker."""
+    """The result of an update on one worker.
+
+    `why` is the reason for the transport, `nbytes` the size, `pause_s` how long generation stood still, `seconds` the
+    time from `publish` until the worker used the weights, `phases` its parts.
+    """
 
     endpoint: str
     version: int
@@ -32,7 +36,7 @@ class WorkerReport:
 
 
 class PublishHandle(ProcessBound):
-    """An update in progress. All methods may be called from any thread, any number of times."""
+    """An update in progress, for any thread: `version`, `nbytes`, `phase`, `reports` and `errors` by endpoint."""
 
     _instead = "wait for the update in its process, and pass its reports"
     _readable_after_fork = frozenset({"version", "nbytes", "phase", "reports", "errors", "error"})
@@ -56,10 +60,10 @@ class PublishHandle(ProcessBound):
         return f"PublishHandle(version={self.version}, nbytes={self.nbytes}, phase={self.phase!r}{over})"
 
     def held(self, timeout: float | None = None) -> None:
-        """Return when the trainer may change its tensors: all of them have been copied out of its memory.
+        """Return when the trainer may change its tensors: they have been copied out of its memory.
 
-        Raises the error that ended the update before that (the tensors are free then, too), or `RolloutTimeout` after
-        `timeout` seconds (they are not).
+        Raises the error that ended the update (the tensors are free then, too), or `RolloutTimeout` after `timeout`
+        seconds (they are not).
         """
         if not self._payload.wait_released(timeout):
             raise RolloutTimeout(f"{self.phase}: version {self.version} still reads its tensors after {timeout:g} s")
@@ -69,10 +73,9 @@ class PublishHandle(ProcessBound):
     def applied(self, timeout: float | None = None) -> list[WorkerReport]:
         """Return when every worker samples from the new weights: a report for each, in the order of the endpoints.
 
-        Raises a worker's error (`WeightsRejected` with its reason, `WeightsReplaced` if a newer update took its place
-        while it waited, `RolloutTimeout` or `ConnectionLost` with the phase and the endpoint) once all workers have
-        answered or failed: `reports` and `errors` list them.
-        After `timeout` seconds raises `RolloutTimeout`; the update continues.
+        Once all workers have answered or failed, it raises the first error (`WeightsRejected`, `WeightsReplaced`,
+        `RolloutTimeout`, `ConnectionLost`, with phase and endpoint); `reports` and `errors` have all. After `timeout`
+        seconds it raises `RolloutTimeout`, and the update continues.
         """
         if not self._done.wait(timeout):
             raise RolloutTimeout(f"{self.phase}: version {self.version} is not applied after {timeout:g} s")

@@ -69,36 +69,26 @@ class _Change:
 
 
 class WeightPublisher(ProcessBound):
-    """Publishes weights to one or several workers.
+    """Publishes weights to one or several workers. Closing it ends unfinished updates: wait for `applied` first.
 
-    Closing ends unfinished updates, so wait for `applied` first. Workers keep the weights they serve. If a worker still
-    checks a manifest, `close` waits up to 5 s for its answer, to abort the update there. A publisher
-    that is still open when Python exits is closed then; with `collective` that waits up to `begin_s` for ranks that
-    called `publish` less often.
+    Python closes an open publisher when it exits; with `collective` this waits up to `begin_s` for the other ranks.
 
     Args:
-        endpoints: The workers' request sockets, as `RolloutClient` takes them. `add` and `remove` change them.
-        transport: `shm` (one host), `zmq`, `cuda_ipc` (GPUs of one host), `nccl`, `disk`, or `auto`: for each worker
-            the first of `cuda_ipc`, `nccl`, `shm` and `zmq` that works. Reports and the log name it and the reason.
-            Default: `auto`.
-        folder: Where `disk` writes; the workers must be able to read this path. Only for `disk`.
-        bucket_bytes: Size of the pieces of a transfer: a multiple of 64, at most 256 MiB. Default: 64 MiB, or up to
-            256 MiB for a large model that `auto`, `nccl` or `cuda_ipc` sends on a host with GPUs.
-        begin_s: Seconds to connect and for the workers' check of the manifest. Default: 30, but 3 for an endpoint that
-            refuses connections, since no worker listens there.
-        stall_s: Seconds without progress after which a transfer fails. Default: 30.
-        apply_s: Seconds from commit until a worker uses the weights; more than a worker may wait before it applies an
-            update (`recompute_fraction`). Default: 120.
-        curve: Keys for workers that use CURVE. Default: none.
-        keep: Keep the last update in host memory and send it to a worker that returns to its endpoint without it
-            (restarted by its supervisor, or stale) within a few seconds, even if the trainer has moved on. This
-            includes an update that failed because workers were unreachable or lost during it; its version cannot be
-            used again. Default: False.
-        collective: Every rank of torch.distributed's default group makes a publisher and calls `publish` with its part
-            (a `state_dict` of DTensors, as FSDP2 makes it) and `close`. Rank 0 talks to the workers. With `nccl` each
-            rank sends its part; otherwise rank 0 collects the parts bucket by bucket. On one host its GPU reads them
-            out of memory that the other ranks' GPUs lend, at most 512 MiB each; else they cross host memory. `held`
-            and `applied` mean the same on all ranks. The default group is not used for transfers. Default: False.
+        endpoints: The workers' request sockets.
+        transport: `cuda_ipc`, `nccl`, `shm`, `zmq`, `disk`, or `auto`: the first of `cuda_ipc` to `zmq` that works with
+            a worker.
+        folder: Where `disk` writes; the workers must be able to read this path.
+        bucket_bytes: Bytes of a piece of a transfer: a multiple of 64, at most 256 MiB. None: 64 MiB, or up to 256 MiB
+            for a large model from GPU to GPU.
+        begin_s: Seconds to connect and to check the manifest. None: 30, or 3 if an endpoint refuses connections.
+        stall_s: Seconds without progress after which a transfer fails.
+        apply_s: Seconds from commit until a worker uses the weights. It must cover the longest delay by
+            `recompute_fraction`.
+        curve: Keys for workers that use CURVE.
+        keep: Keep the last update in host memory, and send it within seconds to a worker that restarted or is stale.
+            This includes an update that failed because workers were lost; its version cannot be used again.
+        collective: Every rank of torch.distributed's default group makes a publisher, and calls `publish` with its part
+            (DTensors, as FSDP2's `state_dict` has them) and `close`. The default group is not used for transfers.
     """
 
     _instead = "publish in its process, or pass its endpoints and make a publisher in each process"
@@ -152,22 +142,19 @@ class WeightPublisher(ProcessBound):
     def publish(
         self, named_tensors: NamedTensors, version: int, *, adapter: str | None = None, adapter_config: Any = None
     ) -> PublishHandle:
-        """Start to publish every parameter, under its Hugging Face name, as `version`, which must grow.
+        """Start to publish every parameter, by its Hugging Face name, as `version`, which must grow.
 
-        A tensor that comes under two names, as tied embeddings do in a `state_dict`, is sent once, unless a worker has
-        two parameters for it. Correction biases of routers may be left out: they keep their values. Tensors that text
-        needs none of (`mtp.*`, `visual.*`) may be sent, and workers drop them. Tensors of a worker's draft model are
-        `draft.NAME`, with the names of its checkpoint and without `d2t` and `t2d`. If a layer for multi-token
-        prediction drafts, its tensors have the names of the model's checkpoint. An update may have all, some or none of
-        them.
+        Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device, and are read after the work on the
+        current CUDA stream. They must not change before `held`. Raises ValueError for tensors that cannot be sent,
+        `WeightsRejected` for a version or names that no worker can accept.
 
-        Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device, where they are read after the work that
-        is already on the current CUDA stream. They must not change before `held`. Raises ValueError for tensors that
-        cannot be sent, `WeightsRejected` for a version or names that no worker can accept.
+        Tied embeddings may come under both names. Correction biases of routers may be left out and keep their values.
+        Tensors that text does not need (`mtp.*`, `visual.*`) may be sent and are dropped. Tensors of a draft model are
+        `draft.NAME`, by the names of its checkpoint without `d2t` and `t2d`; those of a layer for multi-token
+        prediction have their own names. An update may have all, some or none of them.
 
-        With `adapter` the tensors belong to a LoRA adapter of that name, as PEFT's `get_peft_model_state_dict` returns
-        them; `adapter_config` is PEFT's `LoraConfig`, or a map with the fields of adapter_config.json. The version is
-        the adapter's own and must grow, too. A publisher with `keep` keeps no adapters.
+        With `adapter` the tensors are a LoRA adapter's, from PEFT's `get_peft_model_state_dict`; `adapter_config` is
+        PEFT's `LoraConfig` or a map of its fields. The version is the adapter's own. `keep` does not keep adapters.
         """
         if (adapter is None) != (adapter_config is None):
             raise ValueError("adapter and adapter_config go together: pass both, or none")
@@ -185,7 +172,7 @@ class WeightPublisher(ProcessBound):
     def add(self, endpoint: str) -> None:
         """Publish to one more worker, from the next `publish` on; with `keep` it gets the last update within seconds.
 
-        Updates that were published before go on without it. Raises ValueError for an endpoint that is there already.
+        Raises ValueError for an endpoint that is there already.
         """
         with self._jobs_lock:
             self._check_not_closed()
@@ -206,10 +193,7 @@ class WeightPublisher(ProcessBound):
             self._jobs.put(_Change(endpoint, None))
 
     def status(self, timeout_s: float = 10.0) -> list[dict[str, Any]]:
-        """Each worker's weights `version`, `state`, `incoming` update and `last` report, in the order of `endpoints`.
-
-        Raises the error of the first worker that does not answer.
-        """
+        """Each worker's reply to the protocol's `weights` action `status`. Raises the first worker's error."""
         links = self._connect()
         try:
             answers = ask_all([(link, {"action": "status"}) for link in links], "status", timeout_s, self._closing)

@@ -15,8 +15,8 @@ class RolloutError(Exception):
     """Base of all errors here. Raised itself for a code that this version of the client does not know.
 
     `code` is the protocol's code, `field` the field at fault, `retry_after_s` the seconds to wait before the next try,
-    and `request_id` the id of the request; each of the last three may be None. `partials` are the completions so far,
-    if the client resumes requests.
+    and `request_id` the id of the request; each of the last three may be None. If the client resumes requests,
+    `partials` are the completions so far.
     """
 
     code = "internal"
@@ -70,10 +70,7 @@ class NotFound(RolloutError, code="not_found"):
 
 
 class MediaNeeded(RolloutError, code="media_needed"):
-    """The worker does not have images that the request names by their hashes, `need`: send it again with their pixels.
-
-    The clients do so by themselves.
-    """
+    """The worker lacks images that the request names by hash (`need`): send their pixels. The clients do so."""
 
 
 class WeightsRejected(RolloutError, code="weights_rejected"):
@@ -93,9 +90,7 @@ class InternalError(RolloutError, code="internal"):
 
 
 class ConnectionLost(RolloutError, code="connection_lost"):
-    """The worker cannot be reached, or was lost while it had the request. The request's tokens are lost to this client,
-    except for the chunks of a stream: `stream.partials()` has them, for `continue_from`.
-    """
+    """The worker cannot be reached, or was lost with the request. A stream still has its `partials()`."""
 
 
 class AccessRefused(RolloutError, code="access_refused"):
@@ -113,8 +108,7 @@ UNANSWERED = (ConnectionLost, RolloutTimeout)
 class ResumeFailed(RolloutError, code="resume_failed"):
     """No worker continued the request in time, or too many were lost in a row without a new token.
 
-    `__cause__` is the last error, `partials` are the completions so far. Continue them with `continue_from`, or send
-    the request again with the same id if there is a journal.
+    `__cause__` is the last error; `partials` are the completions so far, for `continue_from`.
     """
 
 

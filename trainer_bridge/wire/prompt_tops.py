@@ -1,4 +1,4 @@
-"""What is told of a prompt's tokens beside their log-probs: their ranks, and the likeliest tokens at each position."""
+"""Facts about a prompt's tokens besides their log-probs: their ranks, and the likeliest tokens at each position."""
 
 from __future__ import annotations
 
