@@ -43,8 +43,10 @@ def columns(title: str, files: str | Sequence[str], shown: Mapping[str, Column],
 def beside(name: str, works: Mapping[str, Where], field: str = "ms", aims: Sequence[Cell] = ()) -> list[list[Cell]]:
     """Lines with floor, here, over floor, vLLM and ratio, for works that were measured; then the aims, if any."""
     found: list[list[Cell]] = []
+    floor = "floor_s" if field.endswith("_s") else "floor_ms"
     for (label, where), aim in zip(works.items(), aims or [None] * len(works), strict=True):
-        least = value(name, "floor_s" if field.endswith("_s") else "floor_ms", engine="here", **where)
+        floors = (value(name, floor, engine=engine, **where) for engine in ("here", "vllm"))
+        least = next((found for found in floors if found is not None), None)
         here, vllm = (value(name, field, engine=engine, **where) for engine in ("here", "vllm"))
         if here is not None or vllm is not None:
             cells: list[Cell] = [label, least, here, ratio(here, least, ""), vllm, ratio(vllm, here)]
@@ -446,7 +448,15 @@ def _several_gpus() -> list[Table]:
 def _soak(title: str, name: str) -> Table:
     data = summary(name)
     cells: list[list[Cell]] = [["no wrong token, nothing lost, no memory grew", "yes" if data["clean"] else "no"]]
-    shown = {"lost": "lost completions", "drain_s": "drain, s", "most_pause_s": "longest pause of an update, s"}
+    shown = {
+        "tokens": "tokens",
+        "lost": "lost completions",
+        "restarts": "restarts of workers",
+        "resumes": "resumed completions",
+        "swapped_while_running": "completions that an update met",
+        "drain_s": "drain, s",
+        "most_pause_s": "longest pause of an update, s",
+    }
     cells += [[label, data[field]] for field, label in shown.items()]
     return Table(
         title, ("", ""), [*cells, *([f"fault: {fault}", count] for fault, count in data["faults"].items())], (name,)
@@ -813,7 +823,8 @@ def _correctness() -> list[Table]:
     shown: Mapping[str, Column] = {
         "family": lambda found: found["family"] + (", fallback" if found.get("fallback") else ""),
         "rms error": lambda found: found["logits"]["ours"]["rms"],
-        "over transformers in bf16": "logits_ratio",
+        "transformers in bf16": lambda found: found["logits"]["wide"]["rms"],
+        "over transformers": "logits_ratio",
         "the same of the median token": "median_ratio",
         "K3 against a trainer": lambda found: found["logprobs"]["ours_trainer"]["k3"],
         "depths equal": lambda found: "yes" if found["depths"]["equal"]["logprobs_equal"] else "no",
@@ -831,7 +842,7 @@ def _correctness() -> list[Table]:
         columns(
             "With a deliberate fault the check fails",
             [f"correctness_{name}_h200" for name in ("break_rope", "break_page", "gemma_break_page")],
-            {name: shown[name] for name in ("family", "rms error", "over transformers in bf16", "failures")},
+            {name: shown[name] for name in ("family", "rms error", "over transformers", "failures")},
             "Faults: rope, a page; Gemma 2, a page.",
         ),
         columns(
