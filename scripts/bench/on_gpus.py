@@ -23,7 +23,7 @@ import os
 import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,10 @@ class _Process:
         end_group(self._process)
 
 
-def run_all(runs: Sequence[Run], out: Path, gpus: int, seconds: float) -> list[Ended]:
-    """Run them all; how each ended."""
+def run_all(runs: Sequence[Run], out: Path, gpus: int, seconds: float, clock: Callable[[], float]) -> list[Ended]:
+    """Run them all; how each ended. `clock` gives seconds."""
     waiting, running, free, ended = list(runs), [], set(range(gpus)), []
-    start_s = time.monotonic()
+    start_s = clock()
 
     def note(one: Ended) -> None:
         ended.append(one)
@@ -120,7 +120,7 @@ def run_all(runs: Sequence[Run], out: Path, gpus: int, seconds: float) -> list[E
 
     try:
         while waiting or running:
-            now_s = time.monotonic() - start_s
+            now_s = clock() - start_s
             for process in list(running):
                 if (one := process.ended(now_s, seconds)) is not None:
                     running.remove(process)
@@ -148,8 +148,8 @@ def run_all(runs: Sequence[Run], out: Path, gpus: int, seconds: float) -> list[E
     return ended
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a plan."""
+def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
+    """Run a plan; `clock` gives seconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     args.out.mkdir(parents=True, exist_ok=True)
-    return int(any(one.status != 0 for one in run_all(runs, args.out, args.gpus, args.seconds)))
+    return int(any(one.status != 0 for one in run_all(runs, args.out, args.gpus, args.seconds, clock)))
 
 
 if __name__ == "__main__":

@@ -381,7 +381,7 @@ class Checker:
 
 
 def write_found(path: Path, results: list[dict[str, Any]]) -> None:
-    """Write the results without those of single greedy prompts, which are printed."""
+    """Write the results; single greedy prompts are left out, because they are printed."""
     write_results(path, [{name: value for name, value in found.items() if name != "greedy"} for found in results])
 
 

@@ -88,7 +88,7 @@ class Observer:
         self._text = lambda token: tokenizer.decode([token], skip_special_tokens=False)
 
     def phase(self, weights: str, head: str, steps: dict[int, int]) -> Phase:
-        """Completions of all prompts. Raises CountingError if a token is not that of its version."""
+        """Completions of all prompts. Raises CountingError if a token belongs to another version."""
         before, total = self.record(), 0
         with RolloutClient(self._worker.endpoint, timeout_s=_PATIENCE_S) as client:
             for seed, prompt in enumerate(PROMPTS):

@@ -204,7 +204,7 @@ class _Row:
     key: tuple[int, int]
     tokens: list[int]
     done: int = 1  # tokens drawn so far; the prefill drew the first one
-    seen: int = 0  # of them, those that the drafter sees
+    seen: int = 0  # how many of them the drafter sees
 
 
 def play(groups: Iterable[Group], drafter: PlayedDrafter, k: int, late: int = 0) -> list[Acceptance]:

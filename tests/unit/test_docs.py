@@ -21,7 +21,10 @@ _ABOUT_CODE = "architecture", "glossary", "recipes"
 ABOUT_CODE = [*sorted((DOCS / "design").glob("*.md")), *(DOCS / f"{name}.md" for name in _ABOUT_CODE)]
 MOST_WORDS = {
     DOCS / "architecture.md": 1500,
-    DOCS / "glossary.md": 1200,
+    DOCS / "correctness.md": 350,
+    DOCS / "glossary.md": 750,
+    DOCS / "performance.md": 900,
+    DOCS / "recipes.md": 1100,
     **dict.fromkeys((DOCS / "design").glob("*.md"), 1200),
     DOCS / "gateway.md": 1850,
     DOCS / "security.md": 720,
@@ -32,7 +35,17 @@ MOST_WORDS = {
     **dict.fromkeys((DOCS / "integrations").glob("*.md"), 350),
     DOCS / "integrations/index.md": 420,
 }
+#: Words of all pages of a folder together.
+MOST_WORDS_OF_FOLDER = {DOCS / "notes": 900, DOCS / "design": 7000}
 MOST_DRAWINGS, MOST_GLOSSARY_WORDS = 4, 40
+#: Pages that are written by hand; scripts write the other folders of docs.
+BY_HAND = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("design/*.md"))]
+BY_HAND += sorted(DOCS.glob("notes/*.md"))
+MOST_NUMBERS = 15
+#: Pages with paragraphs of more numbers, which are to be rewritten.
+FULL_OF_NUMBERS = {
+    DOCS / f"{name}.md" for name in ("fleet", "gateway", "integrations", "operations", "security", "tutorial")
+}
 #: Names that the recipes make up.
 MADE_UP = {"epsilon", "epsilon_S", "rollout_kv_cached_pct", "NAME"}
 SOURCES = ("rollout", "kernels", "trainer_bridge", "scripts", "tests")
@@ -215,6 +228,40 @@ def test_blocks_of_python_parse_and_import_names_that_exist(block: str):
 @pytest.mark.parametrize("page", MOST_WORDS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_pages_stay_short(page: Path):
     assert len(page.read_text().split()) <= MOST_WORDS[page]
+
+
+@pytest.mark.parametrize("folder", MOST_WORDS_OF_FOLDER, ids=lambda folder: folder.name)
+def test_the_pages_of_a_folder_stay_short(folder: Path):
+    assert sum(len(page.read_text().split()) for page in folder.glob("*.md")) <= MOST_WORDS_OF_FOLDER[folder]
+
+
+def paragraphs(text: str) -> list[str]:
+    """The paragraphs and entries of lists of a page, without tables."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("|")]
+    return re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines))
+
+
+def numbers(paragraph: str) -> list[str]:
+    """The numbers of a paragraph, such as 3.5, 8B or the three of a date; not the number of an entry of a list."""
+    return re.findall(r"(?<!\w)\d[\d.,]*", re.sub(r"^\s*\d+\. ", "", paragraph))
+
+
+def test_numbers_of_a_paragraph_are_counted_outside_of_tables_and_code():
+    page = "1. one 2 and\n3.5 of 8B\n2. another: 4\n\n| 5 | 6 |\n\n2026-11-27\n"
+    assert [len(numbers(paragraph)) for paragraph in paragraphs(page)] == [3, 1, 3]
+
+
+@pytest.mark.parametrize("page", BY_HAND, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_paragraph_is_full_of_numbers(page: Path):
+    full = [text for text in paragraphs(prose(page)) if len(numbers(text)) > MOST_NUMBERS]
+    assert not full or page in FULL_OF_NUMBERS
+
+
+def test_tests_that_the_page_of_public_reports_names_exist():
+    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", (DOCS / "notes/public_reports.md").read_text())
+    sources = {path: (ROOT / "tests" / path).read_text() for path, _ in named}
+    assert len(named) > 50
+    assert not [test for path, test in named if test and f"def {test}(" not in sources[path]]
 
 
 def test_the_architecture_has_few_drawings():

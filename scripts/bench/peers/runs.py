@@ -150,6 +150,8 @@ class Report:
         before = json.loads(path.read_text()) if path.exists() else {}
         self._rows: list[Row] = before.get("rows", [])
         self._facts: list[Row] = before.get("facts", [])
+        #: What was written into the file by hand, such as a note.
+        self._kept = {name: value for name, value in before.items() if name not in ("facts", "rows")}
         self._bandwidth: float | None = None
         self._new: list[Row] = []
 
@@ -199,7 +201,7 @@ class Report:
         self._write()
 
     def _write(self) -> None:
-        write_summary(self._path, {"facts": self._facts, "rows": self._rows})
+        write_summary(self._path, {**self._kept, "facts": self._facts, "rows": self._rows})
 
 
 def floors(job: Job, row: Row, bandwidth: float) -> Row:

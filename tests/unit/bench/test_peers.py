@@ -424,6 +424,14 @@ def test_newer_rows_replace_older_ones_of_the_same_kind(tmp_path: Path, capsys):
     assert rows[0]["over_floor"] == pytest.approx(5.0 / rows[0]["floor_ms"])
 
 
+def test_a_run_keeps_what_was_written_into_a_summary_by_hand(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"note": "another machine", "facts": [{"run": "earlier"}], "rows": []}))
+    Report(path).add(Job(), {"experiment": "post", "rows": 32, "prompt": 128, "new": 8192, "total_s": 70.0})
+    told = json.loads(path.read_text())
+    assert (told["note"], told["facts"], len(told["rows"])) == ("another machine", [{"run": "earlier"}], 1)
+
+
 def test_post_and_long_job_have_floors(tmp_path: Path):
     report = Report(tmp_path / "rows.json")
     report.ceilings([{"ceilings": {"read_tbps": 4.69}}])

@@ -1,0 +1,918 @@
+"""Makes the pages of tables of docs/benchmarks from the summaries; `scripts.bench.charts` writes them.
+
+A page has a topic, a table one figure. Below a table stands how it was measured, as its summaries say it. Aims are
+targets of this project; they are in no summary, so they stand here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.bench.summaries import Cell, Row, figure, ratio, row, rows, source, summary, value
+
+_ROWS = (1, 8, 32, 128)
+_SHAPES = {"8B": "8b", "30B-A3B": "30b_a3b"}
+_BESIDE = ("floor", "here", "over floor", "vLLM", "vLLM over here")
+Where = Mapping[str, Any]
+#: A column of a table: the field of a row, or how its cell is made.
+Column = str | Callable[[Row], Cell]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: `files` are the summaries that its cells come from, `note` is what a reader must know of it."""
+
+    title: str
+    head: Sequence[str]
+    cells: Sequence[Sequence[Cell]]
+    files: Sequence[str]
+    note: str = ""
+
+
+def columns(title: str, files: str | Sequence[str], shown: Mapping[str, Column], note: str = "", **where: Any) -> Table:
+    """A table with a line for each row of `files` that has the values of `where`."""
+    files = (files,) if isinstance(files, str) else files
+    found = [found for name in files for found in rows(name, **where)]
+    cells = [[_cell(one, column) for column in shown.values()] for one in found]
+    return Table(title, list(shown), cells, files, note)
+
+
+def beside(name: str, works: Mapping[str, Where], field: str = "ms", aims: Sequence[Cell] = ()) -> list[list[Cell]]:
+    """Lines with floor, here, over floor, vLLM and ratio, for works that were measured; then the aims, if any."""
+    found: list[list[Cell]] = []
+    floor = "floor_s" if field.endswith("_s") else "floor_ms"
+    for (label, where), aim in zip(works.items(), aims or [None] * len(works), strict=True):
+        floors = (value(name, floor, engine=engine, **where) for engine in ("here", "vllm"))
+        least = next((found for found in floors if found is not None), None)
+        here, vllm = (value(name, field, engine=engine, **where) for engine in ("here", "vllm"))
+        if here is not None or vllm is not None:
+            cells: list[Cell] = [label, least, here, ratio(here, least, ""), vllm, ratio(vllm, here)]
+            found.append([*cells, aim] if aims else cells)
+    return found
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 row, 8 rows."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _cell(found: Row, column: Column) -> Cell:
+    return found.get(column) if isinstance(column, str) else column(found)
+
+
+def _contexts(contexts: Iterable[int]) -> dict[str, Where]:
+    return {
+        f"{count} x {context // 1024}K": {"experiment": "contexts", "rows": count, "context": context}
+        for count in _ROWS
+        for context in contexts
+    }
+
+
+def _times(number: float | None) -> str | None:
+    if number is None:
+        return None
+    return f"{number:.3f}x" if abs(number - 1) < 0.02 else f"{number:.2f}x"
+
+
+# --- the pages ---
+
+
+def _decode() -> list[Table]:
+    note = "Prompts of 128; 512 new tokens, 256 of them from 256 rows on. ms is (t(n) - t(1)) / (n - 1)."
+    side, steady, moe = "peers_8b_side_h200", "peers_8b_decode_h200", "peers_30b_a3b_side_h200"
+
+    def shape(title: str, name: str, many: str, counts: Sequence[int], aims: Sequence[float]) -> Table:
+        works = [{f"{n}": {"experiment": "decode", "rows": n} for n in group} for group in (_ROWS, counts)]
+        cells = [*beside(name, works[0], aims=aims[:4]), *beside(many, works[1], aims=aims[4:])]
+        return Table(f"{title}, ms a step", ("rows", *_BESIDE, "aim"), cells, (name, many), note)
+
+    jobs: list[list[Cell]] = []
+    for title, name, aims in (("8B", side, (192, None)), ("30B-A3B", moe, (287, 80))):
+        here, vllm = (row(name, experiment="long_job", engine=engine) or {} for engine in ("here", "vllm"))
+        for part, aim in zip(("total", "tail"), aims, strict=True):
+            ours, theirs = here[f"{part}_s"], vllm[f"{part}_s"]
+            floor = here["floor_s" if part == "total" else "tail_floor_s"]
+            label = title if part == "total" else f"{title}, the last tenth of the completions"
+            jobs.append([label, floor, ours, ratio(ours, floor, ""), theirs, ratio(theirs, ours), aim])
+
+    def engines(label: str, field: str, **where: Any) -> list[Cell]:
+        return [label, *(value(side, field, engine=engine, **where) for engine in ("here", "vllm", "transformers"))]
+
+    transformers = [engines(f"{counted(n, 'row')}, ms a step", "ms", experiment="decode", rows=n) for n in _ROWS]
+    transformers.append(engines("32 rows x 8,192 tokens, s (floor 61.6, aim 70)", "total_s", experiment="post"))
+    for new in (3, 30):
+        label = f"512 prompts of 700, {new} new tokens, requests/s"
+        transformers.append(engines(label, "requests_per_s", experiment="short", new=new))
+    starts = [
+        [label, *(_ready(name, engine) for engine in ("ours", "vllm", "transformers"))]
+        for label, name in (("8B, cold kernel caches", side), ("8B, warm", steady), ("30B-A3B, cold", moe))
+    ]
+    quantised = columns(
+        "30B-A3B with quantised experts, ms a step",
+        ("decode_30b_a3b_fp8_last_h200", "decode_30b_a3b_mxfp8_last_h200"),
+        {"rows": "rows", "floor": "floor_ms", "here": "steady_ms", "over floor": "over_floor"},
+        "The first lines are fp8 in blocks, the others mxfp8. Aims: 1.9 at 1 row, 8.5 at 32. No peer.",
+    )
+    return [
+        shape("Qwen3-8B", steady, "rows_8b_h200", (256, 512), (3.9, 4.1, 4.8, 6.5, 10.6, 19.0)),
+        shape("Qwen3-30B-A3B", moe, "rows_30b_a3b_h200", (256,), (2.4, 7.0, 13.4, 16.5, 19.0)),
+        Table(
+            "The long job, s",
+            ("", *_BESIDE, "aim"),
+            jobs,
+            (side, moe),
+            "256 completions of log-normal lengths (984,729 tokens, at most 16,384), 128 rows.",
+        ),
+        *(
+            Table(
+                f"{title} by context, ms a step",
+                ("rows x context", *_BESIDE),
+                beside(name, _contexts((1024, 4096, 16384, 32768))),
+                (name,),
+            )
+            for title, name in (("8B", side), ("30B-A3B", moe))
+        ),
+        Table("8B beside transformers", ("", "here", "vLLM", "transformers"), transformers, (side,)),
+        quantised,
+        Table("From start to first token, s", ("", "here", "vLLM", "transformers"), starts, (side, steady, moe)),
+    ]
+
+
+def _ready(name: str, engine: str) -> float | None:
+    return next((fact["ready_s"] for fact in summary(name)["facts"] if fact.get("engine") == engine), None)
+
+
+def _groups() -> list[Table]:
+    names = [f"groups_{file}_h200" for file in _SHAPES.values()]
+    whole: list[list[Cell]] = []
+    for title, name, aim in zip(_SHAPES, names, (24, 27), strict=True):
+        works = {
+            f"{title}, {label}": {"experiment": "groups", "requests": requests}
+            for requests, label in ((32, "32 requests with n = 8"), (256, "256 requests"))
+        }
+        whole += beside(name, works, "total_s", (aim, None))
+    steps = []
+    for title, file in _SHAPES.items():
+        name = f"contexts_{file}_h200"
+        works = {
+            f"{found['rows']} x {found['context'] // 1024}K, n = {found['completions']}": {
+                field: found[field] for field in ("experiment", "rows", "context", "completions")
+            }
+            for found in rows(name, engine="ours", experiment="contexts")
+        }
+        head = ("rows x prompt", *_BESIDE)
+        steps.append(Table(f"{title}: rows that share their prompt, ms a step", head, beside(name, works), (name,)))
+    return [
+        Table(
+            "32 prompts of 4,096 tokens, 8 completions of 1,024 tokens each, 256 rows, s",
+            ("", *_BESIDE, "aim"),
+            whole,
+            names,
+            "Floor: weights once and every page of KV once a step, no prefill. A tile of attention has the heads of 4 "
+            "rows of 30B-A3B, so a group of 8 is read twice.",
+        ),
+        *steps,
+        columns(
+            "Prompt tokens computed, through the socket",
+            "shared_prompts",
+            {
+                "requests": "arrival",
+                "number": "requests",
+                "distinct tokens": "distinct",
+                "computed": "computed",
+                "computed over distinct": lambda found: f"{found['ratio']:.3f}",
+            },
+            "Each of 32 equal prompts computes its last token for its own draw.",
+        ),
+    ]
+
+
+def _agents() -> list[Table]:
+    data = summary("agents_8b_h200")
+    load, turn = data["load"], data["load"]["turn_tokens"]
+
+    def kind(found: Row) -> str:
+        engine = "here" if found["engine"] == "ours" else f"vLLM {data['versions']['vllm']}"
+        return f"{engine}, {'sessions' if found['sessions'] else 'plain requests'}, {found['kv']} KV"
+
+    sizes: list[list[Cell]] = [
+        ["agents x turns", f"{load['agents']} x {load['turns']}, the whole history in each turn"],
+        ["system prompt of all, tokens", load["system_prompt_tokens"]],
+        ["task, tokens", "{:,} to {:,}".format(*load["task_tokens"])],
+        ["turn, tokens", f"{turn['least']} to {turn['most']:,}, {turn['distribution']}, median {turn['median']}"],
+        ["tool, s", f"{load['tool_s']['least']} to {load['tool_s']['most']}, mean {load['tool_s']['mean']}"],
+        ["answer of a tool, tokens", "{:,} to {:,}".format(*load["answer_tokens"])],
+        ["tokens drawn", data["drawn_tokens"]],
+        ["tokens of prompts; distinct ones", f"{data['prompt_tokens']:,}; {data['distinct_prompt_tokens']:,}"],
+        ["KV at the end; pool here, GB", f"{data['kv_gb_at_the_end']}; {data['kv_pool_gb']}"],
+    ]
+    return [
+        columns(
+            "96 agents, 8 turns each, 8B, through the socket",
+            "agents_8b_h200",
+            {
+                "": kind,
+                "floor, s": "floor_s",
+                "s": "total_s",
+                "prompt tokens computed": "computed_prompt_tokens",
+                "turn, median, s": lambda found: found["turn_s"]["median"],
+                "turn, 99th percentile, s": lambda found: found["turn_s"]["p99"],
+            },
+            "Aims: 125 s and 0.63M prompt tokens in bf16, 85 s in fp8.",
+        ),
+        Table("The load", ("", ""), sizes, ("agents_8b_h200",)),
+    ]
+
+
+def _prefill() -> list[Table]:
+    names = [f"groups_{file}_h200" for file in _SHAPES.values()]
+    speed: list[list[Cell]] = []
+    waits: list[list[Cell]] = []
+    for title, name, scale, aim in zip(_SHAPES, names, (12.0, 6.0), (44_000, 78_000), strict=True):
+        here, vllm = (value(name, "prefill_tokens_per_s", engine=e, experiment="prefill") for e in ("here", "vllm"))
+        speed.append([title, here, vllm, ratio(here, vllm), aim])
+        for label, field in (("median latency, s", "latency_s"), ("99th percentile of gaps, ms", "gap_p99_ms")):
+            here, vllm = (value(name, field, engine=e, experiment="arrivals", scale=scale) for e in ("here", "vllm"))
+            waits.append([f"{title}, {scale:.0f} a second: {label}", here, vllm, ratio(vllm, here)])
+    chunks: list[list[Cell]] = []
+    for title, file in _SHAPES.items():
+        for kind in ("h200", "h100"):
+            name = f"prefill_chunks_{file}_{kind}"
+            for found in rows(name, experiment="prefill"):
+                tokens = found["chunk_tokens"]
+                gap = value(name, "gap_p99_ms", experiment="arrivals", chunk_tokens=tokens)
+                chunks.append([f"{title}, {kind.upper()}", tokens, found["prefill_tokens_per_s"], gap])
+    parts = "prefill_parts_h200"
+    return [
+        Table(
+            "48 prompts of 4,096, tokens/s",
+            ("", "here", "vLLM", "here over vLLM", "aim"),
+            speed,
+            names,
+            "Steps of 8,192 tokens here, of 16,384 in vLLM.",
+        ),
+        Table("Prompts of 2,048 arrive", ("", "here", "vLLM", "vLLM over here"), waits, names, "256 new tokens each."),
+        Table(
+            "By the size of a step of prompts",
+            ("", "tokens of a step", "tokens/s", "99th percentile of gaps, ms"),
+            chunks,
+            [f"prefill_chunks_{file}_{kind}" for file in _SHAPES.values() for kind in ("h200", "h100")],
+            "8,192 is the default, and 16,384 for mixtures of experts. The H100 ran a faster router and fused sums and "
+            "SiLU. No peer.",
+        ),
+        Table(
+            "Experts of a layer of 30B-A3B, all launches",
+            ("way", "tokens", "us", "TFLOP/s"),
+            [
+                [found["candidate"], found["tokens"], found["us"], found["tflops"]]
+                for found in rows(parts, part="experts")
+                if "tokens" in found
+            ],
+            (parts,),
+            "`today` is the way before the Hopper kernels. Aim: 550 at 16,384 tokens.",
+        ),
+        Table(
+            "Attention of a layer",
+            ("way", "heads", "prompts", "us", "TFLOP/s"),
+            [
+                [found["candidate"], found["heads"], found["shape"], found["us"], found["tflops"]]
+                for found in rows(parts, part="attention")
+                if "tflops" in found
+            ],
+            (parts,),
+            "2K over 16K: 2,048 tokens after 16,384 known ones. Aim: 474.",
+        ),
+    ]
+
+
+def _speculation() -> list[Table]:
+    both = [f"speculation_{file}_h200" for file in _SHAPES.values()]
+    aims = {
+        (1, 1.7): 1.5,
+        (8, 1.7): 1.45,
+        (32, 1.7): 1.3,
+        (1, 2.5): 2.2,
+        (8, 2.5): 2.1,
+        (32, 2.5): 1.9,
+        (128, 2.5): 1.5,
+    }
+    shapes = [*zip(_SHAPES, both, strict=True), ("Qwen3.5-35B-A3B", "speculation_qwen35_35b_h200")]
+    tables = [_drafts(title, name, "auto", aims if title == "8B" else {}) for title, name in shapes]
+    jobs: list[list[Cell]] = []
+    for title, name in zip(_SHAPES, both, strict=True):
+        for found in rows(name, job_scale=0.35):
+            drafts = f"AL {found['aim']}" if found.get("aim") else found["mode"].replace("nothing", "wrong drafts")
+            speeds = (_times(found.get("speedup")), _times(found.get("tail_speedup")))
+            times = [found["floor_s"], found["total_s"], speeds[0], found["tail_s"], speeds[1]]
+            jobs.append([f"{title}, {drafts}", *times])
+    repeats: list[list[Cell]] = []
+    for count in _ROWS:
+        for chance in (0.8, 0.9, 0.96):
+            of = {"rows": count, "chance": chance}
+            engines = ("ours", "ours-ngram", "vllm", "vllm-ngram")
+            ms = [value("repeats_8b_h200", "ms", engine=engine, **of) for engine in engines]
+            repeats.append([count, f"{chance}", *ms, ratio(ms[3], ms[1])])
+    return [
+        *tables,
+        _drafts("A draft head for 8B, H100", "speculation_8b_heads_h100", "heads", {}),
+        Table(
+            "The long job, 0.35 of its lengths",
+            ("", "floor, s", "s", "speed", "last tenth, s", "its speed"),
+            jobs,
+            both,
+        ),
+        Table(
+            "Repeating text, 8B, contexts of 1K, ms a token of a row",
+            ("rows", "chance", "here", "here, n-grams", "vLLM", "vLLM, n-grams", "vLLM over here, n-grams"),
+            repeats,
+            ("repeats_8b_h200",),
+            "The chance that the text goes on as it did before.",
+        ),
+        columns(
+            "Deterministic mode: are log-probs equal bit for bit",
+            ("speculation_8b_deterministic_h100", "speculation_qwen35_27b_deterministic_h200"),
+            {
+                "shape": "shape",
+                "rows": "rows",
+                "context": "context",
+                "AL": "al",
+                "segments from MiB": "least_saved_mib",
+                "equal": lambda found: "yes" if found["equal_bits"] else "no",
+            },
+            mode="always",
+        ),
+        columns(
+            "Real texts, easy ones: a trainer of a countdown, 16 completions of each prompt",
+            "speculation_grpo_cpu",
+            {"drafter": "speculation", "accepted, %": "accepted_pct", "tokens a step": "tokens_a_step"},
+        ),
+    ]
+
+
+def _drafts(title: str, name: str, mode: str, aims: Mapping[tuple[int, float], float]) -> Table:
+    cells: list[list[Cell]] = []
+    for plain in rows(name, mode="plain", job_scale=None):
+        of = {field: plain[field] for field in ("rows", "context")}
+        label = f"{of['rows']} x {of['context'] // 1024}K"
+        for found in rows(name, mode=mode, **of):
+            aim = aims.get((of["rows"], found["aim"])) if of["context"] == 4096 else None
+            drafts = f"{found['aim']} / {found['al']:.2f}"
+            cells.append([label, plain["floor_ms"], plain["step_ms"], drafts, _times(found["speedup"]), _times(aim)])
+        for wrong in rows(name, mode="nothing", **of):
+            cells.append(
+                [label, plain["floor_ms"], plain["step_ms"], "wrong drafts", _times(wrong["speedup"]), "0.98x"]
+            )
+    head = ("rows x context", "floor, ms", "plain step, ms", "AL asked / reached", "speed", "aim")
+    note = "AL, the accepted length: tokens a verify step. Drafts are replayed from a plain run and corrupted."
+    return Table(f"{title}: speed with drafts over plain steps", head, cells, (name,), note)
+
+
+def _several_gpus() -> list[Table]:
+    works = {
+        "2 GPUs, Qwen3-8B": ("8b_tp2", (2.8, 2.9, 3.2, 4.6)),
+        "2 GPUs, Qwen3-30B-A3B": ("30b_a3b_tp2", (2.2, 4.9, 8.4, 10.5)),
+        "2 GPUs, Qwen3-32B": ("32b_tp2", ()),
+        "2 GPUs, Llama-3.1-70B": ("70b_tp2", ()),
+        "4 GPUs, Qwen3-30B-A3B": ("30b_a3b_tp4", ()),
+        "4 GPUs, Llama-3.1-70B": ("70b_tp4", ()),
+        "4 GPUs, Qwen3-235B-A22B": ("235b_a22b_tp4", ()),
+    }
+    tables, room = [], []
+    for title, (file, aims) in works.items():
+        name = f"contexts_{file}_h200"
+        few = {f"{count} x 128": {"experiment": "decode", "rows": count} for count in _ROWS}
+        cells = [
+            *beside(name, few, aims=aims),
+            *beside(name, _contexts((1024, 16384)), aims=[None] * 8 if aims else ()),
+        ]
+        head = ("rows x context", *_BESIDE, *(["aim"] if aims else []))
+        tables.append(Table(f"{title}, ms a step", head, cells, (name,)))
+        for fact in (fact for fact in summary(name)["facts"] if "kv_tokens" in fact):
+            engine = "vLLM" if fact["engine"] == "vllm" else "here"
+            room.append([title, engine, fact["run"][:16].replace("T", " "), fact["kv_tokens"], fact["ready_s"]])
+
+    def job(found: Row) -> str:
+        workers = found.get("workers", 1)
+        how = f"{counted(workers, 'worker')} of {counted(found['gpus'] // workers, 'GPU')}"
+        return f"{found['shape']}, {found['scale']} of its lengths, {'vLLM' if found['engine'] == 'vllm' else how}"
+
+    return [
+        *tables,
+        Table(
+            "Room for KV, and the start",
+            ("", "engine", "run", "KV, tokens", "from start to ready, s"),
+            room,
+            [f"contexts_{file}_h200" for file, _ in works.values()],
+            "A staged update needs room for a copy of a rank's weights, so the settings of a run decide. The first run "
+            "on a machine has cold kernel caches.",
+        ),
+        columns(
+            "The long job, s",
+            ("long_job_8b_tp2_h200", "long_job_30b_a3b_tp4_h200"),
+            {"": job, "floor": "floor_s", "s": "total_s", "last tenth": "tail_s", "idle GPU-seconds": "idle_gpu_s"},
+        ),
+        columns(
+            "A sum over GPUs with residual and norm, us",
+            ("all_reduce_tp2_h200", "all_reduce_tp4_h200"),
+            {
+                "KB": "KB",
+                "by words": "words, norm, us",
+                "by flagged rows": "rows, norm, us",
+                "NCCL, then the norm": "nccl, then norm, us",
+            },
+            "The first lines are two GPUs, the others four. In a captured graph. Aim: 7 us at 72 KB on two GPUs.",
+        ),
+        columns(
+            "All truncation rules at once over 151,936 logits, us",
+            "sharded_rules_h200",
+            {
+                "rows": "rows",
+                "ranks, over each other's memory": "peers, us",
+                "ranks, over NCCL": "gathered, us",
+                "one GPU with all logits": "joined, us",
+            },
+            rule="all",
+        ),
+        columns(
+            "A killed rank of four, 30B-A3B",
+            "rank_workers_30b_a3b_tp4_h200",
+            {"": "what", "rows": "rows", "s": "s", "ms": "ms"},
+        ),
+        _soak("Soak of two ranks", "soak_tp2_h200"),
+    ]
+
+
+def _soak(title: str, name: str) -> Table:
+    data = summary(name)
+    cells: list[list[Cell]] = [["no wrong token, nothing lost, no memory grew", "yes" if data["clean"] else "no"]]
+    shown = {
+        "tokens": "tokens",
+        "lost": "lost completions",
+        "restarts": "restarts of workers",
+        "resumes": "resumed completions",
+        "swapped_while_running": "completions that an update met",
+        "drain_s": "drain, s",
+        "most_pause_s": "longest pause of an update, s",
+    }
+    cells += [[label, data[field]] for field, label in shown.items()]
+    return Table(
+        title, ("", ""), [*cells, *([f"fault: {fault}", count] for fault, count in data["faults"].items())], (name,)
+    )
+
+
+def _families() -> list[Table]:
+    plans, other, fallback = "peers_gpt_oss_20b_plans_h100", "peers_gpt_oss_20b_h100", "fallback_qwen3_8b_h100"
+    aim = "Aim: 1.2 times vLLM's speed, or 1.3 times the floor."
+    linear = [
+        Table(f"{title}, ms a step", ("rows x context", *_BESIDE), beside(name, _contexts((1024, 16384))), (name,), aim)
+        for title, name in (
+            ("Qwen3.5-35B-A3B", "contexts_qwen35_35b_h200"),
+            ("Qwen3.5-27B", "contexts_qwen35_27b_h200"),
+        )
+    ]
+    oss = beside(plans, _contexts((16384,)))
+    for count in reversed(_ROWS):
+        found = row(plans, experiment="decode", rows=count) or {}
+        vllm = value(other, "ms", engine="vllm", rows=count)
+        least, here = found["floor_ms"], found["ms"]
+        oss.insert(0, [f"{count} x 1K", least, here, ratio(here, least, ""), vllm, ratio(vllm, here)])
+    through: list[list[Cell]] = []
+    for count in _ROWS:
+        own, slow = (value(fallback, "ms", engine=engine, rows=count) for engine in ("ours", "ours-fallback"))
+        through.append([count, own, slow, ratio(slow, own)])
+    return [
+        *linear,
+        Table("gpt-oss-20b, H100, ms a step", ("rows x context", *_BESIDE), oss, (plans, other), aim),
+        Table(
+            "Qwen3-8B by transformers' code, ms a step",
+            ("rows", "own code", "fallback", "fallback over own"),
+            through,
+            (fallback,),
+            "Prompts of 1,024, 96 new tokens. Bound: 2.2x.",
+        ),
+        columns(
+            "Qwen3-VL-8B, 48 prompts, n = 8, 256 new tokens, 128 rows",
+            "images_qwen3_vl_8b_h100",
+            {
+                "": lambda found: "here" if found["engine"] == "ours" else f"vLLM {found['version']}",
+                "prompts": lambda found: "an image each" if found["kind"] == "image" else "text alone",
+                "completions/s": "completions_per_s",
+                "median time to the first token, s": lambda found: found["first_token_s"]["median"],
+            },
+            "An image of 1,024 x 1,024, and 128 tokens of text. Aim: 1.15 times vLLM's completions/s.",
+        ),
+        columns(
+            "The vision tower",
+            "encode_h100",
+            {"images": "images", "attention": "backend", "floor, ms": "floor_ms", "ms": "device_ms"},
+        ),
+    ]
+
+
+def _pipeline() -> list[Table]:
+    percentiles = ("median_ms", "p99_ms", "p99.9_ms")
+    load: list[list[Cell]] = [[r["load"], *(r[key]["median"] for key in percentiles)] for r in rows("service_load")]
+    for name, found in summary("service_load")["added"].items():
+        load.append([f"added by {name}", *(f"{found[key]:.3f}" for key in percentiles)])
+    return [
+        columns(
+            "Depth 2 beside depth 1",
+            "pipeline_h200",
+            {
+                "shape": "shape",
+                "rows": "rows",
+                "GPU active at depth 1, %": lambda found: f"{found['active1_pct']:.2f}",
+                "at depth 2, %": lambda found: f"{found['active2_pct']:.2f}",
+                "faster, predicted, %": "predicted_pct",
+                "observed, %": "observed_pct",
+            },
+            "Predicted from parts that were measured alone. Active: from the start to the end of each step.",
+        ),
+        columns(
+            "A long run of 8B, 32 rows x 8,192 tokens",
+            "peers_8b_side_h200",
+            {"GPU active, %": lambda found: f"{found['active_pct']:.2f}", "idle a step, ms": "idle_ms", "s": "total_s"},
+            "Aim: 99.7% active, 0.02 ms idle.",
+            engine="ours",
+            experiment="post",
+        ),
+        columns(
+            "The host's part of a step, ms",
+            "bookkeeping",
+            {
+                "rows": "rows",
+                "length": "length",
+                "plan": "plan_ms",
+                "launch": "launch_ms",
+                "commit": "commit_ms",
+                "all, median": "median_ms",
+            },
+            "Bounds: 0.4 ms at 32 rows, 1.5 at 256.",
+        ),
+        columns(
+            "Memory of a worker",
+            "memory",
+            {"tokens": "tokens", "MiB": "resident_mib"},
+            "Bound: 3 MiB more in a million tokens.",
+        ),
+        Table(
+            "Gaps between steps of 4 ms while clients are busy, ms",
+            ("load", "median", "99th percentile", "99.9th"),
+            load,
+            ("service_load",),
+            "Bound: 0.2 ms more at the 99.9th percentile.",
+        ),
+        columns(
+            "HTTP beside zmq",
+            "gateway",
+            {
+                "engine": "engine",
+                "`stream_every`": "stream_every",
+                "zmq, tokens/s": "zmq_tokens_per_s",
+                "HTTP, tokens/s": "http_tokens_per_s",
+                "HTTP over zmq": "http_share",
+                "gateway's CPU, us a token": "gateway_cpu_us_per_token",
+            },
+        ),
+        _soak("Soak", "soak"),
+    ]
+
+
+def _updates() -> list[Table]:
+    works = {
+        "8b": "8B, `cuda_ipc`, staged, one GPU (aim: pause 15)",
+        "30b_a3b_ipc": "30B-A3B, `cuda_ipc`, in place, one GPU (aim: applied 250)",
+        "30b_a3b_nccl_default": "30B-A3B, `nccl`, between two GPUs (aim: applied 500)",
+        "30b_a3b_ipc_two_gpus": "30B-A3B, `cuda_ipc`, between two GPUs",
+        "30b_a3b_nccl_host": "30B-A3B, `nccl`, staged in host memory",
+        "8b_ranks": "8B, two trainer ranks, two workers, `nccl`",
+        "8b_tp2": "8B, a worker of two ranks, `cuda_ipc`",
+        "8b_tp2_shm": "8B, a worker of two ranks, `shm`",
+        "30b_a3b_tp2_nccl": "30B-A3B, a worker of two ranks, `nccl` from a third GPU",
+        "30b_a3b_tp2_ipc": "30B-A3B, a worker of two ranks, two trainer ranks, `cuda_ipc`",
+        "235b_a22b_tp4": "235B-A22B, a worker of four ranks, four trainer ranks, `cuda_ipc`, in place",
+    }
+    cells: list[list[Cell]] = []
+    for file, title in works.items():
+        found = rows(f"swap_{file}_h200")
+        first = next(update for update in found if update.get("version") == 1)
+        median = next(update for update in found if "median_of" in update)
+        times = [first["applied_ms"], *(median[f"{part}_ms"] for part in ("applied", "floor", "pause"))]
+        cells.append([title, found[0]["bytes"] / 1e9, *times])
+    broad = "swap_30b_a3b_nccl_default_h200"
+    broadcast = next(found["gb_per_s"] for found in rows(broad) if "plain_broadcast_ms" in found)
+    later = [update for update in rows(broad) if update.get("version", 1) > 1]
+    received = statistics.median(update["bytes"] / update["receive_ms"] / 1e6 for update in later)
+    many: list[list[Cell]] = []
+    for title, name in (("8B", "swap_8b_many_h200"), ("8B, two ranks", "swap_8b_tp2_h200")):
+        last = rows(name)[-1]
+        fields = ("updates", "tokens", "wrong_tokens", "applied_ms", "grown_worker_mib")
+        many.append([title, *(last[field] for field in fields)])
+    return [
+        Table(
+            "One update while rows decode, ms",
+            ("", "GB", "applied, the first", "applied, median of the next", "floor of the pause", "pause"),
+            cells,
+            [f"swap_{file}_h200" for file in works],
+            "Applied: from `publish()` until every new token has the new weights. Pause: no step runs; its floor is 2 "
+            "x bytes over the copy bandwidth. In place, the pause is the transfer. The trainer of 235B has one layer, "
+            "sent in place of all 94.",
+        ),
+        Table(
+            "30B-A3B between two GPUs by `nccl`, GB/s",
+            ("a plain broadcast", "received, median"),
+            [[broadcast, received]],
+            (broad,),
+        ),
+        Table(
+            "Many updates",
+            ("", "updates", "tokens", "wrong tokens", "applied, ms", "MiB that the worker grew by"),
+            many,
+            ("swap_8b_many_h200", "swap_8b_tp2_h200"),
+        ),
+        columns(
+            "Updates that come fast: 24 rows of a toy model on a loaded CPU",
+            "swap_rate_cpu",
+            {
+                "KV on a swap, fraction": "kv",
+                "an update every, s": lambda found: "never" if found["every_s"] is None else f"{found['every_s']}",
+                "tokens/s, median": lambda found: found["tokens_per_s"]["median"],
+                "published": "published",
+                "applied": "applied",
+            },
+            "Compare only within the table. 0.3 is the default of `recompute_fraction`.",
+        ),
+    ]
+
+
+def _features() -> list[Table]:
+    ms: Mapping[str, Column] = {"floor": "floor_ms", "ms": "steady_ms"}
+    return [
+        columns(
+            "JSON schema, 8B, 32 rows, ms a step",
+            "constraints_h200",
+            {
+                "masks are made": lambda found: {"waiting": "before the forward", "ahead": "during it"}[found["way"]],
+                "constrained rows": "constrained",
+                "ms": "steady_ms",
+            },
+        ),
+        columns(
+            "LoRA adapters of rank 16, 1.7B, ms a step",
+            "adapters_h200",
+            {"rows": "rows", "adapters": "adapters", **ms},
+        ),
+        columns(
+            "20 likeliest tokens, and log-probs of a prompt, 8B, ms",
+            "scores_h200",
+            {
+                "": lambda found: (
+                    f"{found['asking']} of {found['rows']} rows ask, a step"
+                    if "asking" in found
+                    else f"a prompt of {found['prompt']:,}, {'scored' if found['scored'] else 'plain'}"
+                ),
+                "ms": lambda found: found.get("steady_ms", found.get("prefill_ms")),
+            },
+        ),
+        columns(
+            "Truncation of all rows, 8B, ms a step",
+            "truncate_h200",
+            {"rows": "rows", "rules": lambda f: "top-k, top-p and min-p" if f.get("truncated") else "none", **ms},
+        ),
+        columns(
+            "`return_routing`, 30B-A3B, 32 rows, ms a step",
+            "routing_h200",
+            {
+                "experts returned": lambda found: "yes" if found.get("routing") else "no",
+                "ms": lambda found: f"{found['steady_ms']:.3f}",
+            },
+        ),
+        columns("Deterministic mode, 8B, ms a step", "decode_8b_deterministic_h200", {"rows": "rows", **ms}),
+        columns(
+            "Sleep and wake, 8B, s",
+            "sleep_h200",
+            {"level": "level", "GiB": "freed_gib", "sleep": "sleep_s", "wake": "wake_s", "rows decode again": "back_s"},
+            "The first sleep of level 1 pins host memory.",
+        ),
+        columns(
+            "KV offload, 1.7B, 64 rows x 16K",
+            "offload_16k_h200",
+            {
+                "KV of preempted rows": lambda found: {
+                    "offload": "offloaded, a pool for 24 rows",
+                    "recompute": "computed again, a pool for 24 rows",
+                    "whole": "none preempted, a pool for all rows",
+                }[found["mode"]],
+                "s": "seconds",
+                "preemptions": "preemptions",
+                "tokens of prefills": "prefilled",
+            },
+        ),
+    ]
+
+
+def _kernels() -> list[Table]:
+    layers: list[Table] = []
+    for title, file in _SHAPES.items():
+        cells: list[list[Cell]] = []
+        for found in rows(f"layer_{file}_h200"):
+            least = sum(part["floor_us"] for part in found["layer"])
+            cells += [
+                [found["rows"], f"`{part['name']}`", part["floor_us"], part["adds_us"]] for part in found["layer"]
+            ]
+            cells.append([found["rows"], "the layer", least, found["layer_us"]])
+        head = ("rows", "kernel", "floor", "us that it adds")
+        layers.append(
+            Table(f"A layer of {title}, us, in the order of its kernels", head, cells, (f"layer_{file}_h200",))
+        )
+    errors = next(found["errors"] for found in rows("moe_h200", format="plain", tokens=8) if "errors" in found)
+    here, vllm = (errors[name]["relative"] for name in ("chosen", "vllm"))
+    old, new = dict.fromkeys(found["code"] for found in rows("step_split_h200"))
+    split: list[list[Cell]] = []
+    for found in rows("step_split_h200", code=old):
+        after = value("step_split_h200", "steady_ms", code=new, shape=found["shape"], rows=found["rows"])
+        label = f"{found['shape']}, {counted(found['rows'], 'row')}, ms a step"
+        split.append([label, f"{found['steady_ms']:.3f}", f"{after:.3f}"])
+    for found in rows("kernels_old_new_h200", kernel="experts"):
+        label = f"experts, {found['format']}, {counted(found['tokens'], 'token')}, us"
+        split.append([label, found["old_us"], found["new_us"]])
+    tuned = [f"moe_tuning{kind}_h200" for kind in ("", "_codes", "_fp8_row", "_tp4")]
+    return [
+        *layers,
+        columns(
+            "A layer of experts of 30B-A3B, us",
+            "moe_h200",
+            {
+                "format": "format",
+                "tokens": "tokens",
+                "floor": "floor_us",
+                "here": lambda found: found["us"]["chosen"],
+                "vLLM": lambda found: found["us"].get("vllm"),
+                "vLLM over here": lambda found: ratio(found["us"].get("vllm"), found["us"]["chosen"]),
+            },
+            f"Relative error against float64 at 8 tokens: here {here:.2e}, vLLM {vllm:.2e}: {vllm / here:.2f} times.",
+        ),
+        columns(
+            "Attention of a decode step, one layer, us",
+            ("attention_h200", "attention_fp8_h200"),
+            {
+                "rows x context": "shape",
+                "heads": "heads",
+                "floor": "floor_us",
+                "us": lambda found: found["default"]["us"],
+            },
+            "The first lines have KV in bf16, the others in fp8.",
+            kind="decode",
+        ),
+        columns(
+            "Plans of experts, us a layer",
+            tuned,
+            {
+                "shape": "shape",
+                "format": "format",
+                "tokens": "tokens",
+                "floor": "floor_us",
+                "best": lambda found: min(found["us"].values()),
+                "its way": lambda found: min(found["us"], key=found["us"].get),
+            },
+        ),
+        columns(
+            "Products of few rows, us",
+            ("linear_streamed_h200", "linear_27b_h100", "linear_tp_h200"),
+            {
+                "shape": "shape",
+                "rows": "rows",
+                "floor": "floor_us",
+                "by the table": "table_us",
+                "best": "best_us",
+                "cuBLAS": "cublas_us",
+            },
+            "Gate and up have SiLU in them here, not in cuBLAS.",
+        ),
+        columns(
+            "Gated DeltaNet in a decode step, Qwen3.5-27B, us a layer",
+            "delta_27b_h100",
+            {"kernel": "kernel", "rows": "rows", "floor": "floor_us", "us": "us"},
+            "With one warp for 64 values the state does not fit in registers.",
+        ),
+        columns(
+            "Group attention of 30B-A3B by tile, ms a step",
+            ("group_steps_30b_a3b_h100", "group_steps_30b_a3b_tile_64_h100"),
+            {
+                "rows x prompt": lambda found: f"{found['rows']} x {found['prompt']:,}, n = {found['n']}",
+                "pages of a group": lambda found: "read once" if found["group_attention"] else "read by each row",
+                "ms": "steady_ms",
+            },
+            "The first lines have tiles of 32 heads, the others of 64.",
+        ),
+        Table(
+            "The step as plan, pack and execute",
+            ("", "before", "after"),
+            split,
+            ("step_split_h200", "kernels_old_new_h200"),
+        ),
+    ]
+
+
+def _correctness() -> list[Table]:
+    checks = ["8b_h200", "30b_a3b_h200", "mixtral_olmoe_h200", "families_h100", "sizes_a_h100", "sizes_b_h100"]
+    checks += ["fallback_h100", "gemma_h200", "gemma_fallback_h200"]
+    shown: Mapping[str, Column] = {
+        "family": lambda found: found["family"] + (", fallback" if found.get("fallback") else ""),
+        "rms error": lambda found: found["logits"]["ours"]["rms"],
+        "transformers in bf16": lambda found: found["logits"]["wide"]["rms"],
+        "over transformers": "logits_ratio",
+        "the same of the median token": "median_ratio",
+        "K3 against a trainer": lambda found: found["logprobs"]["ours_trainer"]["k3"],
+        "depths equal": lambda found: "yes" if found["depths"]["equal"]["logprobs_equal"] else "no",
+        "failures": lambda found: "; ".join(found["failures"]) or "none",
+    }
+    return [
+        columns(
+            "Logits of layers of real size against float32",
+            [f"correctness_{name}" for name in checks],
+            shown,
+            "3 to 6 layers, random weights. Bound: 1.1 times transformers' error; where a few tokens have other "
+            "experts, the median token's. Gemma 2 failed on 2026-11-25 because of its reference (transformers 5.17 "
+            "drops a softcap). Its lines of 2026-11-26, the last ones, are right.",
+        ),
+        columns(
+            "With a deliberate fault the check fails",
+            [f"correctness_{name}_h200" for name in ("break_rope", "break_page", "gemma_break_page")],
+            {name: shown[name] for name in ("family", "rms error", "over transformers", "failures")},
+            "Faults: rope, a page; Gemma 2, a page.",
+        ),
+        columns(
+            "A worker's log-probs against transformers, Qwen3-1.7B",
+            "mismatch_h200",
+            {
+                "against": "against",
+                "tokens": "tokens",
+                "mean difference": "mean_abs",
+                "largest": "max_abs",
+                "K3": lambda found: f"{found['k3_kl']:.4f}",
+            },
+        ),
+        columns(
+            "Memory over a long run of 8B, MiB",
+            "long_h200",
+            {
+                "rows x tokens": lambda found: f"{found['rows']} x {found['tokens']:,}",
+                "least": lambda found: found["memory_mib"]["allocated"]["least"],
+                "most": lambda found: found["memory_mib"]["allocated"]["most"],
+            },
+        ),
+    ]
+
+
+PAGES: Mapping[str, tuple[str, Callable[[], list[Table]]]] = {
+    "decode": ("Decoding", _decode),
+    "groups": ("Groups that share a prompt", _groups),
+    "agents": ("Agents that come back", _agents),
+    "prefill": ("Prefill", _prefill),
+    "speculation": ("Speculation", _speculation),
+    "several_gpus": ("Several GPUs", _several_gpus),
+    "families": ("Other families, images, fallback", _families),
+    "pipeline": ("The pipeline and the host", _pipeline),
+    "updates": ("Updates of weights", _updates),
+    "features": ("What features cost", _features),
+    "kernels": ("Kernels", _kernels),
+    "correctness": ("Correctness", _correctness),
+}
+
+
+def pages() -> dict[str, str]:
+    """The text of each page of tables, by name."""
+    return {name: page(title, tables()) for name, (title, tables) in PAGES.items()}
+
+
+def page(title: str, tables: Sequence[Table]) -> str:
+    """The text of one page.
+
+    Raises:
+        ValueError: a line of a table has another number of cells than its head.
+    """
+    parts = [
+        f"# {title}: tables",
+        "Written by `python -m scripts.bench.charts` from `scripts/bench/results`: do not edit. Words are explained in "
+        "[performance](../performance.md#words); commands have the names that scripts have today.",
+    ]
+    known: set[str] = set()
+    for table in tables:
+        parts += _table(table, known)
+        known |= set(table.files)
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(table: Table, known: set[str]) -> list[str]:
+    lines = [f"| {' | '.join(table.head)} |", "|" + "---|" * len(table.head)]
+    for cells in table.cells:
+        if len(cells) != len(table.head):
+            raise ValueError(f"{table.title}: {len(cells)} cells below {len(table.head)} heads")
+        lines.append(f"| {' | '.join(map(figure, cells))} |")
+    names = dict.fromkeys(table.files)
+    sources = [f"- `{name}`: as above" if name in known else f"- {source(name)}" for name in names]
+    return [f"## {table.title}", "\n".join(lines), *([table.note] if table.note else []), "\n".join(sources)]
