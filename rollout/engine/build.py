@@ -32,9 +32,9 @@ from rollout.engine.kv.state_prefixes import StatePrefixes
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Event
 from rollout.engine.parts import EngineParts, Links, Receiver
-from rollout.engine.schedule.admission import SchedulerLimits
 from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.schedule.refusal import SchedulerLimits
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.schedule.speculation import Speculation

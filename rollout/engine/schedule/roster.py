@@ -25,7 +25,7 @@ from rollout.engine.messages import Event, Finish, FinishReason, RequestKey
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.prompt_turns import PromptTurns
-from rollout.engine.schedule.queue import QueueFeed
+from rollout.engine.schedule.queue_feed import QueueFeed
 from rollout.engine.sequence.sequence import Group, Sequence, State
 
 

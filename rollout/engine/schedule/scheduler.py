@@ -24,10 +24,10 @@ from collections.abc import Callable
 
 from rollout.engine.messages import Finish, Request
 from rollout.engine.schedule import preemption
-from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, decode_spans, make_plan, make_verify_plan
 from rollout.engine.schedule.prompt_spans import prompt_spans
+from rollout.engine.schedule.refusal import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.speculation import Speculation
 from rollout.engine.sequence.features import Feature

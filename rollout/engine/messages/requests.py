@@ -1,0 +1,98 @@
+"""A request as the engine sees it, and the bounds of what it can ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.constraints.matcher import Constraint
+from rollout.engine.messages.prompts import Prompt
+from trainer_bridge.wire.sampling_rules import SamplingRules
+
+#: (client, request id): identifies a request, to cancel it, to find its result, to detect a duplicate.
+RequestKey = tuple[str, str]
+#: (client, name of the session)
+SessionKey = tuple[str, str]
+#: Weights versions, of the model and of adapters, are smaller than this.
+VERSION_END = 2**63
+#: Runs of (weights version, number of tokens); the numbers add up to all tokens.
+VersionRuns = list[tuple[int, int]]
+#: The most entries of a request's logit bias, and the most stop token ids (eos ids included) of a request with
+#: `min_tokens`: each row has room for them on the device. Without `min_tokens` only the host compares stop token ids.
+MAX_LOGIT_BIAS = 512
+MAX_STOP_IDS = 64
+#: The most top tokens that a request can ask for at each position: the slots' buffers have this size.
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """The shape of a token's routing: the indices of its experts in each sparse layer, likeliest first."""
+
+    layers: int  # sparse layers
+    top_k: int  # experts for each token
+    experts: int  # experts in a layer
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of an index."""
+        return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's entry."""
+        return self.layers * self.top_k * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(SamplingRules):
+    """How a token is drawn; the same for all completions of a request. The rules are inherited."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0  # 63 bits; the request's seed, or the row's own seed when `Request.prior` is set
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """Conditions that end a completion before `max_tokens`."""
+
+    token_ids: tuple[int, ...] = ()  # eos ids included, unless ignored
+    strings: tuple[str, ...] = ()
+    min_tokens: int = 0  # tokens before which no stop token is drawn and no stop string counts
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """Tokens of an earlier, partial completion; generation continues after them."""
+
+    token_ids: np.ndarray  # int32 [k]
+    oldest_version: int | None = None  # weights version; None if unknown
+    newest_version: int | None = None  # weights version; None if unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, `n` completions."""
+
+    key: RequestKey
+    prompt: Prompt
+    max_tokens: int  # of a completion, the tokens of `prior` included; 0: the prompt is computed, no token is drawn
+    n: int = 1
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StopParams = field(default_factory=StopParams)
+    priority: int = 0
+    deadline_s: float | None = None  # seconds from submission
+    stream_every: int = 0  # tokens between two deltas; 0: one delta, at the end
+    prior: Prior | None = None  # only with n == 1
+    min_version: int = 0  # the request waits for weights of this version
+    constraint: Constraint | None = None  # applies after `prior`
+    min_complete: int | None = None  # once this many completions are complete, the others are cancelled
+    max_version_span: int | None = None  # newest less oldest version of a completion; beyond it, it ends as stale
+    session: SessionKey | None = None  # this request is the session's next turn; only with n == 1
+    session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
+    top_logprobs: int = 0  # top tokens to return at each position, up to MAX_TOP_LOGPROBS
+    prompt_logprobs: bool = False  # return log-probs of the prompt, which is then computed as a whole
+    prompt_tops: int | None = None  # ranks and this number of top tokens, up to MAX_TOP_LOGPROBS; None: neither
+    adapter: str | None = None  # name of the low-rank adapter that its rows use
+    routing_from: int | None = None  # return routing from this position in prompt and completion on; None: no routing

@@ -1,0 +1,124 @@
+"""Commands: from the service to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rollout.engine.messages.requests import Request, RequestKey
+
+if TYPE_CHECKING:
+    from rollout.models.lora_slots import AdapterWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Start a request. Answered by deltas and `RequestDone`, or by `Rejected`."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a request's sequences with the tokens that they have. An unknown key is ignored: the request has ended."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class StopAt:
+    """The service found a stop string: end this completion, whose text is complete after `tokens` tokens.
+
+    The engine ends it at its present length; the service cuts it to `tokens`.
+    """
+
+    key: RequestKey
+    index: int
+    tokens: int
+    string: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Launch nothing until `Resume`. `abort` also ends every request as cancelled. Answered by `Done(token)`."""
+
+    mode: Literal["keep", "abort"]
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Launch again. Answered by `Done(token)`."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """`drain`: admit nothing more, finish, stop. `now`: cancel every request, stop. Answered by `Done(token)`."""
+
+    mode: Literal["drain", "now"]
+    token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """Free the KV of a session, or without a `name` of all sessions of a client. Answered by `Done(token)`, if given.
+
+    An unknown session has no KV. A running turn goes on and leaves no KV behind.
+    """
+
+    client: str
+    name: str | None = None
+    token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PutAdapter:
+    """Load an adapter, or a newer version of one. Answered by `Done(token)` or `Failed`, if there is a token.
+
+    Without a `version` it is the last version plus 1, or 0. Running rows go on with the new version.
+    """
+
+    name: str
+    weights: AdapterWeights
+    version: int | None = None
+    token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Unload an adapter that no unfinished request names. Answered by `Done(token)` or `Failed`."""
+
+    name: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Give the device's memory back until `Wake`. Answered by `Done(token)` or `Failed`.
+
+    Level 1 keeps the weights in host memory, level 2 drops them. None means the default of the settings.
+    """
+
+    level: int
+    token: int
+    mode: Literal["keep", "abort"] | None = None  # what happens to running requests
+    requests: Literal["wait", "refuse"] | None = None  # what happens to requests that arrive meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Take the memory back and go on. Answered by `Done(token)`; after `Failed` the worker sleeps on."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """No order: the gate or the receiver has changed, so a loop that waits for a command takes its next tick now."""
+
+
+Command = (
+    Submit | Cancel | StopAt | Pause | Resume | Shutdown | EndSession | PutAdapter | DropAdapter | Sleep | Wake | Look
+)

@@ -1,0 +1,105 @@
+"""Events: from the engine to the service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from rollout.engine.messages.requests import RequestKey, VersionRuns
+from trainer_bridge.wire.prompt_tops import PromptTops
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a completion ended."""
+
+    reason: FinishReason
+    stop: int | str | None = None  # the stop token's id, or the stop string
+    error: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """True if the completion ended by itself; any other end may be continued."""
+        return self.reason in ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one completion, in order and without gaps; the last one carries `finish`."""
+
+    key: RequestKey
+    index: int
+    offset: int  # position of the first new token in the completion, `prior` included
+    token_ids: np.ndarray  # int32 [k]
+    logprobs: np.ndarray  # float32 [k]
+    raw_logprobs: np.ndarray  # float32 [k]
+    drawn_logprobs: np.ndarray | None  # float32 [k], if the drawn distribution differs from the plain one
+    versions: VersionRuns
+    seed: int  # of this completion's row
+    finish: Finish | None = None
+    #: All so far: (tokens, version): KV of the prompt and so many tokens was computed again under that version.
+    recomputed: tuple[tuple[int, int], ...] = ()
+    version_span: int = 0  # with `finish`: newest less oldest version of the tokens that this worker generated
+    #: Experts of the forwards that produced the tokens, uint8 or uint16 [entries, sparse layers, experts of a token].
+    #: The positions begin after those of the last delta, or at `routing_from`, and end before the newest token.
+    routing: np.ndarray | None = None
+    top_ids: np.ndarray | None = None  # int32 [k, tops], likeliest first, if requested
+    top_logprobs: np.ndarray | None = None  # float32 [k, tops], of the model's plain distribution
+    prompt_logprobs: np.ndarray | None = None  # as in `RequestDone`; with the first delta of completion 0
+    prompt_tops: PromptTops | None = None  # the same
+    prompt_version: int | None = None  # the same
+    #: All so far, if the request names an adapter: (token, version): from this token on the adapter had that version.
+    adapter_versions: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDone:
+    """All completions of a request have finished."""
+
+    key: RequestKey
+    prompt_tokens: int
+    cached_tokens: int
+    preemptions: int
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    total_s: float
+    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens]; NaN for the first and for missing ones
+    prompt_tops: PromptTops | None = None  # of the same tokens, if asked for
+    prompt_version: int | None = None  # weights version of these; None where none is known
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A request was not admitted."""
+
+    key: RequestKey
+    code: Literal["too_long", "overloaded", "unavailable", "bad_request", "internal"]
+    message: str
+    field: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A control command took effect."""
+
+    token: int
+    facts: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # figures for the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A control command had no effect."""
+
+    token: int
+    message: str
+    field: str | None = None
+    code: Literal["bad_request", "unavailable", "internal"] = "bad_request"
+
+
+Event = Delta | RequestDone | Rejected | Done | Failed
