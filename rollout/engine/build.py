@@ -19,7 +19,7 @@ from rollout.engine.device.releasable import HostPages, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice, Device
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
-from rollout.engine.kv.encodings import BLOCK, EncodingCounts, Encodings
+from rollout.engine.kv.encodings import EncodingCounts, Encodings
 from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mover import HostMemory, PageMover
 from rollout.engine.kv.pool import PagePool
@@ -41,11 +41,15 @@ from rollout.engine.sizing import (
     check_row_state,
     check_states,
     chunk_tokens,
+    context_limit,
     host_kv_pages,
+    image_buffer_bytes,
+    image_places,
     kv_dtype,
     kv_pages,
     no_room_for_steps,
     staging_bytes,
+    state_pool_bytes,
     states_on_host,
     weight_bytes,
 )
@@ -85,18 +89,10 @@ _SLOTS = 2
 _LEAST_PAGES = 2  # of a KV cache for steps on padding
 
 
-def context_limit(settings: Settings, model: LanguageModel) -> int:
-    """The longest prompt plus completion, tokens. Raises ValueError if the settings ask for more than the model has."""
-    asked, made_for = settings.engine.max_context_tokens, model.spec.max_positions
-    if asked is not None and asked > made_for:
-        raise ValueError(f"max_context_tokens is {asked}, the model allows {made_for}: lower it")
-    return asked or made_for
-
-
 def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -> int:
     """The longest prompt plus completion that the model, the settings and the pool allow, tokens."""
-    pages = engine.roster.allocator.pool.total + 1
-    return PoolSize(pages, settings.engine.page_size, context_limit(settings, model), settings.engine.max_rows).longest
+    pages, asked = engine.roster.allocator.pool.total + 1, settings.engine
+    return PoolSize(pages, asked.page_size, context_limit(asked, model), asked.max_rows).longest
 
 
 def local_links(settings: Settings, emit: Callable[[list[Event]], None], receiver: Receiver | None = None) -> Links:
@@ -254,7 +250,7 @@ def _build_steps(site: _Site, lasting: _Lasting | None, progress: Progress | Non
     settings, device, model = site.settings, site.device, site.model
     engine, vocab = settings.engine, model.spec.vocab
     routing = kept_routing(engine, model)
-    context = context_limit(settings, model)
+    context = context_limit(settings.engine, model)
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
     adapters = _adapter_slots(site) if lasting is None else lasting.adapters
@@ -373,7 +369,7 @@ def _build_executor(
     On an error the streams end.
     """
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
-    context = context_limit(settings, model)
+    context = context_limit(settings.engine, model)
     kv = _allocate_kv(model, _LEAST_PAGES, engine, states) if lasting is None else lasting.kv
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
     guesser: HeadDrafts | NgramDrafts | None = None
@@ -470,7 +466,7 @@ def _image_encoder(site: _Site) -> ImageEncoder | None:
     tower = site.model.tower if isinstance(site.model, Decoder) else None
     if tower is None:
         return None
-    places = -(-engine.image_tokens // BLOCK) * BLOCK
+    places = image_places(engine)
     if engine.image_patches < tower.spec.merge**2:
         raise ValueError(
             f"image_patches = {engine.image_patches} are less than a token: use {tower.spec.merge**2} or more"
@@ -481,7 +477,7 @@ def _image_encoder(site: _Site) -> ImageEncoder | None:
             f"than image_tokens = {engine.image_tokens}: lower the one or raise the other"
         )
     dtype, where = site.model.embed.dtype, site.model.embed.device
-    needed = places * tower.spec.width * dtype.itemsize
+    needed = image_buffer_bytes(engine, tower.spec, dtype)
     if needed > device.free_bytes():
         raise ValueError(
             f"image_tokens = {engine.image_tokens} take {needed / 2**30:.2f} GiB and there are "
@@ -565,7 +561,7 @@ def _shares_pages(site: _Site) -> bool:
 def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: int | None) -> KVCache:
     """The KV pool, in the memory that the largest steps leave; on a GPU these are run to find out."""
     settings, model, device = site.settings, site.model, site.device
-    engine, context, needs = settings.engine, context_limit(settings, model), StepNeeds()
+    engine, context, needs = settings.engine, context_limit(settings.engine, model), StepNeeds()
     free_bytes = device.free_bytes() - staging_bytes(engine, model.spec.state_bytes(model.embed.dtype))
     try:
         if device.torch_device.type == "cuda":
@@ -611,8 +607,8 @@ def _states(site: _Site) -> StatePool | None:
     check_states(engine, model, site.device.free_bytes())
     zeros = None if memory is None else memory.zeros
     places = 1 + engine.max_rows + engine.snapshot_places
-    drafts = engine.draft_rows * native(model).spec.draft_bytes(model.embed.dtype)
-    facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": places * each + drafts}
+    needed = state_pool_bytes(engine, model)
+    facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": needed}
     log.info("states of linear attention", extra=facts)
     of_model = native(model).spec, places, model.embed.dtype, model.embed.device, zeros
     return StatePool.allocate(*of_model, _draft_rows(engine))
