@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,26 @@ def test_plans_are_close_to_the_pools_that_workers_measured(tmp_path):
     off = {name: planned / found - 1 for name, (planned, found) in compared.items()}
     assert len(off) >= 9
     assert all(abs(share) < TOLERANCE for share in off.values()), off
+
+
+def test_the_table_of_gpus_in_the_docs_is_what_plans_say(tmp_path):
+    page = (RESULTS.parents[2] / "docs" / "deployment.md").read_text()
+    lines = [line.strip("|").split("|") for line in page.splitlines() if re.match(r"\| \d[\w.-]*B", line)]
+    gpus = [name.lower().replace(" ", "") for name in re.findall(r"GB \(([\w ]+)\)", page)]
+    checked = 0
+    for name, *cells in lines:
+        size, weights = re.fullmatch(r"(\S+) \(([\d.]+) GiB\)", name.strip()).groups()
+        if size not in ("0.6B", "1.7B", "8B", "32B", "30B-A3B"):  # the benchmarks have these shapes
+            continue
+        folder = write_checkpoint(f"qwen3-{size.lower()}", tmp_path / size)
+        settings = settings_for(folder, {"device": "auto"}, max_context_tokens=16_384, max_rows=64)
+        shapes = outline(settings, folder)
+        assert round(shapes.weights / GIB, 1) == float(weights)
+        for gpu, cell in zip(gpus, cells, strict=True):
+            plan = plan_outline(settings, Machine.gpu(gpu), shapes)
+            assert cell.strip() == str(plan.rows_of(16_384)) if plan.fits else "x" in cell
+            checked += 1
+    assert checked == 20
 
 
 def test_more_of_anything_leaves_less_for_kv(tmp_path):
