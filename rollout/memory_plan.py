@@ -138,7 +138,12 @@ class MemoryPlan:
     def before_kv(self) -> int:
         """What is allocated before the pool."""
         parts = self.row_state, self.states, self.adapters, self.images, self.kv_buffers
-        return self.weights + (self.update if self.staging == "device" else 0) + sum(parts)
+        return self.weights + self.update_on_device + sum(parts)
+
+    @property
+    def update_on_device(self) -> int:
+        """What a staged update takes of the GPU's memory."""
+        return self.update if self.staging == "device" else 0
 
     @property
     def kv_pool(self) -> int:
@@ -172,7 +177,7 @@ class MemoryPlan:
             "bytes_a_rank": {
                 "total": self.total,
                 "weights": self.weights,
-                "update": self.update,
+                "update": self.update_on_device,
                 "row_state": self.row_state,
                 "states": self.states,
                 "adapters": self.adapters,

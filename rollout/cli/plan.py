@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +58,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--gpu and --device cpu exclude each other: leave one of them out")
     if args.host_memory is not None and not 0 < args.host_memory < float("inf"):
         raise UsageError(f"--host-memory is {args.host_memory:g}: give the GiB that are free")
-    import logging
-
-    logging.getLogger("rollout").setLevel(logging.ERROR)  # loading says more than a plan needs
     from rollout.models.checkpoint_folder import resolve_folder
 
     try:
@@ -69,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         folder = resolve_folder(settings.model.path, settings.model.revision, weights=False)
         named = settings.engine.speculation_model
         draft = None if named is None else resolve_folder(named, None, weights=False)
-        plans = _plans(settings, machines, folder, draft)
+        with _quiet():
+            plans = _plans(settings, machines, folder, draft)
     except ValueError as error:
         raise CommandError(f"{error}{flags_hint(str(error), flags)}") from error
     if args.json:
@@ -80,6 +80,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(plans[0])))
     return int(not any(plan.fits for plan in plans))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, log lines are errors only: loading a model says more than a plan needs."""
+    log = logging.getLogger("rollout")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _machines(args: argparse.Namespace, settings: Settings) -> list[Machine]:

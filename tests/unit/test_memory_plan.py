@@ -30,9 +30,11 @@ from rollout.weights.staging import parameter_bytes
 from scripts.bench.shapes import write_checkpoint
 from tests.support.engine.harness import Bench
 from tests.support.models import fallback, images
+from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.every_family import EVERY_FAMILY
 from tests.support.models.families import make_checkpoint
 from tests.support.models.hybrids import make_hybrid
+from tests.support.models.mtp_layers import make_predicting
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[2] / "scripts" / "bench" / "results"
@@ -88,6 +90,27 @@ def test_coded_experts_are_counted(experts, tmp_path):
     loaded = load_model(settings.model, CPU, folder=tmp_path, experts=experts).model
     assert counted(shapes, settings.engine) == counted(loaded, settings.engine)
     assert weight_bytes(shapes) < weight_bytes(outline(settings_for(tmp_path), tmp_path)[0])
+
+
+@pytest.mark.parametrize("name", ["Glm4Moe", "Qwen3_5"])
+def test_a_layer_that_drafts_is_counted_where_it_does(name, tmp_path):
+    make_predicting(name, tmp_path)
+    settings = settings_for(tmp_path, speculation="heads")
+    shapes = outline(settings, tmp_path)
+    loaded = load_model(settings.model, CPU, folder=tmp_path, mtp="needed").model
+    assert counted(shapes.model, settings.engine) == counted(loaded, settings.engine)
+    assert shapes.weights > outline(settings_for(tmp_path), tmp_path).weights
+
+
+def test_a_draft_model_in_another_folder_is_counted(tmp_path):
+    target = make_checkpoint("qwen3", tmp_path / "model").config
+    config = head_config(target)
+    draft = save_head(tmp_path / "head", config, random_head(config))
+    settings = settings_for(tmp_path / "model", speculation="heads", speculation_model=str(draft))
+    shapes = outline(settings, tmp_path / "model", draft)
+    loaded = load_model(settings.model, CPU, folder=tmp_path / "model", draft=draft).model
+    assert counted(shapes.model, settings.engine) == counted(loaded, settings.engine)
+    assert shapes.weights > outline(settings_for(tmp_path / "model"), tmp_path / "model").weights
 
 
 def test_a_model_that_transformers_runs_has_no_plan(tmp_path):

@@ -39,7 +39,11 @@ def test_a_plan_names_every_part_of_the_memory(eight, capsys):
     code, fields = plan(capsys, eight, "--gpu", "h200", "--context", "16384", "--rows", "64")
     parts = fields["bytes_a_rank"]
     assert code == 0 and fields["fits"] and fields["kv"]["max_rows"] == 64 and fields["kv"]["context"] == 16_384
-    assert sum(size for name, size in parts.items() if name != "total") == parts["total"]
+    assert sum(size for name, size in parts.items() if name != "total") == parts["total"] and parts["update"] > 0
+    _, host = plan(capsys, eight, "--gpu", "h200", "--context", "16384", "--rows", "64", "--staging", "host")
+    others = host["bytes_a_rank"]
+    assert sum(size for name, size in others.items() if name != "total") == others["total"] and not others["update"]
+    assert host["host"]["update_bytes"] == parts["update"] and others["kv_pool"] > parts["kv_pool"]
     assert fields["kv"]["rows_at_a_quarter"] > 3 * fields["kv"]["rows_at_full_context"] > 0
 
 
