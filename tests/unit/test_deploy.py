@@ -326,3 +326,31 @@ def test_each_alert_has_what_prometheus_asks_for():
 def test_pages_that_alerts_name_are_there():
     pages = re.findall(r"docs/[\w./]+\.md", (DEPLOY / "alerts.yaml").read_text())
     assert pages and all((ROOT / page).is_file() for page in pages)
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def commands(text: str) -> list[list[str]]:
+    """The `rollout ...` commands in lines of a shell."""
+    joined = re.sub(r"\\\n[# ]*", " ", text)
+    found = re.findall(r"^[# ]*(?:srun .* |docker run .*)?(?:rollout|rollout-engine:\S+) ([a-z]+ \S.*)$", joined, re.M)
+    return [shlex.split(re.sub(r"\[\.\.\.\]|\s&$", "", line), comments=True) for line in found]
+
+
+@pytest.mark.parametrize("name", ["operations", "tensor_groups", "fleet"])
+def test_commands_in_the_pages_of_operators_are_accepted(name):
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / f"docs/{name}.md").read_text(), re.M | re.S)
+    found = commands("\n".join(blocks))
+    assert found
+    for command, *arguments in found:
+        if "--help" not in arguments:
+            parser_of(command).parse_args(arguments)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "kubernetes.yaml"])
+def test_commands_in_the_comments_of_deploy_are_accepted(name):
+    found = commands((DEPLOY / name).read_text())
+    assert found
+    for command, *arguments in found:
+        parser_of(command).parse_args(arguments)
