@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
     serve.add_arguments(parser)
     parser.usage, parser.description = "rollout plan MODEL [--gpu NAME] [--gpus N] [--SETTING VALUE ...]", DESCRIPTION
     group = parser.add_argument_group("plan")
-    group.add_argument("--gpu", metavar="NAME|GIB", help="kind of GPU, such as h200, or its memory in GiB")
+    group.add_argument("--gpu", metavar="NAME|GIB", help="kind of GPU, such as h200, or its memory in GiB, with fp8")
     for flag, path in (
         ("--gpus", "engine.tensor_parallel"),
         ("--context", "engine.max_context_tokens"),

@@ -17,6 +17,7 @@ import yaml
 
 from rollout.cli.main import parser_of
 from rollout.config import Settings
+from rollout.gateway.access import OPEN_PATHS
 from rollout.gateway.settings import GatewaySettings, declared
 from rollout.metrics.definitions import HISTOGRAMS, METRICS
 from rollout.metrics.prometheus import prometheus_name
@@ -287,6 +288,9 @@ def test_probes_ask_endpoints_that_there_are():
         for kind in ("startup", "liveness", "readiness"):
             assert f'"{container[f"{kind}Probe"]["httpGet"]["path"]}"' in text
         assert container["livenessProbe"]["httpGet"]["path"] != "/health", "it is 503 while a worker drains or sleeps"
+    _, gateway = pod("rollout-gateway")
+    asked = {gateway[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
+    assert asked <= OPEN_PATHS, "the others ask for a bearer token"
 
 
 # --- alerts ----------------------------------------------------------------------------------------------------------
