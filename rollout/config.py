@@ -264,7 +264,7 @@ class EngineSettings(_Section):
         le=64,
         description="GPUs that run the model together, with a part of it each: ranks, a process each on this machine. "
         "Needs Linux; on a CPU the ranks are processes that share it. Excludes models that run through "
-        "transformers' own code; heads and widths must be divisible (docs/operations.md)",
+        "transformers' own code; heads and widths must be divisible (docs/tensor_groups.md)",
     )
     check_ranks: bool = Field(
         False,

@@ -26,6 +26,7 @@ from rollout.process.logs import complain
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "serve": ("rollout.cli.serve", "run a worker"),
+        "plan": ("rollout.cli.plan", "show how the memory of a GPU would be divided; needs no GPU and no weights"),
         "gateway": ("rollout.cli.gateway", "serve workers over HTTP: OpenAI, vLLM and SGLang dialects"),
         "status": ("rollout.cli.status", "show the state of a worker"),
         "generate": ("rollout.cli.generate", "complete a prompt on a worker"),

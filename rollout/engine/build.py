@@ -45,11 +45,13 @@ from rollout.engine.sizing import (
     check_row_state,
     check_states,
     chunk_tokens,
+    context_limit,
     host_kv_pages,
     kv_dtype,
     kv_pages,
     no_room_for_steps,
     staging_bytes,
+    state_pool_bytes,
     states_on_host,
     weight_bytes,
 )
@@ -83,18 +85,10 @@ _SLOTS = 2
 _LEAST_PAGES = 2  # of a KV cache for steps on padding
 
 
-def context_limit(settings: Settings, model: LanguageModel) -> int:
-    """The longest prompt plus completion, tokens. Raises ValueError if the settings ask for more than the model has."""
-    asked, made_for = settings.engine.max_context_tokens, model.spec.max_positions
-    if asked is not None and asked > made_for:
-        raise ValueError(f"max_context_tokens is {asked}, the model allows {made_for}: lower it")
-    return asked or made_for
-
-
 def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -> int:
     """The longest prompt plus completion that the model, the settings and the pool allow, tokens."""
-    pages = engine.roster.allocator.pool.total + 1
-    return PoolSize(pages, settings.engine.page_size, context_limit(settings, model), settings.engine.max_rows).longest
+    pages, asked = engine.roster.allocator.pool.total + 1, settings.engine
+    return PoolSize(pages, asked.page_size, context_limit(asked, model), asked.max_rows).longest
 
 
 def local_links(settings: Settings, emit: Callable[[list[Event]], None], receiver: Receiver | None = None) -> Links:
@@ -250,7 +244,7 @@ def _build_steps(site: Site, memory: _Memory, progress: Progress | None) -> _Ste
     """The device's side of an engine: row state, slots, KV, captured steps."""
     settings, device, model = site.settings, site.device, site.model
     engine, vocab = settings.engine, model.spec.vocab
-    context = context_limit(settings, model)
+    context = context_limit(settings.engine, model)
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
     features = memory.features
@@ -345,7 +339,7 @@ def _build_executor(
     On an error the streams end.
     """
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
-    context = context_limit(settings, model)
+    context = context_limit(settings.engine, model)
     kv = memory.kv or _allocate_kv(model, _LEAST_PAGES, engine, memory.states)
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
     guesser: HeadDrafts | NgramDrafts | None = None
@@ -472,7 +466,7 @@ def _shares_pages(site: Site) -> bool:
 def _planned_kv(site: Site, executor: Executor, slots: list[Slot], graph_rows: int | None) -> KVCache:
     """The KV pool, in the memory that the largest steps leave; on a GPU these are run to find out."""
     settings, model, device = site.settings, site.model, site.device
-    engine, context, needs = settings.engine, context_limit(settings, model), StepNeeds()
+    engine, context, needs = settings.engine, context_limit(settings.engine, model), StepNeeds()
     free_bytes = device.free_bytes() - staging_bytes(engine, model.spec.state_bytes(model.embed.dtype))
     try:
         if device.torch_device.type == "cuda":
@@ -518,8 +512,8 @@ def _states(site: Site) -> StatePool | None:
     check_states(engine, model, site.device.free_bytes())
     zeros = None if memory is None else memory.zeros
     places = 1 + engine.max_rows + engine.snapshot_places
-    drafts = engine.draft_rows * native(model).spec.draft_bytes(model.embed.dtype)
-    facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": places * each + drafts}
+    needed = state_pool_bytes(engine, model)
+    facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": needed}
     log.info("states of linear attention", extra=facts)
     of_model = native(model).spec, places, model.embed.dtype, model.embed.device, zeros
     return StatePool.allocate(*of_model, _draft_rows(engine))

@@ -11,6 +11,7 @@ other programs share this memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -29,6 +30,18 @@ GPU_FRACTION, CPU_FRACTION = 0.85, 0.25
 GPU_CHUNK, GPU_EXPERTS_CHUNK, CPU_CHUNK = 8192, 16384, 2048
 #: The first compute capability that converts e4m3.
 _FP8_CAPABILITY = (8, 9)
+
+
+class Target(NamedTuple):
+    """The kind of device that a model runs on. A plan names one, since its model has shapes without memory."""
+
+    kind: Literal["cpu", "cuda"]
+    capability: tuple[int, int] | None = None  # compute capability of a GPU; None: that of the model's device
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> Target:
+        """The device that has the model's weights."""
+        return cls("cuda" if model.embed.device.type == "cuda" else "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +119,31 @@ def check_row_state(settings: EngineSettings, most_pages: int, model: LanguageMo
         )
 
 
-def chunk_tokens(settings: EngineSettings, model: LanguageModel) -> int:
+def chunk_tokens(settings: EngineSettings, model: LanguageModel, target: Target | None = None) -> int:
     """The most prompt tokens of a prefill step. On a GPU, experts are faster the more tokens each of them gets."""
     if settings.prefill_chunk_tokens is not None:
         return settings.prefill_chunk_tokens
-    if model.embed.device.type == "cpu":
+    if (target or Target.of(model)).kind == "cpu":
         return CPU_CHUNK
     return GPU_CHUNK if model.spec.moe is None else GPU_EXPERTS_CHUNK
 
 
-def check_states(settings: EngineSettings, model: LanguageModel, free_bytes: int) -> None:
-    """Raise ValueError with the numbers if the states of linear attention do not fit."""
+def state_pool_bytes(settings: EngineSettings, model: LanguageModel) -> int:
+    """Device memory for the states of rows, snapshots and drafts of linear attention; 0 for other models."""
     each = model.spec.state_bytes(model.embed.dtype)
     if each == 0:
-        return
-    rows, snapshots = settings.max_rows + 1, settings.snapshot_places
+        return 0
     drafts = settings.draft_rows * native(model).spec.draft_bytes(model.embed.dtype)
-    if (rows + snapshots) * each + drafts > free_bytes:
+    return (1 + settings.max_rows + settings.snapshot_places) * each + drafts
+
+
+def check_states(settings: EngineSettings, model: LanguageModel, free_bytes: int) -> None:
+    """Raise ValueError with the numbers if the states of linear attention do not fit."""
+    needed = state_pool_bytes(settings, model)
+    if needed > free_bytes:
+        each = model.spec.state_bytes(model.embed.dtype)
+        rows, snapshots = settings.max_rows + 1, settings.snapshot_places
+        drafts = needed - (rows + snapshots) * each
         of_drafts, lower = "", "max_rows or state_snapshots"
         if drafts:
             of_drafts = f", {_gib(drafts)} for speculation_rows = {settings.draft_rows}"
@@ -143,22 +164,31 @@ def no_room_for_steps(settings: EngineSettings, model: LanguageModel, free_bytes
     )
 
 
-def kv_dtype(settings: EngineSettings, model: LanguageModel) -> torch.dtype:
+def context_limit(settings: EngineSettings, model: LanguageModel) -> int:
+    """The longest prompt plus completion, tokens. Raises ValueError if the settings ask for more than the model has."""
+    asked, made_for = settings.max_context_tokens, model.spec.max_positions
+    if asked is not None and asked > made_for:
+        raise ValueError(f"max_context_tokens is {asked}, the model allows {made_for}: lower it")
+    return asked or made_for
+
+
+def kv_dtype(settings: EngineSettings, model: LanguageModel, target: Target | None = None) -> torch.dtype:
     """The dtype of keys and values in the pool: the model's dtype, or e4m3 codes with scales.
 
     Raises ValueError for codes that the kernels of this GPU cannot read, or not for heads of this size.
     """
     if settings.kv_dtype == "auto":
         return model.embed.dtype
-    device = model.embed.device
+    target = target or Target.of(model)
     if any(shape.v_dim == 0 for shape in model.spec.kv_shapes):
         raise ValueError("kv_dtype = fp8_e4m3 is not possible for latent attention: use auto")
     odd = next((dim for shape in model.spec.kv_shapes for dim in (shape.k_dim, shape.v_dim) if dim % 4), None)
-    if device.type == "cuda" and odd is not None:
+    if target.kind == "cuda" and odd is not None:
         raise ValueError(f"kv_dtype = fp8_e4m3 needs a head dimension that is a multiple of 4, not {odd}: use auto")
-    if device.type == "cuda" and not model.spec.plain_scores:
+    if target.kind == "cuda" and not model.spec.plain_scores:
         raise ValueError("kv_dtype = fp8_e4m3 has no kernels for attention with a softcap or sinks: use auto")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+    capability = target.capability
+    if target.kind == "cuda" and (capability or torch.cuda.get_device_capability(model.embed.device)) < _FP8_CAPABILITY:
         raise ValueError("kv_dtype = fp8_e4m3 needs a GPU of compute capability 8.9 or later: use auto")
     return torch.float8_e4m3fn
 
@@ -221,18 +251,39 @@ def staging_bytes(settings: EngineSettings, state_bytes: int) -> int:
     return 2 * int(settings.host_kv_piece_mib * 2**20) + 2 * state_bytes if settings.host_kv_gib else 0
 
 
+def page_bytes_of(settings: EngineSettings, model: LanguageModel, dtype: torch.dtype) -> int:
+    """Bytes of a KV page of all layers."""
+    token_bytes = model.spec.kv_bytes_per_token(dtype)
+    if guesser_of(settings, model) == "ngram":
+        token_bytes += torch.int32.itemsize  # the token's id
+    return token_bytes * settings.page_size
+
+
+def memory_fraction(settings: EngineSettings, target: Target) -> float:
+    """`kv_memory_fraction`, or its default."""
+    return settings.kv_memory_fraction or (CPU_FRACTION if target.kind == "cpu" else GPU_FRACTION)
+
+
+def kv_budget(settings: EngineSettings, memory: DeviceMemory, target: Target) -> float:
+    """Bytes that a KV pool may take where `kv_pages` does not say its size; negative if steps do not fit."""
+    budget = memory.free * memory_fraction(settings, target) - memory.needs.total
+    return budget if settings.kv_memory_max_gib is None else min(budget, settings.kv_memory_max_gib * _GIB)
+
+
 def kv_pages(
-    settings: EngineSettings, model: LanguageModel, dtype: torch.dtype, context: int, memory: DeviceMemory
+    settings: EngineSettings,
+    model: LanguageModel,
+    dtype: torch.dtype,
+    context: int,
+    memory: DeviceMemory,
+    target: Target | None = None,
 ) -> int:
     """Pages of the KV pool, the dump page included.
 
     They are `engine.kv_pages`, or as many as fit into the memory, at most what all rows can use. Raises ValueError
     with the numbers when `kv_pages` do not fit, or when not even one page for each row fits.
     """
-    token_bytes = model.spec.kv_bytes_per_token(dtype)
-    if guesser_of(settings, model) == "ngram":
-        token_bytes += torch.int32.itemsize  # the token's id
-    page_bytes = token_bytes * settings.page_size
+    page_bytes = page_bytes_of(settings, model, dtype)
     if settings.kv_pages is not None:
         asked, left = settings.kv_pages * page_bytes, memory.free - memory.needs.total
         if asked > left:
@@ -241,10 +292,8 @@ def kv_pages(
                 f"{memory}; lower kv_pages, max_rows or prefill_chunk_tokens"
             )
         return settings.kv_pages
-    fraction = settings.kv_memory_fraction or (CPU_FRACTION if model.embed.device.type == "cpu" else GPU_FRACTION)
-    budget = memory.free * fraction - memory.needs.total
-    if settings.kv_memory_max_gib is not None:
-        budget = min(budget, settings.kv_memory_max_gib * _GIB)
+    target = target or Target.of(model)
+    fraction, budget = memory_fraction(settings, target), kv_budget(settings, memory, target)
     most = settings.max_rows * pages_for(context, settings.page_size) + 1
     pages = min(int(max(budget, 0) // page_bytes), most)
     if pages < settings.max_rows + 1:

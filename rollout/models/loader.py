@@ -120,6 +120,10 @@ def load_model(
     shard; the views of `trainer_views` still take whole tensors of the checkpoint, and copy the shard's part of them.
     `draft` is the folder of a model that drafts for it; without it, `mtp` says whether the checkpoint's own layers do.
 
+    On the meta device a native model is an outline: it has shapes without memory. Only config.json and the headers of
+    the tensors are read. Tensors that config.json ties count as tied, and unknown keys of config.json are not tried
+    out.
+
     Raises:
         CheckpointError: the checkpoint cannot be found or read, or its tensors do not fit its architecture.
         ValueError: the architecture, or an option in its config, is not supported, or cannot be cut into shards; or
@@ -207,6 +211,11 @@ class _Source:
         """True if no weights are read."""
         return self.settings.load_format == "random"
 
+    @property
+    def outline(self) -> bool:
+        """True if only the shapes of the model are needed."""
+        return self.device.type == "meta"
+
 
 def _load_native(source: _Source, experts: Format) -> Decoder:
     architecture, device = source.architecture, source.device
@@ -227,7 +236,7 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     tensors = turn(stored, outline.hf_views(), spec.turned_files) if spec.turned_files else stored
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
-    if source.config.unknown and group.rank == 0:
+    if source.config.unknown and group.rank == 0 and not source.outline:
         from rollout.models.start_check import check_start
 
         check_start(source.config, whole, source.folder, stored, source.settings.random_seed)
@@ -236,6 +245,8 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
         draft, drafted = read_draft(source.draft, spec, source.random)
         spec = replace(spec, draft=draft, unused=(*spec.unused, PREFIX + OFFSETS, PREFIX + FLAGS))
         outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)
+    if source.outline:
+        return outline.eval()
     _check_memory(outline.parameters(), source.folder, device)
     if source.progress is not None:
         source.progress(0, sum(stored.values for stored in tensors.values()))
@@ -309,6 +320,8 @@ def _settle_tying(
         first = (present or tied)[0]
         if not present:
             settled[firsts[0]] = replace(settled.pop(first), name=first)
+        if source.outline:
+            continue
         other = next((name for name in tied if not are_equal(tensors, first, name, source.dtype)), None)
         if other is not None:
             log.warning(
@@ -340,6 +353,8 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     from rollout.models.fallback.weights import checkpoint_regions, own_tensors
 
     architecture, config, dtype, device = source.architecture, source.config.whole, source.dtype, source.device
+    if source.outline:  # its code needs values to say what its layers keep
+        raise ValueError(f"{architecture} runs through transformers' own code, whose sizes only a started worker knows")
     if source.settings.images:
         raise ValueError(f"{architecture} runs through transformers' own code, without images: set images = false")
     if source.draft is not None:

@@ -44,13 +44,20 @@ def parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
     storages = {}
     for view in views.values():
         widened = 2 if view.dtype == torch.uint8 else 1  # codes: each arrives as a 16-bit number
-        storages[view.untyped_storage().data_ptr()] = widened * view.untyped_storage().nbytes()
+        storage = view.untyped_storage()
+        storages[storage.data_ptr() or storage._cdata] = widened * storage.nbytes()  # on the meta device no address
     return sum(storages.values()) + 64 * len(views)
 
 
-def takes_device(nbytes: int, device: torch.device, staging: Literal["auto", "device", "host"]) -> bool:
-    """Whether updates of `nbytes` are staged on the device; `staging` is the setting. ValueError if it is full."""
-    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+def takes_device(
+    nbytes: int, device: torch.device, staging: Literal["auto", "device", "host"], free_bytes: int | None = None
+) -> bool:
+    """Whether updates of `nbytes` are staged on the device; `staging` is the setting. ValueError if it is full.
+
+    `free_bytes` of the device are what the driver reports, if they are not given.
+    """
+    if free_bytes is None:
+        free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     if staging == "device" and nbytes > free_bytes:
         raise ValueError(
             f"weights.staging = device takes {nbytes / (1 << 30):.1f} GiB of a GPU next to the weights, "

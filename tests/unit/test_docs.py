@@ -25,6 +25,11 @@ MOST_WORDS = {
     DOCS / "glossary.md": 750,
     DOCS / "performance.md": 900,
     DOCS / "recipes.md": 1100,
+    DOCS / "operations.md": 2300,
+    DOCS / "deployment.md": 800,
+    DOCS / "tensor_groups.md": 700,
+    DOCS / "fleet.md": 500,
+    DOCS / "install.md": 400,
     **dict.fromkeys((DOCS / "design").glob("*.md"), 1200),
     DOCS / "gateway.md": 1850,
     DOCS / "security.md": 720,
@@ -42,10 +47,6 @@ MOST_DRAWINGS, MOST_GLOSSARY_WORDS = 4, 40
 BY_HAND = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("design/*.md"))]
 BY_HAND += sorted(DOCS.glob("notes/*.md"))
 MOST_NUMBERS = 15
-#: Pages with paragraphs of more numbers, which are to be rewritten.
-FULL_OF_NUMBERS = {
-    DOCS / f"{name}.md" for name in ("fleet", "gateway", "integrations", "operations", "security", "tutorial")
-}
 #: Names that the recipes make up.
 MADE_UP = {"epsilon", "epsilon_S", "rollout_kv_cached_pct", "NAME"}
 SOURCES = ("rollout", "kernels", "trainer_bridge", "scripts", "tests")
@@ -254,7 +255,7 @@ def test_numbers_of_a_paragraph_are_counted_outside_of_tables_and_code():
 @pytest.mark.parametrize("page", BY_HAND, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_paragraph_is_full_of_numbers(page: Path):
     full = [text for text in paragraphs(prose(page)) if len(numbers(text)) > MOST_NUMBERS]
-    assert not full or page in FULL_OF_NUMBERS
+    assert not full
 
 
 def test_tests_that_the_page_of_public_reports_names_exist():

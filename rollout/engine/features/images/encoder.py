@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout.config import EngineSettings
 from rollout.engine.features.images.encodings import BLOCK, Encode, Encodings, encodes_of, extra_of
 from rollout.engine.features.images.feature import TOKEN_WORDS, Images
 from rollout.engine.features.site import Site
@@ -28,8 +29,19 @@ from rollout.engine.upload import Extra, StepInput
 from rollout.models.batch import StepImages
 from rollout.models.decoder import Decoder
 from rollout.models.vision import VisionTower, to_device
+from rollout.models.vision_spec import TowerSpec
 
 log = logging.getLogger(__name__)
+
+
+def image_places(settings: EngineSettings) -> int:
+    """Places of the buffer for embeddings of images: `image_tokens`, in whole blocks."""
+    return -(-settings.image_tokens // BLOCK) * BLOCK
+
+
+def image_buffer_bytes(settings: EngineSettings, tower: TowerSpec, dtype: torch.dtype) -> int:
+    """Device memory of that buffer."""
+    return image_places(settings) * tower.width * dtype.itemsize
 
 
 class ImageEncoder(DeviceFeature):
@@ -63,7 +75,7 @@ class ImageEncoder(DeviceFeature):
         tower = site.model.tower if isinstance(site.model, Decoder) else None
         if tower is None:
             return None
-        places = -(-engine.image_tokens // BLOCK) * BLOCK
+        places = image_places(engine)
         if engine.image_patches < tower.spec.merge**2:
             raise ValueError(
                 f"image_patches = {engine.image_patches} are less than a token: use {tower.spec.merge**2} or more"
@@ -74,7 +86,7 @@ class ImageEncoder(DeviceFeature):
                 f"more than image_tokens = {engine.image_tokens}: lower the one or raise the other"
             )
         dtype, where = site.model.embed.dtype, site.model.embed.device
-        needed = places * tower.spec.width * dtype.itemsize
+        needed = image_buffer_bytes(engine, tower.spec, dtype)
         if needed > device.free_bytes():
             raise ValueError(
                 f"image_tokens = {engine.image_tokens} take {needed / 2**30:.2f} GiB and there are "
