@@ -80,7 +80,7 @@ from rollout.service.text.codec import TextCodec, load_text_codec
 from rollout.service.text.process import TextProcess
 from rollout.service.vitals import Vitals
 from rollout.settings_sources import SettingsError
-from rollout.weights.adapter_target import AdapterTarget
+from rollout.weights.adapter_updates import AdapterTarget
 from rollout.weights.parameter_map import update_names
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.swap_copies import parts_done

@@ -17,7 +17,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import zmq
@@ -26,6 +26,7 @@ from rollout.config import SecuritySettings, WeightsSettings
 from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.network.access import Access
+from rollout.weights.adapter_updates import AdapterTarget
 from rollout.weights.apply_mode import ApplyMode, Update
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from rollout.weights.shard_destination import Ranks
@@ -52,9 +53,6 @@ from trainer_bridge.wire.errors import (
     error_reply,
 )
 from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
-
-if TYPE_CHECKING:
-    from rollout.weights.adapter_target import AdapterTarget
 
 _LINGER_MS = 1000
 _MOST_UNREAD = 8  # messages that wait in the socket, for each publisher

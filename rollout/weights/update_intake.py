@@ -28,15 +28,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.gate import Gate, UpdateWait
-from rollout.weights.adapter_updates import IncomingAdapter, read_adapter
+from rollout.weights.adapter_updates import AdapterTarget, IncomingAdapter, read_adapter
 from rollout.weights.apply_mode import ApplyMode, Update, UpdateDestination
 from rollout.weights.destination import StagedDestination
-from rollout.weights.group_orders import GroupOrders
 from rollout.weights.parameter_map import Fit, ParameterMap
+from rollout.weights.process_groups import ProcessGroups
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
 from trainer_bridge.wire.errors import (
     BadRequest,
@@ -50,9 +50,6 @@ from trainer_bridge.wire.errors import (
 )
 from trainer_bridge.wire.manifest import Manifest, from_wire
 from trainer_bridge.wire.weight_messages import check_fields, read_tied, read_token
-
-if TYPE_CHECKING:
-    from rollout.weights.adapter_target import AdapterTarget
 
 _MOST_WAITING = 16  # begins of different adapters
 _ROOM_POLL_S = 0.0005  # while the other ranks of a tensor group take the last pieces
@@ -169,7 +166,7 @@ class UpdateIntake:
         self._endpoint = endpoint
         self._post = post
         self._said_unused = self._said_kept = False
-        self._groups = GroupOrders(parameters, receivers, self._say_unused)
+        self._groups = ProcessGroups(parameters, receivers, self._say_unused)
 
     # --- one round of the thread -------------------------------------------------------------------------------------
 

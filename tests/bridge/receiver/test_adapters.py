@@ -14,7 +14,7 @@ from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
 from rollout.models import load_model
 from rollout.models.lora_slots import AdapterSlots, corrected_modules, random_adapter
 from rollout.models.spec import ModelSpec
-from rollout.weights.adapter_target import AdapterTarget
+from rollout.weights.adapter_updates import AdapterTarget
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected
 from tests.support.engine.streams import InlineDevice

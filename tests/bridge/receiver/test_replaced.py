@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout.engine.adapter_table import AdapterRegistry
-from rollout.weights.adapter_target import AdapterTarget
+from rollout.weights.adapter_updates import AdapterTarget
 from tests.bridge.receiver.test_adapters import RawAdapter, spec  # noqa: F401 -- a fixture
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected

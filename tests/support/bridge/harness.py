@@ -15,7 +15,7 @@ import zmq
 from rollout.config import WeightsSettings
 from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.gate import Gate
-from rollout.weights.adapter_target import AdapterTarget
+from rollout.weights.adapter_updates import AdapterTarget
 from rollout.weights.parameter_map import UpdateNames
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.shard_destination import Ranks

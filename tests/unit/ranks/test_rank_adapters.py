@@ -31,7 +31,7 @@ from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
 from rollout.service.connections import ReplyAddress
-from rollout.weights.adapter_target import AdapterTarget
+from rollout.weights.adapter_updates import AdapterTarget
 from tests.support.bridge.harness import Worker
 from tests.support.engine.streams import InlineDevice
 from tests.support.models.families import make_checkpoint

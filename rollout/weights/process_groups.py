@@ -23,7 +23,7 @@ _LISTED = 4  # names in a reply
 Reply = Callable[[dict[str, Any]], None]
 
 
-class GroupOrders:
+class ProcessGroups:
     """Answers the messages. Belongs to the receiver's thread. Its methods raise `RolloutError` or reply once."""
 
     def __init__(
