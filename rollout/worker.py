@@ -81,9 +81,9 @@ from rollout.service.text.process import TextProcess
 from rollout.service.vitals import Vitals
 from rollout.settings_sources import SettingsError
 from rollout.weights.adapter_updates import AdapterTarget
-from rollout.weights.parameter_map import update_names
+from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.receiver import WeightReceiver
-from rollout.weights.swap_copies import parts_done
+from rollout.weights.staging import make_staging
 
 log = logging.getLogger(__name__)
 
@@ -132,16 +132,18 @@ class Worker:
         memory = sleeping_memory(settings, device, model)  # moves the weights, so before anything takes views of them
         self._memory = memory
         adapter_ranks = self.ranks.take_adapters(model)
+        parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
+        allocate = None if memory is None else memory.buffer
+        staging = make_staging(parameters.views, settings.weights, self.ranks.size > 1, allocate)
+        self._swap_copies = staging.swap_copies
         self.receiver = WeightReceiver(
-            loaded.trainer_views(),
+            parameters,
+            self.ranks.destinations(staging),
             version,
             settings.weights,
             gate,
             settings.security,
             _adapter_target(settings.engine, model, registry, adapter_ranks),
-            None if memory is None else memory.buffer,
-            update_names(settings.model, loaded),
-            self.ranks.take_updates(device.torch_device),
         )
         links = Links(inbox, outbox.put, gate, self.receiver, registry)
         with stage("preparing decode steps") as shown:
@@ -302,7 +304,7 @@ class Worker:
         """On the watching thread: how far this rank is."""
         steps = self.engine.pipeline.steps()
         busy = any(not step.slot.end.query() for step in steps)
-        lanes: dict[LaneName, Lane] = {"swap": Lane(self.engine.swapper.copying, parts_done())}
+        lanes: dict[LaneName, Lane] = {"swap": Lane(self.engine.swapper.copying, self._swap_copies.parts_done())}
         if (memory := self._memory) is not None:
             lanes["sleep"] = Lane(memory.working, memory.parts)
         for queue in self.engine.executor.copy_queues:

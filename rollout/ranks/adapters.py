@@ -34,7 +34,7 @@ from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.orders import Orders, check_alive
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.staging import Pins, touch
+from rollout.weights.pinned_memory import Pins, touch
 from trainer_bridge.wire.errors import Overloaded
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from rollout.process.observed_time import ObservedTime
 from rollout.ranks.reports import Reports
 from rollout.ranks.thread_stat import is_stopped
 from rollout.ranks.watch import BEAT_S, SILENT_S
-from rollout.weights.swap_copies import parts_done
+from rollout.weights.staged_weights import SwapCopies
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Beat:
 
     def _look(self, progress: DeviceProgress) -> None:
         self._reports.set(self._number, "done", progress.done())
-        self._reports.set(self._number, "swap_parts", parts_done())
+        self._reports.set(self._number, "swap_parts", progress.swap_parts())
         self._reports.set(self._number, "memory_parts", progress.memory_parts())
         if (lost := progress.lost_rank()) is not None:
             self._reports.set(self._number, "fault", 1 + lost)
@@ -95,9 +95,15 @@ class DeviceProgress:
     """How far the device of this process is. `done` and `lost_rank` belong to one thread; they wait for nothing."""
 
     def __init__(
-        self, device: Device, slots: Sequence[Slot], peers: PeerBuffers | None, memory: ReleasableMemory | None = None
+        self,
+        device: Device,
+        slots: Sequence[Slot],
+        peers: PeerBuffers | None,
+        memory: ReleasableMemory | None = None,
+        swaps: SwapCopies | None = None,
     ) -> None:
         self._device, self._slots, self._peers, self._memory = device, tuple(slots), peers, memory
+        self._swaps = swaps or SwapCopies()
         self.enqueued = 0  # steps whose end is enqueued; counted by the loop
         self._done = 0
         self._copy: _FlagCopy | None = None
@@ -108,6 +114,10 @@ class DeviceProgress:
         running = sum(not slot.end.query() for slot in self._slots)
         self._done = max(self._done, enqueued - running)
         return self._done
+
+    def swap_parts(self) -> int:
+        """Parts of swaps that are done."""
+        return self._swaps.parts_done()
 
     def memory_parts(self) -> int:
         """Parts of sleeps and wakes that are done."""

@@ -54,7 +54,6 @@ from rollout.ranks.processes import connect
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import Head, RingReader, SharedMemory
 from rollout.ranks.start import CONNECTING, LOADING, PREPARING, READY, StartProgress
-from rollout.weights.swap_copies import copy_tensors
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +170,7 @@ class Follower:
         copies = self._updates.take(number, version)
         device = self._executor.device
         start, end = device.event(), device.event()
-        self._executor.swap(version, lambda: copy_tensors(copies), start, end)
+        self._executor.swap(version, lambda: self._updates.staging.swap_copies.enqueue(copies), start, end)
         self._version = version
         return start, end
 
@@ -216,7 +215,7 @@ def follow(told: dict[str, Any]) -> None:
         adapters = AdapterCopies(shared["adapters"], rank, loaded.dtype, device.torch_device, reports)
         executor, slots = build_follower(settings, device, loaded.model, memory, start.advance)
         copies = FollowerCopies(executor, adapters, updates.work, memory, reports, number)
-        progress = DeviceProgress(device, slots, group.peers, memory)
+        progress = DeviceProgress(device, slots, group.peers, memory, updates.staging.swap_copies)
         follower = Follower(settings, number, executor, slots, updates, copies, progress)
         reader = RingReader(
             shared["ring"], told["shared"]["eventfd"], lambda position: reports.set(number, "position", position)

@@ -21,8 +21,8 @@ from rollout.ranks.relay import PinnedView
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
 from rollout.weights.parameter_map import ParameterMap, update_names
-from rollout.weights.shard_staging import ShardInPlace, ShardStaging
-from rollout.weights.staging import Allocate, Copy
+from rollout.weights.staged_weights import Copy
+from rollout.weights.staging import Allocate, Staging, make_staging
 from trainer_bridge.transports.cuda_ipc import IpcMemory, IpcReader
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import from_wire
@@ -36,7 +36,7 @@ class FollowerUpdates:
     def __init__(
         self,
         parameters: ParameterMap,
-        staging: ShardStaging,
+        staging: Staging,
         relayed: SharedMemory,
         manifest: SharedMemory,
         reports: Reports,
@@ -45,7 +45,7 @@ class FollowerUpdates:
     ) -> None:
         self._of_device = of_device
         self._reader: IpcReader | None = None  # of rank 0's GPU
-        self._map, self._staging = parameters, staging
+        self._map, self.staging = parameters, staging
         self._relayed, self._manifest, self._reports, self._number = relayed, manifest, reports, number
         self._device = next(iter(parameters.views.values())).device
         self._view = PinnedView(self._device)
@@ -67,13 +67,8 @@ class FollowerUpdates:
     ) -> FollowerUpdates:
         """Those of a shard's parameters. `allocate` makes staging memory of the device; by default torch does."""
         parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
-        weights = settings.weights
-        staging: ShardStaging
-        if weights.apply == "in_place":
-            staging = ShardInPlace(parameters.views)
-        else:
-            advance = functools.partial(reports.add, number, "updates_parts")
-            staging = ShardStaging(parameters.views, weights.staging, allocate, advance=advance)
+        advance = functools.partial(reports.add, number, "updates_parts")
+        staging = make_staging(parameters.views, settings.weights, True, allocate, advance)
         of_device = device_memory(loaded.model.embed.device)
         return cls(parameters, staging, relayed, manifest, reports, number, of_device)
 
@@ -82,7 +77,7 @@ class FollowerUpdates:
     @property
     def in_place(self) -> bool:
         """Whether pieces are written into the parameters, which no step may use then."""
-        return self._staging.place is None
+        return self.staging.in_place
 
     def open(self, number: int, manifest_bytes: int) -> None:
         """Begin an update; the outcome is reported."""
@@ -117,7 +112,7 @@ class FollowerUpdates:
             self.work.advance()
             fit = self._map.check(manifest)
             self.work.advance()
-            self._staging.open(manifest, fit)
+            self.staging.open(manifest, fit)
         except WeightsRejected as error:
             self._refuse(number, str(error))
         # Whatever it is, rank 0 waits for an answer, and the old weights stay in use.
@@ -157,15 +152,15 @@ class FollowerUpdates:
     def _stage(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
         """Keep this rank's part of a piece; return when the piece is read."""
         if not on_device:
-            event = self._staging.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
+            event = self.staging.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
         else:
             assert self._reader is not None, "rank 0 waits until its memory is mapped"
-            with self._staging.on_stream():
+            with self.staging.on_stream():
                 event, read = None, torch.empty(min(nbytes, READ_BYTES), dtype=torch.uint8, device=self._device)
                 for lo in range(0, nbytes, READ_BYTES):
                     part = read[: min(READ_BYTES, nbytes - lo)]
                     self._reader.read(at + lo, part)
-                    event = self._staging.take(start + lo, part)
+                    event = self.staging.take(start + lo, part)
         if event is not None:
             event.synchronize()
 
@@ -174,8 +169,8 @@ class FollowerUpdates:
         if opened != number:
             return  # refused already
         try:
-            self._staging.check_whole()
-            copies = self._staging.copies()
+            self.staging.check()
+            copies = self.staging.copies()
         except WeightsRejected as error:
             self._refuse(number, str(error))
         except Exception as error:  # as above

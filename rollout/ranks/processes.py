@@ -45,6 +45,8 @@ from rollout.ranks.start import CONNECTING, LOADING, READY, StartLook, StartPlac
 from rollout.ranks.thread_stat import thread_stat
 from rollout.ranks.updates import RankUpdates
 from rollout.ranks.watch import FollowerLook, GroupLook, GroupWatch, Lane, LaneName
+from rollout.weights.destination import Destinations
+from rollout.weights.staging import Staging
 from trainer_bridge.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
@@ -142,17 +144,17 @@ class Ranks:
         self.orders = Orders(ring, version, self.reports, self._settle, self.updates)
         return self.orders
 
-    def take_updates(self, device: torch.device) -> RankUpdates | None:
-        """What the weight receiver uses to have all ranks take an update; None for one rank."""
+    def destinations(self, staging: Staging) -> Destinations:
+        """The destinations of updates, which all ranks take or none; `staging` is that of this rank."""
         if self.size == 1:
-            return None
+            return Destinations(staging)
         self.updates = RankUpdates(
+            staging,
             self._followers.memories["relayed"],
             self._followers.memories["manifest"],
             self.reports,
             lambda: self.orders,
-            device,
-            device_memory(device),
+            device_memory(next(iter(staging.views.values())).device),
             lost=self._why_lost,
         )
         return self.updates

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.staging import Pins
+from rollout.weights.pinned_memory import Pins
 
 #: Bytes of the memory, if two pieces fit.
 RELAY_BYTES = 256 << 20

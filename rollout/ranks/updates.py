@@ -16,35 +16,49 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 
 import msgpack
+import numpy as np
 import torch
 
+from rollout.process.observed_time import ObservedTime
 from rollout.ranks.device_relay import DevicePlace
 from rollout.ranks.orders import Orders, check_alive
 from rollout.ranks.relay import RELAY_BYTES, HostPlace, RelayMemory
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory, SharedMemoryError
+from rollout.weights.destination import Destination, Destinations
+from rollout.weights.parameter_map import Fit
+from rollout.weights.staging import Staging
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.wire.errors import InternalError, Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
+#: For the other ranks to take a piece, where the watch of the group finds nothing: it may be told not to.
+_ROOM_S = 120.0
+_POLL_S = 0.0005
+#: A look counts twice this at the most: this process may have been stopped meanwhile.
+_LOOK_S = 0.5
 
-class RankUpdates:
-    """Rank 0's end (`rollout.weights.shard_destination.Ranks`). Belongs to the receiver's thread."""
+
+class RankUpdates(Destinations):
+    """Rank 0's end. Belongs to the receiver's thread."""
 
     def __init__(
         self,
+        staging: Staging,
         relayed: SharedMemory,
         manifest: SharedMemory,
         reports: Reports,
         orders: Callable[[], Orders | None],
-        device: torch.device,
         on_device: IpcMemory | None = None,
         relay_bytes: int = RELAY_BYTES,
         lost: Callable[[], str] = lambda: "",
     ) -> None:
+        super().__init__(staging)
+        device = next(iter(staging.views.values())).device
         self._lost = lost  # says why the group is lost
         self._manifest, self._reports, self._find_orders = manifest, reports, orders
 
@@ -59,14 +73,15 @@ class RankUpdates:
         self._giving = threading.Lock()
         self._last = 0  # number of the last update that followers were told of
 
-    def open(self, manifest: Manifest, on_device: bool) -> UpdateRelay:
+    def open(self, manifest: Manifest, fit: Fit, on_device: bool) -> Destination:
         """Begin an update on all ranks. Raises `Unavailable` while the worker starts."""
         self._orders()
+        self.staging.open(manifest, fit)
         memories = [self._device, self._host] if on_device and self._device is not None else [self._host]
         for memory in memories:
             assert memory is not None
             memory.open(manifest.bucket_bytes, manifest.total_bytes)
-        return UpdateRelay(self, [memory for memory in memories if memory is not None], manifest)
+        return GroupDestination(self.staging, manifest, self, [memory for memory in memories if memory is not None])
 
     def unmap(self) -> None:
         """A sleep begins: have the followers unmap the memory on rank 0's GPU, after all pieces that were given."""
@@ -78,10 +93,10 @@ class RankUpdates:
         return 0 if self._device is None else self._device.free()
 
     @property
-    def copying(self) -> bool:
-        """Whether a follower may still read its staging memory."""
+    def busy(self) -> bool:
+        """Whether the staging memory of any rank may still be read."""
         orders = self._find_orders()
-        return orders is not None and min(self._reports.get("swapped")) < orders.swapped
+        return super().busy or orders is not None and min(self._reports.get("swapped")) < orders.swapped
 
     def tell(self, manifest: Manifest) -> int:
         """Tell the followers of an update; returns its number, or 0 while they still read about the one before."""
@@ -126,16 +141,24 @@ class RankUpdates:
         return orders
 
 
-class UpdateRelay:
-    """One update on its way to the followers (`rollout.weights.shard_destination.Relay`).
+class GroupDestination(Destination):
+    """The memory of one update on all ranks: this rank's, and a relay through which the others get its pieces.
 
-    Of several memories it uses the first one that the followers can read.
+    transport --> relay memory, which all ranks read --> staging memory of each rank --swap--> its parameters
+
+    Of several relays it uses the first one that the followers can read.
     """
 
-    def __init__(self, updates: RankUpdates, memories: list[RelayMemory], manifest: Manifest) -> None:
-        self._updates, self._memories, self._manifest = updates, memories, manifest
+    def __init__(self, staging: Staging, manifest: Manifest, updates: RankUpdates, relays: list[RelayMemory]) -> None:
+        super().__init__(staging, manifest)
+        self._updates, self._relays = updates, relays
         self._number = 0
-        self._asked = False
+        self._asked = self._landed = False
+
+    @property
+    def dirty(self) -> bool:
+        """Whether some of the parameters are written, on some of the ranks."""
+        return self._landed and self._staging.in_place
 
     @property
     def has_room(self) -> bool:
@@ -149,29 +172,58 @@ class UpdateRelay:
                 self._number = self._updates.tell(self._manifest)
             else:
                 self._updates.check(self._number)
-            while len(self._memories) > 1:
-                usable = self._memories[0].usable()
+            while len(self._relays) > 1:
+                usable = self._relays[0].usable()
                 if usable is None:
                     return False
-                self._memories = self._memories[:1] if usable else self._memories[1:]
-            return self._number > 0 and self._memories[0].has_room()
+                self._relays = self._relays[:1] if usable else self._relays[1:]
+            return self._number > 0 and self._relays[0].has_room()
         except SharedMemoryError as error:
             raise InternalError(str(error)) from error
 
-    def reserve(self, nbytes: int) -> torch.Tensor:
-        """Memory for the next piece."""
-        return self._memories[0].reserve(nbytes)
+    def wait_for_room(self) -> bool:
+        """As `has_room`; waits a moment if there is none. No event tells: devices and other processes make room."""
+        if has_room := self.has_room:
+            return has_room
+        time.sleep(_POLL_S)
+        return False
 
-    def pass_on(self, start: int, written: torch.cuda.Event | None, read: torch.cuda.Event | None) -> None:
-        """Give the reserved piece to the followers, once it is written."""
-        self._memories[0].pass_on(start, written, read)
+    def memory(self, start: int, end: int) -> np.ndarray:
+        """As `Destination.memory`: memory of the relay."""
+        self._arriving = self._relays[0].reserve(end - start)
+        return self._arriving.numpy()
 
-    def prepared(self) -> bool:
-        """Whether all followers are ready to swap; asks them once they have every piece. Raises `WeightsRejected`."""
+    def landed(self, start: int, end: int) -> None:
+        """Start to copy the bytes into the memory of every rank."""
+        self._landed = True
+        self._relays[0].pass_on(start, None, self._staging.take(start, self._arriving))
+
+    def put(self, start: int, data: torch.Tensor) -> None:
+        """Take bytes from any device. Waits for room: transports that put from threads of their own do not look.
+
+        A rank that takes nothing is found by the watch of the group, and then `has_room` raises.
+        """
+        left_s, observed = _ROOM_S, ObservedTime(_LOOK_S)
+        while not self.wait_for_room():
+            left_s -= observed.passed_s()
+            if left_s < 0:
+                raise InternalError(f"a rank took no piece of the update for {_ROOM_S:g} s")
+        self._landed = True
+        self._relays[0].reserve(data.numel()).copy_(data, non_blocking=True)
+        taken = self._staging.take(start, data)  # on a device: its event is after the copy above
+        self._relays[0].pass_on(start, taken, taken)
+
+    def copied(self) -> bool:
+        """Whether every rank has its part and is ready to swap. All bytes are verified when this is first called.
+
+        Raises `WeightsRejected` if a follower refuses the update.
+        """
+        if not self._staging.copied():
+            return False
         self._updates.check_alive()
         if not self._number:
             self._number = self._updates.tell(self._manifest)
-        if not self._number or not self._memories[0].all_given():
+        if not self._number or not self._relays[0].all_given():
             return False
         if not self._asked:
             self._asked = True
@@ -179,7 +231,8 @@ class UpdateRelay:
         self._updates.check(self._number)
         return self._updates.are_prepared(self._number)
 
-    def drop(self) -> None:
-        """Give no further piece."""
-        for memory in self._memories:
-            memory.drop()
+    def abandon(self) -> None:
+        """Give no further piece; return when this rank's memory is neither written nor read."""
+        for relay in self._relays:
+            relay.drop()
+        super().abandon()

@@ -20,7 +20,9 @@ from rollout.models.lora_slots import AdapterSlots, AdapterWeights, model_produc
 from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import AdapterPlan, AdapterRanks, plan_adapter
 from rollout.models.spec import ModelSpec
-from rollout.weights.destination import StagedDestination
+from rollout.weights.destination import Destination
+from rollout.weights.parameter_map import Fit
+from rollout.weights.staging import Staging
 from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.errors import BadRequest, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
@@ -94,11 +96,13 @@ class IncomingAdapter:
         except ValueError as error:
             raise _rejected(error) from None
 
-    def open(self, manifest: Manifest) -> StagedDestination:
-        """Where the bytes go; `check` has bounded their number."""
-        return StagedDestination(torch.empty(manifest.total_bytes, dtype=torch.uint8), None)
+    def open(self, manifest: Manifest) -> Destination:
+        """The destination of the bytes; `check` has bounded their number."""
+        staging = Staging({}, "host")
+        staging.open(manifest, Fit((), ()))
+        return Destination(staging, manifest)
 
-    def update(self, manifest: Manifest, destination: StagedDestination) -> AdapterUpdate | None:
+    def update(self, manifest: Manifest, destination: Destination) -> AdapterUpdate | None:
         """The update for the loop; all bytes in `destination` are verified. None: other ranks have no parts yet.
 
         Raises `WeightsRejected` when other adapters took the last slot meanwhile, or when a rank cannot have its part,
@@ -114,7 +118,7 @@ class IncomingAdapter:
             raise _rejected(error) from None
         return AdapterUpdate(self.name, manifest.version, manifest.tensor_bytes, weights)
 
-    def _pack(self, plan: AdapterPlan, manifest: Manifest, destination: StagedDestination) -> AdapterWeights | None:
+    def _pack(self, plan: AdapterPlan, manifest: Manifest, destination: Destination) -> AdapterWeights | None:
         if self._packed is None:
             tensors = {entry.name: typed_view(destination.stream, entry) for entry in manifest.tensors}
             ranks = self._target.ranks

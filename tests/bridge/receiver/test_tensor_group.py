@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rollout.models.cut import Cut
-from rollout.weights.shard_staging import ShardStaging, cut_rows
+from rollout.weights.staging import Staging, cut_rows
 from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idle_s, run_fault
 from tests.support.bridge.file_memory import FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
@@ -105,7 +105,7 @@ def test_an_update_copies_a_rank_s_bytes_in_few_pieces(tmp_path: Path) -> None:
         tensors = tensors_of(1)
         good(worker, "zmq", tmp_path, 1)
         shard = worker.shards[0]
-        staging = ShardStaging(shard.views)
+        staging = Staging(shard.views, shard=True)
         payload = RawPublisher(worker, tensors, 2)
         fit = worker.receiver._intake._parameters.check(payload.manifest)
         staging.open(payload.manifest, fit)
@@ -311,16 +311,16 @@ def test_a_rank_that_cannot_take_an_update_keeps_all_from_it(
     group: GroupWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = good(group, "zmq", tmp_path, 1)
-    plain, calls = ShardStaging.take, []
+    plain, calls = Staging.take, []
 
-    def fails_once(self: ShardStaging, start: int, data: torch.Tensor) -> Any:
+    def fails_once(self: Staging, start: int, data: torch.Tensor) -> Any:
         if threading.current_thread().name == "updates":
             calls.append(start)
             if len(calls) == 3:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return plain(self, start, data)
 
-    monkeypatch.setattr(ShardStaging, "take", fails_once)
+    monkeypatch.setattr(Staging, "take", fails_once)
     with WeightPublisher(group.endpoint, bucket_bytes=SMALL) as publisher:
         with pytest.raises(Exception, match="rank 1: RuntimeError: CUDA error"):
             publisher.publish(tensors_of(2), 2).applied(60)

@@ -18,9 +18,9 @@ from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates
 from rollout.weights.parameter_map import ParameterMap
-from rollout.weights.shard_staging import BLOCK_BYTES, ShardInPlace, ShardStaging
-from rollout.weights.staging import Copy, StagedWeights
-from rollout.weights.swap_copies import copy_tensors
+from rollout.weights.pinned_memory import BLOCK_BYTES
+from rollout.weights.staged_weights import Copy, StagedWeights, SwapCopies
+from rollout.weights.staging import InPlace, Staging
 from tests.support.bridge.harness import EXPERTS, HIDDEN, INTER, TinyModel, Worker, wait_for
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 
@@ -113,8 +113,14 @@ class GroupWorker(Worker):
         self._descriptors = [*eventfds, *(memory.descriptor for memory in (ring, table, self.relayed, manifest))]
         writer = RingWriter(ring, eventfds, lambda: self.reports.get("position"))
         mine = peers[0] if peers else None
-        where = self.shards[0].parameters["norm"].device
-        ranks = RankUpdates(self.relayed, manifest, self.reports, lambda: self.orders, where, mine, relay_bytes)
+
+        def staging_of(shard: TinyShard) -> Staging:
+            if settings.get("apply") == "in_place":
+                return InPlace(shard.views)
+            return Staging(shard.views, staging, shard=True, block_bytes=block_bytes)
+
+        own = staging_of(self.shards[0])
+        ranks = RankUpdates(own, self.relayed, manifest, self.reports, lambda: self.orders, mine, relay_bytes)
         self.orders = Orders(writer, 0, self.reports, lambda: None, ranks)
         self.reading = threading.Event()
         self.reading.set()
@@ -123,9 +129,7 @@ class GroupWorker(Worker):
         self.followers = []
         for number, eventfd in enumerate(eventfds):
             parameters = ParameterMap(self.shards[1 + number].views)
-            kept = ShardStaging(parameters.views, staging, block_bytes=block_bytes)
-            if settings.get("apply") == "in_place":
-                kept = ShardInPlace(parameters.views)
+            kept = staging_of(self.shards[1 + number])
             relayed = SharedMemory(self.relayed.descriptor)  # a map of its own, as in a process of its own
             memories = (relayed, manifest, self.reports, number)
             updates = FollowerUpdates(parameters, kept, *memories, peers[1 + number] if peers else None)
@@ -133,7 +137,7 @@ class GroupWorker(Worker):
             follow = threading.Thread(target=self._follow, args=(reader, updates, number), daemon=True)
             follow.start()
             self.followers.append(follow)
-        super().__init__(model=_Views(self.shards[0]), shared=shared, ranks=ranks, staging=staging, **settings)
+        super().__init__(model=_Views(self.shards[0]), shared=shared, destinations=ranks, staging=staging, **settings)
 
     def serve(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether all ranks serve these tensors, once the followers have carried out every order."""
@@ -194,7 +198,7 @@ class GroupWorker(Worker):
     def _copy(self, copies: list[Copy], number: int, update: int) -> None:
         """What a follower's compute stream does in a swap."""
         self.swapping.wait()
-        copy_tensors(copies)
+        SwapCopies().enqueue(copies)
         self.reports.set(number, "swapped", update)
 
 
