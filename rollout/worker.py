@@ -56,7 +56,7 @@ from rollout.models import LoadedModel, load_model
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.loader import check_cut, fetch, fetch_draft
 from rollout.models.lora_slots import AdapterWeights
-from rollout.models.peft_tensors import AdapterRanks, load_peft_folder
+from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
 from rollout.network.access import Access
 from rollout.network.ports import check_free
 from rollout.process.announce import say, write_whole
@@ -131,7 +131,7 @@ class Worker:
         device = make_device(str(model.embed.device))
         memory = sleeping_memory(settings, device, model)  # moves the weights, so before anything takes views of them
         self._memory = memory
-        adapter_ranks = self.ranks.take_adapters(model)
+        packer = self.ranks.adapter_packer(model)
         parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
         allocate = None if memory is None else memory.buffer
         staging = make_staging(parameters.views, settings.weights, self.ranks.size > 1, allocate)
@@ -143,14 +143,14 @@ class Worker:
             settings.weights,
             gate,
             settings.security,
-            _adapter_target(settings.engine, model, registry, adapter_ranks),
+            _adapter_target(settings.engine, model, registry, packer),
         )
         links = Links(inbox, outbox.put, gate, self.receiver, registry)
         with stage("preparing decode steps") as shown:
             advance = both(shown, self.ranks.start.advance)
             lead = self._lead if self.ranks.size > 1 else None
             self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
-        for name, weights in _read_adapters(settings.engine, model, adapter_ranks).items():
+        for name, weights in _read_adapters(settings.engine, model, packer).items():
             links.inbox.put(PutAdapter(name, weights))
         self.inspector = Inspector(self.engine)
         parts = self.engine, links, self.receiver, self.metrics, self.prompts
@@ -179,7 +179,7 @@ class Worker:
                 outbox,
                 views=self.inspector,
                 receiver=self.receiver,
-                adapters=_adapter_folders(settings.engine, model, adapter_ranks),
+                adapters=_adapter_folders(settings.engine, model, packer),
             ),
             ServedText(
                 text,
@@ -509,22 +509,18 @@ def eos_ids(declared: tuple[int, ...], text: TextCodec | None, vocab: int) -> tu
 # --- the sources of adapters: folders, at start or by message, and the weight bridge ----------------------------------
 
 
-def _adapter_folders(engine: EngineSettings, model: LanguageModel, ranks: AdapterRanks | None) -> AdapterFolders | None:
+def _adapter_folders(engine: EngineSettings, model: LanguageModel, packer: AdapterPacker) -> AdapterFolders | None:
     """The folders from which `load_adapter` may read; None without adapter slots."""
     if not engine.adapter_slots:
         return None
-    spec, rank, dtype, pinned = native(model).spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda
+    spec, rank, dtype = native(model).spec, engine.adapter_rank, model.embed.dtype
     root = None if engine.adapter_root is None else Path(engine.adapter_root).expanduser()
-    return AdapterFolders(
-        root, lambda folder, asked_s: load_peft_folder(folder, spec, rank, dtype, pinned, ranks, asked_s)
-    )
+    return AdapterFolders(root, lambda folder, asked_s: load_peft_folder(folder, spec, rank, dtype, packer, asked_s))
 
 
-def _read_adapters(
-    engine: EngineSettings, model: LanguageModel, ranks: AdapterRanks | None
-) -> dict[str, AdapterWeights]:
+def _read_adapters(engine: EngineSettings, model: LanguageModel, packer: AdapterPacker) -> dict[str, AdapterWeights]:
     """The adapters to load at start, by name. Raises ValueError for a folder without an adapter."""
-    folders = _adapter_folders(engine, model, ranks)
+    folders = _adapter_folders(engine, model, packer)
     if folders is None:
         return {}
     adapters = {}
@@ -537,10 +533,9 @@ def _read_adapters(
 
 
 def _adapter_target(
-    engine: EngineSettings, model: LanguageModel, registry: AdapterRegistry | None, ranks: AdapterRanks | None
+    engine: EngineSettings, model: LanguageModel, registry: AdapterRegistry | None, packer: AdapterPacker
 ) -> AdapterTarget | None:
     """The target of adapters that arrive over the weight bridge; None without adapter slots."""
     if registry is None:
         return None
-    spec, embed = native(model).spec, model.embed
-    return AdapterTarget(spec, engine.adapter_rank, embed.dtype, embed.is_cuda, registry, ranks)
+    return AdapterTarget(native(model).spec, engine.adapter_rank, model.embed.dtype, registry, packer)

@@ -24,8 +24,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from rollout.engine.device.group_orders import GroupOrders
 from rollout.engine.device.streams import Device, Event, Stream
 from rollout.engine.messages import VERSION_END, AdapterStatus
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights
@@ -156,16 +156,6 @@ class AdapterRegistry:
             yield AdapterStatus(adapter.name, adapter.version, slot is not None, 0 if slot is None else slot.refs)
 
 
-class AdapterOrders(Protocol):
-    """Has the other ranks of a tensor group copy their parts of adapters."""
-
-    def write_adapter(self, slot: int, weights: AdapterWeights, beside: bool) -> int:
-        """Copy to a slot, `beside` steps or between two; returns the number of the copy."""
-
-    def adapter_written(self, number: int) -> bool:
-        """Whether all other ranks have done this copy and the ones before."""
-
-
 class AdapterTable:
     """The slots of an engine, and the adapters of `registry` in them: none at first.
 
@@ -180,7 +170,7 @@ class AdapterTable:
         device: Device,
         loads: Stream,
         compute: Stream,
-        orders: AdapterOrders | None = None,
+        orders: GroupOrders | None = None,
     ) -> None:
         self.registry = registry
         self.memory = memory
@@ -296,14 +286,16 @@ class AdapterTable:
 
     def _write(self, slot: AdapterSlot, weights: AdapterWeights, stream: Stream) -> None:
         if self._orders is not None:
-            slot.order = self._orders.write_adapter(slot.number, weights, beside=stream is self.loads)
+            assert weights.shared is not None, "in a tensor group all ranks have their parts"
+            beside = stream is self.loads
+            slot.order = self._orders.give("adapter_copies", slot.number, weights.shared.number, beside)
         stream.run(functools.partial(self.memory.write, slot.number, weights))
         stream.record(slot.written)
         if self._orders is not None:
             self._read.append((slot, weights))
 
     def _is_written(self, slot: AdapterSlot) -> bool:
-        return slot.written.query() and (self._orders is None or self._orders.adapter_written(slot.order))
+        return slot.written.query() and (self._orders is None or self._orders.done("adapter_copies", slot.order))
 
     def _use(self, slot: AdapterSlot) -> None:
         self._uses += 1

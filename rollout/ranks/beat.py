@@ -26,7 +26,7 @@ from rollout.engine.device.streams import Device
 from rollout.engine.step.slot import Slot
 from rollout.process.compiling import compiling
 from rollout.process.observed_time import ObservedTime
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import LaneReport, Reports
 from rollout.ranks.thread_stat import is_stopped
 from rollout.ranks.watch import BEAT_S, SILENT_S
 from rollout.weights.staged_weights import SwapCopies
@@ -44,6 +44,7 @@ class Beat:
 
     def __init__(self, reports: Reports, number: int, rank_0: int | None = None) -> None:
         self._reports, self._number, self._rank_0 = reports, number, rank_0
+        self._swap, self._sleep = LaneReport(reports, number, "swap"), LaneReport(reports, number, "sleep")
         self._progress: DeviceProgress | None = None
         threading.Thread(target=self._run, name="beat", daemon=True).start()
 
@@ -70,8 +71,8 @@ class Beat:
 
     def _look(self, progress: DeviceProgress) -> None:
         self._reports.set(self._number, "done", progress.done())
-        self._reports.set(self._number, "swap_parts", progress.swap_parts())
-        self._reports.set(self._number, "memory_parts", progress.memory_parts())
+        self._swap.advance_to(progress.swap_parts())
+        self._sleep.advance_to(progress.memory_parts())
         if (lost := progress.lost_rank()) is not None:
             self._reports.set(self._number, "fault", 1 + lost)
             self._end(f"rank {lost} did not send its part of a sum in time, or sent a wrong one")

@@ -31,20 +31,20 @@ from rollout_kernels.parallel import TensorGroup
 from rollout.config import Settings
 from rollout.engine.messages import RankStatus
 from rollout.models.language_model import LanguageModel, native
+from rollout.models.peft_tensors import AdapterPacker
 from rollout.process.compiling import compiling, watch_compilations
 from rollout.process.observed_time import ObservedTime
 from rollout.ranks.adapters import RankAdapters
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_processes import FollowerProcesses
-from rollout.ranks.ordered_work import WORK_NUMBERS
 from rollout.ranks.orders import Orders
 from rollout.ranks.reports import NUMBERS, Number, Reports
 from rollout.ranks.ring import RingWriter
 from rollout.ranks.start import CONNECTING, LOADING, READY, StartLook, StartPlace, StartProgress, StartWatch
 from rollout.ranks.thread_stat import thread_stat
 from rollout.ranks.updates import RankUpdates
-from rollout.ranks.watch import FollowerLook, GroupLook, GroupWatch, Lane, LaneName
+from rollout.ranks.watch import COPY_LANES, FollowerLook, GroupLook, GroupWatch, Lane, LaneName
 from rollout.weights.destination import Destinations
 from rollout.weights.staging import Staging
 from trainer_bridge.scratch import ScratchFolder
@@ -150,8 +150,7 @@ class Ranks:
             return Destinations(staging)
         self.updates = RankUpdates(
             staging,
-            self._followers.memories["relayed"],
-            self._followers.memories["manifest"],
+            self._followers.memories,
             self.reports,
             lambda: self.orders,
             device_memory(next(iter(staging.views.values())).device),
@@ -159,16 +158,13 @@ class Ranks:
         )
         return self.updates
 
-    def take_adapters(self, model: LanguageModel) -> RankAdapters | None:
-        """What gives all ranks their parts of adapters; None for one rank, or where no adapters are served."""
-        engine = self._settings.engine
+    def adapter_packer(self, model: LanguageModel) -> AdapterPacker:
+        """What gives all ranks their parts of adapters."""
+        engine, device = self._settings.engine, model.embed.device
         if self.size == 1 or not engine.adapter_slots:
-            return None
-        spec, dtype = native(model).spec, model.embed.dtype
-        limits = (engine.adapter_rank, dtype, engine.max_adapters, self.reports)
-        device = model.embed.device
-        memory = self._followers.memories["adapters"]
-        return RankAdapters(memory, spec, *limits, lambda: self.orders, device, self._why_lost)
+            return AdapterPacker(pinned=device.type == "cuda")
+        memory, spec, dtype = self._followers.memories["adapters"], native(model).spec, model.embed.dtype
+        return RankAdapters(memory, spec, engine, dtype, device, lambda: self.orders, self._why_lost)
 
     def watch(self, on_lost: Callable[[str], None], progress: Callable[[], OwnProgress]) -> None:
         """Have `on_lost` called, on the watching thread, once the group is lost. Before, the process ends at once.
@@ -189,12 +185,14 @@ class Ranks:
             return []
         orders = self.orders
         ordered, swapped = (0, 0) if orders is None else (orders.ordered, orders.swapped)
-        names: tuple[Number, ...] = ("sequence", "launched", "done", "swapped", "prepared")
-        copies = map(sum, zip(*(self.reports.get(name) for name in _COPIES), strict=True))
+        names: tuple[Number, ...] = ("sequence", "launched", "done")
+        copies = map(sum, zip(*(self.reports.ended(lane) for lane in COPY_LANES if lane != "swap"), strict=True))
         followers = zip(
             self._followers.pids,
             self._watch_rules.silent_s,
             *(self.reports.get(name) for name in names),
+            self.reports.ended("swap"),
+            self.reports.get("prepared"),
             copies,
             strict=True,
         )
@@ -265,7 +263,7 @@ class Ranks:
                     sequence=at["sequence"],
                     launched=at["launched"],
                     done=at["done"],
-                    lanes=_lanes(at),
+                    lanes=self.reports.lanes(number),
                     looks=at["looks"],
                     compiling=at["compiling"] > 0,
                     main_s=main.cpu_s if on_cpu else None,
@@ -308,31 +306,6 @@ class Ranks:
             self.wait_for_cause(_FLAG_CAUSE_S)
             raise RankLostError(self.failure or "a rank waited in vain for a part of a sum")
         self.check()
-
-
-#: What a follower counts of copies that are done.
-_COPIES: tuple[Number, ...] = ("wrote", "kv_out", "kv_in", "state_out", "state_in")
-#: By lane: the numbers of work that was given or begun, of work that has ended, and of parts done of the current work.
-_LANES: dict[LaneName, tuple[Number, Number, Number | None]] = {
-    "updates": WORK_NUMBERS["updates"],
-    "adapters": WORK_NUMBERS["adapters"],
-    "adapter_copies": ("writes_begun", "wrote", None),
-    "kv_out": ("kv_out_begun", "kv_out", None),
-    "kv_in": ("kv_in_begun", "kv_in", None),
-    "state_out": ("state_out_begun", "state_out", None),
-    "state_in": ("state_in_begun", "state_in", None),
-    "swap": ("swap_begun", "swapped", "swap_parts"),
-}
-
-
-def _lanes(at: Mapping[Number, int]) -> dict[LaneName, Lane]:
-    """The lanes of a follower, by what it reports."""
-    lanes = {
-        name: Lane(at[begun] > at[ended], at[ended] + (0 if parts is None else at[parts]))
-        for name, (begun, ended, parts) in _LANES.items()
-    }
-    lanes["sleep"] = Lane(False, at["memory_parts"])  # its orders are carried out on the main thread
-    return lanes
 
 
 def look_at_start(pid: int, stage: int, done: int, total: int, on_cpu: bool) -> StartLook:

@@ -1,6 +1,6 @@
 """The memory by which rank 0 passes an update to the other ranks, piece by piece: a ring that all of them map.
 
-    rank 0     | piece 4 |    | piece 2 | piece 3 |     reserve -> filled by a transport -> TAKE in the ring of orders
+    rank 0     | piece 4 |    | piece 2 | piece 3 |     reserve -> filled by a transport -> order to take it
     follower                     taken: 1                  copies its part of each into its own staging memory
 
 There are two such memories. One is shared memory of the host, for pieces that come there. With GPUs it is pinned when

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 #: Seconds between two beats of a follower.
 BEAT_S = 0.25
@@ -39,11 +39,11 @@ SILENT_S = 6.0
 _LEAST_CPU = 0.05  # of one core: the ranks compute
 _CPU_EVERY_S = 1.0
 
-LaneName = Literal[
-    "orders", "updates", "adapters", "adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap", "sleep"
-]
+#: Lanes besides that of the orders themselves.
+LaneName = Literal["updates", "adapters", "adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap", "sleep"]
+LANES: tuple[LaneName, ...] = get_args(LaneName)
 #: Lanes of copies, of which a follower's main thread reports.
-_COPIES: tuple[LaneName, ...] = ("adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")
+COPY_LANES: tuple[LaneName, ...] = ("adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")
 
 
 class Lane(NamedTuple):
@@ -122,7 +122,7 @@ class GroupWatch:
         self.silent_s = [0.0] * followers  # seconds since each beat
         self._stopped_s = [0.0] * followers
         self._steps = Clock()
-        self._lanes: dict[tuple[int, LaneName], Clock] = {}
+        self._lanes: dict[tuple[int, str], Clock] = {}
         self._looks = [-1] * followers
 
     def look(self, seen: GroupLook, passed_s: float) -> str:
@@ -153,13 +153,13 @@ class GroupWatch:
         looks = [follower.looks for follower in seen.followers]
         looked = [True, *(now != before for now, before in zip(looks, self._looks, strict=True))]
         self._looks = looks
-        ranks: list[tuple[Mapping[LaneName, Lane], float | None]] = [(seen.lanes, None)]
+        ranks: list[tuple[Mapping[Any, Lane], float | None]] = [(seen.lanes, None)]
         ranks += [({**f.lanes, "orders": _orders(seen.ordered, f)}, f.main_s) for f in seen.followers]
         for rank, (lanes, main_s) in enumerate(ranks):
             for name, lane in lanes.items():
                 clock = self._lanes.setdefault((rank, name), Clock())
                 computes = main_s if name == "orders" else None
-                passed_s = 0.0 if name in _COPIES and not looked[rank] else lived_s[rank]
+                passed_s = 0.0 if name in COPY_LANES and not looked[rank] else lived_s[rank]
                 still_s = clock.look(lane.done, lane.busy and not compiles, passed_s, computes)
                 if self._stall_s is not None and still_s > self._stall_s:
                     return f"rank {rank} has hung: it has completed nothing in its lane {name} for {still_s:.0f} s"

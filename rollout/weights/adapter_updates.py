@@ -18,7 +18,7 @@ from rollout_kernels.lora import LEAST_RANK
 from rollout.engine.adapter_table import AdapterRegistry, AdapterUpdate
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights, model_products
 from rollout.models.peft_config import read_peft_config
-from rollout.models.peft_tensors import AdapterPlan, AdapterRanks, plan_adapter
+from rollout.models.peft_tensors import AdapterPacker, AdapterPlan, plan_adapter
 from rollout.models.spec import ModelSpec
 from rollout.weights.destination import Destination
 from rollout.weights.parameter_map import Fit
@@ -39,15 +39,13 @@ class AdapterTarget:
         spec: ModelSpec,
         most_rank: int,
         dtype: torch.dtype,
-        pinned: bool,
         registry: AdapterRegistry,
-        ranks: AdapterRanks | None = None,
+        packer: AdapterPacker,
     ) -> None:
-        self.pinned, self.ranks = pinned, ranks
+        self.packer = packer
         self.max_tensors = 2 * _MODULES_A_PRODUCT * len(model_products(spec))
-        self.max_bytes = AdapterSlots.bytes_for(spec, 1, max(most_rank, LEAST_RANK), torch.float32)
-        if ranks is not None:  # tensors are those of the whole model
-            self.max_bytes *= ranks.size
+        # Of each rank: the tensors are those of the whole model.
+        self.max_bytes = packer.size * AdapterSlots.bytes_for(spec, 1, max(most_rank, LEAST_RANK), torch.float32)
         self._spec, self._most_rank, self._dtype = spec, most_rank, dtype
         self._registry = registry
 
@@ -112,7 +110,7 @@ class IncomingAdapter:
         self._check_slot(manifest)
         try:
             weights = self._pack(self._plan, manifest, destination)
-            if weights is None or (self._target.ranks is not None and not self._target.ranks.ready(weights)):
+            if weights is None or not self._target.packer.ready(weights):
                 return None
         except ValueError as error:
             raise _rejected(error) from None
@@ -121,12 +119,8 @@ class IncomingAdapter:
     def _pack(self, plan: AdapterPlan, manifest: Manifest, destination: Destination) -> AdapterWeights | None:
         if self._packed is None:
             tensors = {entry.name: typed_view(destination.stream, entry) for entry in manifest.tensors}
-            ranks = self._target.ranks
-            if ranks is None:
-                self._packed = plan.pack(tensors, self._target.pinned)
-            else:
-                self._since_s = time.monotonic() if self._since_s is None else self._since_s
-                self._packed = ranks.pack(plan, tensors, self._since_s)
+            self._since_s = time.monotonic() if self._since_s is None else self._since_s
+            self._packed = self._target.packer.pack(plan, tensors, self._since_s)
         return self._packed
 
     def _check_slot(self, manifest: Manifest) -> None:

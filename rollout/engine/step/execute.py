@@ -23,10 +23,9 @@ from typing import Protocol
 import torch
 from rollout_kernels.parallel import TensorGroup
 
-from rollout.engine.adapter_table import AdapterOrders
-from rollout.engine.device.group_memory import MemoryOrders
+from rollout.engine.device.group_orders import GroupOrders
 from rollout.engine.device.streams import Device, DeviceError, Event, Stream
-from rollout.engine.kv.page_mover import CopyQueue, MoveOrders, PageMover
+from rollout.engine.kv.page_mover import CopyQueue, PageMover
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step import verify
 from rollout.engine.step.device_step import DeviceStep
@@ -66,7 +65,7 @@ class Streams:
             stream.close()
 
 
-class Orders(AdapterOrders, MoveOrders, MemoryOrders, Protocol):
+class Orders(GroupOrders, Protocol):
     """Tells the other ranks of a tensor group, in order, what this rank enqueues on its compute stream."""
 
     def step(self, upload: Upload) -> None:

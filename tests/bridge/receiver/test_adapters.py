@@ -13,6 +13,7 @@ from rollout.config import ModelSettings
 from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
 from rollout.models import load_model
 from rollout.models.lora_slots import AdapterSlots, corrected_modules, random_adapter
+from rollout.models.peft_tensors import AdapterPacker
 from rollout.models.spec import ModelSpec
 from rollout.weights.adapter_updates import AdapterTarget
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
@@ -33,7 +34,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.fixture(params=["staged", "in_place"])
 def worker(request: pytest.FixtureRequest, spec: ModelSpec) -> Iterator[Worker]:
-    target = AdapterTarget(spec, 4, torch.float32, False, AdapterRegistry(8))
+    target = AdapterTarget(spec, 4, torch.float32, AdapterRegistry(8), AdapterPacker())
     with Worker(adapters=target, apply=request.param) as worker:
         yield worker
 
@@ -49,7 +50,7 @@ def table(spec: ModelSpec) -> AdapterTable:
 @pytest.fixture
 def full(spec: ModelSpec, table: AdapterTable) -> Iterator[Worker]:
     """Its table has room for one adapter."""
-    with Worker(adapters=AdapterTarget(spec, 4, torch.float32, False, table.registry)) as worker:
+    with Worker(adapters=AdapterTarget(spec, 4, torch.float32, table.registry, AdapterPacker())) as worker:
         yield worker
 
 

@@ -178,7 +178,7 @@ def test_a_sleep_gives_the_memory_on_the_device_back_and_the_next_update_takes_s
         for version in (1, 2, 3):
             assert worker.serve(good(worker, "cuda_ipc", tmp_path, version))
             assert allocated() == 1 and [peer.readers for peer in peers[1:]] == [1, 1]
-            worker.orders.memory("release")
+            worker.orders.unmap_relay()
             wait_for(lambda: [peer.readers for peer in peers[1:]] == [0, 0], "the followers")
             wait_for(lambda: worker.orders.free_relay() > 0, "their reports")
             assert allocated() == 0 and worker.orders.free_relay() == 0

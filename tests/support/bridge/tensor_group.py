@@ -13,8 +13,8 @@ import torch
 
 from rollout.models.cut import Cut, CutView
 from rollout.ranks.follower_updates import FollowerUpdates
-from rollout.ranks.orders import END, OPEN, PREPARE, RELAY, SWAP, TAKE, Orders
-from rollout.ranks.reports import Reports
+from rollout.ranks.orders import END, Orders
+from rollout.ranks.reports import LaneReport, Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates
 from rollout.weights.parameter_map import ParameterMap
@@ -120,7 +120,8 @@ class GroupWorker(Worker):
             return Staging(shard.views, staging, shard=True, block_bytes=block_bytes)
 
         own = staging_of(self.shards[0])
-        ranks = RankUpdates(own, self.relayed, manifest, self.reports, lambda: self.orders, mine, relay_bytes)
+        memories = {"relayed": self.relayed, "manifest": manifest}
+        ranks = RankUpdates(own, memories, self.reports, lambda: self.orders, mine, relay_bytes)
         self.orders = Orders(writer, 0, self.reports, lambda: None, ranks)
         self.reading = threading.Event()
         self.reading.set()
@@ -150,7 +151,7 @@ class GroupWorker(Worker):
         """Wait until every order that was given is carried out."""
         last = self.orders.ordered
         wait_for(lambda: min(self.reports.get("sequence")) >= last, "the followers")
-        wait_for(lambda: min(self.reports.get("swapped")) >= self.orders.swapped, "the swap of all ranks")
+        wait_for(lambda: self.orders.done("swap", self.orders.swapped), "the swap of all ranks")
 
     def snapshot(self) -> list[torch.Tensor]:
         """The parameters of all ranks."""
@@ -179,17 +180,13 @@ class GroupWorker(Worker):
             head, body = reader.read()
             fields = msgpack.unpackb(body)
             body.release()
-            if head.kind == OPEN:
-                updates.open(*fields)
-            elif head.kind == TAKE:
-                updates.piece(*fields)
-            elif head.kind == RELAY:
-                updates.relay(*fields)
-            elif head.kind == PREPARE:
-                updates.prepare(*fields)
-            elif head.kind == SWAP:
-                copies = threading.Thread(target=self._copy, args=(updates.take(*fields), number, fields[0]))
-                copies.start()
+            if head.kind != END:
+                lane, order, *rest = fields
+                if lane == "updates":
+                    updates.carry_out(order, *rest)
+                elif lane == "swap":
+                    copies = updates.take(order, *rest)
+                    threading.Thread(target=self._copy, args=(copies, number, order)).start()
             reader.done(head)
             self.reports.set(number, "sequence", head.sequence)
             if head.kind == END:
@@ -199,7 +196,7 @@ class GroupWorker(Worker):
         """What a follower's compute stream does in a swap."""
         self.swapping.wait()
         SwapCopies().enqueue(copies)
-        self.reports.set(number, "swapped", update)
+        LaneReport(self.reports, number, "swap").end(update)
 
 
 class _Views(TinyModel):

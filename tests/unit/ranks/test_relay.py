@@ -11,7 +11,6 @@ import torch
 
 from rollout.ranks.device_relay import DevicePlace
 from rollout.ranks.relay import HostPlace, RelayMemory
-from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
 from tests.support.bridge.file_memory import FileMemory
 
@@ -116,12 +115,21 @@ def test_what_was_not_given_of_a_dropped_update_never_is(followers: Followers, m
 
 
 def test_memory_on_a_device_is_freed_once_all_followers_have_unmapped_it(tmp_path: Path) -> None:
-    reports, told = Reports(SharedMemory.create("reports", 2 * Reports.line_bytes()), 2), list[tuple[int, int]]()
-    place = DevicePlace(FileMemory(tmp_path), reports, lambda number, handle, nbytes: told.append((number, nbytes)))
+    told, answers = list[int](), dict[int, bool]()
     files = lambda: len(list(tmp_path.iterdir()))  # noqa: E731
 
+    def tell(handle: bytes, nbytes: int) -> int:
+        told.append(nbytes)
+        answers.clear()
+        return len(told)
+
+    def answered(order: int) -> list[bool] | None:
+        return list(answers.values()) if order == len(told) and len(answers) == 2 else None
+
     def answer(follower: int, mapped: bool = True) -> None:
-        reports.set(follower, "mapped" if mapped else "unmapped", told[-1][0])
+        answers[follower] = mapped
+
+    place = DevicePlace(FileMemory(tmp_path), tell, answered)
 
     place.grow(64)
     assert place.usable is None
@@ -134,7 +142,7 @@ def test_memory_on_a_device_is_freed_once_all_followers_have_unmapped_it(tmp_pat
     answer(1)
     assert place.usable and files() == 1 and place.free() == 0
     place.unmap()
-    assert told == [(1, 64), (2, 128), (3, 0)]
+    assert told == [64, 128, 0]
     answer(0)
     assert place.free() == 0 and files() == 1
     answer(1)
