@@ -24,7 +24,7 @@ import torch
 from rollout.process.observed_time import ObservedTime
 from rollout.ranks.device_relay import DevicePlace
 from rollout.ranks.orders import Orders, check_alive
-from rollout.ranks.relay import RELAY_BYTES, HostPlace, Place, RelayMemory
+from rollout.ranks.relay import RELAY_SIZES, HostPlace, Place, RelayMemory, RelaySizes
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory, SharedMemoryError
 from rollout.weights.destination import Destination, Destinations
@@ -56,7 +56,7 @@ class RankUpdates(Destinations):
         reports: Reports,
         orders: Callable[[], Orders | None],
         on_device: IpcMemory | None = None,
-        relay_bytes: int = RELAY_BYTES,
+        sizes: RelaySizes = RELAY_SIZES,
         lost: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__(staging)
@@ -68,7 +68,7 @@ class RankUpdates(Destinations):
             def take(start: int, nbytes: int, at: int) -> int:
                 return self._orders().give("updates", "take", start, nbytes, at, on_device)
 
-            return RelayMemory(place, lambda: min(reports.ended("updates")), take, relay_bytes)
+            return RelayMemory(place, lambda: min(reports.ended("updates")), take, sizes)
 
         self._host = relay(HostPlace(memories["relayed"], device), on_device=False)
         self._device: RelayMemory | None = None

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from rollout.models.cut import Cut
+from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.staging import Staging, cut_rows
 from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idle_s, run_fault
 from tests.support.bridge.file_memory import FileMemory, share_from
@@ -107,7 +108,7 @@ def test_an_update_copies_a_rank_s_bytes_in_few_pieces(tmp_path: Path) -> None:
         shard = worker.shards[0]
         staging = Staging(shard.views, shard=True)
         payload = RawPublisher(worker, tensors, 2)
-        fit = worker.receiver._intake._parameters.check(payload.manifest)
+        fit = ParameterMap(shard.views).check(payload.manifest)
         staging.open(payload.manifest, fit)
         copies = staging.copies()
         assert sum(view.numel() for view, _ in copies) == sum(p.numel() for p in shard.parameters.values())
@@ -120,9 +121,8 @@ def test_an_update_copies_a_rank_s_bytes_in_few_pieces(tmp_path: Path) -> None:
 def test_nothing_is_allocated_before_the_first_update_and_the_relay_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.ranks.relay._PIECE_BYTES", SMALL)
     monkeypatch.setattr("trainer_bridge.transports.disk._READ_BYTES", SMALL)  # as a rule, at most a piece
-    with GroupWorker(2, relay_bytes=4 * SMALL) as worker:
+    with GroupWorker(2, relay_bytes=4 * SMALL, piece_bytes=SMALL) as worker:
         assert worker.relayed.size == 0
         assert worker.serve(good(worker, "zmq", tmp_path, 1))
         assert worker.relayed.size == 4 * SMALL
@@ -130,9 +130,8 @@ def test_nothing_is_allocated_before_the_first_update_and_the_relay_stays_small(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_transfer_waits_for_the_slowest_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
-    monkeypatch.setattr("rollout.ranks.relay._PIECE_BYTES", SMALL)
     monkeypatch.setattr("trainer_bridge.transports.disk._READ_BYTES", SMALL)  # as a rule, at most a piece
-    with GroupWorker(2, relay_bytes=4 * SMALL, shared=tmp_path) as worker:
+    with GroupWorker(2, relay_bytes=4 * SMALL, piece_bytes=SMALL, shared=tmp_path) as worker:
         worker.reading.clear()
         tensors = tensors_of(1)
         publisher = WeightPublisher(worker.endpoint, transport=transport, folder=str(tmp_path), bucket_bytes=SMALL)

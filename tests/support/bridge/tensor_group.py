@@ -14,6 +14,7 @@ import torch
 from rollout.models.cut import Cut, CutView
 from rollout.ranks.follower_updates import FollowerUpdates
 from rollout.ranks.orders import END, Orders
+from rollout.ranks.relay import RELAY_SIZES, RelaySizes
 from rollout.ranks.reports import LaneReport, Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates
@@ -97,6 +98,7 @@ class GroupWorker(Worker):
         self,
         size: int,
         relay_bytes: int = 1 << 20,
+        piece_bytes: int = RELAY_SIZES.piece,
         block_bytes: int = BLOCK_BYTES,
         shared: Path | None = None,
         peers: Sequence[IpcMemory | None] = (),
@@ -120,8 +122,9 @@ class GroupWorker(Worker):
             return Staging(shard.views, staging, shard=True, block_bytes=block_bytes)
 
         own = staging_of(self.shards[0])
+        sizes = RelaySizes(relay_bytes, piece_bytes)
         memories = {"relayed": self.relayed, "manifest": manifest}
-        ranks = RankUpdates(own, memories, self.reports, lambda: self.orders, mine, relay_bytes)
+        ranks = RankUpdates(own, memories, self.reports, lambda: self.orders, mine, sizes)
         self.orders = Orders(writer, 0, self.reports, lambda: None, ranks)
         self.reading = threading.Event()
         self.reading.set()

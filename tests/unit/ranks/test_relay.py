@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout.ranks.device_relay import DevicePlace
-from rollout.ranks.relay import HostPlace, RelayMemory
+from rollout.ranks.relay import HostPlace, RelayMemory, RelaySizes
 from rollout.ranks.ring import SharedMemory
 from tests.support.bridge.file_memory import FileMemory
 
@@ -47,18 +47,15 @@ def followers() -> Followers:
     return Followers()
 
 
-def relay_of(followers: Followers, monkeypatch: pytest.MonkeyPatch, most: int) -> RelayMemory:
-    monkeypatch.setattr("rollout.ranks.relay._PIECE_BYTES", KIB)
+def relay_of(followers: Followers, most: int) -> RelayMemory:
     place = HostPlace(SharedMemory.create("pieces", 0), torch.device("cpu"))
-    return RelayMemory(place, lambda: followers.taken, followers.give, most)
+    return RelayMemory(place, lambda: followers.taken, followers.give, RelaySizes(most, KIB))
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_memory_is_used_again_only_when_all_have_read_it(
-    followers: Followers, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_memory_is_used_again_only_when_all_have_read_it(followers: Followers, seed: int) -> None:
     draws = random.Random(seed)
-    relay = relay_of(followers, monkeypatch, draws.choice([KIB, 5 * KIB]))
+    relay = relay_of(followers, draws.choice([KIB, 5 * KIB]))
     relay.open(KIB, 1 << 20)
     unread: dict[int, tuple[int, int, Any]] = {}  # of pieces that somebody may still read: begin, end, event of rank 0
     stream, waited = 0, 0
@@ -84,10 +81,8 @@ def test_memory_is_used_again_only_when_all_have_read_it(
     assert waited > 0 and relay.all_given()
 
 
-def test_a_piece_that_a_device_writes_is_given_when_it_is_written_and_later_ones_after_it(
-    followers: Followers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    relay = relay_of(followers, monkeypatch, 4 * KIB)
+def test_a_piece_that_a_device_writes_is_given_when_it_is_written_and_later_ones_after_it(followers: Followers) -> None:
+    relay = relay_of(followers, 4 * KIB)
     relay.open(KIB, 1 << 20)
     written = Event()
     for start, event in ((0, written), (KIB, None)):
@@ -99,8 +94,8 @@ def test_a_piece_that_a_device_writes_is_given_when_it_is_written_and_later_ones
     assert relay.all_given() and [start for start, *_ in followers.given] == [0, KIB]
 
 
-def test_what_was_not_given_of_a_dropped_update_never_is(followers: Followers, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay = relay_of(followers, monkeypatch, 2 * KIB)
+def test_what_was_not_given_of_a_dropped_update_never_is(followers: Followers) -> None:
+    relay = relay_of(followers, 2 * KIB)
     relay.open(KIB, 1 << 20)
     pending = Event()
     for start, event in ((0, None), (KIB, pending)):
@@ -157,8 +152,8 @@ def test_memory_on_a_device_is_freed_once_all_followers_have_unmapped_it(tmp_pat
     assert place.free() == 64 and files() == 0
 
 
-def test_memory_grows_when_no_piece_is_in_use(followers: Followers, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay = relay_of(followers, monkeypatch, KIB)
+def test_memory_grows_when_no_piece_is_in_use(followers: Followers) -> None:
+    relay = relay_of(followers, KIB)
     relay.open(KIB, 1 << 20)
     assert relay.has_room()
     relay.reserve(KIB)
