@@ -40,11 +40,11 @@ from trainer_bridge.wire.errors import Overloaded
 
 log = logging.getLogger(__name__)
 
-#: Places beside those of the adapters that may be loaded: for new weights while the old ones are in use.
+#: Places besides those of the adapters that may be loaded: for new weights while the old ones are in use.
 _SPARE = 8
 _PLACE_ALIGN = 2 << 20
 _PART_ALIGN, _TENSOR_ALIGN = 4096, 64
-#: Within which a place comes free: as long as loads that the loop has not taken, and followers, need.
+#: A place comes free within this time: loads that the loop has not taken, and followers, need no longer.
 _PLACE_S = 10.0
 _POLL_S = 0.001
 
@@ -60,7 +60,7 @@ class PartTensor(NamedTuple):
 
 
 class _Share(SharedParts):
-    """What the weights of rank 0 refer to: when the last reference ends, their place may be used again."""
+    """The place of an adapter, which the weights of rank 0 refer to: after the last reference it may be used again."""
 
     def __init__(self, number: int, place: int, layout: list[PartTensor]) -> None:
         super().__init__(number)

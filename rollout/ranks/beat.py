@@ -3,11 +3,11 @@
     every quarter of a second    done, parts, fault, beat    in this order: a beat tells that numbers before it are new
 
 Its own thread, so that a long launch, a compilation or a large update does not silence it: a beat that stands still
-means that the whole process does. Whether the loop and the device go on is told by the other numbers (`watch.py`).
+means that the whole process does. The other numbers tell whether the loop and the device go on (`watch.py`).
 
 A follower whose flag is set (`PeerBuffers.fault`), or whose device fails, ends here, also while its loop waits for the
-device. It also kills rank 0 if that process is stopped for `SILENT_S`: its clients would wait, and nobody else can tell
-them. A supervisor then starts the group again.
+device. It also kills rank 0 if that process is stopped for `SILENT_S`: its clients would wait, and no other
+process can tell them. A supervisor then starts the group again.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class DeviceProgress:
         return 0 if self._memory is None else self._memory.parts
 
     def lost_rank(self) -> int | None:
-        """The rank for which a kernel of this device waited in vain, or None; as of the last call."""
+        """The rank whose part a kernel of this device did not get in time, or None; as of the last call."""
         if self._peers is None:
             return None
         if self._copy is None:

@@ -21,8 +21,7 @@ _FAILED = 1
 class OrderedWork:
     """Runs functions in a thread, one after the other, and acknowledges their orders.
 
-    An order fails if its function raises an exception, of which rank 0 gets the text: it does without what it has
-    ordered. Where rank 0 cannot do without it, the rank ends.
+    An order fails if its function raises an exception, and rank 0 gets the text. Where it must not fail, the rank ends.
     """
 
     def __init__(self, lane: LaneName, device: torch.device, reports: Reports, follower: int) -> None:

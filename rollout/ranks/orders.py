@@ -1,26 +1,26 @@
 """The orders that rank 0 gives to its followers through the ring, in the order of its compute stream.
 
-    PIXELS    a part of the images of a step     keep it for the next step
-    STEP      header of an upload, its words     launch it, and draw unless rows wait for masks
-    DRAW      places and masks of constrained rows       draw of the last step
-    LANE      an order of a lane, with its number        carry it out, and acknowledge it (`reports.py`)
-    END       nothing                            end the process
+    PIXELS    a part of the images of a step         keep it for the next step
+    STEP      header of an upload, its words         launch it, and draw unless rows wait for masks
+    DRAW      places and masks of constrained rows   draw of the last step
+    LANE      an order of a lane, with its number    carry it out, and acknowledge it (`reports.py`)
+    END       nothing                                end the process
 
-The lanes, and what their orders have:
+The orders of each lane, with their fields:
 
-    updates         open       number of an update, size of its manifest   lay out the staging memory, if it fits
-                    take       a piece: start, bytes, place in the relay   keep the shard's part in the staging memory
-                    relay      a handle of memory of rank 0's GPU          map it: pieces come through it; or unmap it
-                    prepare    number of the update                        all bytes are verified: plan its copies
-    swap            version of the update                 copy it into the parameters, after the steps before
-    adapters        prepare    number, place, layout      map this rank's part of an adapter
-                    forget     number of an adapter       unmap it: no copy reads it
-    adapter_copies  slot and number of an adapter         copy the part to the slot, beside steps or between two
-    kv_out ..       pages, pages of the host              copy KV or states to the host or back
-    sleep           what to do with the memory            keep, give back, take again
+    updates          open      number of an update, size of its manifest   lay out the staging memory, if it fits
+                     take      a piece: start, bytes, place in the relay   keep the shard's part in the staging memory
+                     relay     a handle of memory of rank 0's GPU          map it: pieces come through it; or unmap it
+                     prepare   number of the update                        all bytes are verified: plan its copies
+    swap                       version of the update                       copy it to the parameters, after older steps
+    adapters         prepare   number, place and layout of an adapter      map this rank's part of it
+                     forget    number of an adapter                        unmap it: no copy reads it
+    adapter_copies             slot and number of an adapter               copy it there, during steps or between two
+    kv_out, ..                 pages, pages of the host                    copy KV or states to the host or back
+    sleep                      save, release, restore, ..                  keep memory, give it back, take it again
 
-Every order has the weights version that is in use at it; a follower with another one ends. Orders of adapters, which
-other threads than the loop give in any order beside swaps, have none.
+Every order has the weights version that is in use at it; a follower with another one ends. Orders of adapters have
+none: other threads than the loop give them, before or after a swap.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class Orders:
     def confirm(self, output: StepOutput) -> None:
         """Raise if another rank knows that a step may be wrong.
 
-        What a rank lacks is NaN, and NaN in a part of a row makes its log-prob NaN on every rank. Weights may have NaN,
-        too, so that alone is no fault.
+        A part that a rank lacks is NaN, and NaN in a part of a row makes its log-prob NaN on every rank. Weights may
+        have NaN, too, so that alone is no fault.
         """
         if math.isnan(sum(output.logprobs)):
             self._settle()
@@ -191,7 +191,7 @@ def read_step(layout: memoryview, words: memoryview, pixels: bytes | bytearray =
 
 
 def image_arrays(encodes: tuple[Encode, ...]) -> Iterator[np.ndarray]:
-    """What the followers need of the images of a step: of each one its patches, and then its places."""
+    """The arrays that followers need for the images of a step: the patches of each one, and then its places."""
     for encode in encodes:
         yield np.ascontiguousarray(encode.pixels.patches)
         yield np.ascontiguousarray(encode.places, dtype=np.int64)

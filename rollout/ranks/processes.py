@@ -180,7 +180,7 @@ class Ranks:
             raise RankLostError(self.failure)
 
     def status(self, launched: int, committed: int) -> list[RankStatus]:
-        """All ranks, of which rank 0 has launched and committed so many steps; none of one rank."""
+        """All ranks; empty if there is one. `launched` and `committed` are steps of rank 0."""
         if self.size == 1:
             return []
         orders = self.orders
@@ -304,12 +304,12 @@ class Ranks:
             time.sleep(_READY_POLL_S)
         if any(self.reports.get("fault")):
             self.wait_for_cause(_FLAG_CAUSE_S)
-            raise RankLostError(self.failure or "a rank waited in vain for a part of a sum")
+            raise RankLostError(self.failure or "a rank did not get a part of a sum in time")
         self.check()
 
 
 def look_at_start(pid: int, stage: int, done: int, total: int, on_cpu: bool) -> StartLook:
-    """What is seen of a process that has reported its stage, with parts done and parts in all."""
+    """A look at a process that has reported its stage, with parts done and parts in all."""
     main = thread_stat(pid, pid)
     cpu_s = main.cpu_s if on_cpu or stage <= CONNECTING else main.kernel_s
     place = StartPlace(stage, total > 0, done)

@@ -6,7 +6,7 @@ A **lane** is what one thread or stream of a follower works off, in order. Every
 acknowledged in the same way:
 
     begin        it is given to the thread, or the device has begun it
-    advance      a part of what takes long is done
+    advance      a part of a long order is done
     end          it is carried out; or it failed, and a text says why
 """
 
@@ -71,7 +71,7 @@ class Reports:
         self._numbers[follower, _PLACES[name]] += more
 
     def text(self, follower: int, topic: Topic) -> str:
-        """What the follower said last of a topic, for people; may be empty."""
+        """The last text of the follower about a topic, for people; may be empty."""
         return bytes(self._texts[follower, TOPICS.index(topic)]).split(b"\0")[0].decode(errors="replace")
 
     def say(self, follower: int, topic: Topic, text: str) -> None:
@@ -115,7 +115,7 @@ class LaneReport:
         self._numbers[_BEGUN] = number
 
     def advance(self, parts: int = 1) -> None:
-        """Parts of what takes long are done."""
+        """Parts of a long order are done."""
         self._numbers[_PARTS] += parts
 
     def advance_to(self, parts: int) -> None:

@@ -16,10 +16,10 @@ A healthy group must not be ended, however slow it is:
 - The beat is a thread of its own, so only a process that does not run at all is silent. It counts once a follower is
   ready: the imports and the loading before are seconds under Python's lock. Until then `start.py` has the rules.
 - No time counts while a rank compiles a kernel.
-- What moves gigabytes (updates, swaps, sleeps) is done in parts, and each part that is done begins the time anew. So no
-  order needs a longer limit than another.
-- What waits for its turn on the device is not begun, and does not count. For copies no time counts in which the main
-  thread of a follower does not look for their ends: it is at an order, which is judged.
+- Work that moves gigabytes (updates, swaps, sleeps) is done in parts, and each part that is done begins the time anew.
+  So no order needs a longer limit than another.
+- A copy that waits for its turn on the device is not begun, and does not count. For copies no time counts while the
+  main thread of a follower does not look for their ends: it is at an order, which is judged.
 - A rank on a CPU computes steps in a thread. While such a thread uses CPU time, the ranks are slow, not hung. So is a
   main thread.
 - If all ranks have completed what they were given, the loop of rank 0 hangs. The watchdog of the worker finds that.
@@ -50,7 +50,7 @@ class Lane(NamedTuple):
     """How far a lane is."""
 
     busy: bool  # something is begun, and has not ended
-    done: int  # grows with all that has ended, and with each part of what takes long
+    done: int  # grows with each order that ended, and with each part of a long one
 
 
 _EMPTY = Lane(False, 0)
@@ -58,7 +58,7 @@ _EMPTY = Lane(False, 0)
 
 @dataclass(frozen=True, slots=True)
 class FollowerLook:
-    """What is seen of a follower at one moment."""
+    """A look at a follower at one moment."""
 
     pid: int
     status: int | None = None  # exit status, negative for a signal; None while it runs
@@ -78,7 +78,7 @@ class FollowerLook:
 
 @dataclass(frozen=True, slots=True)
 class GroupLook:
-    """What is seen of a group at one moment."""
+    """A look at a group at one moment."""
 
     followers: Sequence[FollowerLook]
     ordered: int = 0  # sequence number of the last order; 0 before there are any

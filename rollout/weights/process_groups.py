@@ -1,7 +1,7 @@
 """The control messages about trainers' process groups: `join`, `gather` and `leave`.
 
-They come before the `begin` of an update by the transport `torch_group`, which does the work. What is gathered is
-checked against the model's parameters after it was received, so that a wrong update leaves the group in step.
+They come before the `begin` of an update by the transport `torch_group`, which does the work. Gathered tensors are
+checked against the model's parameters after they were received, so that a wrong update leaves the group in step.
 """
 
 from __future__ import annotations

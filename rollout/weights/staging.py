@@ -361,10 +361,9 @@ class Staging:
         target = self.stream[start : start + data.numel()]
         if target.data_ptr() == data.data_ptr():
             return  # the bytes arrived in the staging memory itself
-        piece_bytes = data.numel() if target.device == data.device else _COPY_BYTES
-        for lo in range(0, data.numel(), piece_bytes):
-            hi = lo + piece_bytes
-            target[lo:hi].copy_(data[lo:hi], non_blocking=self._stream is not None)
+        piece_bytes = max(1, data.numel()) if target.device == data.device else _COPY_BYTES
+        for kept, piece in zip(target.split(piece_bytes), data.split(piece_bytes), strict=True):
+            kept.copy_(piece, non_blocking=self._stream is not None)
 
     def _take_tensors(self, start: int, data: torch.Tensor) -> None:
         end = start + data.numel()
@@ -586,7 +585,7 @@ def _end(rows: Rows) -> int:
 
 
 def _target(view: torch.Tensor) -> tuple[torch.Tensor, Cut | None]:
-    """What takes the kept part of a tensor, and the cut that makes that part."""
+    """The tensor that takes the kept part of another one, and the cut that makes that part."""
     return (view.kept_part, view.cut) if isinstance(view, CutView) else (view, None)
 
 
