@@ -401,7 +401,7 @@ def test_a_committed_update_comes_into_use_without_its_trainer(
         order = {"endpoint": worker.endpoint, "transport": transport, "folder": str(tmp_path), "version": 2, "seed": 2}
         with faults.child(role="publisher", phase="none", fault="none", device="cpu", **order) as pid:
             wait_for(lambda: worker.status()["state"] == state, f"the update to be {state}")
-            wait_for(lambda: worker.receiver._intake.current is None or committed(worker), "the commit")
+            wait_for(lambda: worker.orders.prepared == 2, "the commit")
             os.kill(pid, signal.SIGKILL)
             wait_for(lambda: ended_or_stopped(pid), "the end of the trainer")
         assert worker.receiver.version == 1 and all(shard.serves(old) for shard in worker.shards)
@@ -409,11 +409,6 @@ def test_a_committed_update_comes_into_use_without_its_trainer(
         wait_for(lambda: worker.receiver.version == 2, "the swap")
         assert worker.serve(new)
         assert worker.serve(good(worker, transport, tmp_path, 3))
-
-
-def committed(worker: GroupWorker) -> bool:
-    current = worker.receiver._intake.current
-    return current is not None and current.commit is not None
 
 
 @pytest.mark.parametrize("seed", [0, 1, *nightly(*range(2, 60))])

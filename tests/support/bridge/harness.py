@@ -119,10 +119,12 @@ class Worker:
         self.model = model or TinyModel()
         self.engine_gate = Gate(takes_weights=True)
         weights = WeightsSettings(**{"bind": f"tcp://{bracketed(host)}:0", **settings})
-        destinations = destinations or Destinations(make_staging(self.model.views, weights))
-        self.staging = destinations.staging
+        self.destinations = destinations or Destinations(make_staging(self.model.views, weights))
+        self.staging = self.destinations.staging
         parameters = ParameterMap(self.model.views, names)
-        self.receiver = WeightReceiver(parameters, destinations, version, weights, self.engine_gate, adapters=adapters)
+        self.receiver = WeightReceiver(
+            parameters, self.destinations, version, weights, self.engine_gate, adapters=adapters
+        )
         if shared is not None:
             share_with(self, shared)
         self.gate = threading.Event()
