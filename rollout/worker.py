@@ -84,6 +84,7 @@ from rollout.weights.adapter_updates import AdapterTarget
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import make_staging
+from rollout.weights.update_intake import UpdateTargets
 
 log = logging.getLogger(__name__)
 
@@ -137,13 +138,15 @@ class Worker:
         staging = make_staging(parameters.views, settings.weights, self.ranks.size > 1, allocate)
         self._swap_copies = staging.swap_copies
         self.receiver = WeightReceiver(
-            parameters,
-            self.ranks.destinations(staging),
+            UpdateTargets(
+                parameters,
+                self.ranks.destinations(staging),
+                _adapter_target(settings.engine, model, registry, packer),
+            ),
             version,
             settings.weights,
             gate,
             settings.security,
-            _adapter_target(settings.engine, model, registry, packer),
         )
         links = Links(inbox, outbox.put, gate, self.receiver, registry)
         with stage("preparing decode steps") as shown:

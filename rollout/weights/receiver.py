@@ -25,11 +25,8 @@ from rollout.config import SecuritySettings, WeightsSettings
 from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.network.access import Access
-from rollout.weights.adapter_updates import AdapterTarget
-from rollout.weights.destination import Destinations
-from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.staged_weights import StagedWeights
-from rollout.weights.update_intake import Reply, UpdateIntake, ended
+from rollout.weights.update_intake import Reply, UpdateIntake, UpdateTargets, ended
 from trainer_bridge.transports.bucket_link import BUCKET
 from trainer_bridge.transports.registry import make_receivers
 from trainer_bridge.wire.codec import (
@@ -59,28 +56,27 @@ _log = logging.getLogger(__name__)
 
 
 class WeightReceiver:
-    """Receives updates for the model's `parameters`, whose weights have `version` now.
+    """Receives updates of `targets`; the model's weights have `version` now.
 
-    `gate` lets updates in and holds generation while one is written in place. The bytes go to `destinations`. The
-    weight socket is bound on return (`endpoint`). Raises ValueError when it cannot be bound, or when it needs CURVE.
+    `gate` lets updates in and holds generation while one is written in place. The weight socket is bound on return
+    (`endpoint`). Raises ValueError when it cannot be bound, or when it needs CURVE.
     """
 
     def __init__(
         self,
-        parameters: ParameterMap,
-        destinations: Destinations,
+        targets: UpdateTargets,
         version: int,
         settings: WeightsSettings,
         gate: Gate,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
-        adapters: AdapterTarget | None = None,
     ) -> None:
+        parameters, adapters = targets.parameters, targets.adapters
         access = Access.from_settings(security)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._post_lock = threading.Lock()
         self._ended = False
         self._wake = _Wake()
-        self._staging = destinations.staging
+        self._staging = targets.destinations.staging
         max_update_bytes = max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes)
         self._socket = WeightSocket(settings.bind, max_update_bytes, access)
         self.endpoint = self._socket.endpoint
@@ -92,12 +88,10 @@ class WeightReceiver:
             groups=access.keys is None,
         )
         self._intake = UpdateIntake(
-            parameters,
+            targets,
             version,
-            destinations,
             gate,
             self.receivers,
-            adapters,
             idle_s=settings.idle_s,
             endpoint=self.endpoint,
             post=self._post,

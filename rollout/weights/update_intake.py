@@ -103,6 +103,15 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateTargets:
+    """What updates can change: the model's `parameters`, whose bytes go to `destinations`, and adapters."""
+
+    parameters: ParameterMap
+    destinations: Destinations
+    adapters: AdapterTarget | None = None  # None: this worker serves no adapters
+
+
+@dataclass(frozen=True, slots=True)
 class UpdatePlan:
     """An accepted `begin`: the update fits its target, and its transport is known."""
 
@@ -137,12 +146,10 @@ class UpdateIntake:
 
     def __init__(
         self,
-        parameters: ParameterMap,
+        targets: UpdateTargets,
         version: int,
-        destinations: Destinations,
         gate: Gate,
         receivers: Mapping[str, TransportReceiver],
-        adapters: AdapterTarget | None,
         *,
         idle_s: float,
         endpoint: str,
@@ -156,16 +163,16 @@ class UpdateIntake:
         self.committed: tuple[StagedWeights | AdapterUpdate, Commit] | None = None  # ready or being applied
         self.waiting: dict[str | None, tuple[Mapping[str, Any], Reply]] = {}  # begins, by adapter; None: the model's
         self.failure: tuple[bytes, dict[str, Any]] | None = None  # token and error reply of the last rejected update
-        self._parameters = parameters
-        self._destinations = destinations
+        self._parameters = targets.parameters
+        self._destinations = targets.destinations
+        self._adapters = targets.adapters
         self._gate = gate
         self.receivers = receivers
-        self._adapters = adapters
         self._idle_s = idle_s
         self._endpoint = endpoint
         self._post = post
         self._said_unused = self._said_kept = False
-        self._groups = ProcessGroups(parameters, receivers, self._say_unused)
+        self._groups = ProcessGroups(targets.parameters, receivers, self._say_unused)
 
     # --- one round of the thread -------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from rollout.weights.destination import Destinations
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import make_staging
+from rollout.weights.update_intake import UpdateTargets
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from trainer_bridge import AsyncRolloutClient, ClientCurve, RolloutClient, WeightPublisher
 from trainer_bridge.wire.errors import AccessRefused, ConnectionLost, RolloutError
@@ -171,8 +172,8 @@ def test_only_numbers_of_this_host_count_as_loopback(endpoints: list[str], loopb
 
 def weight_receiver(model: TinyModel, bind: str, security: SecuritySettings) -> WeightReceiver:
     settings = WeightsSettings(bind=bind)
-    destinations = Destinations(make_staging(model.views, settings))
-    return WeightReceiver(ParameterMap(model.views), destinations, 0, settings, Gate(), security)
+    targets = UpdateTargets(ParameterMap(model.views), Destinations(make_staging(model.views, settings)))
+    return WeightReceiver(targets, 0, settings, Gate(), security)
 
 
 @pytest.mark.parametrize("bind", ["tcp://*:0", "tcp://0.0.0.0:0"])

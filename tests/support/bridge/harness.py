@@ -21,6 +21,7 @@ from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.staging import make_staging
+from rollout.weights.update_intake import UpdateTargets
 from tests.support.bridge.file_memory import share_with
 from tests.support.ports import free_port
 from trainer_bridge.wire.address import bracketed, host_port
@@ -121,10 +122,8 @@ class Worker:
         weights = WeightsSettings(**{"bind": f"tcp://{bracketed(host)}:0", **settings})
         self.destinations = destinations or Destinations(make_staging(self.model.views, weights))
         self.staging = self.destinations.staging
-        parameters = ParameterMap(self.model.views, names)
-        self.receiver = WeightReceiver(
-            parameters, self.destinations, version, weights, self.engine_gate, adapters=adapters
-        )
+        targets = UpdateTargets(ParameterMap(self.model.views, names), self.destinations, adapters)
+        self.receiver = WeightReceiver(targets, version, weights, self.engine_gate)
         if shared is not None:
             share_with(self, shared)
         self.gate = threading.Event()
