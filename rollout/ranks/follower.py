@@ -34,14 +34,17 @@ from rollout.process.python_lock import hand_over_soon
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.beat import Beat, DeviceProgress
 from rollout.ranks.copies import FollowerCopies
+from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_updates import FollowerUpdates
 from rollout.ranks.orders import ANY_VERSION, DRAW, END, LANE, PIXELS, STEP, read_draw, read_step
 from rollout.ranks.processes import connect
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import LaneReport, Reports
 from rollout.ranks.ring import Head, RingReader, SharedMemory
 from rollout.ranks.start import CONNECTING, LOADING, PREPARING, READY, StartProgress
 from rollout.ranks.watch import LaneName
+from rollout.weights.parameter_map import ParameterMap, update_names
+from rollout.weights.staging import make_staging
 
 log = logging.getLogger(__name__)
 
@@ -185,11 +188,15 @@ def follow(told: dict[str, Any]) -> None:
         start.enter(PREPARING)
         memory = sleeping_memory(settings, device, loaded.model)  # before anything takes views of the weights
         allocate = None if memory is None else memory.buffer
-        updates = FollowerUpdates.of(loaded, settings, shared["relayed"], shared["manifest"], reports, number, allocate)
+        parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
+        advance = LaneReport(reports, number, "updates").advance
+        staging = make_staging(parameters.views, settings.weights, True, allocate, advance)
+        memories = (shared["relayed"], shared["manifest"], reports, number)
+        updates = FollowerUpdates(parameters, staging, *memories, device_memory(device.torch_device))
         adapters = AdapterCopies(shared["adapters"], rank, loaded.dtype, device.torch_device, reports)
         executor, slots = build_follower(settings, device, loaded.model, memory, start.advance)
         copies = FollowerCopies(executor, adapters, updates.work, memory, reports, number)
-        progress = DeviceProgress(device, slots, group.peers, memory, updates.staging.swap_copies)
+        progress = DeviceProgress(device, slots, group.peers, memory, staging.swap_copies)
         follower = Follower(settings, number, executor, slots, updates, copies, progress)
         reader = RingReader(
             shared["ring"], told["shared"]["eventfd"], lambda position: reports.set(number, "position", position)

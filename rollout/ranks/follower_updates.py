@@ -13,16 +13,14 @@ from typing import Any
 import msgpack
 import torch
 
-from rollout.config import Settings
-from rollout.models.loader import LoadedModel
-from rollout.ranks.device_relay import READ_BYTES, device_memory
+from rollout.ranks.device_relay import READ_BYTES
 from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.relay import PinnedView
-from rollout.ranks.reports import LaneReport, Reports
+from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.parameter_map import ParameterMap, update_names
+from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.staged_weights import Copy
-from rollout.weights.staging import Allocate, Staging, make_staging
+from rollout.weights.staging import Staging
 from trainer_bridge.transports.cuda_ipc import IpcMemory, IpcReader
 from trainer_bridge.wire.manifest import from_wire
 
@@ -30,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class FollowerUpdates:
-    """The updates of follower `number`. The constructor allocates staging memory on the device, if it has room."""
+    """The updates of follower `number`; `of_device` reads memory of rank 0's GPU, if that is possible."""
 
     def __init__(
         self,
@@ -52,24 +50,6 @@ class FollowerUpdates:
         self._lock = threading.Lock()
         self._ready: tuple[int, int, list[Copy]] = (0, 0, [])  # number, version, copies
         self._open = (0, 0)  # number and version of the update that is received; 0: none, or one that does not fit
-
-    @classmethod
-    def of(
-        cls,
-        loaded: LoadedModel,
-        settings: Settings,
-        relayed: SharedMemory,
-        manifest: SharedMemory,
-        reports: Reports,
-        number: int,
-        allocate: Allocate | None = None,
-    ) -> FollowerUpdates:
-        """Those of a shard's parameters. `allocate` makes staging memory of the device; by default torch does."""
-        parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
-        advance = LaneReport(reports, number, "updates").advance
-        staging = make_staging(parameters.views, settings.weights, True, allocate, advance)
-        of_device = device_memory(loaded.model.embed.device)
-        return cls(parameters, staging, relayed, manifest, reports, number, of_device)
 
     # --- the main thread ----------------------------------------------------------------------------------------------
 

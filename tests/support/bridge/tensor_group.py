@@ -121,10 +121,10 @@ class GroupWorker(Worker):
                 return InPlace(shard.views)
             return Staging(shard.views, staging, shard=True, block_bytes=block_bytes)
 
-        own = staging_of(self.shards[0])
+        self.stagings = [staging_of(shard) for shard in self.shards]
         sizes = RelaySizes(relay_bytes, piece_bytes)
         memories = {"relayed": self.relayed, "manifest": manifest}
-        ranks = RankUpdates(own, memories, self.reports, lambda: self.orders, mine, sizes)
+        ranks = RankUpdates(self.stagings[0], memories, self.reports, lambda: self.orders, mine, sizes)
         self.orders = Orders(writer, 0, self.reports, lambda: None, ranks)
         self.reading = threading.Event()
         self.reading.set()
@@ -133,10 +133,11 @@ class GroupWorker(Worker):
         self.followers = []
         for number, eventfd in enumerate(eventfds):
             parameters = ParameterMap(self.shards[1 + number].views)
-            kept = staging_of(self.shards[1 + number])
             relayed = SharedMemory(self.relayed.descriptor)  # a map of its own, as in a process of its own
             memories = (relayed, manifest, self.reports, number)
-            updates = FollowerUpdates(parameters, kept, *memories, peers[1 + number] if peers else None)
+            updates = FollowerUpdates(
+                parameters, self.stagings[1 + number], *memories, peers[1 + number] if peers else None
+            )
             reader = RingReader(ring, eventfd, lambda at, me=number: self.reports.set(me, "position", at))  # type: ignore[misc]
             follow = threading.Thread(target=self._follow, args=(reader, updates, number), daemon=True)
             follow.start()
