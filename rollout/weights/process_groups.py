@@ -20,6 +20,7 @@ _MAX_PART = 1 << 20
 _MAX_PACKED = 1 << 62
 _LISTED = 4  # names in a reply
 
+#: Takes the one answer to a control message.
 Reply = Callable[[dict[str, Any]], None]
 
 

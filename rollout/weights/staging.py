@@ -495,7 +495,10 @@ class InPlace(Staging):
             self._whole[name] = torch.empty(kept.nbytes, dtype=torch.uint8, device=target.device)
         return self._whole[name]
 
-    @torch.no_grad()
+    @torch.inference_mode()
+    def _take(self, start: int, data: torch.Tensor) -> None:
+        super()._take(start, data)
+
     def _end(self, kept: _Kept) -> None:
         if kept.entry.name in self._whole and kept.entry.name not in self._others:
             self.written = True

@@ -35,7 +35,7 @@ from rollout.engine.gate import Gate, UpdateWait
 from rollout.weights.adapter_updates import AdapterTarget, IncomingAdapter, read_adapter
 from rollout.weights.destination import Destination, Destinations
 from rollout.weights.parameter_map import Fit, ParameterMap
-from rollout.weights.process_groups import ProcessGroups
+from rollout.weights.process_groups import ProcessGroups, Reply
 from rollout.weights.staged_weights import StagedWeights
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
 from trainer_bridge.wire.errors import (
@@ -56,10 +56,6 @@ _BUSY_POLL_MS = 2  # while copies on a device still read the staging memory
 _READY_POLL_MS = 20  # while an update is ready, which may come to wait for recomputation and then gives way
 
 _log = logging.getLogger(__name__)
-
-
-#: Takes the one answer to a control message.
-Reply = Callable[[dict[str, Any]], None]
 
 
 @dataclass
