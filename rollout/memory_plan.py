@@ -333,13 +333,13 @@ def plan_outline(settings: Settings, machine: Machine, shapes: Outline) -> Memor
 def _staging(
     settings: Settings, machine: Machine, weights: int, update: int
 ) -> tuple[Literal["device", "host", "in_place"], str | None]:
-    """Where an update is staged, as a worker chooses it (`rollout.weights.apply_mode`); and what is wrong with it."""
+    """Where an update is staged, as a worker chooses it (`rollout.weights.staging`); and what is wrong with it."""
     asked = settings.weights
     if asked.apply == "in_place":
         return "in_place", None
     free = max(0, machine.total - weights) if machine.target.kind == "cuda" else 0
     try:
-        if takes_device(update, _META, asked.staging, free):
+        if takes_device(update, _META, asked.staging, free_bytes=free):
             return "device", None
     except ValueError as error:
         return "device", str(error)

@@ -56,7 +56,7 @@ from rollout.models import LoadedModel, load_model
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.loader import check_cut, fetch, fetch_draft
 from rollout.models.lora_slots import AdapterWeights
-from rollout.models.peft_tensors import AdapterRanks, load_peft_folder
+from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
 from rollout.network.access import Access
 from rollout.network.ports import check_free
 from rollout.process.announce import say, write_whole
@@ -80,10 +80,11 @@ from rollout.service.text.codec import TextCodec, load_text_codec
 from rollout.service.text.process import TextProcess
 from rollout.service.vitals import Vitals
 from rollout.settings_sources import SettingsError
-from rollout.weights.adapter_target import AdapterTarget
-from rollout.weights.parameter_map import update_names
+from rollout.weights.adapter_updates import AdapterTarget
+from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.receiver import WeightReceiver
-from rollout.weights.swap_copies import parts_done
+from rollout.weights.staging import make_staging
+from rollout.weights.update_intake import UpdateTargets
 
 log = logging.getLogger(__name__)
 
@@ -131,24 +132,28 @@ class Worker:
         device = make_device(str(model.embed.device))
         memory = sleeping_memory(settings, device, model)  # moves the weights, so before anything takes views of them
         self._memory = memory
-        adapter_ranks = self.ranks.take_adapters(model)
+        packer = self.ranks.adapter_packer(model)
+        parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
+        allocate = None if memory is None else memory.buffer
+        staging = make_staging(parameters.views, settings.weights, self.ranks.size > 1, allocate)
+        self._swap_copies = staging.swap_copies
         self.receiver = WeightReceiver(
-            loaded.trainer_views(),
+            UpdateTargets(
+                parameters,
+                self.ranks.destinations(staging),
+                _adapter_target(settings.engine, model, registry, packer),
+            ),
             version,
             settings.weights,
             gate,
             settings.security,
-            _adapter_target(settings.engine, model, registry, adapter_ranks),
-            None if memory is None else memory.buffer,
-            update_names(settings.model, loaded),
-            self.ranks.take_updates(device.torch_device),
         )
         links = Links(inbox, outbox.put, gate, self.receiver, registry)
         with stage("preparing decode steps") as shown:
             advance = both(shown, self.ranks.start.advance)
             lead = self._lead if self.ranks.size > 1 else None
             self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
-        for name, weights in _read_adapters(settings.engine, model, adapter_ranks).items():
+        for name, weights in _read_adapters(settings.engine, model, packer).items():
             links.inbox.put(PutAdapter(name, weights))
         self.inspector = Inspector(self.engine)
         parts = self.engine, links, self.receiver, self.metrics, self.prompts
@@ -177,7 +182,7 @@ class Worker:
                 outbox,
                 views=self.inspector,
                 receiver=self.receiver,
-                adapters=_adapter_folders(settings.engine, model, adapter_ranks),
+                adapters=_adapter_folders(settings.engine, model, packer),
             ),
             ServedText(
                 text,
@@ -302,7 +307,7 @@ class Worker:
         """On the watching thread: how far this rank is."""
         steps = self.engine.pipeline.steps()
         busy = any(not step.slot.end.query() for step in steps)
-        lanes: dict[LaneName, Lane] = {"swap": Lane(self.engine.swapper.copying, parts_done())}
+        lanes: dict[LaneName, Lane] = {"swap": Lane(self.engine.swapper.copying, self._swap_copies.parts_done())}
         if (memory := self._memory) is not None:
             lanes["sleep"] = Lane(memory.working, memory.parts)
         for queue in self.engine.executor.copy_queues:
@@ -507,22 +512,18 @@ def eos_ids(declared: tuple[int, ...], text: TextCodec | None, vocab: int) -> tu
 # --- the sources of adapters: folders, at start or by message, and the weight bridge ----------------------------------
 
 
-def _adapter_folders(engine: EngineSettings, model: LanguageModel, ranks: AdapterRanks | None) -> AdapterFolders | None:
+def _adapter_folders(engine: EngineSettings, model: LanguageModel, packer: AdapterPacker) -> AdapterFolders | None:
     """The folders from which `load_adapter` may read; None without adapter slots."""
     if not engine.adapter_slots:
         return None
-    spec, rank, dtype, pinned = native(model).spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda
+    spec, rank, dtype = native(model).spec, engine.adapter_rank, model.embed.dtype
     root = None if engine.adapter_root is None else Path(engine.adapter_root).expanduser()
-    return AdapterFolders(
-        root, lambda folder, asked_s: load_peft_folder(folder, spec, rank, dtype, pinned, ranks, asked_s)
-    )
+    return AdapterFolders(root, lambda folder, asked_s: load_peft_folder(folder, spec, rank, dtype, packer, asked_s))
 
 
-def _read_adapters(
-    engine: EngineSettings, model: LanguageModel, ranks: AdapterRanks | None
-) -> dict[str, AdapterWeights]:
+def _read_adapters(engine: EngineSettings, model: LanguageModel, packer: AdapterPacker) -> dict[str, AdapterWeights]:
     """The adapters to load at start, by name. Raises ValueError for a folder without an adapter."""
-    folders = _adapter_folders(engine, model, ranks)
+    folders = _adapter_folders(engine, model, packer)
     if folders is None:
         return {}
     adapters = {}
@@ -535,10 +536,9 @@ def _read_adapters(
 
 
 def _adapter_target(
-    engine: EngineSettings, model: LanguageModel, registry: AdapterRegistry | None, ranks: AdapterRanks | None
+    engine: EngineSettings, model: LanguageModel, registry: AdapterRegistry | None, packer: AdapterPacker
 ) -> AdapterTarget | None:
     """The target of adapters that arrive over the weight bridge; None without adapter slots."""
     if registry is None:
         return None
-    spec, embed = native(model).spec, model.embed
-    return AdapterTarget(spec, engine.adapter_rank, embed.dtype, embed.is_cuda, registry, ranks)
+    return AdapterTarget(native(model).spec, engine.adapter_rank, model.embed.dtype, registry, packer)

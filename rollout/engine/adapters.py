@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rollout.engine.device.streams import Event
 from rollout.engine.messages import VERSION_END, AdapterStatus
@@ -135,13 +134,3 @@ class AdapterRegistry:
         for adapter in tuple(self.known.values()):
             slot = adapter.slot
             yield AdapterStatus(adapter.name, adapter.version, slot is not None, 0 if slot is None else slot.refs)
-
-
-class AdapterOrders(Protocol):
-    """Has the other ranks of a tensor group copy their parts of adapters."""
-
-    def write_adapter(self, slot: int, weights: AdapterWeights, beside: bool) -> int:
-        """Copy to a slot, `beside` steps or between two; returns the number of the copy."""
-
-    def adapter_written(self, number: int) -> bool:
-        """Whether all other ranks have done this copy and the ones before."""

@@ -93,13 +93,20 @@ def corrected_modules(spec: ModelSpec) -> dict[str, CorrectedModule]:
     return modules
 
 
+class SharedParts:
+    """The memory of an adapter that the ranks of a tensor group share; they know it by `number`."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
     """One adapter on the host in the layout of a slot: A [J R, K] and B [N, R] of each product that it corrects."""
 
     rank: int  # the largest of its modules
     parts: Mapping[LayerProduct, tuple[torch.Tensor, torch.Tensor]]
-    shared: object = None  # with other ranks: by what these know the adapter; the memory of the parts is theirs, too
+    shared: SharedParts | None = None  # with the other ranks of a tensor group
 
     @property
     def nbytes(self) -> int:

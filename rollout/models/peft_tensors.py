@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from rollout_kernels.lora import padded_rank
@@ -92,19 +91,27 @@ class AdapterPlan:
         return AdapterWeights(max(module.rank for module in self.modules), parts)
 
 
-class AdapterRanks(Protocol):
-    """The ranks of a tensor group, which all need their parts of an adapter."""
+class AdapterPacker:
+    """Packs adapters for the one rank that serves a model; a tensor group has one that packs for all ranks.
 
-    size: int
+    With `pinned` the weights are in pinned memory.
+    """
+
+    size = 1  # ranks
+
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
 
     def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
         """As `AdapterPlan.pack`, for all ranks; None while there is no memory: ask again.
 
         `since_s` is the `time.monotonic` at which it was asked for. Raises `RolloutError` if none comes free.
         """
+        return plan.pack(tensors, self._pinned)
 
     def ready(self, weights: AdapterWeights) -> bool:
         """Whether all ranks have their parts. Raises CheckpointError if one cannot, `RolloutError` if one is lost."""
+        return True
 
 
 def _zeros(pinned: bool, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -163,15 +170,15 @@ def load_peft_folder(
     spec: ModelSpec,
     most_rank: int,
     dtype: torch.dtype,
-    pinned: bool = False,
-    ranks: AdapterRanks | None = None,
+    packer: AdapterPacker | None = None,
     asked_s: float | None = None,
 ) -> AdapterWeights:
     """The adapter in a folder that PEFT has written. Raises CheckpointError with the reason if it cannot be served.
 
-    With other `ranks` it returns when all of them have their parts; call it in a thread that may wait. Raises
-    `RolloutError` if they cannot have them now. `asked_s` is the `time.monotonic` at which it was asked for.
+    With the `packer` of a tensor group it returns when all ranks have their parts; call it in a thread that may wait.
+    Raises `RolloutError` if they cannot have them now. `asked_s` is the `time.monotonic` at which it was asked for.
     """
+    packer = packer or AdapterPacker()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     check_links(folder)
@@ -185,12 +192,10 @@ def load_peft_folder(
         raise CheckpointError(f"{file}: {len(mistyped)} tensors of an unsupported type: {_some(mistyped)}")
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     plan = plan_adapter(config, shapes, spec, most_rank, dtype, str(folder))
-    if ranks is None:
-        return plan.pack(_read(file, stored), pinned)
     tensors, since_s = _read(file, stored), time.monotonic() if asked_s is None else asked_s
-    while (weights := ranks.pack(plan, tensors, since_s)) is None:
+    while (weights := packer.pack(plan, tensors, since_s)) is None:
         time.sleep(_RANKS_POLL_S)
-    while not ranks.ready(weights):
+    while not packer.ready(weights):
         time.sleep(_RANKS_POLL_S)
     return weights
 

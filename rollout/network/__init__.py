@@ -1,1 +1,1 @@
-"""What the sockets of a worker have in common: who may connect, and whether their ports are free."""
+"""The sockets of a worker: which clients may connect, and whether ports are free."""

@@ -1,7 +1,7 @@
 """Checks that a worker's ports are free before it spends minutes on loading a model.
 
-Ports of numeric addresses are checked, and paths of `ipc`: ZeroMQ would take the path of a worker that lives. What a
-killed one left there does no harm. Host names and interfaces fail later, when their socket is bound.
+Ports of numeric addresses are checked, and paths of `ipc`: ZeroMQ would take the path of a worker that lives. The
+file of a killed worker does no harm. Host names and interfaces fail later, when their socket is bound.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Tensor parallelism: the processes of one worker, a rank each, and what they tell one another."""
+"""Tensor parallelism: the processes of one worker, a rank each, and the orders and reports between them."""

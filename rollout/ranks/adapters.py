@@ -1,9 +1,9 @@
 """Adapters in a tensor group: rank 0 packs the parts of all ranks in shared memory, and each rank copies its own part.
 
     any thread   pack: a place of the memory gets one part for each rank
-                 ADAPTER --> each follower maps the place --> adapter_seen; if one refuses, no rank has the adapter
-    loop         WRITE --> every rank copies its part to the slot --> wrote
-    own thread   nobody refers to the weights any more: FORGET --> forgotten: the place may be used again
+                 prepare --> each follower maps the place; if one cannot, no rank has the adapter
+    loop         copy --> every rank copies its part to the slot
+    own thread   nothing refers to the weights any more: forget --> the place may be used again
 
     memory       | part of rank 0 | part of rank 1 | .. |  part of rank 0 | ..
                  |<----------- a place ----------------->|
@@ -25,25 +25,26 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rollout.config import EngineSettings
 from rollout.models.checkpoint_folder import CheckpointError
-from rollout.models.lora_slots import AdapterSlots, AdapterWeights, LayerProduct, model_products
-from rollout.models.peft_tensors import AdapterPlan
+from rollout.models.lora_slots import AdapterSlots, AdapterWeights, LayerProduct, SharedParts, model_products
+from rollout.models.peft_tensors import AdapterPacker, AdapterPlan
 from rollout.models.shard import spec_of_rank
 from rollout.models.spec import ModelSpec
 from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.orders import Orders, check_alive
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.staging import Pins, touch
+from rollout.weights.pinned_memory import Pins, touch
 from trainer_bridge.wire.errors import Overloaded
 
 log = logging.getLogger(__name__)
 
-#: Places beside those of the adapters that may be loaded: for new weights while the old ones are in use.
+#: Places besides those of the adapters that may be loaded: for new weights while the old ones are in use.
 _SPARE = 8
 _PLACE_ALIGN = 2 << 20
 _PART_ALIGN, _TENSOR_ALIGN = 4096, 64
-#: Within which a place comes free: as long as loads that the loop has not taken, and followers, need.
+#: A place comes free within this time: loads that the loop has not taken, and followers, need no longer.
 _PLACE_S = 10.0
 _POLL_S = 0.001
 
@@ -58,19 +59,21 @@ class PartTensor(NamedTuple):
     columns: int
 
 
-class _Share:
-    """What the weights of rank 0 refer to: when the last reference ends, their place may be used again."""
+class _Share(SharedParts):
+    """The place of an adapter, which the weights of rank 0 refer to: after the last reference it may be used again."""
 
     def __init__(self, number: int, place: int, layout: list[PartTensor]) -> None:
-        self.number, self.place, self.layout = number, place, layout
-        self.ticket = 0  # of the question to the followers
-        self.prepared = False  # on all ranks
+        super().__init__(number)
+        self.place, self.layout = place, layout
+        self.order = 0  # by which the followers prepare it
+        self.answered = False  # by all of them
+        self.failures: list[str] = []
 
 
-class RankAdapters:
+class RankAdapters(AdapterPacker):
     """Rank 0's end. Any thread may call it; `orders` is None until the followers are ready.
 
-    `most` is the number of adapters that may be loaded, `most_rank` their largest rank. `lost` says why the group is
+    `settings` have the number of adapters that may be loaded, and their largest rank. `lost` says why the group is
     lost, if it is.
     """
 
@@ -78,29 +81,30 @@ class RankAdapters:
         self,
         memory: SharedMemory,
         spec: ModelSpec,
-        most_rank: int,
+        settings: EngineSettings,
         dtype: torch.dtype,
-        most: int,
-        reports: Reports,
-        orders: Callable[[], Orders | None],
         device: torch.device,
+        orders: Callable[[], Orders | None],
         lost: Callable[[], str],
     ) -> None:
+        super().__init__()
         assert spec.shard is not None
         self.size = spec.shard.size
         self._specs = [spec_of_rank(spec, rank) for rank in range(self.size)]
         tensors = 2 * len(model_products(spec))
-        needed = AdapterSlots.bytes_for(spec, 1, most_rank, dtype) + tensors * _TENSOR_ALIGN
+        needed = AdapterSlots.bytes_for(spec, 1, settings.adapter_rank, dtype) + tensors * _TENSOR_ALIGN
         self.part_bytes = -(-needed // _PART_ALIGN) * _PART_ALIGN
         self.place_bytes = -(-self.part_bytes * len(self._specs) // _PLACE_ALIGN) * _PLACE_ALIGN
-        memory.grow(self.place_bytes * (most + _SPARE))  # pages of a place take no memory until they are written
+        places = settings.max_adapters + _SPARE
+        memory.grow(self.place_bytes * places)  # pages of a place take no memory until they are written
         self._map, self._device, self._pins = memory.map(), device, device.type == "cuda"
-        self._reports, self._orders, self._lost = reports, orders, lost
+        self._orders, self._lost = orders, lost
         self._lock = threading.Lock()
-        self._free = list(range(most + _SPARE - 1, -1, -1))
+        self._free = list(range(places - 1, -1, -1))
         # Filled wherever the last reference ends, also amid a garbage collection.
         self._unused: SimpleQueue[_Unused] = SimpleQueue()
-        self._number = self._tickets = 0
+        self._number = 0
+        self._asked: _Share | None = None  # that the followers are preparing
         threading.Thread(target=self._give_places_back, name="adapter-places", daemon=True).start()
 
     def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
@@ -142,33 +146,27 @@ class RankAdapters:
         check_alive(self._lost)
         with self._lock:
             orders = self._orders()
-            if share.prepared or orders is None:
-                return share.prepared
-            answered = min(self._reports.get("adapter_seen")) >= self._tickets
-            if share.ticket == 0 and answered:
-                self._tickets += 1
-                share.ticket = self._tickets
-                begin = share.place * self.place_bytes
-                orders.adapter(share.ticket, share.number, begin, self.part_bytes, share.layout)
-            if share.ticket == 0 or min(self._reports.get("adapter_seen")) < share.ticket:
+            if orders is None:
                 return False
-            for follower, refused in enumerate(self._reports.get("adapter_refused")):
-                if refused == share.ticket:
-                    why = self._reports.text(follower, "adapter")
-                    raise CheckpointError(f"rank {follower + 1}: {why}")
-            share.prepared = True
-            return True
+            if (asked := self._asked) is not None and orders.done("adapters", asked.order):
+                asked.answered, asked.failures = True, orders.failures("adapters", asked.order)
+                self._asked = None
+            if share.order == 0 and self._asked is None:
+                begin = share.place * self.place_bytes
+                share.order = orders.give("adapters", "prepare", share.number, begin, self.part_bytes, share.layout)
+                self._asked = share
+            if share.failures:
+                raise CheckpointError(share.failures[0])
+            return share.answered
 
     def _give_places_back(self) -> None:
         """Have the followers forget each unused adapter, then free its place. Runs in a thread of its own."""
-        forgets = 0
         while True:
             unused = self._unused.get()
             while (orders := self._orders()) is None:  # the followers are still loading
                 time.sleep(_POLL_S)
-            forgets += 1
-            orders.forget_adapter(forgets, unused.number)
-            while min(self._reports.get("forgotten")) < forgets:
+            number = orders.give("adapters", "forget", unused.number)
+            while not orders.done("adapters", number):
                 if self._lost():
                     return
                 time.sleep(_POLL_S)
@@ -229,48 +227,38 @@ class AdapterCopies:
         self, memory: SharedMemory, rank: int, dtype: torch.dtype, device: torch.device, reports: Reports
     ) -> None:
         self._memory, self._rank, self._dtype, self._device = memory, rank, dtype, device
-        self._reports = reports
         self._lock = threading.Lock()
         self._known: dict[int, tuple[AdapterWeights, Pins | None]] = {}
         self._work = OrderedWork("adapters", device, reports, rank - 1)
 
-    def prepare(self, ticket: int, number: int, begin: int, part_bytes: int, layout: list[Any]) -> None:
-        """Begin to map an adapter; the outcome is reported."""
-        self._work.put(lambda: self._prepare(ticket, number, begin + self._rank * part_bytes, part_bytes, layout))
-
-    def forget(self, ticket: int, number: int) -> None:
-        """Forget an adapter, if it was prepared; no copy reads it any more."""
-        self._work.put(lambda: self._forget(ticket, number))
+    def carry_out(self, number: int, what: str, *fields: Any) -> None:
+        """Begin to carry out an order, to prepare an adapter or to forget one."""
+        if what == "prepare":
+            self._work.put(number, lambda: self._prepare(*fields), "an adapter cannot be mapped")
+        else:
+            self._work.put(number, lambda: self._forget(*fields))
 
     def weights(self, number: int) -> AdapterWeights:
         """The part of a prepared adapter that belongs to this rank."""
         with self._lock:
             return self._known[number][0]
 
-    def _prepare(self, ticket: int, number: int, begin: int, part_bytes: int, layout: list[Any]) -> None:
-        try:
-            mapped = self._memory.map()
-            parts = _read_parts(mapped, begin, self._dtype, [PartTensor(*row) for row in layout])
-            pinned = None
-            if self._device.type == "cuda":
-                touch(torch.frombuffer(mapped, dtype=torch.uint8, offset=begin, count=part_bytes), self._work.advance)
-                pinned = _pin(mapped, begin, part_bytes, self._device)
-        # Whatever it is, rank 0 waits for an answer, and does without this adapter.
-        except Exception as error:
-            log.exception("an adapter cannot be mapped")
-            self._reports.say(self._rank - 1, "adapter", f"{type(error).__name__}: {error}")
-            self._reports.set(self._rank - 1, "adapter_refused", ticket)
-        else:
-            with self._lock:
-                self._known[number] = AdapterWeights(0, parts), pinned
-        self._reports.set(self._rank - 1, "adapter_seen", ticket)
+    def _prepare(self, number: int, begin: int, part_bytes: int, layout: list[Any]) -> None:
+        begin += self._rank * part_bytes
+        mapped = self._memory.map()
+        parts = _read_parts(mapped, begin, self._dtype, [PartTensor(*row) for row in layout])
+        pinned = None
+        if self._device.type == "cuda":
+            touch(torch.frombuffer(mapped, dtype=torch.uint8, offset=begin, count=part_bytes), self._work.advance)
+            pinned = _pin(mapped, begin, part_bytes, self._device)
+        with self._lock:
+            self._known[number] = AdapterWeights(0, parts), pinned
 
-    def _forget(self, ticket: int, number: int) -> None:
+    def _forget(self, number: int) -> None:
         with self._lock:
             known = self._known.pop(number, None)
         if known is not None and known[1] is not None:
             known[1].free()
-        self._reports.set(self._rank - 1, "forgotten", ticket)
 
 
 def _read_parts(

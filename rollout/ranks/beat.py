@@ -3,11 +3,11 @@
     every quarter of a second    done, parts, fault, beat    in this order: a beat tells that numbers before it are new
 
 Its own thread, so that a long launch, a compilation or a large update does not silence it: a beat that stands still
-means that the whole process does. Whether the loop and the device go on is told by the other numbers (`watch.py`).
+means that the whole process does. The other numbers tell whether the loop and the device go on (`watch.py`).
 
 A follower whose flag is set (`PeerBuffers.fault`), or whose device fails, ends here, also while its loop waits for the
-device. It also kills rank 0 if that process is stopped for `SILENT_S`: its clients would wait, and nobody else can tell
-them. A supervisor then starts the group again.
+device. It also kills rank 0 if that process is stopped for `SILENT_S`: its clients would wait, and no other
+process can tell them. A supervisor then starts the group again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rollout.engine.device.streams import Device
 from rollout.engine.step.slot import Slot
 from rollout.process.compiling import compiling
 from rollout.process.observed_time import ObservedTime
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import LaneReport, Reports
 from rollout.ranks.thread_stat import is_stopped
 from rollout.ranks.watch import BEAT_S, SILENT_S
-from rollout.weights.swap_copies import parts_done
+from rollout.weights.staged_weights import SwapCopies
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Beat:
 
     def __init__(self, reports: Reports, number: int, rank_0: int | None = None) -> None:
         self._reports, self._number, self._rank_0 = reports, number, rank_0
+        self._swap, self._sleep = LaneReport(reports, number, "swap"), LaneReport(reports, number, "sleep")
         self._progress: DeviceProgress | None = None
         threading.Thread(target=self._run, name="beat", daemon=True).start()
 
@@ -70,8 +71,8 @@ class Beat:
 
     def _look(self, progress: DeviceProgress) -> None:
         self._reports.set(self._number, "done", progress.done())
-        self._reports.set(self._number, "swap_parts", parts_done())
-        self._reports.set(self._number, "memory_parts", progress.memory_parts())
+        self._swap.advance_to(progress.swap_parts())
+        self._sleep.advance_to(progress.memory_parts())
         if (lost := progress.lost_rank()) is not None:
             self._reports.set(self._number, "fault", 1 + lost)
             self._end(f"rank {lost} did not send its part of a sum in time, or sent a wrong one")
@@ -95,9 +96,15 @@ class DeviceProgress:
     """How far the device of this process is. `done` and `lost_rank` belong to one thread; they wait for nothing."""
 
     def __init__(
-        self, device: Device, slots: Sequence[Slot], peers: PeerBuffers | None, memory: ReleasableMemory | None = None
+        self,
+        device: Device,
+        slots: Sequence[Slot],
+        peers: PeerBuffers | None,
+        memory: ReleasableMemory | None = None,
+        swaps: SwapCopies | None = None,
     ) -> None:
         self._device, self._slots, self._peers, self._memory = device, tuple(slots), peers, memory
+        self._swaps = swaps or SwapCopies()
         self.enqueued = 0  # steps whose end is enqueued; counted by the loop
         self._done = 0
         self._copy: _FlagCopy | None = None
@@ -109,12 +116,16 @@ class DeviceProgress:
         self._done = max(self._done, enqueued - running)
         return self._done
 
+    def swap_parts(self) -> int:
+        """Parts of swaps that are done."""
+        return self._swaps.parts_done()
+
     def memory_parts(self) -> int:
         """Parts of sleeps and wakes that are done."""
         return 0 if self._memory is None else self._memory.parts
 
     def lost_rank(self) -> int | None:
-        """The rank for which a kernel of this device waited in vain, or None; as of the last call."""
+        """The rank whose part a kernel of this device did not get in time, or None; as of the last call."""
         if self._peers is None:
             return None
         if self._copy is None:

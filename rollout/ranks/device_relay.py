@@ -1,7 +1,7 @@
 """A relay's memory on rank 0's GPU, which the other ranks read through the driver's handle of it.
 
-    grow      allocate --> RELAY: map it, unmap the memory of before --> mapped by all: free the memory of before
-    sleep     RELAY: unmap --> unmapped by all, with the rest of the sleep: free it
+    grow      allocate --> order: map it, unmap the memory of before --> carried out by all: free the memory of before
+    sleep     order: unmap --> carried out by all, with the rest of the sleep: free it
 
 CUDA does not define what happens to memory that is freed while another process has it mapped. So no memory is freed
 before all followers have unmapped it.
@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import torch
 
-from rollout.ranks.reports import Reports
 from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, IpcMemory
 
 log = logging.getLogger(__name__)
@@ -35,13 +34,19 @@ def device_memory(device: torch.device) -> IpcMemory | None:
 
 
 class DevicePlace:
-    """The memory. `tell` gives the followers its number, handle and bytes; they report `mapped` or `unmapped`."""
+    """The memory.
 
-    def __init__(self, memory: IpcMemory, reports: Reports, tell: Callable[[int, bytes, int], None]) -> None:
-        self._memory, self._reports, self._tell = memory, reports, tell
+    `tell` gives the followers its handle and bytes; it returns the number of the order. `answers` tells by this number
+    which of them have carried it out: None while one has not answered.
+    """
+
+    def __init__(
+        self, memory: IpcMemory, tell: Callable[[bytes, int], int], answers: Callable[[int], list[bool] | None]
+    ) -> None:
+        self._memory, self._tell, self._answers = memory, tell, answers
         self._tensor: torch.Tensor | None = None
         self._old: list[torch.Tensor] = []  # that followers may have mapped, but read no piece of any more
-        self._number = 0
+        self._order = 0
         self._failed = False
 
     def grow(self, nbytes: int) -> torch.Tensor:
@@ -57,21 +62,18 @@ class DevicePlace:
             self._failed = True
             self.unmap()
             return torch.empty(nbytes, dtype=torch.uint8)
-        self._number += 1
-        self._tell(self._number, handle, nbytes)
+        self._order = self._tell(handle, nbytes)
         return self._tensor
 
     def unmap(self) -> None:
         """Have the followers unmap it; no piece is read any more. `free` gives it back."""
         self._put_off()
         if self._old:
-            self._number += 1
-            self._tell(self._number, b"", 0)
+            self._order = self._tell(b"", 0)
 
     def free(self) -> int:
         """Give back the memory that all followers have unmapped; returns its bytes."""
-        answers = zip(self._reports.get("mapped"), self._reports.get("unmapped"), strict=True)
-        if not self._old or any(max(answer) < self._number for answer in answers):
+        if not self._old or self._answers(self._order) is None:
             return 0
         old, self._old = self._old, []
         for memory in old:
@@ -89,8 +91,9 @@ class DevicePlace:
         self.free()
         if self._failed:
             return False
-        if max(self._reports.get("unmapped")) >= self._number:
+        answers = self._answers(self._order)
+        if answers is not None and not all(answers):
             self._failed = True
             log.warning("pieces of updates go through the host: a rank cannot read the memory of rank 0's GPU")
             return False
-        return True if min(self._reports.get("mapped")) >= self._number else None
+        return None if answers is None else True

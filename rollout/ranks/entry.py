@@ -1,7 +1,7 @@
 """The process of a follower begins here: `python -m rollout.ranks.entry PARENT`, the process of rank 0.
 
-First of all it makes sure that it ends with rank 0, before the imports, which take seconds. Then it reads from stdin
-what it must know. Nothing there means that rank 0 has ended.
+It first makes sure that it ends with rank 0: the imports take seconds. Then it reads its facts from stdin. An empty
+stdin means that rank 0 has ended.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch
 
 from rollout.config import Settings
 from rollout.engine.build import build_follower, sleeping_memory
-from rollout.engine.device.streams import Event, make_device
+from rollout.engine.device.streams import make_device
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
@@ -34,32 +34,22 @@ from rollout.process.python_lock import hand_over_soon
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.beat import Beat, DeviceProgress
 from rollout.ranks.copies import FollowerCopies
+from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_updates import FollowerUpdates
-from rollout.ranks.orders import (
-    ANY_VERSION,
-    DRAW,
-    END,
-    EXTRA,
-    OPEN,
-    PREPARE,
-    RELAY,
-    STEP,
-    SWAP,
-    TAKE,
-    read_draw,
-    read_step,
-)
+from rollout.ranks.orders import ANY_VERSION, DRAW, END, EXTRA, LANE, STEP, read_draw, read_step
 from rollout.ranks.processes import connect
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import LaneReport, Reports
 from rollout.ranks.ring import Head, RingReader, SharedMemory
 from rollout.ranks.start import CONNECTING, LOADING, PREPARING, READY, StartProgress
-from rollout.weights.swap_copies import copy_tensors
+from rollout.ranks.watch import LaneName
+from rollout.weights.parameter_map import ParameterMap, update_names
+from rollout.weights.staging import make_staging
 
 log = logging.getLogger(__name__)
 
 _WAIT_S = 0.25  # for orders, between two looks at the streams
-_SWAP_POLL_S = 0.002  # while a swap or another copy is under way, whose end is reported
+_COPYING_POLL_S = 0.002  # while a copy is under way, whose end is reported
 
 
 class Follower:
@@ -80,7 +70,6 @@ class Follower:
         self._version = settings.weights.initial_version
         self._extra = bytearray()  # of the next step
         self._last: tuple[Header, Slot] | None = None
-        self._swap: tuple[int, Event, Event] | None = None  # number, start, end
 
     def serve(self, reader: RingReader, reports: Reports) -> None:
         """Carry out orders until the end is ordered. Raises what goes wrong."""
@@ -88,10 +77,9 @@ class Follower:
         reports.set(me, "thread", self._executor.compute.thread_id)
         reports.set(me, "ready", 1)
         while True:
-            self._report_swap(reports)
             copying = self._copies.report()
             reports.add(me, "looks")
-            if not reader.wait(_WAIT_S if self._swap is None and not copying else _SWAP_POLL_S):
+            if not reader.wait(_COPYING_POLL_S if copying else _WAIT_S):
                 self._executor.check()
                 continue
             head, body = reader.read()
@@ -126,21 +114,20 @@ class Follower:
             self._executor.draw_with_masks(header, slot)
             self._enqueued(reports)
             reports.add(self._number, "drawn")
-        elif head.kind == OPEN:
-            if self._updates.in_place:
-                self._executor.finish()  # rank 0 holds generation, and has committed all steps
-            self._updates.open(*msgpack.unpackb(layout))
-        elif head.kind == TAKE:
-            self._updates.piece(*msgpack.unpackb(layout))
-        elif head.kind == RELAY:
-            self._updates.relay(*msgpack.unpackb(layout))
-        elif head.kind == PREPARE:
-            self._updates.prepare(*msgpack.unpackb(layout))
-        elif head.kind == SWAP:
-            number, version = msgpack.unpackb(layout)
-            self._swap = (number, *self._begin_swap(number, version))
+        elif head.kind == LANE:
+            self._carry_out_lane(*msgpack.unpackb(layout))
         else:
-            self._copies.carry_out(head.kind, msgpack.unpackb(layout))
+            raise RuntimeError(f"an order is of an unknown kind, {head.kind}")
+
+    def _carry_out_lane(self, lane: LaneName, number: int, *fields: Any) -> None:
+        if lane == "swap":
+            self._begin_swap(number, *fields)
+        elif lane != "updates":
+            self._copies.carry_out(lane, number, *fields)
+        else:
+            if self._updates.in_place and fields[0] == "open":
+                self._executor.finish()  # rank 0 holds generation, and has committed all steps
+            self._updates.carry_out(number, *fields)
 
     def _enqueued(self, reports: Reports) -> None:
         self._progress.enqueued += 1
@@ -156,24 +143,13 @@ class Follower:
         self._executor.execute(Upload(upload.header, words, upload.extras), slot)
         self._last = (upload.header, slot)
 
-    def _report_swap(self, reports: Reports) -> None:
-        if self._swap is None:
-            return
-        number, start, end = self._swap
-        if start.query():
-            reports.set(self._number, "swap_begun", number)
-        if end.query():
-            self._executor.check()
-            reports.set(self._number, "swapped", number)
-            self._swap = None
-
-    def _begin_swap(self, number: int, version: int) -> tuple[Event, Event]:
+    def _begin_swap(self, number: int, version: int) -> None:
         copies = self._updates.take(number, version)
         device = self._executor.device
         start, end = device.event(), device.event()
-        self._executor.swap(version, lambda: copy_tensors(copies), start, end)
+        self._executor.swap(version, lambda: self._updates.staging.swap_copies.enqueue(copies), start, end)
         self._version = version
-        return start, end
+        self._copies.watch("swap", number, start, end)
 
 
 def follow(told: dict[str, Any]) -> None:
@@ -212,11 +188,15 @@ def follow(told: dict[str, Any]) -> None:
         start.enter(PREPARING)
         memory = sleeping_memory(settings, device, loaded.model)  # before anything takes views of the weights
         allocate = None if memory is None else memory.buffer
-        updates = FollowerUpdates.of(loaded, settings, shared["relayed"], shared["manifest"], reports, number, allocate)
+        parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
+        advance = LaneReport(reports, number, "updates").advance
+        staging = make_staging(parameters.views, settings.weights, True, allocate, advance)
+        memories = (shared["relayed"], shared["manifest"], reports, number)
+        updates = FollowerUpdates(parameters, staging, *memories, device_memory(device.torch_device))
         adapters = AdapterCopies(shared["adapters"], rank, loaded.dtype, device.torch_device, reports)
         executor, slots = build_follower(settings, device, loaded.model, memory, start.advance)
         copies = FollowerCopies(executor, adapters, updates.work, memory, reports, number)
-        progress = DeviceProgress(device, slots, group.peers, memory)
+        progress = DeviceProgress(device, slots, group.peers, memory, staging.swap_copies)
         follower = Follower(settings, number, executor, slots, updates, copies, progress)
         reader = RingReader(
             shared["ring"], told["shared"]["eventfd"], lambda position: reports.set(number, "position", position)

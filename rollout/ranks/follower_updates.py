@@ -1,42 +1,39 @@
 """A follower's end of updates: a thread that keeps the part of its shard of every piece, and plans the swap.
 
 It works in the order of rank 0's orders, which the main thread hands on. The main thread takes the planned copies at
-the SWAP, and until that swap is reported rank 0 begins no update, so nothing is written meanwhile.
+the swap, and until that swap is reported rank 0 begins no update, so nothing is written meanwhile.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
+from typing import Any
 
 import msgpack
 import torch
 
-from rollout.config import Settings
-from rollout.models.loader import LoadedModel
-from rollout.ranks.device_relay import READ_BYTES, device_memory
+from rollout.ranks.device_relay import READ_BYTES
 from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.relay import PinnedView
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.parameter_map import ParameterMap, update_names
-from rollout.weights.shard_staging import ShardInPlace, ShardStaging
-from rollout.weights.staging import Allocate, Copy
+from rollout.weights.parameter_map import ParameterMap
+from rollout.weights.staged_weights import Copy
+from rollout.weights.staging import Staging
 from trainer_bridge.transports.cuda_ipc import IpcMemory, IpcReader
-from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import from_wire
 
 log = logging.getLogger(__name__)
 
 
 class FollowerUpdates:
-    """The updates of follower `number`. The constructor allocates staging memory on the device, if it has room."""
+    """The updates of follower `number`; `of_device` reads memory of rank 0's GPU, if that is possible."""
 
     def __init__(
         self,
         parameters: ParameterMap,
-        staging: ShardStaging,
+        staging: Staging,
         relayed: SharedMemory,
         manifest: SharedMemory,
         reports: Reports,
@@ -45,7 +42,7 @@ class FollowerUpdates:
     ) -> None:
         self._of_device = of_device
         self._reader: IpcReader | None = None  # of rank 0's GPU
-        self._map, self._staging = parameters, staging
+        self._map, self.staging = parameters, staging
         self._relayed, self._manifest, self._reports, self._number = relayed, manifest, reports, number
         self._device = next(iter(parameters.views.values())).device
         self._view = PinnedView(self._device)
@@ -54,51 +51,23 @@ class FollowerUpdates:
         self._ready: tuple[int, int, list[Copy]] = (0, 0, [])  # number, version, copies
         self._open = (0, 0)  # number and version of the update that is received; 0: none, or one that does not fit
 
-    @classmethod
-    def of(
-        cls,
-        loaded: LoadedModel,
-        settings: Settings,
-        relayed: SharedMemory,
-        manifest: SharedMemory,
-        reports: Reports,
-        number: int,
-        allocate: Allocate | None = None,
-    ) -> FollowerUpdates:
-        """Those of a shard's parameters. `allocate` makes staging memory of the device; by default torch does."""
-        parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
-        weights = settings.weights
-        staging: ShardStaging
-        if weights.apply == "in_place":
-            staging = ShardInPlace(parameters.views)
-        else:
-            advance = functools.partial(reports.add, number, "updates_parts")
-            staging = ShardStaging(parameters.views, weights.staging, allocate, advance=advance)
-        of_device = device_memory(loaded.model.embed.device)
-        return cls(parameters, staging, relayed, manifest, reports, number, of_device)
-
     # --- the main thread ----------------------------------------------------------------------------------------------
 
     @property
     def in_place(self) -> bool:
         """Whether pieces are written into the parameters, which no step may use then."""
-        return self._staging.place is None
+        return self.staging.in_place
 
-    def open(self, number: int, manifest_bytes: int) -> None:
-        """Begin an update; the outcome is reported."""
-        self.work.put(lambda: self._begin(number, manifest_bytes))
-
-    def piece(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
-        """Keep this rank's part of a piece."""
-        self.work.put(lambda: self._keep(start, nbytes, at, on_device))
-
-    def relay(self, number: int, handle: bytes, nbytes: int) -> None:
-        """Map a new relay on rank 0's GPU, or none, and unmap the old one; the outcome is reported."""
-        self.work.put(lambda: self._map_relay(number, handle, nbytes))
-
-    def prepare(self, number: int) -> None:
-        """Plan the swap of the update, whose bytes are verified; the outcome is reported."""
-        self.work.put(lambda: self._prepare(number))
+    def carry_out(self, number: int, what: str, *fields: Any) -> None:
+        """Begin to carry out an order of the lane."""
+        if what == "open":
+            self.work.put(number, lambda: self._begin(*fields), "an update cannot begin")
+        elif what == "take":
+            self.work.put(number, lambda: self._keep(*fields), "a piece of an update cannot be kept")
+        elif what == "relay":
+            self.work.put(number, lambda: self._map_relay(number, *fields))
+        else:
+            self.work.put(number, lambda: self._prepare(*fields), "an update cannot be prepared")
 
     def take(self, number: int, version: int) -> list[Copy]:
         """The copies of a prepared update. Raises RuntimeError for another one."""
@@ -111,24 +80,17 @@ class FollowerUpdates:
     # --- the thread of updates ----------------------------------------------------------------------------------------
 
     def _begin(self, number: int, manifest_bytes: int) -> None:
+        """Begin an update, if it fits this rank."""
         self._open = (0, 0)
-        try:
-            manifest = from_wire(msgpack.unpackb(self._manifest.map()[:manifest_bytes]))
-            self.work.advance()
-            fit = self._map.check(manifest)
-            self.work.advance()
-            self._staging.open(manifest, fit)
-        except WeightsRejected as error:
-            self._refuse(number, str(error))
-        # Whatever it is, rank 0 waits for an answer, and the old weights stay in use.
-        except Exception as error:
-            log.exception("an update cannot begin")
-            self._refuse(number, f"{type(error).__name__}: {error}")
-        else:
-            self._open = (number, manifest.version)
-            self._reports.set(self._number, "opened", number)
+        manifest = from_wire(msgpack.unpackb(self._manifest.map()[:manifest_bytes]))
+        self.work.advance()
+        fit = self._map.check(manifest)
+        self.work.advance()
+        self.staging.open(manifest, fit)
+        self._open = (number, manifest.version)
 
-    def _map_relay(self, number: int, handle: bytes, nbytes: int) -> None:
+    def _map_relay(self, order: int, handle: bytes, nbytes: int) -> None:
+        """Map a new relay on rank 0's GPU, or none, and unmap the old one."""
         try:
             if self._reader is not None:
                 reader, self._reader = self._reader, None
@@ -139,53 +101,39 @@ class FollowerUpdates:
                 self._reader = self._of_device.reader(handle, nbytes)
         except OSError as error:
             log.warning("rank 0's GPU cannot be read: %s", error)
-            self._reports.set(self._number, "unmapped", number)
         else:
-            self._reports.set(self._number, "mapped", number)
+            self._reports.set(self._number, "mapped", order)
 
     def _keep(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
-        number, _ = self._open
-        try:
-            if number:
-                self._stage(start, nbytes, at, on_device)
-        except Exception as error:  # as above
-            log.exception("a piece of an update cannot be kept")
-            self._open = (0, 0)
-            self._refuse(number, f"{type(error).__name__}: {error}")
-        self._reports.add(self._number, "taken")
+        """Keep this rank's part of a piece, unless the update is refused."""
+        number, version = self._open
+        self._open = (0, 0)  # if this fails
+        if number:
+            self._stage(start, nbytes, at, on_device)
+            self._open = number, version
 
     def _stage(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
         """Keep this rank's part of a piece; return when the piece is read."""
         if not on_device:
-            event = self._staging.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
+            event = self.staging.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
         else:
             assert self._reader is not None, "rank 0 waits until its memory is mapped"
-            with self._staging.on_stream():
+            with self.staging.on_stream():
                 event, read = None, torch.empty(min(nbytes, READ_BYTES), dtype=torch.uint8, device=self._device)
                 for lo in range(0, nbytes, READ_BYTES):
                     part = read[: min(READ_BYTES, nbytes - lo)]
                     self._reader.read(at + lo, part)
-                    event = self._staging.take(start + lo, part)
+                    event = self.staging.take(start + lo, part)
         if event is not None:
             event.synchronize()
 
     def _prepare(self, number: int) -> None:
+        """Plan the swap of the update, whose bytes are verified, unless it is refused."""
         opened, version = self._open
         if opened != number:
-            return  # refused already
-        try:
-            self._staging.check_whole()
-            copies = self._staging.copies()
-        except WeightsRejected as error:
-            self._refuse(number, str(error))
-        except Exception as error:  # as above
-            log.exception("an update cannot be prepared")
-            self._refuse(number, f"{type(error).__name__}: {error}")
-        else:
-            with self._lock:
-                self._ready = (number, version, copies)
-            self._reports.set(self._number, "prepared", number)
-
-    def _refuse(self, number: int, message: str) -> None:
-        self._reports.say(self._number, "update", message)
-        self._reports.set(self._number, "refused", number)
+            return
+        self.staging.check()
+        copies = self.staging.copies()
+        with self._lock:
+            self._ready = (number, version, copies)
+        self._reports.set(self._number, "prepared", number)

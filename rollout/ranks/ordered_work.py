@@ -1,7 +1,4 @@
-"""A thread of a follower for work that takes longer than a step may wait. It does its work in order.
-
-It reports how many pieces of work it got, and how many have ended, so rank 0 finds it if it hangs.
-"""
+"""A thread of a follower for a lane whose orders take longer than a step may wait. It carries them out in order."""
 
 from __future__ import annotations
 
@@ -10,49 +7,60 @@ import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Literal
 
 import torch
 
-from rollout.ranks.reports import Number, Reports
+from rollout.ranks.reports import LaneName, LaneReport, Reports
+from trainer_bridge.wire.errors import WeightsRejected
 
 log = logging.getLogger(__name__)
 
 _FAILED = 1
-Name = Literal["updates", "adapters"]
-#: What it was given, what has ended, and parts of the work under way.
-WORK_NUMBERS: dict[Name, tuple[Number, Number, Number]] = {
-    "updates": ("updates_given", "updates_ended", "updates_parts"),
-    "adapters": ("adapters_given", "adapters_ended", "adapters_parts"),
-}
 
 
 class OrderedWork:
-    """Runs functions in a thread, one after the other.
+    """Runs functions in a thread, one after the other, and acknowledges their orders.
 
-    The functions report refusals themselves. If one raises, the rank ends: rank 0 waits for its answer.
+    An order fails if its function raises an exception, and rank 0 gets the text. Where it must not fail, the rank ends.
     """
 
-    def __init__(self, name: Name, device: torch.device, reports: Reports, number: int) -> None:
-        self._name, self._device, self._reports, self._number = name, device, reports, number
-        self._given, self._ended, self._parts = WORK_NUMBERS[name]
+    def __init__(self, lane: LaneName, device: torch.device, reports: Reports, follower: int) -> None:
+        self._device, self._reports, self._follower = device, reports, follower
+        self._report = LaneReport(reports, follower, lane)
         self._work: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        threading.Thread(target=self._run, name=lane, daemon=True).start()
 
-    def put(self, work: Callable[[], object]) -> None:
-        """Run this after all that was put before. One thread puts."""
-        self._reports.add(self._number, self._given)
-        self._work.put(work)
+    def put(self, number: int, work: Callable[[], object], failure: str = "") -> None:
+        """Carry out this order after all that were put before. One thread puts.
+
+        `failure` is logged if it fails; an order without it must not fail.
+        """
+        self._report.begin(number)
+        self._work.put(lambda: self._carry_out(number, work, failure))
 
     def advance(self) -> None:
         """Called by work that takes long, at each part that it has done: it does not hang."""
-        self._reports.add(self._number, self._parts)
+        self._report.advance()
 
     def finish(self) -> None:
         """Return when all that was put is done."""
         done = threading.Event()
-        self.put(done.set)
+        self._work.put(done.set)
         done.wait()
+
+    def _carry_out(self, number: int, work: Callable[[], object], failure: str) -> None:
+        why = ""
+        try:
+            work()
+        except WeightsRejected as error:
+            why = str(error)
+        # Whatever it is, rank 0 waits for an answer.
+        except Exception as error:
+            if not failure:
+                raise
+            log.exception(failure)
+            why = f"{type(error).__name__}: {error}"
+        self._report.end(number, why)
 
     def _run(self) -> None:
         try:
@@ -60,8 +68,7 @@ class OrderedWork:
                 torch.cuda.set_device(self._device)  # of this thread
             while True:
                 self._work.get()()
-                self._reports.add(self._number, self._ended)
         except BaseException as error:
-            self._reports.say(self._number, "end", f"thread {self._name}: {type(error).__name__}: {error}")
-            log.critical("this rank ends: its thread %s failed", self._name, exc_info=True)
+            self._reports.say(self._follower, "end", f"thread {self._report.lane}: {type(error).__name__}: {error}")
+            log.critical("this rank ends: its thread %s failed", self._report.lane, exc_info=True)
             os._exit(_FAILED)

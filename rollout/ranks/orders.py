@@ -1,30 +1,34 @@
 """The orders that rank 0 gives to its followers through the ring, in the order of its compute stream.
 
-    EXTRA     a part of the extras of a step             keep it for the next step
-    STEP      header of an upload, its words             launch it, and draw unless rows wait for masks
-    DRAW      places and masks of constrained rows       draw of the last step
-    OPEN      number of an update, size of its manifest  check that it fits, lay out the staging memory
-    TAKE      a piece: start and bytes, place in relay   keep the shard's part of it in the staging memory
-    RELAY     a handle of memory of rank 0's GPU         map it: pieces come through it; or unmap it
-    PREPARE   number of the update                       all bytes are verified: plan its copies
-    SWAP      number of the update                       copy it into the parameters, after the steps before
-    ADAPTER   number, place and layout of an adapter     map this rank's part of it
-    WRITE     slot and number of an adapter              copy the part to the slot, beside steps or between two
-    FORGET    number of an adapter                       unmap it, once no copy reads it
-    MOVE      direction, pages, pages of the host        copy KV or states to the host or back
-    MEMORY    what a sleep does with the memory          keep, give back, take again
-    END       nothing                                    end the process
+    EXTRA     a part of the extras of a step         keep it for the next step
+    STEP      header of an upload, its words         launch it, and draw unless rows wait for masks
+    DRAW      places and masks of constrained rows   draw of the last step
+    LANE      an order of a lane, with its number    carry it out, and acknowledge it (`reports.py`)
+    END       nothing                                end the process
 
-Every order has the weights version that is in use at it; a follower with another one ends. Orders that other threads
-than the loop give in any order beside swaps have none.
+The orders of each lane, with their fields:
+
+    updates          open      number of an update, size of its manifest   lay out the staging memory, if it fits
+                     take      a piece: start, bytes, place in the relay   keep the shard's part in the staging memory
+                     relay     a handle of memory of rank 0's GPU          map it: pieces come through it; or unmap it
+                     prepare   number of the update                        all bytes are verified: plan its copies
+    swap                       version of the update                       copy it to the parameters, after older steps
+    adapters         prepare   number, place and layout of an adapter      map this rank's part of it
+                     forget    number of an adapter                        unmap it: no copy reads it
+    adapter_copies             slot and number of an adapter               copy it there, during steps or between two
+    kv_out, ..                 pages, pages of the host                    copy KV or states to the host or back
+    sleep                      save, release, restore, ..                  keep memory, give it back, take it again
+
+Every order has the weights version that is in use at it; a follower with another one ends. Orders of adapters have
+none: other threads than the loop give them, before or after a swap.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgpack
 import numpy as np
@@ -33,18 +37,16 @@ import torch
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Extra, Header, Upload
-from rollout.models.lora_slots import AdapterWeights
-from rollout.ranks.reports import Number, Reports
+from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingWriter
+from rollout.ranks.watch import LANES, LaneName
 from trainer_bridge.wire.errors import InternalError
 
-STEP, DRAW, PREPARE, SWAP, END, OPEN, TAKE, RELAY, ADAPTER, WRITE, FORGET, MOVE, MEMORY, EXTRA = range(1, 15)
+STEP, DRAW, EXTRA, LANE, END = range(1, 6)
 
 _PIECE_BYTES = 1 << 20
 #: Instead of a version.
 ANY_VERSION = -1
-#: The queues of page movers.
-Queue = Literal["kv_out", "kv_in", "state_out", "state_in"]
 
 
 def check_alive(lost: Callable[[], str]) -> None:
@@ -83,10 +85,9 @@ class Orders:
         self._reports = reports
         self._settle = settle
         self._relay = relay
-        self._ordered: dict[Number, int] = {}  # how many of the orders whose ends are reported
-        self.pieces = 0  # of updates that were given
+        self._giving = threading.Lock()
+        self._given = dict.fromkeys(LANES, 0)  # number of the last order of each lane
         self.prepared = 0  # number of the last update that followers were told to prepare
-        self.swapped = 0  # number of the last one that they were told to copy
 
     def step(self, upload: Upload) -> None:
         """Give a step. The arrays of its extras come before it, in pieces: they may be larger than the ring."""
@@ -105,105 +106,51 @@ class Orders:
         at, refused = masks.rows
         self._write(DRAW, [at, refused, masks.host.shape[1]], _bytes(masks.host[: len(at)]))
 
-    def open(self, number: int, manifest_bytes: int) -> None:
-        """Give the beginning of an update. Any thread may call it, as those for pieces and preparation."""
-        self._write(OPEN, [number, manifest_bytes])
+    def give(self, lane: LaneName, *fields: Any, number: int | None = None) -> int:
+        """Give an order of a lane; returns its number, by default the next one. Any thread may call it."""
+        with self._giving:
+            number = self._given[lane] + 1 if number is None else number
+            self._given[lane] = number
+            self._write(LANE, [lane, number, *fields], version=ANY_VERSION if lane == "adapters" else None)
+        return number
 
-    def take(self, start: int, nbytes: int, at: int, on_device: bool) -> int:
-        """Give a piece of the update, which lies at byte `at` of the relay memory of the host or of the device.
+    def done(self, lane: LaneName, number: int) -> bool:
+        """Whether all followers have carried out this order of a lane, or failed to. Any thread may ask."""
+        return self._reports.done(lane, number)
 
-        Returns the number of the piece, over all updates. One thread at a time gives pieces.
-        """
-        self._write(TAKE, [start, nbytes, at, on_device])
-        self.pieces += 1
-        return self.pieces
-
-    def relay(self, number: int, handle: bytes, nbytes: int) -> None:
-        """Give the relay memory on rank 0's GPU, which has a number; without bytes it is to be unmapped."""
-        self._write(RELAY, [number, handle, nbytes])
-
-    def prepare(self, number: int) -> None:
-        """Give the preparation of the update, whose bytes are verified."""
-        self.prepared = number
-        self._write(PREPARE, [number])
+    def failures(self, lane: LaneName, number: int) -> list[str]:
+        """Why followers could not carry out this order of a lane, or a later one."""
+        return self._reports.failures(lane, number)
 
     def swap(self, version: int) -> None:
         """Give the copy of the prepared update."""
-        self.swapped = self.prepared
-        self._write(SWAP, [self.prepared, version])
+        self.give("swap", version, number=self.prepared)
         self._version = version
 
-    def done(self, name: Number, number: int) -> bool:
-        """Whether all followers have carried out this order. Any thread may ask."""
-        return min(self._reports.get(name)) >= number
+    @property
+    def swapped(self) -> int:
+        """Number of the last update that followers were told to copy."""
+        return self._given["swap"]
 
-    # --- adapters -----------------------------------------------------------------------------------------------------
-
-    def adapter(self, ticket: int, number: int, begin: int, part_bytes: int, layout: Any) -> None:
-        """Give an adapter to map. Any thread may call it."""
-        self._write(ADAPTER, [ticket, number, begin, part_bytes, layout], version=ANY_VERSION)
-
-    def forget_adapter(self, ticket: int, number: int) -> None:
-        """Give an adapter to forget. Any thread may call it."""
-        self._write(FORGET, [ticket, number], version=ANY_VERSION)
-
-    def write_adapter(self, slot: int, weights: AdapterWeights, beside: bool) -> int:
-        """Give the copy of an adapter to a slot; returns its number."""
-        number = self._next("wrote")
-        self._write(WRITE, [number, slot, weights.shared.number, beside])  # type: ignore[attr-defined]
-        return number
-
-    def adapter_written(self, number: int) -> bool:
-        """Whether that copy is done on all followers."""
-        return self.done("wrote", number)
-
-    # --- KV on the host, and sleep ------------------------------------------------------------------------------------
-
-    def move(self, queue: Queue, pages: Seq[int], host_pages: Seq[int]) -> int:
-        """Give a piece of pages to move; `queue` names the direction. Returns the number of the piece."""
-        number = self._next(queue)
-        self._write(MOVE, [queue, list(pages), list(host_pages)])
-        return number
-
-    def moved(self, queue: Queue, number: int) -> bool:
-        """Whether that piece is moved on all followers."""
-        return self.done(queue, number)
-
-    def memory(self, what: str) -> int:
-        """Give an order of a sleep; returns its number."""
-        if what == "release" and self._relay is not None:
+    def unmap_relay(self) -> None:
+        """Have the followers unmap the relay's memory on rank 0's GPU, before a sleep gives memory back."""
+        if self._relay is not None:
             self._relay.unmap()
-        number = self._next("memory_done")
-        self._write(MEMORY, [number, what])
-        return number
-
-    def memory_done(self, number: int) -> bool:
-        """Whether all followers have carried it out, or failed to."""
-        return self.done("memory_done", number)
-
-    def memory_failures(self, number: int) -> list[str]:
-        """Why followers could not carry it out."""
-        failed = enumerate(self._reports.get("memory_failed"))
-        return [f"rank {i + 1}: {self._reports.text(i, 'memory')}" for i, last in failed if last == number]
 
     def free_relay(self) -> int:
-        """Give back the relay's memory on rank 0's GPU, after a `release` that all have carried out; its bytes."""
+        """Give that memory back, once all have carried out their orders; returns its bytes."""
         return 0 if self._relay is None else self._relay.free()
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that all followers have given back so far."""
+        """Bytes that all followers have given back."""
         return sum(self._reports.get("memory_freed"))
-
-    def _next(self, name: Number) -> int:
-        number = self._ordered[name] = self._ordered.get(name, 0) + 1
-        return number
 
     def confirm(self, output: StepOutput) -> None:
         """Raise if another rank knows that a step may be wrong.
 
-        What a rank lacks is NaN, and NaN in a part of a row makes its log-prob NaN on every rank. Weights may have NaN,
-        too, so that alone is no fault.
+        A part that a rank lacks is NaN, and NaN in a part of a row makes its log-prob NaN on every rank. Weights may
+        have NaN, too, so that alone is no fault.
         """
         if math.isnan(sum(output.logprobs)):
             self._settle()

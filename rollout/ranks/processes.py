@@ -31,20 +31,22 @@ from rollout_kernels.parallel import TensorGroup
 from rollout.config import Settings
 from rollout.engine.messages import RankStatus
 from rollout.models.language_model import LanguageModel, native
+from rollout.models.peft_tensors import AdapterPacker
 from rollout.process.compiling import compiling, watch_compilations
 from rollout.process.observed_time import ObservedTime
 from rollout.ranks.adapters import RankAdapters
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_processes import FollowerProcesses
-from rollout.ranks.ordered_work import WORK_NUMBERS
 from rollout.ranks.orders import Orders
 from rollout.ranks.reports import NUMBERS, Number, Reports
 from rollout.ranks.ring import RingWriter
 from rollout.ranks.start import CONNECTING, LOADING, READY, StartLook, StartPlace, StartProgress, StartWatch
 from rollout.ranks.thread_stat import thread_stat
 from rollout.ranks.updates import RankUpdates
-from rollout.ranks.watch import FollowerLook, GroupLook, GroupWatch, Lane, LaneName
+from rollout.ranks.watch import COPY_LANES, FollowerLook, GroupLook, GroupWatch, Lane, LaneName
+from rollout.weights.destination import Destinations
+from rollout.weights.staging import Staging
 from trainer_bridge.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
@@ -142,31 +144,27 @@ class Ranks:
         self.orders = Orders(ring, version, self.reports, self._settle, self.updates)
         return self.orders
 
-    def take_updates(self, device: torch.device) -> RankUpdates | None:
-        """What the weight receiver uses to have all ranks take an update; None for one rank."""
+    def destinations(self, staging: Staging) -> Destinations:
+        """The destinations of updates, which all ranks take or none; `staging` is that of this rank."""
         if self.size == 1:
-            return None
+            return Destinations(staging)
         self.updates = RankUpdates(
-            self._followers.memories["relayed"],
-            self._followers.memories["manifest"],
+            staging,
+            self._followers.memories,
             self.reports,
             lambda: self.orders,
-            device,
-            device_memory(device),
+            device_memory(next(iter(staging.views.values())).device),
             lost=self._why_lost,
         )
         return self.updates
 
-    def take_adapters(self, model: LanguageModel) -> RankAdapters | None:
-        """What gives all ranks their parts of adapters; None for one rank, or where no adapters are served."""
-        engine = self._settings.engine
+    def adapter_packer(self, model: LanguageModel) -> AdapterPacker:
+        """What gives all ranks their parts of adapters."""
+        engine, device = self._settings.engine, model.embed.device
         if self.size == 1 or not engine.adapter_slots:
-            return None
-        spec, dtype = native(model).spec, model.embed.dtype
-        limits = (engine.adapter_rank, dtype, engine.max_adapters, self.reports)
-        device = model.embed.device
-        memory = self._followers.memories["adapters"]
-        return RankAdapters(memory, spec, *limits, lambda: self.orders, device, self._why_lost)
+            return AdapterPacker(pinned=device.type == "cuda")
+        memory, spec, dtype = self._followers.memories["adapters"], native(model).spec, model.embed.dtype
+        return RankAdapters(memory, spec, engine, dtype, device, lambda: self.orders, self._why_lost)
 
     def watch(self, on_lost: Callable[[str], None], progress: Callable[[], OwnProgress]) -> None:
         """Have `on_lost` called, on the watching thread, once the group is lost. Before, the process ends at once.
@@ -182,17 +180,19 @@ class Ranks:
             raise RankLostError(self.failure)
 
     def status(self, launched: int, committed: int) -> list[RankStatus]:
-        """All ranks, of which rank 0 has launched and committed so many steps; none of one rank."""
+        """All ranks; empty if there is one. `launched` and `committed` are steps of rank 0."""
         if self.size == 1:
             return []
         orders = self.orders
         ordered, swapped = (0, 0) if orders is None else (orders.ordered, orders.swapped)
-        names: tuple[Number, ...] = ("sequence", "launched", "done", "swapped", "prepared")
-        copies = map(sum, zip(*(self.reports.get(name) for name in _COPIES), strict=True))
+        names: tuple[Number, ...] = ("sequence", "launched", "done")
+        copies = map(sum, zip(*(self.reports.ended(lane) for lane in COPY_LANES if lane != "swap"), strict=True))
         followers = zip(
             self._followers.pids,
             self._watch_rules.silent_s,
             *(self.reports.get(name) for name in names),
+            self.reports.ended("swap"),
+            self.reports.get("prepared"),
             copies,
             strict=True,
         )
@@ -263,7 +263,7 @@ class Ranks:
                     sequence=at["sequence"],
                     launched=at["launched"],
                     done=at["done"],
-                    lanes=_lanes(at),
+                    lanes=self.reports.lanes(number),
                     looks=at["looks"],
                     compiling=at["compiling"] > 0,
                     main_s=main.cpu_s if on_cpu else None,
@@ -304,37 +304,12 @@ class Ranks:
             time.sleep(_READY_POLL_S)
         if any(self.reports.get("fault")):
             self.wait_for_cause(_FLAG_CAUSE_S)
-            raise RankLostError(self.failure or "a rank waited in vain for a part of a sum")
+            raise RankLostError(self.failure or "a rank did not get a part of a sum in time")
         self.check()
 
 
-#: What a follower counts of copies that are done.
-_COPIES: tuple[Number, ...] = ("wrote", "kv_out", "kv_in", "state_out", "state_in")
-#: By lane: the numbers of work that was given or begun, of work that has ended, and of parts done of the current work.
-_LANES: dict[LaneName, tuple[Number, Number, Number | None]] = {
-    "updates": WORK_NUMBERS["updates"],
-    "adapters": WORK_NUMBERS["adapters"],
-    "adapter_copies": ("writes_begun", "wrote", None),
-    "kv_out": ("kv_out_begun", "kv_out", None),
-    "kv_in": ("kv_in_begun", "kv_in", None),
-    "state_out": ("state_out_begun", "state_out", None),
-    "state_in": ("state_in_begun", "state_in", None),
-    "swap": ("swap_begun", "swapped", "swap_parts"),
-}
-
-
-def _lanes(at: Mapping[Number, int]) -> dict[LaneName, Lane]:
-    """The lanes of a follower, by what it reports."""
-    lanes = {
-        name: Lane(at[begun] > at[ended], at[ended] + (0 if parts is None else at[parts]))
-        for name, (begun, ended, parts) in _LANES.items()
-    }
-    lanes["sleep"] = Lane(False, at["memory_parts"])  # its orders are carried out on the main thread
-    return lanes
-
-
 def look_at_start(pid: int, stage: int, done: int, total: int, on_cpu: bool) -> StartLook:
-    """What is seen of a process that has reported its stage, with parts done and parts in all."""
+    """A look at a process that has reported its stage, with parts done and parts in all."""
     main = thread_stat(pid, pid)
     cpu_s = main.cpu_s if on_cpu or stage <= CONNECTING else main.kernel_s
     place = StartPlace(stage, total > 0, done)

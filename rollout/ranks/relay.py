@@ -1,6 +1,6 @@
 """The memory by which rank 0 passes an update to the other ranks, piece by piece: a ring that all of them map.
 
-    rank 0     | piece 4 |    | piece 2 | piece 3 |     reserve -> filled by a transport -> TAKE in the ring of orders
+    rank 0     | piece 4 |    | piece 2 | piece 3 |     reserve -> filled by a transport -> order to take it
     follower                     taken: 1                  copies its part of each into its own staging memory
 
 There are two such memories. One is shared memory of the host, for pieces that come there. With GPUs it is pinned when
@@ -19,17 +19,24 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.staging import Pins
+from rollout.weights.pinned_memory import Pins
 
-#: Bytes of the memory, if two pieces fit.
-RELAY_BYTES = 256 << 20
-#: What transports write at a time, besides whole buckets.
-_PIECE_BYTES = 64 << 20
+
+class RelaySizes(NamedTuple):
+    """Bytes of the memory, if two pieces fit, and of the pieces that transports write besides whole buckets."""
+
+    memory: int = 256 << 20
+    piece: int = 64 << 20
+
+
+RELAY_SIZES = RelaySizes()
+
+
 _ALIGN = 64
 
 
@@ -93,9 +100,9 @@ class RelayMemory:
         place: Place,
         taken: Callable[[], int],
         give: Callable[[int, int, int], int],
-        most_bytes: int = RELAY_BYTES,
+        sizes: RelaySizes = RELAY_SIZES,
     ) -> None:
-        self._where, self._taken, self._give, self._most_bytes = place, taken, give, most_bytes
+        self._where, self._taken, self._give, self._sizes = place, taken, give, sizes
         self._lock = threading.Lock()
         self._tensor = torch.empty(0, dtype=torch.uint8)
         self._pieces: deque[_Piece] = deque()
@@ -107,7 +114,7 @@ class RelayMemory:
         """Expect pieces of at most one bucket. Memory of earlier pieces is used again when they are taken."""
         with self._lock:
             self._reserved = None
-            self._piece_bytes = max(_ALIGN, min(total_bytes, max(bucket_bytes, _PIECE_BYTES)))
+            self._piece_bytes = max(_ALIGN, min(total_bytes, max(bucket_bytes, self._sizes.piece)))
 
     def usable(self) -> bool | None:
         """Whether the followers can read it, which the first call finds out; None: that is not known yet.
@@ -172,7 +179,7 @@ class RelayMemory:
     def _fit(self) -> bool:
         """Have memory for pieces of this update; false while it can't grow because earlier ones are in use."""
         self._advance()
-        wanted = min(4 * self._piece_bytes, max(2 * self._piece_bytes, self._most_bytes))
+        wanted = min(4 * self._piece_bytes, max(2 * self._piece_bytes, self._sizes.memory))
         if self._tensor.numel() < wanted:
             if self._pieces:
                 return False

@@ -1,6 +1,13 @@
 """What each follower reports to rank 0: a line of numbers and texts in shared memory, written by that follower alone.
 
 Most numbers only grow. Rank 0 may read an old one: it then waits a little longer than it must.
+
+A **lane** is what one thread or stream of a follower works off, in order. Every order of a lane has a number, and is
+acknowledged in the same way:
+
+    begin        it is given to the thread, or the device has begun it
+    advance      a part of a long order is done
+    end          it is carried out; or it failed, and a text says why
 """
 
 from __future__ import annotations
@@ -10,35 +17,27 @@ from typing import Literal, get_args
 import numpy as np
 
 from rollout.ranks.ring import SharedMemory
+from rollout.ranks.watch import LANES, Lane, LaneName
 
 Number = Literal[
-    "beat", "position", "sequence", "launched", "drawn", "done", "opened", "taken", "mapped", "unmapped", "prepared",
-    "refused", "swapped", "ready", "fault", "compiling", "adapter_seen", "adapter_refused", "forgotten", "wrote",
-    "kv_out", "kv_in", "state_out", "state_in", "memory_done", "memory_failed", "memory_freed", "memory_parts",
-    "updates_given", "updates_ended", "updates_parts", "adapters_given", "adapters_ended", "adapters_parts",
-    "thread", "looks", "writes_begun", "kv_out_begun", "kv_in_begun", "state_out_begun", "state_in_begun", "swap_begun",
-    "swap_parts", "stage", "stage_done", "stage_total",
+    "beat", "position", "sequence", "launched", "drawn", "done", "mapped", "prepared", "ready", "fault", "compiling",
+    "memory_freed", "thread", "looks", "stage", "stage_done", "stage_total",
 ]  # fmt: skip
 #: thread: of the system, which computes steps; 0 on a GPU.
 #: beat: of `beat.py`. position: in the ring. sequence: of the last order carried out. launched: steps whose end is
-#: enqueued. drawn: those that waited for masks. done: those that are complete on the device. opened, prepared, refused:
-#: the last update that fits, is ready to swap, or is neither. taken: pieces of updates. mapped, unmapped: the last
-#: memory of rank 0's GPU that this rank can read, or cannot. swapped: the last update whose copy is done. fault: 1 + a
-#: rank that sent nothing. compiling: 1 while a kernel is compiled, then 0 again. adapter_seen, adapter_refused:
-#: the last adapter that was mapped or refused, or refused. forgotten: the last order to forget one that is carried out.
-#: wrote: copies to adapter slots that are done. kv_out to state_in: pieces that were moved to the host or back. looks:
-#: how often the main thread has looked for copies that have begun or ended. memory_done, memory_failed: the last order
-#: of a sleep that is done, or that failed. memory_freed: bytes that sleeps gave back. .._given, .._ended: what a thread
-#: was given and has done. .._begun: copies that the device has begun; those of `kv_out` and so on, of `wrote` and of
-#: `swapped` have ended. .._parts: parts of what is under way that are done. stage: of the start (`start.py`), with its
-#: parts that are done, of those in all; these begin anew with each stage.
+#: enqueued. drawn: those that waited for masks. done: those that are complete on the device. mapped: the order by which
+#: this rank last mapped memory of rank 0's GPU. prepared: the last update that is ready to swap. fault: 1 + a rank that
+#: sent nothing. compiling: 1 while a kernel is compiled, then 0 again. memory_freed: bytes that sleeps gave back.
+#: looks: how often the main thread has looked for copies that have begun or ended. stage: of the start (`start.py`),
+#: with its parts that are done, of those in all; these begin anew with each stage.
 NUMBERS: tuple[Number, ...] = get_args(Number)
 _PLACES = {name: place for place, name in enumerate(NUMBERS)}
+_LANE_NUMBERS = 4
+_BEGUN, _ENDED, _FAILED, _PARTS = range(_LANE_NUMBERS)
 _TEXT_BYTES = 448
-Topic = Literal["end", "update", "adapter", "memory"]
-#: Why the rank ends; why it refused the last update, the last adapter, the last order of a sleep. Each topic has a
-#: thread of its own in the follower.
-TOPICS: tuple[Topic, ...] = get_args(Topic)
+Topic = Literal["end"] | LaneName
+#: Why the rank ends; why the last order of a lane failed that did.
+TOPICS: tuple[Topic, ...] = ("end", *LANES)
 
 
 class Reports:
@@ -47,15 +46,17 @@ class Reports:
     def __init__(self, memory: SharedMemory, followers: int) -> None:
         lines = np.frombuffer(memory.map(), dtype=np.uint8)[: followers * self.line_bytes()]
         lines = lines.reshape(followers, self.line_bytes())
-        numbers = 8 * len(NUMBERS)
+        numbers = 8 * (len(NUMBERS) + len(LANES) * _LANE_NUMBERS)
         self._numbers = lines[:, :numbers].view(np.int64)
+        self._lanes = self._numbers[:, len(NUMBERS) :].reshape(followers, len(LANES), _LANE_NUMBERS)
         texts = lines[:, numbers : numbers + len(TOPICS) * _TEXT_BYTES]
         self._texts = texts.reshape(followers, len(TOPICS), _TEXT_BYTES)
 
     @staticmethod
     def line_bytes() -> int:
         """Bytes of one follower."""
-        return -(-(8 * len(NUMBERS) + len(TOPICS) * _TEXT_BYTES) // 64) * 64
+        numbers = len(NUMBERS) + len(LANES) * _LANE_NUMBERS
+        return -(-(8 * numbers + len(TOPICS) * _TEXT_BYTES) // 64) * 64
 
     def get(self, name: Number) -> list[int]:
         """A number of every follower."""
@@ -65,12 +66,12 @@ class Reports:
         """Report a number."""
         self._numbers[follower, _PLACES[name]] = value
 
-    def add(self, follower: int, name: Number) -> None:
-        """Add 1 to a number."""
-        self._numbers[follower, _PLACES[name]] += 1
+    def add(self, follower: int, name: Number, more: int = 1) -> None:
+        """Add to a number."""
+        self._numbers[follower, _PLACES[name]] += more
 
     def text(self, follower: int, topic: Topic) -> str:
-        """What the follower said last of a topic, for people; may be empty."""
+        """The last text of the follower about a topic, for people; may be empty."""
         return bytes(self._texts[follower, TOPICS.index(topic)]).split(b"\0")[0].decode(errors="replace")
 
     def say(self, follower: int, topic: Topic, text: str) -> None:
@@ -79,3 +80,51 @@ class Reports:
         line = self._texts[follower, TOPICS.index(topic)]
         line[:] = 0
         line[: len(sent)] = np.frombuffer(sent, dtype=np.uint8)
+
+    # --- acknowledged orders ------------------------------------------------------------------------------------------
+
+    def ended(self, lane: LaneName) -> list[int]:
+        """The last order of a lane that each follower has carried out, or that failed there."""
+        return self._lanes[:, LANES.index(lane), _ENDED].tolist()
+
+    def done(self, lane: LaneName, number: int) -> bool:
+        """Whether this order and those before it have ended on all followers."""
+        return min(self.ended(lane)) >= number
+
+    def failures(self, lane: LaneName, since: int) -> list[str]:
+        """Why orders of a lane failed, from number `since` on: of each follower the last one that did."""
+        failed = enumerate(self._lanes[:, LANES.index(lane), _FAILED].tolist())
+        return [f"rank {i + 1}: {self.text(i, lane)}" for i, number in failed if number >= since]
+
+    def lanes(self, follower: int) -> dict[LaneName, Lane]:
+        """How far a follower is in each lane."""
+        rows = zip(LANES, self._lanes[follower].tolist(), strict=True)
+        return {lane: Lane(begun > ended, ended + parts) for lane, (begun, ended, _, parts) in rows}
+
+
+class LaneReport:
+    """A follower's end of a lane. One thread begins orders, one ends them, any one may advance."""
+
+    def __init__(self, reports: Reports, follower: int, lane: LaneName) -> None:
+        self.lane = lane
+        self._reports, self._follower = reports, follower
+        self._numbers = reports._lanes[follower, LANES.index(lane)]
+
+    def begin(self, number: int) -> None:
+        """An order is given to a thread, or begun by the device."""
+        self._numbers[_BEGUN] = number
+
+    def advance(self, parts: int = 1) -> None:
+        """Parts of a long order are done."""
+        self._numbers[_PARTS] += parts
+
+    def advance_to(self, parts: int) -> None:
+        """As many parts are done in all."""
+        self._numbers[_PARTS] = parts
+
+    def end(self, number: int, failure: str = "") -> None:
+        """An order is carried out; with a `failure` it is not."""
+        if failure:
+            self._reports.say(self._follower, self.lane, failure)
+            self._numbers[_FAILED] = number
+        self._numbers[_ENDED] = number

@@ -1,4 +1,4 @@
-"""A ring in shared memory: one process writes records, others read all of them, in order.
+"""A ring in shared memory: one process writes records, other processes read all of them, in order.
 
     memory     | record 1 | record 2 | ... | filler |        positions only grow; a record never wraps
                  ^ a reader's position       ^ the writer's
@@ -37,7 +37,7 @@ class Head(NamedTuple):
     layout: int  # bytes of the body that describe the rest of it
     size: int  # bytes of the body
     version: int  # of the weights that are in use at this record
-    position: int  # where the record begins, which tells a reader that it reads what was meant
+    position: int  # where the record begins, by which a reader finds that it reads the right one
 
 
 class RingBrokenError(RuntimeError):
@@ -161,7 +161,7 @@ class RingWriter:
             return self.sequence
 
     def _wait_for(self, needed: int) -> bool:
-        """Whether there is room for so many bytes; waits for it, unless the group is lost."""
+        """Wait for room for `needed` bytes; false if the group is lost."""
         while self._position + needed - min(self._positions()) > self._capacity:
             if self._lost():
                 return False

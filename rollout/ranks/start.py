@@ -40,7 +40,7 @@ class StartPlace(NamedTuple):
 
 
 class StartLook(NamedTuple):
-    """What is seen of a rank at one moment of its start."""
+    """A look at a rank at one moment of its start."""
 
     place: StartPlace = StartPlace()
     total: int = 0  # parts of its stage; 0: not known
@@ -61,7 +61,7 @@ class StartProgress:
         self._report(stage, 0, 0)
 
     def advance(self, done: int, total: int) -> None:
-        """So many parts of the stage are done (`rollout.process.progress.Advance`)."""
+        """Report that `done` parts of the stage are done (`rollout.process.progress.Advance`)."""
         self._report(self.stage, done, total)
 
 

@@ -28,7 +28,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def thread_stat(pid: int, thread: int) -> ThreadStat:
-    """What is known of a thread; the main thread has the number of its process."""
+    """The state of a thread; the main thread has the number of its process."""
     try:
         fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended

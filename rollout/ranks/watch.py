@@ -16,10 +16,10 @@ A healthy group must not be ended, however slow it is:
 - The beat is a thread of its own, so only a process that does not run at all is silent. It counts once a follower is
   ready: the imports and the loading before are seconds under Python's lock. Until then `start.py` has the rules.
 - No time counts while a rank compiles a kernel.
-- What moves gigabytes (updates, swaps, sleeps) is done in parts, and each part that is done begins the time anew. So no
-  order needs a longer limit than another.
-- What waits for its turn on the device is not begun, and does not count. For copies no time counts in which the main
-  thread of a follower does not look for their ends: it is at an order, which is judged.
+- Work that moves gigabytes (updates, swaps, sleeps) is done in parts, and each part that is done begins the time anew.
+  So no order needs a longer limit than another.
+- A copy that waits for its turn on the device is not begun, and does not count. For copies no time counts while the
+  main thread of a follower does not look for their ends: it is at an order, which is judged.
 - A rank on a CPU computes steps in a thread. While such a thread uses CPU time, the ranks are slow, not hung. So is a
   main thread.
 - If all ranks have completed what they were given, the loop of rank 0 hangs. The watchdog of the worker finds that.
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 #: Seconds between two beats of a follower.
 BEAT_S = 0.25
@@ -39,18 +39,18 @@ SILENT_S = 6.0
 _LEAST_CPU = 0.05  # of one core: the ranks compute
 _CPU_EVERY_S = 1.0
 
-LaneName = Literal[
-    "orders", "updates", "adapters", "adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap", "sleep"
-]
+#: Lanes besides that of the orders themselves.
+LaneName = Literal["updates", "adapters", "adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap", "sleep"]
+LANES: tuple[LaneName, ...] = get_args(LaneName)
 #: Lanes of copies, of which a follower's main thread reports.
-_COPIES: tuple[LaneName, ...] = ("adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")
+COPY_LANES: tuple[LaneName, ...] = ("adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")
 
 
 class Lane(NamedTuple):
     """How far a lane is."""
 
     busy: bool  # something is begun, and has not ended
-    done: int  # grows with all that has ended, and with each part of what takes long
+    done: int  # grows with each order that ended, and with each part of a long one
 
 
 _EMPTY = Lane(False, 0)
@@ -58,7 +58,7 @@ _EMPTY = Lane(False, 0)
 
 @dataclass(frozen=True, slots=True)
 class FollowerLook:
-    """What is seen of a follower at one moment."""
+    """A look at a follower at one moment."""
 
     pid: int
     status: int | None = None  # exit status, negative for a signal; None while it runs
@@ -78,7 +78,7 @@ class FollowerLook:
 
 @dataclass(frozen=True, slots=True)
 class GroupLook:
-    """What is seen of a group at one moment."""
+    """A look at a group at one moment."""
 
     followers: Sequence[FollowerLook]
     ordered: int = 0  # sequence number of the last order; 0 before there are any
@@ -122,7 +122,7 @@ class GroupWatch:
         self.silent_s = [0.0] * followers  # seconds since each beat
         self._stopped_s = [0.0] * followers
         self._steps = Clock()
-        self._lanes: dict[tuple[int, LaneName], Clock] = {}
+        self._lanes: dict[tuple[int, str], Clock] = {}
         self._looks = [-1] * followers
 
     def look(self, seen: GroupLook, passed_s: float) -> str:
@@ -153,13 +153,13 @@ class GroupWatch:
         looks = [follower.looks for follower in seen.followers]
         looked = [True, *(now != before for now, before in zip(looks, self._looks, strict=True))]
         self._looks = looks
-        ranks: list[tuple[Mapping[LaneName, Lane], float | None]] = [(seen.lanes, None)]
+        ranks: list[tuple[Mapping[Any, Lane], float | None]] = [(seen.lanes, None)]
         ranks += [({**f.lanes, "orders": _orders(seen.ordered, f)}, f.main_s) for f in seen.followers]
         for rank, (lanes, main_s) in enumerate(ranks):
             for name, lane in lanes.items():
                 clock = self._lanes.setdefault((rank, name), Clock())
                 computes = main_s if name == "orders" else None
-                passed_s = 0.0 if name in _COPIES and not looked[rank] else lived_s[rank]
+                passed_s = 0.0 if name in COPY_LANES and not looked[rank] else lived_s[rank]
                 still_s = clock.look(lane.done, lane.busy and not compiles, passed_s, computes)
                 if self._stall_s is not None and still_s > self._stall_s:
                     return f"rank {rank} has hung: it has completed nothing in its lane {name} for {still_s:.0f} s"

@@ -10,22 +10,58 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rollout_kernels.lora import LEAST_RANK
 
-from rollout.weights.destination import StagedDestination
+from rollout.engine.adapters import AdapterRegistry, AdapterUpdate
+from rollout.models.lora_slots import AdapterSlots, AdapterWeights, model_products
+from rollout.models.peft_config import read_peft_config
+from rollout.models.peft_tensors import AdapterPacker, AdapterPlan, plan_adapter
+from rollout.models.spec import ModelSpec
+from rollout.weights.destination import Destination
+from rollout.weights.parameter_map import Fit
+from rollout.weights.staging import Staging
 from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.errors import BadRequest, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
-if TYPE_CHECKING:
-    from rollout.engine.adapters import AdapterUpdate
-    from rollout.models.lora_slots import AdapterWeights
-    from rollout.models.peft_tensors import AdapterPlan
-    from rollout.weights.adapter_target import AdapterTarget
-
 MAX_NAME_CHARS = 128
+_MODULES_A_PRODUCT = 3
+
+
+class AdapterTarget:
+    """Checks adapters against a model, the rank of its slots and the known adapters. Any thread may call it."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        most_rank: int,
+        dtype: torch.dtype,
+        registry: AdapterRegistry,
+        packer: AdapterPacker,
+    ) -> None:
+        self.packer = packer
+        self.max_tensors = 2 * _MODULES_A_PRODUCT * len(model_products(spec))
+        # Of each rank: the tensors are those of the whole model.
+        self.max_bytes = packer.size * AdapterSlots.bytes_for(spec, 1, max(most_rank, LEAST_RANK), torch.float32)
+        self._spec, self._most_rank, self._dtype = spec, most_rank, dtype
+        self._registry = registry
+
+    def version_of(self, name: str) -> int | None:
+        """The version of a known adapter; None for other names."""
+        adapter = self._registry.known.get(name)
+        return None if adapter is None else adapter.version
+
+    def check(self, name: str, version: int) -> None:
+        """Raise ValueError for an adapter that cannot be taken now: one too many, or an older version."""
+        self._registry.check(name, version)
+
+    def plan(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> AdapterPlan:
+        """Where the tensors go. Raises ValueError that names the tensor or the option that does not fit."""
+        where = f"adapter {name!r}"
+        return plan_adapter(read_peft_config(config, where), shapes, self._spec, self._most_rank, self._dtype, where)
 
 
 class IncomingAdapter:
@@ -58,37 +94,33 @@ class IncomingAdapter:
         except ValueError as error:
             raise _rejected(error) from None
 
-    def open(self, manifest: Manifest) -> StagedDestination:
-        """Where the bytes go; `check` has bounded their number."""
-        return StagedDestination(torch.empty(manifest.total_bytes, dtype=torch.uint8), None)
+    def open(self, manifest: Manifest) -> Destination:
+        """The destination of the bytes; `check` has bounded their number."""
+        staging = Staging({}, "host")
+        staging.open(manifest, Fit((), ()))
+        return Destination(staging, manifest)
 
-    def update(self, manifest: Manifest, destination: StagedDestination) -> AdapterUpdate | None:
+    def update(self, manifest: Manifest, destination: Destination) -> AdapterUpdate | None:
         """The update for the loop; all bytes in `destination` are verified. None: other ranks have no parts yet.
 
         Raises `WeightsRejected` when other adapters took the last slot meanwhile, or when a rank cannot have its part,
         and other errors when the ranks cannot have it now.
         """
-        from rollout.engine.adapters import AdapterUpdate
-
         assert self._plan is not None, "it was checked when it began"
         self._check_slot(manifest)
         try:
             weights = self._pack(self._plan, manifest, destination)
-            if weights is None or (self._target.ranks is not None and not self._target.ranks.ready(weights)):
+            if weights is None or not self._target.packer.ready(weights):
                 return None
         except ValueError as error:
             raise _rejected(error) from None
         return AdapterUpdate(self.name, manifest.version, manifest.tensor_bytes, weights)
 
-    def _pack(self, plan: AdapterPlan, manifest: Manifest, destination: StagedDestination) -> AdapterWeights | None:
+    def _pack(self, plan: AdapterPlan, manifest: Manifest, destination: Destination) -> AdapterWeights | None:
         if self._packed is None:
             tensors = {entry.name: typed_view(destination.stream, entry) for entry in manifest.tensors}
-            ranks = self._target.ranks
-            if ranks is None:
-                self._packed = plan.pack(tensors, self._target.pinned)
-            else:
-                self._since_s = time.monotonic() if self._since_s is None else self._since_s
-                self._packed = ranks.pack(plan, tensors, self._since_s)
+            self._since_s = time.monotonic() if self._since_s is None else self._since_s
+            self._packed = self._target.packer.pack(plan, tensors, self._since_s)
         return self._packed
 
     def _check_slot(self, manifest: Manifest) -> None:

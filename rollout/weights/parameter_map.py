@@ -53,7 +53,7 @@ class UpdateNames:
     kept_if_absent: frozenset[str] = frozenset()
     unused: tuple[str, ...] = ()  # beginnings of names that the worker has no use for
     optional: frozenset[str] = frozenset()  # that may be absent even where an update must be whole
-    unused_patterns: tuple[str, ...] = ()  # the same, as regular expressions that such names contain
+    unused_patterns: tuple[str, ...] = ()  # regular expressions that such names contain
 
     def is_unused(self, name: str) -> bool:
         """True for the name of a tensor that the worker has no use for, unless it is one of its own."""
@@ -147,7 +147,7 @@ class ParameterMap:
             raise _rejected("wrong shapes", misshaped, "send each tensor whole, in the checkpoint's shape")
 
     def lacks(self, manifest: Manifest) -> Lacks:
-        """What the manifest, which passes `check_tensors`, lacks of a whole update."""
+        """The tensors that the manifest, which passes `check_tensors`, lacks of a whole update."""
         copied, _ = self._split_aliases(self._used(manifest))
         intervals, _ = _stack([(name, self._runs[name]) for name in copied])
         written, kept = self._with_kept(_merge(intervals), self.names.kept_if_absent | self.names.optional)
@@ -164,7 +164,7 @@ class ParameterMap:
         return [entry.name for entry in manifest.tensors if not self._is_unused(entry.name)]
 
     def _with_kept(self, written: np.ndarray, may_lack: frozenset[str]) -> tuple[np.ndarray, list[str]]:
-        """What is written, and what keeps its value: its bytes together, and the names of the latter."""
+        """The bytes that are written or keep their value, and the names of those that keep it."""
         kept = []
         for name in (name for name in self.views if name in may_lack):
             if not _overlaps(written, self._runs[name]):  # under this name and under others

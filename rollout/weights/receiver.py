@@ -17,20 +17,16 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import zmq
 
 from rollout.config import SecuritySettings, WeightsSettings
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.network.access import Access
-from rollout.weights.apply_mode import ApplyMode, Update
-from rollout.weights.parameter_map import ParameterMap, UpdateNames
-from rollout.weights.shard_destination import Ranks
-from rollout.weights.staging import Allocate
-from rollout.weights.update_intake import Reply, UpdateIntake, ended
+from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.update_intake import Reply, UpdateIntake, UpdateTargets, ended
 from trainer_bridge.transports.bucket_link import BUCKET
 from trainer_bridge.transports.registry import make_receivers
 from trainer_bridge.wire.codec import (
@@ -53,9 +49,6 @@ from trainer_bridge.wire.errors import (
 )
 from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 
-if TYPE_CHECKING:
-    from rollout.weights.adapter_target import AdapterTarget
-
 _LINGER_MS = 1000
 _MOST_UNREAD = 8  # messages that wait in the socket, for each publisher
 
@@ -63,51 +56,42 @@ _log = logging.getLogger(__name__)
 
 
 class WeightReceiver:
-    """Receives updates for `views`, a map of Hugging Face names to views of the model's parameters.
+    """Receives updates of `targets`; the model's weights have `version` now.
 
-    `version` is the version of the weights that `views` hold now. `gate` lets updates in and holds generation while one
-    is written in place. `names` are those that an update may have or lack. `allocate` makes device memory for staged
-    updates. The other `ranks` of a tensor group take every update together with this one. The weight socket is bound on
-    return (`endpoint`). Raises ValueError when it cannot be bound, when it needs CURVE, or when staged updates have no
-    room.
+    `gate` lets updates in and holds generation while one is written in place. The weight socket is bound on return
+    (`endpoint`). Raises ValueError when it cannot be bound, or when it needs CURVE.
     """
 
     def __init__(
         self,
-        views: Mapping[str, torch.Tensor],
+        targets: UpdateTargets,
         version: int,
         settings: WeightsSettings,
         gate: Gate,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
-        adapters: AdapterTarget | None = None,
-        allocate: Allocate | None = None,
-        names: UpdateNames = UpdateNames(),  # noqa: B008 -- frozen
-        ranks: Ranks | None = None,
     ) -> None:
-        parameters = ParameterMap(views, names)
+        parameters, adapters = targets.parameters, targets.adapters
         access = Access.from_settings(security)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._post_lock = threading.Lock()
         self._ended = False
         self._wake = _Wake()
-        self._mode = ApplyMode(settings.apply, views, allocate, settings.staging, ranks)
+        self._staging = targets.destinations.staging
         max_update_bytes = max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes)
         self._socket = WeightSocket(settings.bind, max_update_bytes, access)
         self.endpoint = self._socket.endpoint
         self.receivers = make_receivers(
             self._socket,
-            next(iter(views.values())).device,
+            next(iter(parameters.views.values())).device,
             settings.idle_s,
             wake=lambda: self._post(_look),
             groups=access.keys is None,
         )
         self._intake = UpdateIntake(
-            parameters,
+            targets,
             version,
-            self._mode,
             gate,
             self.receivers,
-            adapters,
             idle_s=settings.idle_s,
             endpoint=self.endpoint,
             post=self._post,
@@ -126,8 +110,8 @@ class WeightReceiver:
         """How updates apply, what a ready one waits for, and the last one, for a status."""
         last = self._intake.last
         return {
-            "apply": self._mode.name,
-            "staging": self._mode.staging,
+            "apply": self._staging.name,
+            "staging": self._staging.place,
             "waits_for": self._intake.waits_for,
             "last": last and last.summary(),
         }
@@ -142,25 +126,25 @@ class WeightReceiver:
         if not self._post(lambda: self._intake.control(header, reply)):
             reply(error_reply(ended()))
 
-    def take_ready(self) -> Update | AdapterUpdate | None:
+    def take_ready(self) -> StagedWeights | AdapterUpdate | None:
         """The update to apply between this step and the next, or None. Takes no lock and never waits."""
         try:
             return self._intake.ready.popleft()
         except IndexError:
             return None
 
-    def applied(self, update: Update | AdapterUpdate, pause_s: float) -> None:
+    def applied(self, update: StagedWeights | AdapterUpdate, pause_s: float) -> None:
         """The engine has applied `update` and launches its next step with it, after a pause of `pause_s` seconds."""
         if not isinstance(update, AdapterUpdate):
             self._intake.version = update.version
         update.close(applied=True)
         self._post(lambda: self._intake.applied(update, pause_s))
 
-    def refused(self, update: Update | AdapterUpdate, message: str) -> None:
+    def refused(self, update: StagedWeights | AdapterUpdate, message: str) -> None:
         """`update` no longer fits the engine's state; the publisher gets `message` as `weights_rejected`."""
         self._give_up(update, WeightsRejected(message))
 
-    def failed(self, update: Update | AdapterUpdate, message: str) -> None:
+    def failed(self, update: StagedWeights | AdapterUpdate, message: str) -> None:
         """The engine could not apply `update`; the publisher gets `message` as an `internal` error."""
         self._give_up(update, InternalError(f"the worker could not apply the update: {message}"))
 
@@ -173,7 +157,7 @@ class WeightReceiver:
         self._post(self._stop)
         self._thread.join()
 
-    def _give_up(self, update: Update | AdapterUpdate, error: RolloutError) -> None:
+    def _give_up(self, update: StagedWeights | AdapterUpdate, error: RolloutError) -> None:
         update.close(applied=False)
         self._post(lambda: self._intake.failed(update, error))
 

@@ -28,15 +28,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate, UpdateWait
-from rollout.weights.adapter_updates import IncomingAdapter, read_adapter
-from rollout.weights.apply_mode import ApplyMode, Update, UpdateDestination
-from rollout.weights.destination import StagedDestination
-from rollout.weights.group_orders import GroupOrders
+from rollout.weights.adapter_updates import AdapterTarget, IncomingAdapter, read_adapter
+from rollout.weights.destination import Destination, Destinations
 from rollout.weights.parameter_map import Fit, ParameterMap
+from rollout.weights.process_groups import ProcessGroups, Reply
+from rollout.weights.staged_weights import StagedWeights
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
 from trainer_bridge.wire.errors import (
     BadRequest,
@@ -51,19 +51,11 @@ from trainer_bridge.wire.errors import (
 from trainer_bridge.wire.manifest import Manifest, from_wire
 from trainer_bridge.wire.weight_messages import check_fields, read_tied, read_token
 
-if TYPE_CHECKING:
-    from rollout.weights.adapter_target import AdapterTarget
-
 _MOST_WAITING = 16  # begins of different adapters
-_ROOM_POLL_S = 0.0005  # while the other ranks of a tensor group take the last pieces
 _BUSY_POLL_MS = 2  # while copies on a device still read the staging memory
 _READY_POLL_MS = 20  # while an update is ready, which may come to wait for recomputation and then gives way
 
 _log = logging.getLogger(__name__)
-
-
-#: Takes the one answer to a control message.
-Reply = Callable[[dict[str, Any]], None]
 
 
 @dataclass
@@ -107,6 +99,15 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateTargets:
+    """What updates can change: the model's `parameters`, whose bytes go to `destinations`, and adapters."""
+
+    parameters: ParameterMap
+    destinations: Destinations
+    adapters: AdapterTarget | None = None  # None: this worker serves no adapters
+
+
+@dataclass(frozen=True, slots=True)
 class UpdatePlan:
     """An accepted `begin`: the update fits its target, and its transport is known."""
 
@@ -123,7 +124,7 @@ class ReceivedUpdate:
 
     begin: UpdatePlan
     incoming: IncomingUpdate
-    destination: UpdateDestination
+    destination: Destination
     begun_s: float
     commit: Commit | None = None  # came; not all bytes are verified yet
 
@@ -141,12 +142,10 @@ class UpdateIntake:
 
     def __init__(
         self,
-        parameters: ParameterMap,
+        targets: UpdateTargets,
         version: int,
-        mode: ApplyMode,
         gate: Gate,
         receivers: Mapping[str, TransportReceiver],
-        adapters: AdapterTarget | None,
         *,
         idle_s: float,
         endpoint: str,
@@ -154,22 +153,22 @@ class UpdateIntake:
     ) -> None:
         self.version = version  # of the weights that were applied last: the loop writes it
         self.last: Applied | None = None  # replaced as a whole, so any thread may read it
-        self.ready: deque[Update | AdapterUpdate] = deque()  # the loop takes from it
+        self.ready: deque[StagedWeights | AdapterUpdate] = deque()  # the loop takes from it
         self.closing = False
         self.current: ReceivedUpdate | None = None
-        self.committed: tuple[Update | AdapterUpdate, Commit] | None = None  # ready or being applied
+        self.committed: tuple[StagedWeights | AdapterUpdate, Commit] | None = None  # ready or being applied
         self.waiting: dict[str | None, tuple[Mapping[str, Any], Reply]] = {}  # begins, by adapter; None: the model's
         self.failure: tuple[bytes, dict[str, Any]] | None = None  # token and error reply of the last rejected update
-        self._parameters = parameters
-        self._mode = mode
+        self._parameters = targets.parameters
+        self._destinations = targets.destinations
+        self._adapters = targets.adapters
         self._gate = gate
         self.receivers = receivers
-        self._adapters = adapters
         self._idle_s = idle_s
         self._endpoint = endpoint
         self._post = post
         self._said_unused = self._said_kept = False
-        self._groups = GroupOrders(parameters, receivers, self._say_unused)
+        self._groups = ProcessGroups(targets.parameters, receivers, self._say_unused)
 
     # --- one round of the thread -------------------------------------------------------------------------------------
 
@@ -195,9 +194,8 @@ class UpdateIntake:
         if self.current is not None:
             incoming, receiver = self.current.incoming, self.current.begin.receiver
             carrier = receiver.carrier or receiver.name
-            if incoming.open.is_set() and not self.current.destination.has_room:
-                time.sleep(_ROOM_POLL_S)  # its data waits, which would wake this thread at once
-                return True
+            if incoming.open.is_set() and not self.current.destination.wait_for_room():
+                return True  # its data waits, which would wake this thread at once
         busy = False
         for name, receiver in self.receivers.items():
             busy |= receiver.advance(incoming if name == carrier else None)
@@ -239,7 +237,7 @@ class UpdateIntake:
                 "Publish a whole update"
             )
             _log.error("this worker is stale: %s", self._gate.stale)
-        elif self._mode.in_place and current.adapter is None and not self._gate.stale:
+        elif self._destinations.staging.in_place and current.adapter is None and not self._gate.stale:
             self._gate.clear_hold()
         if current.commit is not None:
             current.commit.reply(error_reply(error))
@@ -290,7 +288,7 @@ class UpdateIntake:
         if self.current is not None:
             self.reject(WeightsRejected(f"version {begin.manifest.version} was begun before this update was complete"))
         incoming, grant = self._open(begin, begun_s)
-        if self._mode.in_place and adapter is None:
+        if self._destinations.staging.in_place and adapter is None:
             self._gate.request_hold(lambda: self._post(lambda: _let_land(incoming)))
         else:
             _let_land(incoming)
@@ -306,10 +304,10 @@ class UpdateIntake:
         """Make the update the current one; return it and the grant for its sender."""
         manifest, receiver = begin.manifest, begin.receiver
         if begin.adapter is not None:
-            destination: UpdateDestination = begin.adapter.open(manifest)
+            destination = begin.adapter.open(manifest)
         else:
             self._say_differences(begin.fit)
-            destination = self._mode.open(manifest, begin.fit, receiver.on_device)
+            destination = self._destinations.open(manifest, begin.fit, receiver.on_device)
         incoming = IncomingUpdate(manifest, receiver.name, secrets.token_bytes(16), destination)
         try:
             grant = receiver.begin(incoming, begin.options)
@@ -339,7 +337,7 @@ class UpdateIntake:
         never replaces the model's update, which could leave the weights half written.
         """
         others = adapter is not None and self.current is not None and self.current.adapter != adapter
-        return others or self.committed is not None or self._mode.busy
+        return others or self.committed is not None or self._destinations.busy
 
     def _gives_way(self, newer: Any) -> bool:
         """Whether the committed update waits for recomputation and is older than the version `newer`."""
@@ -418,7 +416,7 @@ class UpdateIntake:
                 "incoming": current and current.incoming.summary(),
                 "last": self.last and self.last.reply(),
                 "transports": list(self.receivers),
-                "apply": self._mode.name,
+                "apply": self._destinations.staging.name,
                 "stale": gate.stale or None,
                 "dropped": gate.dropped,
                 "endpoint": self._endpoint,
@@ -434,14 +432,13 @@ class UpdateIntake:
         begin, destination, commit = current.begin, current.destination, current.commit
         if not begin.receiver.finish(current.incoming, commit.options) or not destination.copied():
             return
-        destination.check_aliases(begin.manifest, begin.fit, self._parameters.views)
+        destination.check()
         if begin.adapter is not None:
-            assert isinstance(destination, StagedDestination)
-            update: Update | AdapterUpdate | None = begin.adapter.update(begin.manifest, destination)
+            update: StagedWeights | AdapterUpdate | None = begin.adapter.update(begin.manifest, destination)
             if update is None:
                 return
         else:
-            update = self._mode.update(begin.manifest, begin.fit, destination)
+            update = destination.update()
         begin.receiver.drop(current.incoming, None)
         self.current = None
         now_s = time.monotonic()
@@ -450,7 +447,7 @@ class UpdateIntake:
         self.ready.append(update)
         self._gate.notify()
 
-    def applied(self, update: Update | AdapterUpdate, pause_s: float) -> None:
+    def applied(self, update: StagedWeights | AdapterUpdate, pause_s: float) -> None:
         """The loop has applied it, after a pause of `pause_s` seconds."""
         commit = self._take_committed(update)
         commit.phases["wait"] = max(0.0, time.monotonic() - commit.since_s - pause_s)
@@ -460,11 +457,11 @@ class UpdateIntake:
             self.last = applied
         commit.reply({"op": "ok", **applied.reply()})
 
-    def failed(self, update: Update | AdapterUpdate, error: RolloutError) -> None:
+    def failed(self, update: StagedWeights | AdapterUpdate, error: RolloutError) -> None:
         """The loop did not apply it."""
         self._take_committed(update).reply(error_reply(error))
 
-    def _take_committed(self, update: Update | AdapterUpdate) -> Commit:
+    def _take_committed(self, update: StagedWeights | AdapterUpdate) -> Commit:
         assert self.committed is not None and self.committed[0] is update, "this update is not being applied"
         commit = self.committed[1]
         self.committed = None

@@ -8,7 +8,7 @@ import torch
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import PutAdapter
 from rollout.models.lora_slots import random_adapter
-from rollout.models.peft_tensors import load_peft_folder
+from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, no_waiting, watch_compilation
 from tests.support.engine.harness import Bench, load
 from tests.support.models.families import make_checkpoint
@@ -29,7 +29,9 @@ def test_rows_are_what_peft_merges(tmp_path, captured):
     references = [reference]
     for i in range(3):
         folder = make_adapter(reference, tmp_path / str(i), i)
-        bench.engine.inbox.put(PutAdapter(f"a{i}", load_peft_folder(folder, model.spec, 16, torch.float32, True)))
+        bench.engine.inbox.put(
+            PutAdapter(f"a{i}", load_peft_folder(folder, model.spec, 16, torch.float32, AdapterPacker(pinned=True)))
+        )
         references.append(merged(reference, folder))
     for i in range(8):
         bench.submit(f"r{i}", prompt(5 + 9 * i, i), 40, adapter=f"a{i % 4 - 1}" if i % 4 else None)

@@ -14,11 +14,13 @@ from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import Done, Failed
 from rollout.models.fused import FusedDecoder
-from rollout.weights.staging import DeviceShadow
+from rollout.weights.parameter_map import Fit
+from rollout.weights.staging import Staging
 from tests.support.engine.cuda_harness import FUSED_SIZES, assert_steady, load_bf16
 from tests.support.engine.harness import load
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update
+from trainer_bridge.wire.manifest import pack
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -175,15 +177,16 @@ def test_kept_memory_returns_whole_and_a_shadow_goes_on():
     weights = [torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in (100 * MIB, 7, 90 * MIB, 1 << 20)]
     values = [weight.clone() for weight in weights]
     memory.take_over(weights, kept=True)
-    shadow = DeviceShadow(4 * MIB, torch.device("cuda", 0), memory.buffer)
+    staging = Staging({"x": torch.empty(2 * MIB, device="cuda", dtype=torch.bfloat16)}, "device", memory.buffer)
+    manifest = pack(1, [("x", "bfloat16", [2 * MIB])], MIB)
     host = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8).pin_memory()
     for _ in range(2):
         assert all(torch.equal(weight, value) for weight, value in zip(weights, values, strict=True))
-        shadow.reserve(4 * MIB)
-        shadow.upload(host, 0, 4 * MIB)
-        shadow.wait()
-        assert torch.equal(shadow.memory.cpu(), host)
+        staging.open(manifest, Fit(("x",), ()))
+        staging.take(0, host)
+        staging.abandon()
+        assert torch.equal(staging.stream.cpu(), host)
         memory.save()
         memory.release()
         memory.restore()
-        assert not shadow.memory.any()
+        assert not staging.stream.any()

@@ -21,7 +21,11 @@ from rollout.engine.messages import EngineStatus
 from rollout.network.access import Access, ClientKeyList, is_loopback
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, Server
+from rollout.weights.destination import Destinations
+from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.receiver import WeightReceiver
+from rollout.weights.staging import make_staging
+from rollout.weights.update_intake import UpdateTargets
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from trainer_bridge import AsyncRolloutClient, ClientCurve, RolloutClient, WeightPublisher
 from trainer_bridge.wire.errors import AccessRefused, ConnectionLost, RolloutError
@@ -166,6 +170,12 @@ def test_only_numbers_of_this_host_count_as_loopback(endpoints: list[str], loopb
     assert [endpoint for endpoint in endpoints if is_loopback(endpoint) is not loopback] == []
 
 
+def weight_receiver(model: TinyModel, bind: str, security: SecuritySettings) -> WeightReceiver:
+    settings = WeightsSettings(bind=bind)
+    targets = UpdateTargets(ParameterMap(model.views), Destinations(make_staging(model.views, settings)))
+    return WeightReceiver(targets, 0, settings, Gate(), security)
+
+
 @pytest.mark.parametrize("bind", ["tcp://*:0", "tcp://0.0.0.0:0"])
 def test_an_open_address_needs_curve_or_insecure(bind: str, keys: Path) -> None:
     for settings, allowed in (
@@ -178,11 +188,11 @@ def test_an_open_address_needs_curve_or_insecure(bind: str, keys: Path) -> None:
             with pytest.raises(ValueError, match=r"service.bind = .*curve_secret_key.*--insecure"):
                 make_server(settings, bind=bind)
             with pytest.raises(ValueError, match=r"weights.bind = .*curve_secret_key.*--insecure"):
-                WeightReceiver(model.views, 0, WeightsSettings(bind=bind), Gate(), settings)
+                weight_receiver(model, bind, settings)
             continue
         server = make_server(settings, bind=bind)
         server.start()
-        WeightReceiver(model.views, 0, WeightsSettings(bind=bind), Gate(), settings).close()
+        weight_receiver(model, bind, settings).close()
         server.stop()
 
 
@@ -403,7 +413,7 @@ class SecuredWorker(Worker):
     def __init__(self, settings: SecuritySettings) -> None:
         super().__init__()
         self.receiver.close()
-        self.receiver = WeightReceiver(self.model.views, 0, WeightsSettings(), Gate(), settings)
+        self.receiver = weight_receiver(self.model, WeightsSettings().bind, settings)
         self.server = make_server(settings, self.receiver)
         self.server.start()
         self.endpoint = self.server.endpoint

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from rollout.engine.device.group_orders import GroupOrders
 from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
 
 _LOOK_S = 0.002
@@ -39,30 +40,10 @@ class SleepMemory(Protocol):
         """Take all memory again. Raises MemoryShortError if there is too little; then nothing has changed."""
 
 
-class MemoryOrders(Protocol):
-    """Has the other ranks do the same with their memory: `save`, `release`, `forget`, `restore` or `fall_back`."""
-
-    def memory(self, what: str) -> int:
-        """Give an order; returns its number."""
-
-    def memory_done(self, number: int) -> bool:
-        """Whether all other ranks have carried it out, or failed to."""
-
-    def memory_failures(self, number: int) -> list[str]:
-        """Why ranks could not carry it out."""
-
-    def free_relay(self) -> int:
-        """Give back memory of this device that the other ranks had mapped until `release`; returns its bytes."""
-
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes that all other ranks have given back so far."""
-
-
 class GroupMemory:
     """A `SleepMemory` of rank 0, whose own part is `own`."""
 
-    def __init__(self, own: ReleasableMemory, orders: MemoryOrders) -> None:
+    def __init__(self, own: ReleasableMemory, orders: GroupOrders) -> None:
         self._own, self._orders = own, orders
 
     @property
@@ -77,7 +58,7 @@ class GroupMemory:
 
     def save(self) -> None:
         """As `SleepMemory.save`."""
-        number, failures = self._orders.memory("save"), []
+        number, failures = self._orders.give("sleep", "save"), []
         try:
             self._own.save()
         except MemoryShortError as error:
@@ -90,7 +71,8 @@ class GroupMemory:
     def release(self) -> int:
         """As `SleepMemory.release`; the bytes of all ranks."""
         before = self._orders.freed_bytes
-        number = self._orders.memory("release")
+        self._orders.unmap_relay()
+        number = self._orders.give("sleep", "release")
         freed_bytes = self._own.release()
         self._wait(number)
         freed_bytes += self._orders.free_relay()
@@ -98,25 +80,25 @@ class GroupMemory:
 
     def forget(self) -> None:
         """As `SleepMemory.forget`."""
-        self._orders.memory("forget")
+        self._orders.give("sleep", "forget")
         self._own.forget()
 
     def restore(self) -> None:
         """As `SleepMemory.restore`."""
-        number, failures = self._orders.memory("restore"), []
+        number, failures = self._orders.give("sleep", "restore"), []
         try:
             self._own.restore()
         except MemoryShortError as error:
             failures.append(str(error))
         failures += self._wait(number)
         if failures:
-            number = self._orders.memory("fall_back")
+            number = self._orders.give("sleep", "fall_back")
             self._own.fall_back()
             self._wait(number)
             raise MemoryShortError("; ".join(failures))
 
     def _wait(self, number: int) -> list[str]:
         """Wait for the other ranks; why some of them failed."""
-        while not self._orders.memory_done(number):
+        while not self._orders.done("sleep", number):
             time.sleep(_LOOK_S)
-        return self._orders.memory_failures(number)
+        return self._orders.failures("sleep", number)

@@ -22,10 +22,11 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from rollout.engine.device.group_orders import GroupOrders
 from rollout.engine.device.streams import Device, DeviceError, Event, Stream
 
 _PIECES = 2
@@ -71,16 +72,6 @@ class Piece:
         return len(self.host_pages)
 
 
-class MoveOrders(Protocol):
-    """Has the other ranks of a tensor group move the same pages of their KV."""
-
-    def move(self, queue: Any, pages: Seq[int], host_pages: Seq[int]) -> int:
-        """Begin a piece of this queue; returns its number."""
-
-    def moved(self, queue: Any, number: int) -> bool:
-        """Whether this piece has ended on all other ranks."""
-
-
 class CopyQueue:
     """The copies in one direction: a stream, a staging buffer, the pieces under way.
 
@@ -93,7 +84,7 @@ class CopyQueue:
         name: str,
         staging_NW: torch.Tensor,
         copy: Callable[[CopyQueue, Piece], None],
-        orders: MoveOrders | None = None,
+        orders: GroupOrders | None = None,
     ) -> None:
         self.name, self.orders = name, orders
         self.stream: Stream = device.stream(name)
@@ -123,7 +114,7 @@ class CopyQueue:
         piece = self._spare.pop()
         piece.host_pages, piece.entries, piece.failure = host_pages, entries, ""
         if self.orders is not None:
-            piece.order = self.orders.move(self.name, pages, host_pages)
+            piece.order = self.orders.give(self.name, list(pages), list(host_pages))
         piece.index_host.numpy()[: len(pages)] = pages
         if compute is not None:
             compute.record(piece.after)
@@ -138,7 +129,7 @@ class CopyQueue:
 
     def has_ended(self, piece: Piece) -> bool:
         """Whether nothing reads or writes the pages of a piece any more, on any rank."""
-        return piece.end.query() and (self.orders is None or self.orders.moved(self.name, piece.order))
+        return piece.end.query() and (self.orders is None or self.orders.done(self.name, piece.order))
 
     def finished(self) -> list[Piece]:
         """The pieces that have ended since the last call, oldest first. The next `start` reuses them."""
@@ -174,7 +165,7 @@ class PageMover:
         piece_bytes: int,
         compute: Stream,
         name: str = "kv",
-        orders: MoveOrders | None = None,
+        orders: GroupOrders | None = None,
     ) -> None:
         self.host_memory = host_memory
         self.compute = compute

@@ -26,7 +26,7 @@ What a sequence has is in a few objects of plain data:
 
     drawn         its tokens and their log-probs and versions           `drawn_tokens`
     kv            its KV: pages, length, versions, offloaded pages      `sequence_kv`
-    adapter_use   its adapter slot, and the adapter's versions          `adapter_table`
+    adapter_use   its adapter slot, and the adapter's versions          `adapters`
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollout.engine.adapters import AdapterOrders
-from rollout.engine.device.group_memory import MemoryOrders
+from rollout.engine.device.group_orders import GroupOrders
 from rollout.engine.device.streams import Device, Stream
-from rollout.engine.kv.page_mover import MoveOrders
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Upload
@@ -40,7 +38,7 @@ class Streams:
             stream.close()
 
 
-class Orders(AdapterOrders, MoveOrders, MemoryOrders, Protocol):
+class Orders(GroupOrders, Protocol):
     """Tells the other ranks of a tensor group, in order, what this rank enqueues on its compute stream."""
 
     def step(self, upload: Upload) -> None:

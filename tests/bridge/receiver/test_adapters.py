@@ -14,8 +14,9 @@ from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.features.adapters.table import AdapterTable
 from rollout.models import load_model
 from rollout.models.lora_slots import AdapterSlots, corrected_modules, random_adapter
+from rollout.models.peft_tensors import AdapterPacker
 from rollout.models.spec import ModelSpec
-from rollout.weights.adapter_target import AdapterTarget
+from rollout.weights.adapter_updates import AdapterTarget
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected
 from tests.support.engine.streams import InlineDevice
@@ -34,7 +35,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.fixture(params=["staged", "in_place"])
 def worker(request: pytest.FixtureRequest, spec: ModelSpec) -> Iterator[Worker]:
-    target = AdapterTarget(spec, 4, torch.float32, False, AdapterRegistry(8))
+    target = AdapterTarget(spec, 4, torch.float32, AdapterRegistry(8), AdapterPacker())
     with Worker(adapters=target, apply=request.param) as worker:
         yield worker
 
@@ -50,7 +51,7 @@ def table(spec: ModelSpec) -> AdapterTable:
 @pytest.fixture
 def full(spec: ModelSpec, table: AdapterTable) -> Iterator[Worker]:
     """Its table has room for one adapter."""
-    with Worker(adapters=AdapterTarget(spec, 4, torch.float32, False, table.registry)) as worker:
+    with Worker(adapters=AdapterTarget(spec, 4, torch.float32, table.registry, AdapterPacker())) as worker:
         yield worker
 
 

@@ -11,8 +11,8 @@ import torch
 
 from rollout.models.cut import Cut, CutView
 from rollout.weights.parameter_map import Fit
-from rollout.weights.shard_staging import ShardStaging
-from rollout.weights.staging import Pins
+from rollout.weights.pinned_memory import Pins
+from rollout.weights.staging import Staging
 from tests.support.bridge.harness import TinyModel, new_tensors
 from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.worker.harness import check, launch, tensors
@@ -58,7 +58,7 @@ def test_large_tensors_are_cut_on_their_way(staging: str, source: str) -> None:
     for index in range(payload.manifest.bucket_count):
         payload.pack_bucket(index, stream[payload.manifest.bucket_span(index)[0] :])
     stream = stream.cpu().pin_memory() if source == "cpu" else stream
-    memory = ShardStaging(views, staging)  # type: ignore[arg-type]
+    memory = Staging(views, staging, shard=True)  # type: ignore[arg-type]
     draws = random.Random(0)
     for _ in range(2):
         memory.open(payload.manifest, Fit(tuple(shapes), ()))
@@ -68,8 +68,8 @@ def test_large_tensors_are_cut_on_their_way(staging: str, source: str) -> None:
         for start, end in pieces:
             event = memory.take(start, stream[start:end])
             assert event is not None
-        memory.wait()
-        memory.check_whole()
+        memory.abandon()
+        memory.check()
         for target, staged in memory.copies():
             target.copy_(staged, non_blocking=True)
         torch.cuda.synchronize()

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from rollout.config import WeightsSettings
 from rollout.engine.gate import Gate
-from rollout.weights.update_intake import UpdateIntake
-from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
+from rollout.weights.destination import Destination, Destinations
+from rollout.weights.staging import make_staging
+from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected, publish
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import WeightsRejected
+
+
+class Seen(Destinations):
+    """Keeps the destination of the last update in sight."""
+
+    last: weakref.ref[Destination]
+
+    def open(self, *update: Any) -> Destination:
+        destination = super().open(*update)
+        self.last = weakref.ref(destination)
+        return destination
+
+
+def seen_worker(apply: Literal["auto", "staged", "in_place"]) -> tuple[Worker, Seen]:
+    model = TinyModel()
+    seen = Seen(make_staging(model.views, WeightsSettings(apply=apply)))
+    return Worker(model=model, destinations=seen), seen
 
 
 def raising(*_: Any) -> None:
@@ -22,11 +41,12 @@ def raising(*_: Any) -> None:
 
 @pytest.mark.parametrize("what", ["drop", "abandon"])
 def test_a_worker_that_cannot_let_go_of_an_update_still_says_why_it_failed(what: str) -> None:
-    with Worker() as worker:
+    worker, seen = seen_worker("auto")
+    with worker:
         old = publish(worker, 1, 1)
         raw = RawPublisher(worker, new_tensors(worker.model, 2), 2)
         assert raw.begin()["op"] == "ok"
-        owner = worker.receiver.receivers["zmq"] if what == "drop" else worker.receiver._intake.current.destination
+        owner = worker.receiver.receivers["zmq"] if what == "drop" else seen.last()
         setattr(owner, what, raising)
         assert_rejected(raw.commit(), "of 9 buckets")
         if what == "drop":
@@ -35,29 +55,31 @@ def test_a_worker_that_cannot_let_go_of_an_update_still_says_why_it_failed(what:
         assert serves(worker.model, publish(worker, 3, 3))
 
 
-def test_a_message_that_came_in_a_round_that_failed_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance, failed = UpdateIntake.advance, []
-
-    def take_a_message_and_fail(self: UpdateIntake) -> bool:
-        busy = advance(self)
-        if busy and not failed:
-            failed.append(True)
-            raise WeightsRejected("another transport's group broke")
-        return busy
-
-    monkeypatch.setattr(UpdateIntake, "advance", take_a_message_and_fail)
+def test_a_message_that_came_in_a_round_that_failed_is_answered() -> None:
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="zmq") as publisher:
+        receiver, failed = worker.receiver.receivers["zmq"], []
+        advance = receiver.advance
+
+        def take_a_message_and_fail(incoming: Any) -> bool:
+            busy = advance(incoming)
+            if busy and not failed:
+                failed.append(True)
+                raise WeightsRejected("another transport's group broke")
+            return busy
+
+        receiver.advance = take_a_message_and_fail
         tensors = new_tensors(worker.model, 1)
         publisher.publish(tensors, 1).applied(20)
         assert failed and serves(worker.model, tensors)
 
 
 def test_in_place_a_worker_that_cannot_let_go_of_half_an_update_is_stale_until_a_whole_one_came() -> None:
-    with Worker(apply="in_place") as worker:
+    worker, seen = seen_worker("in_place")
+    with worker:
         publish(worker, 1, 1)
         raw = RawPublisher(worker, new_tensors(worker.model, 2), 2)
         assert raw.begin()["op"] == "ok"
-        worker.receiver._intake.current.destination.abandon = raising
+        seen.last().abandon = raising
         raw.send(0)
         assert raw.answer()[0] == b"WAK1"
         assert_rejected(raw.commit(), "of 9 buckets")
@@ -67,16 +89,16 @@ def test_in_place_a_worker_that_cannot_let_go_of_half_an_update_is_stale_until_a
 
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
 def test_an_update_that_was_refused_keeps_no_memory(apply: str) -> None:
-    with Worker(apply=apply) as worker:
+    worker, seen = seen_worker(apply)
+    with worker:
         raw = RawPublisher(worker, new_tensors(worker.model, 1), 1)
         assert raw.begin()["op"] == "ok"
-        landing = weakref.ref(worker.receiver._intake.current.destination)
         raw.send(0, check=1)
         assert raw.answer()[0] == b"WNO1"
         wait_for(lambda: worker.status()["state"] == "idle", "the refusal")
         worker.status()  # the thread has left what refused it
         gc.collect()
-        assert landing() is None
+        assert seen.last() is None
         assert_rejected(raw.commit(), "bucket 0")  # the reason is kept
 
 

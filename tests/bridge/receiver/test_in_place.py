@@ -7,9 +7,10 @@ import threading
 import pytest
 import torch
 
+from rollout.config import WeightsSettings
 from rollout.engine.gate import Gate
-from rollout.weights.apply_mode import _pin
-from rollout.weights.staging import HostStaging
+from rollout.weights.destination import Destinations
+from rollout.weights.staging import Staging, make_staging, pin_at_start
 from tests.support.bridge.harness import SlowToAnswer, TinyModel, Worker, new_tensors, serves, wait_for
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
@@ -113,12 +114,13 @@ def test_a_model_that_fits_beside_itself_is_staged() -> None:
         assert worker.status()["apply"] == "staged"
 
 
-def test_auto_writes_in_place_where_the_host_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.weights.apply_mode.available_bytes", lambda: 1000.0)
-    with Worker(model=TinyModel()) as worker:
+def test_auto_writes_in_place_where_the_host_has_no_room() -> None:
+    model, settings = TinyModel(), WeightsSettings()
+    destinations = Destinations(make_staging(model.views, settings, host_share=0.0))
+    with Worker(model=model, destinations=destinations) as worker:
         assert worker.status()["apply"] == "in_place"
-    with Worker(apply="staged") as worker:
-        assert worker.status()["apply"] == "staged"
+    staged = settings.model_copy(update={"apply": "staged"})
+    assert make_staging(model.views, staged, host_share=0.0).name == "staged"
 
 
 def test_where_a_staged_update_waits_is_refused_where_there_is_no_such_place() -> None:
@@ -131,11 +133,11 @@ def test_where_a_staged_update_waits_is_refused_where_there_is_no_such_place() -
 
 
 def test_host_memory_that_cannot_be_pinned_is_told_with_what_to_change() -> None:
-    class Full(HostStaging):
+    class Full(Staging):
         def reserve(self, nbytes: int) -> torch.Tensor:
             raise RuntimeError("CUDA error: out of memory")
 
     with pytest.raises(
         ValueError, match=r"does not give 3\.0 GiB of pinned memory.*weights\.apply to in_place .*out of"
     ):
-        _pin(Full(pinned=True), 3 << 30)
+        pin_at_start(Full(TinyModel().views), 3 << 30)

@@ -8,8 +8,8 @@ import logging
 import pytest
 import torch
 
-from rollout.weights import staging
-from rollout.weights.staging import Pins
+from rollout.weights import pinned_memory
+from rollout.weights.pinned_memory import Pins
 from trainer_bridge.transports import cuda_ipc
 
 
@@ -39,7 +39,7 @@ class Runtime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(staging, "forget_last_error", runtime.forget)
+    monkeypatch.setattr(pinned_memory, "forget_last_error", runtime.forget)
     return runtime
 
 

@@ -9,10 +9,6 @@ import pytest
 import torch
 import zmq
 
-from rollout.config import WeightsSettings
-from rollout.engine.gate import Gate
-from rollout.weights.receiver import WeightReceiver
-from rollout.weights.staging import HostStaging
 from tests.support.bridge.fault_client import time_passes
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import BUCKET, RawPublisher, assert_rejected, publish
@@ -282,18 +278,12 @@ def test_an_update_that_is_not_applied_is_reported_and_the_next_one_works(
     assert serves(worker.model, publish(worker, 3, 1))
 
 
-def test_staging_is_flat_over_twenty_updates(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve, places = HostStaging.reserve, []
-
-    def noted(self: HostStaging, nbytes: int) -> torch.Tensor:
-        memory = reserve(self, nbytes)
-        places.append((memory.data_ptr(), memory.numel()))
-        return memory
-
-    monkeypatch.setattr(HostStaging, "reserve", noted)
+def test_staging_is_flat_over_twenty_updates(worker: Worker) -> None:
+    places = set()
     for version in range(1, 21):
         assert serves(worker.model, publish(worker, version, version))
-    assert len(places) == 20 and len(set(places)) == 1
+        places.add((worker.staging.stream.data_ptr(), worker.staging.stream.numel()))
+    assert len(places) == 1
 
 
 def test_tied_tensors_must_be_equal(worker: Worker) -> None:
@@ -354,4 +344,4 @@ def test_closing_answers_everyone_who_waits() -> None:
 
 def test_a_taken_port_is_an_error_that_names_the_setting(worker: Worker) -> None:
     with pytest.raises(ValueError, match="weights.bind"):
-        WeightReceiver(worker.model.views, 0, WeightsSettings(bind=worker.receiver.endpoint), Gate())
+        Worker(bind=worker.receiver.endpoint)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rollout.engine.adapters import AdapterRegistry
-from rollout.weights.adapter_target import AdapterTarget
+from rollout.models.peft_tensors import AdapterPacker
+from rollout.weights.adapter_updates import AdapterTarget
 from tests.bridge.receiver.test_adapters import RawAdapter, spec  # noqa: F401 -- a fixture
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected
@@ -109,7 +110,7 @@ def test_an_update_that_the_loop_has_taken_is_not_replaced(worker: Worker) -> No
 
 
 def test_adapters_and_the_model_do_not_take_each_others_place(spec) -> None:  # noqa: F811
-    target = AdapterTarget(spec, 4, torch.float32, False, AdapterRegistry(8))
+    target = AdapterTarget(spec, 4, torch.float32, AdapterRegistry(8), AdapterPacker())
     with Worker(adapters=target) as worker:
         worker.engine_gate.note_recomputing(True)
         adapter = RawAdapter(worker, spec, "a")

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from rollout.models.cut import Cut
-from rollout.weights.shard_staging import ShardStaging, cut_rows
+from rollout.weights.parameter_map import ParameterMap
+from rollout.weights.staging import Staging, cut_rows
 from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idle_s, run_fault
 from tests.support.bridge.file_memory import FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
@@ -105,9 +106,9 @@ def test_an_update_copies_a_rank_s_bytes_in_few_pieces(tmp_path: Path) -> None:
         tensors = tensors_of(1)
         good(worker, "zmq", tmp_path, 1)
         shard = worker.shards[0]
-        staging = ShardStaging(shard.views)
+        staging = Staging(shard.views, shard=True)
         payload = RawPublisher(worker, tensors, 2)
-        fit = worker.receiver._intake._parameters.check(payload.manifest)
+        fit = ParameterMap(shard.views).check(payload.manifest)
         staging.open(payload.manifest, fit)
         copies = staging.copies()
         assert sum(view.numel() for view, _ in copies) == sum(p.numel() for p in shard.parameters.values())
@@ -120,9 +121,8 @@ def test_an_update_copies_a_rank_s_bytes_in_few_pieces(tmp_path: Path) -> None:
 def test_nothing_is_allocated_before_the_first_update_and_the_relay_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.ranks.relay._PIECE_BYTES", SMALL)
     monkeypatch.setattr("trainer_bridge.transports.disk._READ_BYTES", SMALL)  # as a rule, at most a piece
-    with GroupWorker(2, relay_bytes=4 * SMALL) as worker:
+    with GroupWorker(2, relay_bytes=4 * SMALL, piece_bytes=SMALL) as worker:
         assert worker.relayed.size == 0
         assert worker.serve(good(worker, "zmq", tmp_path, 1))
         assert worker.relayed.size == 4 * SMALL
@@ -130,9 +130,8 @@ def test_nothing_is_allocated_before_the_first_update_and_the_relay_stays_small(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_transfer_waits_for_the_slowest_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
-    monkeypatch.setattr("rollout.ranks.relay._PIECE_BYTES", SMALL)
     monkeypatch.setattr("trainer_bridge.transports.disk._READ_BYTES", SMALL)  # as a rule, at most a piece
-    with GroupWorker(2, relay_bytes=4 * SMALL, shared=tmp_path) as worker:
+    with GroupWorker(2, relay_bytes=4 * SMALL, piece_bytes=SMALL, shared=tmp_path) as worker:
         worker.reading.clear()
         tensors = tensors_of(1)
         publisher = WeightPublisher(worker.endpoint, transport=transport, folder=str(tmp_path), bucket_bytes=SMALL)
@@ -178,7 +177,7 @@ def test_a_sleep_gives_the_memory_on_the_device_back_and_the_next_update_takes_s
         for version in (1, 2, 3):
             assert worker.serve(good(worker, "cuda_ipc", tmp_path, version))
             assert allocated() == 1 and [peer.readers for peer in peers[1:]] == [1, 1]
-            worker.orders.memory("release")
+            worker.orders.unmap_relay()
             wait_for(lambda: [peer.readers for peer in peers[1:]] == [0, 0], "the followers")
             wait_for(lambda: worker.orders.free_relay() > 0, "their reports")
             assert allocated() == 0 and worker.orders.free_relay() == 0
@@ -307,20 +306,18 @@ def test_tied_tensors_that_differ_on_one_rank_only_are_refused(group: GroupWorke
     assert group.serve(tensors)
 
 
-def test_a_rank_that_cannot_take_an_update_keeps_all_from_it(
-    group: GroupWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_cannot_take_an_update_keeps_all_from_it(group: GroupWorker, tmp_path: Path) -> None:
     old = good(group, "zmq", tmp_path, 1)
-    plain, calls = ShardStaging.take, []
+    staging = group.stagings[1]
+    take, calls = staging.take, []
 
-    def fails_once(self: ShardStaging, start: int, data: torch.Tensor) -> Any:
-        if threading.current_thread().name == "updates":
-            calls.append(start)
-            if len(calls) == 3:
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return plain(self, start, data)
+    def fails_once(start: int, data: torch.Tensor) -> Any:
+        calls.append(start)
+        if len(calls) == 3:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return take(start, data)
 
-    monkeypatch.setattr(ShardStaging, "take", fails_once)
+    staging.take = fails_once  # type: ignore[method-assign]
     with WeightPublisher(group.endpoint, bucket_bytes=SMALL) as publisher:
         with pytest.raises(Exception, match="rank 1: RuntimeError: CUDA error"):
             publisher.publish(tensors_of(2), 2).applied(60)
@@ -402,7 +399,7 @@ def test_a_committed_update_comes_into_use_without_its_trainer(
         order = {"endpoint": worker.endpoint, "transport": transport, "folder": str(tmp_path), "version": 2, "seed": 2}
         with faults.child(role="publisher", phase="none", fault="none", device="cpu", **order) as pid:
             wait_for(lambda: worker.status()["state"] == state, f"the update to be {state}")
-            wait_for(lambda: worker.receiver._intake.current is None or committed(worker), "the commit")
+            wait_for(lambda: worker.orders.prepared == 2, "the commit")
             os.kill(pid, signal.SIGKILL)
             wait_for(lambda: ended_or_stopped(pid), "the end of the trainer")
         assert worker.receiver.version == 1 and all(shard.serves(old) for shard in worker.shards)
@@ -410,11 +407,6 @@ def test_a_committed_update_comes_into_use_without_its_trainer(
         wait_for(lambda: worker.receiver.version == 2, "the swap")
         assert worker.serve(new)
         assert worker.serve(good(worker, transport, tmp_path, 3))
-
-
-def committed(worker: GroupWorker) -> bool:
-    current = worker.receiver._intake.current
-    return current is not None and current.commit is not None
 
 
 @pytest.mark.parametrize("seed", [0, 1, *nightly(*range(2, 60))])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
-from rollout.weights import apply_mode
-from rollout.weights.staging import HostStaging
+from rollout.config import WeightsSettings
+from rollout.weights.destination import Destinations
+from rollout.weights.staging import make_staging
 from tests.support.bridge.fault_client import FaultServer, run_fault
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -19,13 +21,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def slow(seconds: float) -> None:
     """Keep the current stream busy."""
     torch.cuda._sleep(int(seconds * 1e9))
-
-
-def staging_memory(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """A list that gets the host memory of every update from now on."""
-    lent, reserve = [], HostStaging.reserve
-    monkeypatch.setattr(HostStaging, "reserve", lambda self, nbytes: (lent.append(reserve(self, nbytes)), lent[-1])[1])
-    return lent
 
 
 def test_gpu_tensors_are_read_after_the_work_before_publish_and_not_after_held() -> None:
@@ -53,29 +48,26 @@ def serves_now(worker: Worker, tensors: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_an_update_waits_on_the_device_and_the_swap_copies_from_there(
-    monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
-    sources, plan = [], apply_mode.plan_copies
-    monkeypatch.setattr(apply_mode, "plan_copies", lambda *given: (sources.append(given[-1]), plan(*given))[1])
+def test_an_update_waits_on_the_device_and_the_swap_copies_from_there(transport: str) -> None:
+    arrived, staged = set(), set()
     with Worker(model=TinyModel(device="cuda"), apply="staged") as worker:
         assert worker.receiver.summary()["staging"] == "device"
-        lent = staging_memory(monkeypatch)
         with WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=192) as publisher:
             for version in range(1, 6):
                 tensors = new_tensors(TinyModel(), version)
                 publisher.publish(tensors, version).applied(60)
                 assert serves_now(worker, tensors)
-    assert {(memory.is_pinned(), memory.data_ptr()) for memory in lent} == {(True, lent[0].data_ptr())}, lent
-    assert len({memory.data_ptr() for memory in sources}) == 1 and sources[0].is_cuda
+                memory = worker.staging.memory(0, 64)
+                arrived.add((memory.is_pinned(), memory.data_ptr()))
+                staged.add((worker.staging.stream.is_cuda, worker.staging.stream.data_ptr()))
+    assert len(arrived) == len(staged) == 1 and arrived.pop()[0] and staged.pop()[0]
 
 
 def test_bytes_are_on_the_device_before_the_update_is_ready() -> None:
     """The upload waits for earlier work of its stream; the update must not be handed over before it has run."""
     with Worker(model=TinyModel(device="cuda"), apply="staged") as worker:
-        shadow = worker.receiver._mode.shadow
-        assert shadow is not None
-        with torch.cuda.stream(shadow._stream):
+        assert worker.staging.place == "device"
+        with worker.staging.on_stream():
             slow(0.3)
         tensors = new_tensors(TinyModel(), 1)
         with WeightPublisher(worker.endpoint, transport="zmq", bucket_bytes=192) as publisher:
@@ -84,21 +76,21 @@ def test_bytes_are_on_the_device_before_the_update_is_ready() -> None:
 
 
 @pytest.mark.parametrize("staging", ["device", "host"])
-def test_an_update_waits_where_it_was_asked_to(monkeypatch: pytest.MonkeyPatch, staging: str) -> None:
-    monkeypatch.setattr("rollout.weights.staging.SHADOW_SHARE", 0.0 if staging == "device" else 1.0)
-    lent = staging_memory(monkeypatch)
-    with Worker(model=TinyModel(device="cuda"), staging=staging) as worker:
+def test_an_update_waits_where_it_was_asked_to(staging: Literal["device", "host"]) -> None:
+    model, settings = TinyModel(device="cuda"), WeightsSettings(staging=staging)
+    own = make_staging(model.views, settings, device_share=0.0 if staging == "device" else 1.0)
+    with Worker(model=model, destinations=Destinations(own)) as worker:
         assert worker.receiver.summary()["staging"] == staging
         # Pinned before the first update: it takes long.
-        assert [memory.is_pinned() for memory in lent] == ([True] if staging == "host" else [])
+        before = own.memory(0, 64)
+        assert before.is_pinned() if staging == "host" else before.numel() == 0
         with WeightPublisher(worker.endpoint, bucket_bytes=192) as publisher:
             publisher.publish(tensors := new_tensors(TinyModel(), 1), 1).applied(60)
         assert serves_now(worker, tensors)
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_in_place_on_the_device(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
-    monkeypatch.setattr(apply_mode, "DeviceShadow", None)  # there is no call of it
+def test_in_place_on_the_device(transport: str) -> None:
     with Worker(model=TinyModel(device="cuda"), apply="in_place") as worker:
         assert worker.receiver.summary()["staging"] is None
         with WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=192) as publisher:

@@ -18,8 +18,10 @@ import torch
 import zmq
 
 from rollout.network.access import Access
-from rollout.weights.destination import StagedDestination
+from rollout.weights.destination import Destination
+from rollout.weights.parameter_map import Fit
 from rollout.weights.receiver import WeightSocket
+from rollout.weights.staging import Staging
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from trainer_bridge.publish import publisher as publisher_module
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -162,8 +164,9 @@ class ByHand:
         self.socket = WeightSocket("tcp://127.0.0.1:*", 1 << 20, Access(None, None, insecure=False))
         self.zmq = ZmqReceiver(self.socket)
         self.receiver = CudaIpcReceiver(self.zmq, self.memory)
-        self.stream = torch.zeros(self.payload.manifest.total_bytes, dtype=torch.uint8)
-        destination = StagedDestination(self.stream, None)
+        staging = Staging({}, "host")
+        staging.open(self.payload.manifest, Fit((), ()))
+        self.stream, destination = staging.stream, Destination(staging, self.payload.manifest)
         self.incoming = IncomingUpdate(self.payload.manifest, "cuda_ipc", bytes(16), destination)
         self.incoming.open.set()
         self.receiver.begin(self.incoming, options)

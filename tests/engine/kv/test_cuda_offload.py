@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.engine.messages import PutAdapter
-from rollout.models.peft_tensors import load_peft_folder
+from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
 from tests.support.engine.cuda_harness import no_allocation, no_waiting
 from tests.support.engine.harness import Bench, load
 from tests.support.models.families import make_checkpoint
@@ -84,7 +84,7 @@ def test_offloaded_rows_come_back_with_their_adapters(tmp_path, prompt_of, captu
     )
     for i in range(2):
         folder = make_adapter(base, tmp_path / str(i), i)
-        weights = load_peft_folder(folder, model.spec, 16, torch.float32, True)
+        weights = load_peft_folder(folder, model.spec, 16, torch.float32, AdapterPacker(pinned=True))
         bench.engine.inbox.put(PutAdapter(f"a{i}", weights))
         references.append(merged(base, folder))
     for i in range(6):

@@ -15,11 +15,13 @@ import zmq
 from rollout.config import WeightsSettings
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate
-from rollout.weights.adapter_target import AdapterTarget
-from rollout.weights.parameter_map import UpdateNames
+from rollout.weights.adapter_updates import AdapterTarget
+from rollout.weights.destination import Destinations
+from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from rollout.weights.receiver import WeightReceiver
-from rollout.weights.shard_destination import Ranks
-from rollout.weights.staging import StagedWeights
+from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staging import make_staging
+from rollout.weights.update_intake import UpdateTargets
 from tests.support.bridge.file_memory import share_with
 from tests.support.ports import free_port
 from trainer_bridge.wire.address import bracketed, host_port
@@ -106,20 +108,22 @@ class Worker:
         adapters: AdapterTarget | None = None,
         shared: Path | None = None,
         names: UpdateNames = UpdateNames(),  # noqa: B008 -- frozen
-        ranks: Ranks | None = None,
+        destinations: Destinations | None = None,
         host: str = "127.0.0.1",
         **settings: Any,
     ) -> None:
-        """`shared`: a folder of files by which `cuda_ipc` may come. `ranks`: the others of a tensor group.
+        """`shared`: a folder of files by which `cuda_ipc` may come. `destinations`: of updates, by default
+        those that the settings name.
 
         `host`: where both sockets are bound.
         """
         self.model = model or TinyModel()
         self.engine_gate = Gate(takes_weights=True)
         weights = WeightsSettings(**{"bind": f"tcp://{bracketed(host)}:0", **settings})
-        self.receiver = WeightReceiver(
-            self.model.views, version, weights, self.engine_gate, adapters=adapters, names=names, ranks=ranks
-        )
+        self.destinations = destinations or Destinations(make_staging(self.model.views, weights))
+        self.staging = self.destinations.staging
+        targets = UpdateTargets(ParameterMap(self.model.views, names), self.destinations, adapters)
+        self.receiver = WeightReceiver(targets, version, weights, self.engine_gate)
         if shared is not None:
             share_with(self, shared)
         self.gate = threading.Event()

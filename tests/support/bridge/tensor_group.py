@@ -13,14 +13,15 @@ import torch
 
 from rollout.models.cut import Cut, CutView
 from rollout.ranks.follower_updates import FollowerUpdates
-from rollout.ranks.orders import END, OPEN, PREPARE, RELAY, SWAP, TAKE, Orders
-from rollout.ranks.reports import Reports
+from rollout.ranks.orders import END, Orders
+from rollout.ranks.relay import RELAY_SIZES, RelaySizes
+from rollout.ranks.reports import LaneReport, Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates
 from rollout.weights.parameter_map import ParameterMap
-from rollout.weights.shard_staging import BLOCK_BYTES, ShardInPlace, ShardStaging
-from rollout.weights.staging import Copy, StagedWeights
-from rollout.weights.swap_copies import copy_tensors
+from rollout.weights.pinned_memory import BLOCK_BYTES
+from rollout.weights.staged_weights import Copy, StagedWeights, SwapCopies
+from rollout.weights.staging import InPlace, Staging
 from tests.support.bridge.harness import EXPERTS, HIDDEN, INTER, TinyModel, Worker, wait_for
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 
@@ -97,6 +98,7 @@ class GroupWorker(Worker):
         self,
         size: int,
         relay_bytes: int = 1 << 20,
+        piece_bytes: int = RELAY_SIZES.piece,
         block_bytes: int = BLOCK_BYTES,
         shared: Path | None = None,
         peers: Sequence[IpcMemory | None] = (),
@@ -113,8 +115,16 @@ class GroupWorker(Worker):
         self._descriptors = [*eventfds, *(memory.descriptor for memory in (ring, table, self.relayed, manifest))]
         writer = RingWriter(ring, eventfds, lambda: self.reports.get("position"))
         mine = peers[0] if peers else None
-        where = self.shards[0].parameters["norm"].device
-        ranks = RankUpdates(self.relayed, manifest, self.reports, lambda: self.orders, where, mine, relay_bytes)
+
+        def staging_of(shard: TinyShard) -> Staging:
+            if settings.get("apply") == "in_place":
+                return InPlace(shard.views)
+            return Staging(shard.views, staging, shard=True, block_bytes=block_bytes)
+
+        self.stagings = [staging_of(shard) for shard in self.shards]
+        sizes = RelaySizes(relay_bytes, piece_bytes)
+        memories = {"relayed": self.relayed, "manifest": manifest}
+        ranks = RankUpdates(self.stagings[0], memories, self.reports, lambda: self.orders, mine, sizes)
         self.orders = Orders(writer, 0, self.reports, lambda: None, ranks)
         self.reading = threading.Event()
         self.reading.set()
@@ -123,17 +133,16 @@ class GroupWorker(Worker):
         self.followers = []
         for number, eventfd in enumerate(eventfds):
             parameters = ParameterMap(self.shards[1 + number].views)
-            kept = ShardStaging(parameters.views, staging, block_bytes=block_bytes)
-            if settings.get("apply") == "in_place":
-                kept = ShardInPlace(parameters.views)
             relayed = SharedMemory(self.relayed.descriptor)  # a map of its own, as in a process of its own
             memories = (relayed, manifest, self.reports, number)
-            updates = FollowerUpdates(parameters, kept, *memories, peers[1 + number] if peers else None)
+            updates = FollowerUpdates(
+                parameters, self.stagings[1 + number], *memories, peers[1 + number] if peers else None
+            )
             reader = RingReader(ring, eventfd, lambda at, me=number: self.reports.set(me, "position", at))  # type: ignore[misc]
             follow = threading.Thread(target=self._follow, args=(reader, updates, number), daemon=True)
             follow.start()
             self.followers.append(follow)
-        super().__init__(model=_Views(self.shards[0]), shared=shared, ranks=ranks, staging=staging, **settings)
+        super().__init__(model=_Views(self.shards[0]), shared=shared, destinations=ranks, staging=staging, **settings)
 
     def serve(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether all ranks serve these tensors, once the followers have carried out every order."""
@@ -146,7 +155,7 @@ class GroupWorker(Worker):
         """Wait until every order that was given is carried out."""
         last = self.orders.ordered
         wait_for(lambda: min(self.reports.get("sequence")) >= last, "the followers")
-        wait_for(lambda: min(self.reports.get("swapped")) >= self.orders.swapped, "the swap of all ranks")
+        wait_for(lambda: self.orders.done("swap", self.orders.swapped), "the swap of all ranks")
 
     def snapshot(self) -> list[torch.Tensor]:
         """The parameters of all ranks."""
@@ -175,17 +184,13 @@ class GroupWorker(Worker):
             head, body = reader.read()
             fields = msgpack.unpackb(body)
             body.release()
-            if head.kind == OPEN:
-                updates.open(*fields)
-            elif head.kind == TAKE:
-                updates.piece(*fields)
-            elif head.kind == RELAY:
-                updates.relay(*fields)
-            elif head.kind == PREPARE:
-                updates.prepare(*fields)
-            elif head.kind == SWAP:
-                copies = threading.Thread(target=self._copy, args=(updates.take(*fields), number, fields[0]))
-                copies.start()
+            if head.kind != END:
+                lane, order, *rest = fields
+                if lane == "updates":
+                    updates.carry_out(order, *rest)
+                elif lane == "swap":
+                    copies = updates.take(order, *rest)
+                    threading.Thread(target=self._copy, args=(copies, number, order)).start()
             reader.done(head)
             self.reports.set(number, "sequence", head.sequence)
             if head.kind == END:
@@ -194,8 +199,8 @@ class GroupWorker(Worker):
     def _copy(self, copies: list[Copy], number: int, update: int) -> None:
         """What a follower's compute stream does in a swap."""
         self.swapping.wait()
-        copy_tensors(copies)
-        self.reports.set(number, "swapped", update)
+        SwapCopies().enqueue(copies)
+        LaneReport(self.reports, number, "swap").end(update)
 
 
 class _Views(TinyModel):

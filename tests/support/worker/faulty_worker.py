@@ -26,7 +26,7 @@ from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.step.device_step import DeviceStep
 from rollout.metrics.sinks import MetricsThread
 from rollout.service.server import Server
-from rollout.weights.staging import StagedWeights
+from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.update_intake import UpdateIntake
 
 FOLDER = Path(sys.argv[1])

@@ -14,8 +14,8 @@ from rollout.config import ModelSettings
 from rollout.models import CheckpointError, LoadedModel, load_model
 from rollout.models.cut import whole_shape
 from rollout.models.loader import check_cut
-from rollout.weights.destination import check_equal
 from rollout.weights.parameter_map import ParameterMap, update_names
+from rollout.weights.staging import check_equal
 from tests.support.models import both_ways, fallback
 from tests.support.models.both_ways import CPU, TOLERANCE, edit, logits, transformers_logits
 from trainer_bridge.wire.errors import WeightsRejected

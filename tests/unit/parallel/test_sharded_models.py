@@ -16,8 +16,8 @@ from rollout.config import ModelSettings
 from rollout.models import Decoder, LoadedModel, load_model
 from rollout.models.cut import CutView, kept_values, whole_shape
 from rollout.models.loader import check_cut
-from rollout.weights.destination import InPlaceDestination
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
+from rollout.weights.staging import InPlace
 from tests.support.models.both_ways import edit
 from tests.support.models.families import FAMILIES, make_checkpoint
 from tests.support.models.hybrids import HYBRIDS, make_hybrid
@@ -358,10 +358,11 @@ def _update_in_place(group: TensorGroup, folder: Path, other: Path, twice: bool)
     for entry in manifest.tensors:
         stream[entry.offset : entry.end] = whole[entry.name].contiguous().view(-1).view(torch.uint8)
     fit = ParameterMap(views, UpdateNames()).check(manifest)
-    destination = InPlaceDestination(manifest, fit, views, pinned=False)
+    staging = InPlace(views)
+    staging.open(manifest, fit)
     for start in range(0, len(stream), 4096):
-        destination.put(start, stream[start : start + 4096])
-    destination.check_aliases(manifest, fit, views)
+        staging.take(start, stream[start : start + 4096])
+    staging.check()
     expected, got = _parameters(fresh.model), _parameters(ours.model)
     return len(fit.aliases) == twice and all(torch.equal(got[name], expected[name]) for name in expected)
 

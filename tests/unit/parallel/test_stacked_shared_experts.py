@@ -15,10 +15,8 @@ from rollout.models import LoadedModel, load_model
 from rollout.models.cut import kept_values
 from rollout.models.joined import JoinedView
 from rollout.models.layers import SparseFeedForward
-from rollout.weights.destination import InPlaceDestination
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
-from rollout.weights.shard_staging import ShardStaging
-from rollout.weights.swap_copies import copy_tensors
+from rollout.weights.staging import InPlace, Staging
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.models.latent import make_latent
@@ -88,15 +86,12 @@ def _update(loaded: LoadedModel, folder: Path, staged: bool) -> None:
     """Its bytes arrive in pieces: staged as a rank of several stages them, or in the parameters."""
     manifest, fit, stream = _stream(folder, loaded)
     views = loaded.trainer_views()
-    staging = ShardStaging(views)
-    if staged:
-        staging.open(manifest, fit)
-    take = staging.take if staged else InPlaceDestination(manifest, fit, views, pinned=False).put
+    staging = Staging(views, shard=True) if staged else InPlace(views)
+    staging.open(manifest, fit)
     for start in range(0, len(stream), 4096):
-        take(start, stream[start : start + 4096])
-    if staged:
-        staging.check_whole()
-        copy_tensors(staging.copies())
+        staging.take(start, stream[start : start + 4096])
+    staging.check()
+    staging.swap_copies.enqueue(staging.copies())
 
 
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])

@@ -87,11 +87,11 @@ class Two:
             if not self.reader.wait(0.1):
                 continue
             head, body = self.reader.read()
-            order = msgpack.unpackb(body)
+            fields = msgpack.unpackb(body)
             body.release()
             if head.kind == END:
                 return
-            self.copies.carry_out(head.kind, order)
+            self.copies.carry_out(*fields)
             self.reader.done(head)
 
 
@@ -179,7 +179,7 @@ def test_if_one_rank_cannot_keep_its_weights_none_sleeps(two: Two, full: str) ->
 
 def test_no_memory_is_given_back_while_pieces_of_an_update_are_on_their_way_into_it(two: Two) -> None:
     written = threading.Event()
-    two.updates.put(written.wait)
+    two.updates.put(1, written.wait)
     sleep = threading.Thread(target=two.group.release)
     sleep.start()
     sleep.join(0.3)

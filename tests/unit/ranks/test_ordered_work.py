@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 
+import pytest
 import torch
 
 from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
-from tests.support.worker.harness import until
+from rollout.ranks.watch import Lane
+from trainer_bridge.wire.errors import WeightsRejected
 
 FAILS = """
 import sys, time
@@ -22,7 +24,7 @@ from rollout.ranks.ring import SharedMemory
 
 reports = Reports(SharedMemory(int(sys.argv[1])), 2)
 work = OrderedWork("updates", torch.device("cpu"), reports, 1)
-work.put(lambda: {}["no such piece"])
+work.put(1, lambda: {}["no such piece"])
 work.finish()
 """
 
@@ -31,7 +33,7 @@ def test_work_is_done_in_order() -> None:
     reports, done = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1), list[int]()
     work = OrderedWork("updates", torch.device("cpu"), reports, 0)
     for i in range(100):
-        work.put(lambda i=i: done.append(i))  # type: ignore[misc]
+        work.put(1 + i, lambda i=i: done.append(i))  # type: ignore[misc]
     work.finish()
     assert done == list(range(100)) and reports.text(0, "end") == ""
 
@@ -39,14 +41,28 @@ def test_work_is_done_in_order() -> None:
 def test_work_that_hangs_and_work_that_goes_on_are_reported() -> None:
     reports, goes_on = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1), threading.Event()
     work = OrderedWork("adapters", torch.device("cpu"), reports, 0)
-    for wait in (goes_on.wait, work.advance):
-        work.put(wait)
-    until(lambda: reports.get("adapters_given") == [2], "two pieces of work")
-    assert reports.get("adapters_ended") == [0] and reports.get("adapters_parts") == [0]
+    for number, wait in enumerate((goes_on.wait, work.advance), 1):
+        work.put(number, wait)
+    assert reports.lanes(0)["adapters"] == Lane(True, 0)
     goes_on.set()
     work.finish()
-    until(lambda: reports.get("adapters_ended") == reports.get("adapters_given") == [3], "the end of all work")
-    assert reports.get("adapters_parts") == [1] and reports.get("updates_given") == [0]
+    assert reports.lanes(0)["adapters"] == Lane(False, 3), "two orders and a part"
+    assert reports.lanes(0)["updates"] == Lane(False, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"), [(WeightsRejected("too large"), "too large"), (OSError("no"), "OSError: no")]
+)
+def test_work_that_may_fail_is_acknowledged_with_the_reason(error: Exception, why: str) -> None:
+    def fails() -> None:
+        raise error
+
+    reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1)
+    work = OrderedWork("updates", torch.device("cpu"), reports, 0)
+    work.put(1, fails, "a piece cannot be kept")
+    work.put(2, lambda: None)
+    work.finish()
+    assert reports.ended("updates") == [2] and reports.failures("updates", 1) == [f"rank 1: {why}"]
 
 
 def test_a_rank_ends_with_the_reason_when_one_of_its_threads_fails() -> None:

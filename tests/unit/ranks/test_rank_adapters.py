@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout.config import ModelSettings
+from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.features.adapters.table import AdapterTable
 from rollout.models import load_model
@@ -27,12 +27,12 @@ from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import CONFIG, WEIGHTS, AdapterPlan, load_peft_folder, plan_adapter
 from rollout.models.shard import shard_spec, spec_of_rank
 from rollout.ranks.adapters import AdapterCopies, RankAdapters
-from rollout.ranks.orders import ADAPTER, FORGET, WRITE, Orders
-from rollout.ranks.reports import Reports
+from rollout.ranks.orders import Orders
+from rollout.ranks.reports import LaneReport, Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
 from rollout.service.connections import ReplyAddress
-from rollout.weights.adapter_target import AdapterTarget
+from rollout.weights.adapter_updates import AdapterTarget
 from tests.support.bridge.harness import Worker
 from tests.support.engine.streams import InlineDevice
 from tests.support.models.families import make_checkpoint
@@ -64,12 +64,16 @@ class Group:
         writer = RingWriter(ring, [eventfd], lambda: self.reports.get("position"))
         self.orders = Orders(writer, 0, self.reports, lambda: None)
         self.reader = RingReader(ring, eventfd, lambda position: self.reports.set(0, "position", position))
-        settings = (self.memory, shard_spec(spec, 0, SIZE), 4, torch.float32, MOST)
-        self.adapters = RankAdapters(*settings, self.reports, lambda: self.orders, CPU, lambda: self.lost)
+        engine, shard = EngineSettings(adapter_slots=1, adapter_rank=4, max_adapters=MOST), shard_spec(spec, 0, SIZE)
+        orders, lost = lambda: self.orders, lambda: self.lost
+        self.adapters = RankAdapters(self.memory, shard, engine, torch.float32, CPU, orders, lost)
         memory = SharedMemory.create("empty", 4096) if blind else SharedMemory(self.memory.descriptor)
         self.follower = AdapterCopies(memory, 1, torch.float32, CPU, self.reports)
-        self.kinds: list[int] = []
+        self.kinds: list[str] = []
         self.writes: list[int] = []
+        self.forget_order = 0
+        self.report = LaneReport(self.reports, 0, "adapters")
+        self.copies = LaneReport(self.reports, 0, "adapter_copies")
         self.forgets = True
 
     def pack(self, plan: AdapterPlan, tensors: Any) -> AdapterWeights:
@@ -90,14 +94,14 @@ class Group:
         """Have the follower take the orders that there are."""
         while self.reader.wait(0.0):
             head, body = self.reader.read()
-            order = msgpack.unpackb(body[: head.layout])
-            self.kinds.append(head.kind)
-            if head.kind == ADAPTER:
-                self.follower.prepare(*order)
-            elif head.kind == WRITE:
-                self.writes.append(order[0])  # its copy goes on until the test says that it is done
-            elif self.forgets:
-                self.follower.forget(*order)
+            lane, number, *fields = msgpack.unpackb(body[: head.layout])
+            self.kinds.append(fields[0] if lane == "adapters" else lane)
+            if lane == "adapter_copies":
+                self.writes.append(number)  # its copy goes on until the test says that it is done
+            elif fields[0] == "prepare" or self.forgets:
+                self.follower.carry_out(number, *fields)
+            else:
+                self.forget_order = number
             body.release()
             self.reader.done(head)
 
@@ -217,22 +221,22 @@ def test_a_place_is_used_again_once_the_follower_has_forgotten_it(start: Any) ->
         group.ready(weights)
         del weights
         gc.collect()
-    assert group.kinds.count(FORGET) > 5
+    assert group.kinds.count("forget") > 5
     for key, pair in before.items():
         assert all(torch.equal(a, b) for a, b in zip(held.parts[key], pair, strict=True)), "a place was used twice"
 
 
 def test_without_an_answer_of_the_follower_no_place_is_used_again(start: Any) -> None:
     group, plan, tensors = start()
+    held = [packed(group, plan, tensors) for _ in range(MOST + 8)]
     group.forgets = False
-    for _ in range(MOST + 8):
-        group.ready(group.pack(plan, tensors))
-    until(lambda: group.carry_out() or FORGET in group.kinds, "an order to forget")
+    held.clear()
+    until(lambda: group.carry_out() or "forget" in group.kinds, "an order to forget")
     assert group.adapters.pack(plan, tensors, time.monotonic()) is None
     with pytest.raises(Overloaded, match="in a moment") as refused:
         group.adapters.pack(plan, tensors, time.monotonic() - 11.0)
     assert refused.value.retry_after_s == 1.0
-    group.reports.set(0, "forgotten", 1)
+    group.report.end(group.forget_order)
     until(lambda: group.adapters.pack(plan, tensors, time.monotonic()), "the place of the forgotten one")
 
 
@@ -260,9 +264,20 @@ def test_two_threads_may_have_an_adapter_each(start: Any) -> None:
     assert not group.adapters.ready(second) and not group.adapters.ready(first)
     group.carry_out()
     until(lambda: group.adapters.ready(second), "the second one")
-    assert group.kinds == [ADAPTER]
+    assert group.kinds == ["prepare"]
     group.ready(first)
-    assert group.kinds == [ADAPTER, ADAPTER] and group.adapters.ready(second)
+    assert group.kinds == ["prepare", "prepare"] and group.adapters.ready(second)
+
+
+def test_a_refusal_is_known_though_another_adapter_was_refused_since(start: Any) -> None:
+    group, plan, tensors = start(blind=True)
+    first, second = (group.pack(plan, tensors) for _ in range(2))
+    assert not group.adapters.ready(first)
+    with pytest.raises(CheckpointError, match="rank 1: ValueError"):
+        group.ready(second)  # asked about when the first one is answered
+    for weights in (first, second, first):
+        with pytest.raises(CheckpointError, match="rank 1: ValueError"):
+            group.adapters.ready(weights)
 
 
 # --- who takes adapters waits for all ranks --------------------------------------------------------------------------
@@ -285,7 +300,7 @@ def test_a_folder_is_loaded_when_all_ranks_have_their_parts(start: Any, made: An
 
     def load() -> None:
         shard = shard_spec(spec, 0, SIZE)
-        weights = load_peft_folder(folder, shard, 4, torch.float32, ranks=group.adapters)
+        weights = load_peft_folder(folder, shard, 4, torch.float32, packer=group.adapters)
         loaded.append((weights, rank_1_has(group, 1)))
 
     loads = threading.Thread(target=load, daemon=True)
@@ -299,7 +314,7 @@ def test_a_folder_is_loaded_when_all_ranks_have_their_parts(start: Any, made: An
 
     until(taken, "the load")
     ((weights, everywhere),) = loaded
-    assert everywhere and group.kinds == [ADAPTER]
+    assert everywhere and group.kinds == ["prepare"]
     assert weights.parts.keys() == group.follower.weights(1).parts.keys()
 
 
@@ -308,7 +323,7 @@ def sent_by_the_bridge(group: Group, spec: Any, folder: Path) -> Iterator[tuple[
     """A worker that receives an adapter from a publisher, and the update; the follower has its order."""
     tensors, config = load_file(folder / WEIGHTS), read_json(folder / CONFIG)
     shard = shard_spec(spec, 0, SIZE)
-    target = AdapterTarget(shard, 4, torch.float32, False, AdapterRegistry(MOST), group.adapters)
+    target = AdapterTarget(shard, 4, torch.float32, AdapterRegistry(MOST), group.adapters)
     with Worker(adapters=target) as worker, WeightPublisher(worker.endpoint) as publisher:
         update = publisher.publish(tensors, 1, adapter="sent", adapter_config=config)
         until(lambda: group.reader.wait(0.0), "the order to the follower")
@@ -357,7 +372,7 @@ def test_no_row_is_admitted_before_all_ranks_have_the_adapter_in_its_slot(start:
     assert not table.ready(adapter)
     group.carry_out()
     assert group.writes == [1] and not table.ready(adapter), "the follower still copies"
-    group.reports.set(0, "wrote", 1)
+    group.copies.end(1)
     assert table.ready(adapter)
 
 
@@ -370,7 +385,7 @@ def test_who_waits_for_an_adapter_waits_for_all_ranks(start: Any) -> None:
     waits.start()
     waits.join(EARLY_S)
     assert waits.is_alive(), "the follower still copies"
-    group.reports.set(0, "wrote", 1)
+    group.copies.end(1)
     waits.join(60)
     assert not waits.is_alive() and table.ready(adapter)
 
@@ -382,10 +397,10 @@ def test_weights_that_a_rank_still_copies_are_not_let_go(start: Any) -> None:
     table.drop("one")
     time.sleep(EARLY_S)
     group.carry_out()
-    assert FORGET not in group.kinds
-    group.reports.set(0, "wrote", 1)
+    assert "forget" not in group.kinds
+    group.copies.end(1)
     assert not table.let_go()
-    until(lambda: group.carry_out() or FORGET in group.kinds, "the order to forget the first one")
+    until(lambda: group.carry_out() or "forget" in group.kinds, "the order to forget the first one")
 
 
 @pytest.mark.parametrize("idle", [True, False])
@@ -394,14 +409,14 @@ def test_places_of_replaced_adapters_come_free_without_a_further_load(start: Any
     group, plan, tensors = start()
     table = table_of(group)
     adapter = table.put("one", 0, packed(group, plan, tensors))
-    table.ready(adapter), group.carry_out(), group.reports.set(0, "wrote", 1)
+    table.ready(adapter), group.carry_out(), group.copies.end(1)
     assert table.ready(adapter)
     table.take(adapter)
     for version in range(1, MOST + 8):
         table.put("one", version, packed(group, plan, tensors))
     group.carry_out()
     assert table.let_go() and group.adapters.pack(plan, tensors, time.monotonic()) is None
-    group.reports.set(0, "wrote", max(group.writes))
+    group.copies.end(max(group.writes))
     if idle:
         table.wait()
     else:
@@ -431,7 +446,7 @@ def test_a_refused_load_leaves_nothing_to_the_collector(start: Any, made: Any) -
     shard = shard_spec(spec, 0, SIZE)
 
     def read(folder: Path, asked_s: float) -> AdapterWeights:
-        return load_peft_folder(folder, shard, 4, torch.float32, ranks=group.adapters, asked_s=asked_s)
+        return load_peft_folder(folder, shard, 4, torch.float32, packer=group.adapters, asked_s=asked_s)
 
     loads = AdapterLoads(AdapterFolders(folder.parent, read), posted.put)
     refusals: list[str] = []

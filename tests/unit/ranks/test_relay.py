@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rollout.ranks.device_relay import DevicePlace
-from rollout.ranks.relay import HostPlace, RelayMemory
-from rollout.ranks.reports import Reports
+from rollout.ranks.relay import HostPlace, RelayMemory, RelaySizes
 from rollout.ranks.ring import SharedMemory
 from tests.support.bridge.file_memory import FileMemory
 
@@ -48,18 +47,15 @@ def followers() -> Followers:
     return Followers()
 
 
-def relay_of(followers: Followers, monkeypatch: pytest.MonkeyPatch, most: int) -> RelayMemory:
-    monkeypatch.setattr("rollout.ranks.relay._PIECE_BYTES", KIB)
+def relay_of(followers: Followers, most: int) -> RelayMemory:
     place = HostPlace(SharedMemory.create("pieces", 0), torch.device("cpu"))
-    return RelayMemory(place, lambda: followers.taken, followers.give, most)
+    return RelayMemory(place, lambda: followers.taken, followers.give, RelaySizes(most, KIB))
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_memory_is_used_again_only_when_all_have_read_it(
-    followers: Followers, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_memory_is_used_again_only_when_all_have_read_it(followers: Followers, seed: int) -> None:
     draws = random.Random(seed)
-    relay = relay_of(followers, monkeypatch, draws.choice([KIB, 5 * KIB]))
+    relay = relay_of(followers, draws.choice([KIB, 5 * KIB]))
     relay.open(KIB, 1 << 20)
     unread: dict[int, tuple[int, int, Any]] = {}  # of pieces that somebody may still read: begin, end, event of rank 0
     stream, waited = 0, 0
@@ -85,10 +81,8 @@ def test_memory_is_used_again_only_when_all_have_read_it(
     assert waited > 0 and relay.all_given()
 
 
-def test_a_piece_that_a_device_writes_is_given_when_it_is_written_and_later_ones_after_it(
-    followers: Followers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    relay = relay_of(followers, monkeypatch, 4 * KIB)
+def test_a_piece_that_a_device_writes_is_given_when_it_is_written_and_later_ones_after_it(followers: Followers) -> None:
+    relay = relay_of(followers, 4 * KIB)
     relay.open(KIB, 1 << 20)
     written = Event()
     for start, event in ((0, written), (KIB, None)):
@@ -100,8 +94,8 @@ def test_a_piece_that_a_device_writes_is_given_when_it_is_written_and_later_ones
     assert relay.all_given() and [start for start, *_ in followers.given] == [0, KIB]
 
 
-def test_what_was_not_given_of_a_dropped_update_never_is(followers: Followers, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay = relay_of(followers, monkeypatch, 2 * KIB)
+def test_what_was_not_given_of_a_dropped_update_never_is(followers: Followers) -> None:
+    relay = relay_of(followers, 2 * KIB)
     relay.open(KIB, 1 << 20)
     pending = Event()
     for start, event in ((0, None), (KIB, pending)):
@@ -116,12 +110,21 @@ def test_what_was_not_given_of_a_dropped_update_never_is(followers: Followers, m
 
 
 def test_memory_on_a_device_is_freed_once_all_followers_have_unmapped_it(tmp_path: Path) -> None:
-    reports, told = Reports(SharedMemory.create("reports", 2 * Reports.line_bytes()), 2), list[tuple[int, int]]()
-    place = DevicePlace(FileMemory(tmp_path), reports, lambda number, handle, nbytes: told.append((number, nbytes)))
+    told, answers = list[int](), dict[int, bool]()
     files = lambda: len(list(tmp_path.iterdir()))  # noqa: E731
 
+    def tell(handle: bytes, nbytes: int) -> int:
+        told.append(nbytes)
+        answers.clear()
+        return len(told)
+
+    def answered(order: int) -> list[bool] | None:
+        return list(answers.values()) if order == len(told) and len(answers) == 2 else None
+
     def answer(follower: int, mapped: bool = True) -> None:
-        reports.set(follower, "mapped" if mapped else "unmapped", told[-1][0])
+        answers[follower] = mapped
+
+    place = DevicePlace(FileMemory(tmp_path), tell, answered)
 
     place.grow(64)
     assert place.usable is None
@@ -134,7 +137,7 @@ def test_memory_on_a_device_is_freed_once_all_followers_have_unmapped_it(tmp_pat
     answer(1)
     assert place.usable and files() == 1 and place.free() == 0
     place.unmap()
-    assert told == [(1, 64), (2, 128), (3, 0)]
+    assert told == [64, 128, 0]
     answer(0)
     assert place.free() == 0 and files() == 1
     answer(1)
@@ -149,8 +152,8 @@ def test_memory_on_a_device_is_freed_once_all_followers_have_unmapped_it(tmp_pat
     assert place.free() == 64 and files() == 0
 
 
-def test_memory_grows_when_no_piece_is_in_use(followers: Followers, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay = relay_of(followers, monkeypatch, KIB)
+def test_memory_grows_when_no_piece_is_in_use(followers: Followers) -> None:
+    relay = relay_of(followers, KIB)
     relay.open(KIB, 1 << 20)
     assert relay.has_room()
     relay.reserve(KIB)

@@ -155,14 +155,14 @@ def test_reports_of_followers_and_of_topics_do_not_touch_one_another() -> None:
     memory = SharedMemory.create("reports", 3 * Reports.line_bytes())
     reports = Reports(memory, 3)
     reports.say(1, "end", "ä" * 400)
-    reports.say(1, "update", "no")
+    reports.say(1, "updates", "no")
     reports.set(1, "launched", 5)
     reports.add(1, "launched")
     assert reports.get("launched") == [0, 6, 0] and reports.get("ready") == [0, 0, 0]
     assert reports.text(1, "end").startswith("äää") and reports.text(0, "end") == reports.text(2, "end") == ""
     reports.say(1, "end", "short")
     seen = Reports(SharedMemory(memory.descriptor), 3)  # as another process maps them
-    assert seen.text(1, "end") == "short" and seen.text(1, "update") == "no"
+    assert seen.text(1, "end") == "short" and seen.text(1, "updates") == "no"
 
 
 def test_memory_that_the_system_does_not_give_is_an_error_that_says_what_to_change() -> None:

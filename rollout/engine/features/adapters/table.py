@@ -17,7 +17,8 @@ import functools
 import time
 from collections import deque
 
-from rollout.engine.adapters import Adapter, AdapterOrders, AdapterRegistry, AdapterSlot
+from rollout.engine.adapters import Adapter, AdapterRegistry, AdapterSlot
+from rollout.engine.device.group_orders import GroupOrders
 from rollout.engine.device.streams import Device, Stream
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights
 
@@ -39,7 +40,7 @@ class AdapterTable:
         device: Device,
         loads: Stream,
         compute: Stream,
-        orders: AdapterOrders | None = None,
+        orders: GroupOrders | None = None,
     ) -> None:
         self.registry = registry
         self.memory = memory
@@ -155,14 +156,16 @@ class AdapterTable:
 
     def _write(self, slot: AdapterSlot, weights: AdapterWeights, stream: Stream) -> None:
         if self._orders is not None:
-            slot.order = self._orders.write_adapter(slot.number, weights, beside=stream is self.loads)
+            assert weights.shared is not None, "in a tensor group all ranks have their parts"
+            beside = stream is self.loads
+            slot.order = self._orders.give("adapter_copies", slot.number, weights.shared.number, beside)
         stream.run(functools.partial(self.memory.write, slot.number, weights))
         stream.record(slot.written)
         if self._orders is not None:
             self._read.append((slot, weights))
 
     def _is_written(self, slot: AdapterSlot) -> bool:
-        return slot.written.query() and (self._orders is None or self._orders.adapter_written(slot.order))
+        return slot.written.query() and (self._orders is None or self._orders.done("adapter_copies", slot.order))
 
     def _use(self, slot: AdapterSlot) -> None:
         self._uses += 1

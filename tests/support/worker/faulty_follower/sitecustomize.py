@@ -46,7 +46,7 @@ def _install(folder: Path) -> None:
     from rollout.ranks.copies import FollowerCopies
     from rollout.ranks.follower_updates import FollowerUpdates
     from rollout.ranks.start import LOADING, StartProgress
-    from rollout.weights import swap_copies
+    from rollout.weights import staged_weights
 
     def stand_at(point: str) -> None:
         ordered = folder / point
@@ -98,7 +98,7 @@ def _install(folder: Path) -> None:
     before(Executor, "run", step)
     before(follower.Follower, "_carry_out", lambda *args, **kwargs: stand_at("order"))
     before(follower.Follower, "_begin_swap", lambda *args, **kwargs: stand_at("swap"))
-    before(follower, "copy_tensors", lambda *args, **kwargs: stand_at("copy"))
+    before(staged_weights.SwapCopies, "enqueue", lambda *args, **kwargs: stand_at("copy"))
     before(FollowerUpdates, "_begin", lambda *args, **kwargs: stand_at("open"))
     before(FollowerUpdates, "_prepare", lambda *args, **kwargs: stand_at("prepare"))
     before(FollowerUpdates, "_keep", lambda *args, **kwargs: stand_at("piece"))
@@ -108,9 +108,10 @@ def _install(folder: Path) -> None:
     before(PageMover, "_copy_out", lambda *args, **kwargs: stand_at("out"))
     before(PageMover, "_copy_in", lambda *args, **kwargs: stand_at("back"))
     before(FollowerCopies, "_change_memory", lambda *args, **kwargs: stand_at("memory"))
-    swap_copies.PART_BYTES, releasable._BLOCK_BYTES, releasable._PIECE_BYTES = 1, 1 << 14, 1 << 14
+    staged_weights.SwapCopies.__init__.__defaults__ = (1,)
+    releasable._BLOCK_BYTES, releasable._PIECE_BYTES = 1 << 14, 1 << 14
     before(FollowerUpdates, "_keep", be_slow)
-    before(swap_copies, "_mark", be_slow)
+    before(staged_weights.SwapCopies, "_mark", be_slow)
     before(releasable.ReleasableMemory, "_copy", be_slow)
     before(releasable.HostPages, "give_back", be_slow)
 

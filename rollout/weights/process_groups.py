@@ -1,7 +1,7 @@
 """The control messages about trainers' process groups: `join`, `gather` and `leave`.
 
-They come before the `begin` of an update by the transport `torch_group`, which does the work. What is gathered is
-checked against the model's parameters after it was received, so that a wrong update leaves the group in step.
+They come before the `begin` of an update by the transport `torch_group`, which does the work. Gathered tensors are
+checked against the model's parameters after they were received, so that a wrong update leaves the group in step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _MAX_PART = 1 << 20
 _MAX_PACKED = 1 << 62
 _LISTED = 4  # names in a reply
 
+#: Takes the one answer to a control message.
 Reply = Callable[[dict[str, Any]], None]
 
 
-class GroupOrders:
+class ProcessGroups:
     """Answers the messages. Belongs to the receiver's thread. Its methods raise `RolloutError` or reply once."""
 
     def __init__(

@@ -1,0 +1,105 @@
+"""Host memory that torch did not allocate: pinned with CUDA, in blocks that take pages as they are filled."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from trainer_bridge.transports.cuda_ipc import forget_last_error
+
+#: Bytes of a block of host memory; a larger tensor has a block of its own.
+BLOCK_BYTES = 256 << 20
+_TOUCH_BYTES, _PAGE_BYTES = 256 << 20, 4096
+
+_log = logging.getLogger(__name__)
+
+
+class Pins:
+    """Host memory that torch did not allocate, pinned with CUDA until `free`, or until this object is collected.
+
+    Memory must be unpinned before it is unmapped: else CUDA takes what is mapped there next for pinned.
+    """
+
+    def __init__(self) -> None:
+        self._pinned: dict[int, torch.Tensor] = {}  # by address
+        self._refused: set[int] = set()
+        # Not at the end of the process, whose CUDA may be gone by then.
+        weakref.finalize(self, _unpin, self._pinned).atexit = False
+
+    def add(self, memory: torch.Tensor) -> None:
+        """Pin memory, if it is not yet. If CUDA refuses, it stays pageable, from which copies are slower."""
+        address = memory.data_ptr()
+        if memory in self:
+            return
+        status = int(torch.cuda.cudart().cudaHostRegister(address, memory.numel(), 0))
+        if not status:
+            self._pinned[address] = memory
+        else:
+            self._refused.add(address)
+            forget_last_error()
+            _log.warning("%d bytes of host memory cannot be pinned: CUDA error %d", memory.numel(), status)
+
+    def __contains__(self, memory: torch.Tensor) -> bool:
+        return memory.data_ptr() in self._pinned or memory.data_ptr() in self._refused
+
+    def free(self) -> None:
+        """Unpin all of it."""
+        _unpin(self._pinned)
+        self._refused.clear()
+
+
+def touch(memory: torch.Tensor, advance: Callable[[], object], part_bytes: int = _TOUCH_BYTES) -> None:
+    """Have the system back host memory (uint8) with pages, which stay as they are; `advance` is called now and then.
+
+    Memory that has its pages is pinned much faster, by a call that cannot tell how far it is.
+    """
+    for part in memory.split(part_bytes):
+        part[::_PAGE_BYTES].add_(0)
+        advance()
+
+
+def _unpin(pinned: dict[int, torch.Tensor]) -> None:
+    for address in pinned:
+        if int(torch.cuda.cudart().cudaHostUnregister(address)):
+            forget_last_error()
+    pinned.clear()
+
+
+class HostBlocks:
+    """Blocks of host memory, uint8. Each is pinned, if wanted, when its first bytes come."""
+
+    def __init__(self, pinned: bool, advance: Callable[[], object] = lambda: None) -> None:
+        self._pins = Pins() if pinned else None
+        self._advance = advance
+        self.blocks: list[torch.Tensor] = []
+
+    def reserve(self, sizes: list[int]) -> list[torch.Tensor]:
+        """Blocks of at least these sizes; blocks of before are not used any more."""
+        there = [block.numel() for block in self.blocks[: len(sizes)]]
+        if len(there) < len(sizes) or any(have < size for have, size in zip(there, sizes, strict=True)):
+            if self._pins is not None:
+                self._pins.free()
+            self.blocks = []  # free them first
+            self.blocks = [_pages(size) for size in sizes]
+        return self.blocks
+
+    def pin(self, block: torch.Tensor) -> None:
+        """Pin one of the blocks, if it is not yet."""
+        if self._pins is not None and not block.is_cuda:
+            if block.numel() > BLOCK_BYTES and block not in self._pins:
+                touch(block, self._advance)
+            self._pins.add(block)
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """Memory that takes pages as it is filled: huge ones if the system has them, which are pinned faster."""
+    pages = mmap.mmap(-1, max(nbytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
