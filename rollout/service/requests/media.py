@@ -145,8 +145,7 @@ def _check_grid(item: MediaFields, tower: TowerSpec, limits: MediaLimits, where:
     patches = frames * height * width
     if patches > limits.piece_patches:
         raise bad_request(
-            f"the image has {patches} patches and this worker takes {limits.piece_patches} (engine.image_patches); "
-            "send a smaller one",
+            f"the image has {patches} patches and this worker takes {limits.piece_patches}; send a smaller one",
             f"{where}.grid_thw",
         )
     if (tokens := tower.tokens(item.grid_thw)) != item.length:

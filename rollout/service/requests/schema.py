@@ -1,7 +1,7 @@
 """The schema of request headers: one strict model for each `op`.
 
 `parse_request` is the only entrance. It turns any header into a model or a `ServiceError` that names the field; an
-undeclared key is an error. Checks that depend on the model or the settings (vocabulary, `max_n`) are in `intake`.
+undeclared key is an error. Checks that depend on the model or on limits (vocabulary, `max_n`) are in `intake`.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class TextProcess:
         self.problem: str | None = None  # why no child could be started
         self._folder = folder
         self._log_format = log_format
-        self._max_s = settings.max_prompt_s
-        self._max_chars = settings.max_prompt_chars
+        self._max_s = settings.constants.max_prompt_s
+        self._max_chars = settings.constants.max_prompt_chars
         self._child: _Child | None = None
         self._not_before_s = 0.0
         self._closed = False

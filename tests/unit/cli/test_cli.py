@@ -135,6 +135,12 @@ def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
     [
         (["serve"], "no model"),
         (["serve", "m", "--max-row", "3"], "did you mean --max-rows?"),
+        (["serve", "m", "--stop-check-every", "8"], "searched every 4 tokens; remove it"),
+        (["serve", "m", "--session-share=0.2"], "engine.session_share is not a setting any more"),
+        (["gateway"], "at least one ENDPOINT"),
+        (["gateway", "tcp://127.0.0.1:1", "--port", "x"], "flag --port: gateway.port = 'x'"),
+        (["gateway", "tcp://127.0.0.1:1", "--prot", "1"], "did you mean --port?"),
+        (["gateway", "tcp://127.0.0.1:1", "--config", "/nowhere.toml"], "cannot read the settings file"),
         (["serve", "m", "--max-rows"], "expected one argument"),
         (["serve", "m", "--port", "5757"], "write --bind"),
         (["serve", "m", "--max-model-len", "8192"], "write --max-context-tokens"),
