@@ -313,7 +313,7 @@ def _speculation(engine: EngineSettings, model: LanguageModel, costs: StepCosts 
         return None
     adapts = engine.speculation == "auto"
     make = DRAFTERS.get("suffix" if adapts else engine.speculation)
-    drafter = None if make is None else make(engine.speculation_kept_tokens)
+    drafter = None if make is None else make(engine.constants.speculation_kept_tokens)
     most = engine.speculation_tokens, engine.speculation_rows
     return Speculation(drafter, *most, costs, adapts, guesser_of(engine, model))
 
@@ -339,7 +339,8 @@ def _build_allocator(
     snapshots = None
     if step.kv.states is not None:
         snapshots = Snapshots(engine.max_rows + 1, engine.snapshot_places, pool)
-    sessions = Sessions(pool, engine.page_size, int(engine.session_share * pool.total), session_counts, snapshots)
+    most_idle = int(engine.constants.session_share * pool.total)
+    sessions = Sessions(pool, engine.page_size, most_idle, session_counts, snapshots)
     offload_books = None
     if mover is not None:
         counts = None if lasting is None else lasting.offload_counts
@@ -406,7 +407,7 @@ def _build_executor(
         if site.lead is not None:  # from here on the other ranks run what they are ordered to
             words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
             orders = site.lead(words, engine.step_rows, width, chunk_tokens(engine, model))
-        piece_bytes = int(engine.host_kv_piece_mib * 2**20)
+        piece_bytes = int(engine.constants.host_kv_piece_mib * 2**20)
         if host_memory is not None:
             mover = PageMover(device, step.kv.tensors, host_memory, piece_bytes, streams.compute, orders=orders)
         if host_states is not None:
@@ -470,26 +471,18 @@ def _image_encoder(site: _Site) -> ImageEncoder | None:
     tower = site.model.tower if isinstance(site.model, Decoder) else None
     if tower is None:
         return None
-    places = -(-engine.image_tokens // BLOCK) * BLOCK
-    if engine.image_patches < tower.spec.merge**2:
-        raise ValueError(
-            f"image_patches = {engine.image_patches} are less than a token: use {tower.spec.merge**2} or more"
-        )
-    if engine.image_patches > places * tower.spec.merge**2:
-        raise ValueError(
-            f"image_patches = {engine.image_patches} make {engine.image_patches // tower.spec.merge**2} tokens, more "
-            f"than image_tokens = {engine.image_tokens}: lower the one or raise the other"
-        )
+    places = -(-engine.constants.image_tokens // BLOCK) * BLOCK
+    assert tower.spec.merge**2 <= engine.constants.image_patches <= places * tower.spec.merge**2, "two constants"
     dtype, where = site.model.embed.dtype, site.model.embed.device
     needed = places * tower.spec.width * dtype.itemsize
     if needed > device.free_bytes():
         raise ValueError(
-            f"image_tokens = {engine.image_tokens} take {needed / 2**30:.2f} GiB and there are "
-            f"{device.free_bytes() / 2**30:.2f} GiB: lower it"
+            f"image_tokens = {engine.constants.image_tokens} take {needed / 2**30:.2f} GiB and there are "
+            f"{device.free_bytes() / 2**30:.2f} GiB: set model.images = false, or use a device with more memory"
         )
     log.info("buffer for embeddings of images", extra={"tokens": places, "bytes": needed})
     zeros = None if memory is None else memory.zeros
-    return ImageEncoder(tower, places, engine.image_patches, dtype, where, engine.deterministic, zeros)
+    return ImageEncoder(tower, places, engine.constants.image_patches, dtype, where, engine.deterministic, zeros)
 
 
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:
@@ -571,7 +564,7 @@ def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: 
         if device.torch_device.type == "cuda":
             chunk = chunk_tokens(engine, model)
             sizes = engine.step_rows, chunk, context, graph_rows
-            needs = measure_steps(executor, slots, *sizes, engine.compile_threads)
+            needs = measure_steps(executor, slots, *sizes)
     except torch.OutOfMemoryError as error:
         raise no_room_for_steps(engine, model, free_bytes) from error
     there = DeviceMemory(weight_bytes(model), free_bytes, needs)
