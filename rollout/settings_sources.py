@@ -29,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from rollout.config import Settings
-from rollout.config.gateway import GatewayFile
+from rollout.config.gateway_settings import GatewayFile
 from rollout.config.retired import RETIRED
 from rollout.config.section import Section
 

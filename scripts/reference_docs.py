@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import trainer_bridge
-from rollout.config.gateway import GatewayFile
+from rollout.config.gateway_settings import GatewayFile
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.metrics.prometheus import prometheus_name
 from rollout.models.decoder import Decoder, DecoderLayer
@@ -30,7 +30,7 @@ from rollout.models.fallback.held import HELD
 from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
-from rollout.service.errors import ErrorCode
+from rollout.service.service_error import ErrorCode
 from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 
-from rollout.cli.connection import add_access, curve_of
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.cli.setting_flags import add_setting_flags, given_flags
-from rollout.config.gateway import GatewayFile
+from rollout.cli.worker_connection import add_access, curve_of
+from rollout.config.gateway_settings import GatewayFile
 from rollout.extras import install
 from rollout.settings_sources import SettingsError, load_program
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollout.cli.connection import add_worker, connect, where
 from rollout.cli.inputs import Inputs
 from rollout.cli.parser import CommandError, Parser, UsageError
+from rollout.cli.worker_connection import add_worker, connect, where
 from trainer_bridge.wire.sampling_rules import RULES
 
 if TYPE_CHECKING:

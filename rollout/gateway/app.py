@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from rollout.config.gateway import GatewaySettings
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.access import AccessRule
 from rollout.gateway.admin import Admin
 from rollout.gateway.answers import ClientGone

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from rollout.config.gateway import GatewaySettings
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.bodies import decode, read_bytes
 from rollout.gateway.errors import HttpError, bad_request
 from rollout.gateway.folder_updates import FolderUpdates

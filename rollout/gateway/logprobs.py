@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from rollout.config.gateway import LogprobMode
+from rollout.config.gateway_settings import LogprobMode
 from rollout.gateway.json_text import Json, json_text
 from trainer_bridge.client.results import Completion, GenerateResult
 

@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from rollout.config.gateway import GatewaySettings
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.access import read_keys
 from rollout.gateway.app import make_app
 from rollout.gateway.connection import connection_class

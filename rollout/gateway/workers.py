@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from rollout.config.gateway import GatewaySettings
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.errors import HttpError
 from rollout.gateway.watch import StatusSource, Watch, WorkerState
 from trainer_bridge.client.media import MediaItem, MediaPrompt

@@ -41,12 +41,12 @@ from rollout.service.delivery.in_flight import InFlight
 from rollout.service.delivery.replies import error_reply, ok_reply, result_reply
 from rollout.service.delivery.store import ResultStore, Stored, StoredCompletion
 from rollout.service.delivery.waiters import Delivery, Position, Waiter, received_positions
-from rollout.service.errors import ServiceError, bad_request
 from rollout.service.leases import Leases, client_key, may_return
 from rollout.service.requests import schema as requests
 from rollout.service.requests.intake import Intake, PreparedPrompt
-from rollout.service.requests.media import named_only
 from rollout.service.requests.preparation import Preparation
+from rollout.service.requests.request_media import named_only
+from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.codec import encode
 
 logger = logging.getLogger(__name__)

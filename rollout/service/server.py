@@ -34,7 +34,6 @@ from rollout.service.controls import Controls, Order
 from rollout.service.delivery.mismatch_reports import Reports
 from rollout.service.delivery.replies import error_reply, ok_reply
 from rollout.service.disconnects import Disconnects
-from rollout.service.errors import ServiceError
 from rollout.service.generation import Generation
 from rollout.service.leases import client_key
 from rollout.service.outbox import Outbox
@@ -42,10 +41,11 @@ from rollout.service.requests import schema as requests
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints
 from rollout.service.requests.intake import Intake, PreparedPrompt
-from rollout.service.requests.media import MediaStore
 from rollout.service.requests.preparation import Preparation
+from rollout.service.requests.request_media import MediaStore
 from rollout.service.router import open_router, receive_parts
 from rollout.service.served_model import ServedModel
+from rollout.service.service_error import ServiceError
 from rollout.service.shutdowns import Shutdowns
 from rollout.service.status import WorkerStatus
 from rollout.service.text.codec import PromptEncoder, PromptSource, TextCodec
@@ -139,7 +139,7 @@ class Server:
             connections=self._connections,
             worker=worker_name,
         )
-        self._reports = Reports(self.outbox.post, self._reply)
+        self._reports = Reports(settings.constants, self.outbox.post, self._reply)
         self._controls = Controls(
             engine.inbox,
             self.outbox.post,

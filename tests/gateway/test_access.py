@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout.config.gateway import GatewaySettings
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.access import is_loopback, read_keys
 from tests.support.gateway.harness import gateway
 from tests.support.patience import PATIENCE_S

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
 
-from rollout.config.gateway import GatewaySettings
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway import connection
 from rollout.gateway.serve import uvicorn_config
 from tests.support.gateway.harness import served

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Mount
 
-from rollout.config.gateway import GatewaySettings
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.serve import uvicorn_config
 from tests.support.gateway.harness import bystand, gateway, served
 from tests.support.gateway.hostile import RAW

@@ -17,7 +17,7 @@ import pytest
 
 from rollout.config import ServiceSettings
 from rollout.engine.messages import Cancel, Shutdown
-from rollout.service.errors import ServiceError
+from rollout.service.service_error import ServiceError
 from rollout.service.text import process as text_process
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess

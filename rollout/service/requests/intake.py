@@ -20,12 +20,12 @@ from rollout.models.vision_spec import TowerSpec
 from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
 from rollout.service.delivery.token_columns import TokenColumns
-from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests.constraint import ConstraintFields, Constraints
 from rollout.service.requests.continue_from import ContinueFrom
-from rollout.service.requests.media import MediaLimits, check_media, check_pieces, check_placeholders
+from rollout.service.requests.request_media import MediaLimits, check_media, check_pieces, check_placeholders
 from rollout.service.requests.schema import GenerateMessage, MediaMessage, Sampling
 from rollout.service.served_model import ServedModel
+from rollout.service.service_error import ServiceError, bad_request
 from rollout.service.text.codec import TextCodec, check_chars
 from rollout.service.text.stop_strings import StopText
 from trainer_bridge.wire.prompt_tops import reply_bytes

@@ -16,12 +16,12 @@ import numpy as np
 
 from rollout.engine.messages import Prompt, RequestKey
 from rollout.service.delivery.in_flight import InFlight
-from rollout.service.errors import ServiceError
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints
 from rollout.service.requests.intake import Intake, PreparedPrompt
-from rollout.service.requests.media import MediaFields, MediaStore
+from rollout.service.requests.request_media import MediaFields, MediaStore
 from rollout.service.requests.schema import GenerateMessage
+from rollout.service.service_error import ServiceError
 from rollout.service.text.codec import PromptSource
 
 _PROMPT_END = 512  # tokens of a prompt in which a constraint's marker is looked for: more than one can have

@@ -38,7 +38,7 @@ from rollout.process.child_python import import_path, module_command
 from rollout.process.garbage_collection import loading_libraries
 from rollout.process.logs import LogFormat, set_up, worker_name
 from rollout.process.parent_watch import exit_with_parent
-from rollout.service.errors import ServiceError
+from rollout.service.service_error import ServiceError
 from rollout.service.text.codec import PromptEncoder, TextCodec
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode, header_id
 

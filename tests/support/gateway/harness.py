@@ -13,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
-from rollout.config.gateway import GatewaySettings
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.app import make_app
 from rollout.gateway.serve import uvicorn_config, worker_client
 from tests.support.patience import PATIENCE_S

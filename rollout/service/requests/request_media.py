@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from rollout.engine.messages import Media, Pixels, Prompt, TokenIds
 from rollout.models.vision_spec import TowerSpec
-from rollout.service.errors import ServiceError, bad_request
+from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.media import HASH_CHARS, PIXEL_TYPES, media_hash
 
 _MOST_SIDE = 1 << 20
