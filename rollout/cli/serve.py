@@ -1,8 +1,4 @@
-"""`rollout serve`: runs a worker, with a flag for every setting.
-
-The flags are made from the declarations in `rollout.config`. Their values are text here, and
-`rollout.settings_sources` parses them like values of the environment.
-"""
+"""`rollout serve`: runs a worker, with a flag for every setting."""
 
 from __future__ import annotations
 

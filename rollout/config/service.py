@@ -85,7 +85,7 @@ class ServiceConstants(Section):
     #: Reports of log-probs that wait for their comparison, and their bytes: one thread compares some a millisecond.
     max_reports: int = 1024
     max_report_bytes: int = 256 << 20
-    #: Seconds after which a kept result is dropped: a client that has not come back for an hour has ended.
+    #: Seconds after which a kept result is dropped: a client that is away for an hour has ended.
     max_results_age_s: float = 3600.0
 
 

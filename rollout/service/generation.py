@@ -9,7 +9,7 @@ Invariants:
   until the client acknowledges it, as far as the store's limits allow. Errors are not kept, nor are results
   without a token of clients that stayed away: their ids are free again.
 - The engine's key is never used twice, so events of a request that was given up cannot reach a later one.
-- After a stop string nothing more of its completion is sent, whatever deltas still come.
+- After a stop string nothing more of its completion is sent, even if more deltas arrive.
 """
 
 from __future__ import annotations
@@ -80,9 +80,8 @@ class Generation:
         status: Callable[[], EngineStatus],
         connections: Connections,
         worker: str,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.store = ResultStore(settings, clock)
+        self.store = ResultStore(settings, time.monotonic)
         self.draining = False
         self.reclaimed = 0  # completions of vanished clients that were ended
         self._settings = settings
@@ -91,8 +90,8 @@ class Generation:
         self._status = status
         self._connections = connections
         self._delivery = Delivery(connections)
-        self._leases = Leases(settings.lease_s, clock)
-        self._retry = RetryEstimate(clock)
+        self._leases = Leases(settings.lease_s, time.monotonic)
+        self._retry = RetryEstimate(time.monotonic)
         self._preparation = preparation
         self._media = preparation.media
         self._worker = worker
@@ -349,7 +348,7 @@ class Generation:
     def _submit(self, entry: InFlight, outcome: Future[PreparedPrompt | None] | None = None) -> None:
         """Hand a request to the engine, or fail it. Never raises.
 
-        `outcome`: of its preparation; without one, or if it is None, the message has all that the engine needs.
+        `outcome` is the result of its preparation. Without it, or if it is None, the message has all that is needed.
         """
         entry.frames = []
         self._drop_pixels(entry)
@@ -454,7 +453,7 @@ class Generation:
 class RetryEstimate:
     """`retry_after_s`: the time in which half of the waiting requests end, at the recent rate of finished requests.
 
-    So refused clients return before the queue is empty, and few of them in vain. Times are those of `clock`, seconds.
+    So refused clients return before the queue is empty, and most of them find room. Times are of `clock`, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -11,8 +11,8 @@ Invariants:
 
 - Every prompt gets token ids or a `ServiceError`, also if the child dies or takes more than `max_prompt_s`. The next
   prompt then starts a new child. Other prompts are not affected.
-- The child ends with the worker, for whatever reason. It ignores signals to the process group, because a draining
-  worker still needs it.
+- The child ends when the worker does, also when the worker is killed. It ignores signals to the process group, because
+  a draining worker still needs it.
 """
 
 from __future__ import annotations
