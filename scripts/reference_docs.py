@@ -46,7 +46,7 @@ Settings come from three sources; the later one wins:
    `[weights]` is `--weights-bind`.
 
 In the environment and in flags, `none` unsets a setting that may be absent. An unknown name is an error.
-`rollout serve --help` shows the same list. The [gateway](../gateway.md#flags) takes its settings from the same sources,
+The [gateway](../gateway.md#flags) takes its settings from the same sources,
 in `[gateway]`. Words such as row, page and step are in the [glossary](../glossary.md).
 
 Each line: the setting, its default (and other choices), its meaning."""

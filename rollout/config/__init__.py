@@ -58,9 +58,7 @@ class SupervisorSettings(Section):
     workers: int = Field(
         1, ge=1, le=64, description="worker processes; a supervisor runs and restarts them if there are several"
     )
-    supervise: bool = Field(
-        False, description="supervise a single worker, too, such as one that has all GPUs with tensor_parallel"
-    )
+    supervise: bool = Field(False, description="supervise a single worker, too, such as one of all GPUs")
     max_restarts: int = Field(5, ge=0, description="restarts of one worker in an hour; after that it stays down")
     restart_backoff_s: float = Field(
         1.0, ge=0, description="seconds before the first restart; doubles with every restart in an hour, up to 60"

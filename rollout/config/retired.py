@@ -33,6 +33,7 @@ RETIRED: Mapping[str, str] = MappingProxyType(
         "service.max_prompt_s": "chat template and tokenizer have 60 seconds for a prompt",
         "service.max_prompt_tokens": "a prompt has at most 1048576 tokens; lower max_context_tokens bounds it too",
         "service.max_reply_bytes": "top log-probs and routing of a reply take at most 1073741824 bytes",
+        "service.max_results": "at most 4096 results are kept; max_results_bytes bounds them, too",
         "service.max_results_age_s": "a result is kept for at most 3600 seconds",
         "service.max_session_lease_s": "a request may ask for a session lease of at most 3600 seconds",
     }

@@ -54,7 +54,6 @@ class MediaSettings(Section):
 class ResultSettings(Section):
     """Results, which are kept until acknowledged."""
 
-    max_results: int = Field(4096, ge=0, description="most kept results")
     max_results_bytes: int = Field(512 << 20, ge=0, description="most bytes of all kept results")
 
 
@@ -85,6 +84,8 @@ class ServiceConstants(Section):
     #: Reports of log-probs that wait for their comparison, and their bytes: one thread compares some a millisecond.
     max_reports: int = 1024
     max_report_bytes: int = 256 << 20
+    #: Kept results, since each takes some memory besides its bytes; `max_results_bytes` is reached first as a rule.
+    max_results: int = 4096
     #: Seconds after which a kept result is dropped: a client that is away for an hour has ended.
     max_results_age_s: float = 3600.0
 

@@ -206,7 +206,7 @@ class Generation:
             raise ServiceError(
                 "not_found",
                 f"there is no result of {target!r}: it was acknowledged or dropped; report before 'ack', and raise "
-                "service.max_results or max_results_bytes if the worker drops results too early",
+                "service.max_results_bytes if the worker drops results too early",
                 "target",
             )
         return stored

@@ -85,7 +85,7 @@ class ResultStore:
 
     def __init__(self, settings: ServiceSettings, clock: Callable[[], float]) -> None:
         self.size = 0  # bytes
-        self._max_count = settings.max_results
+        self._max_count = settings.constants.max_results
         self._max_bytes = settings.max_results_bytes
         self._max_age_s = settings.constants.max_results_age_s
         self._clock = clock
