@@ -47,7 +47,7 @@ Settings come from three sources; the later one wins:
 
 In the environment and in flags, `none` unsets a setting that may be absent. An unknown name is an error.
 The [gateway](../gateway.md#flags) takes its settings from the same sources,
-in `[gateway]`. Words such as row, page and step are in the [glossary](../glossary.md).
+in `[gateway]`. The [glossary](../glossary.md) explains words.
 
 Each line: the setting, its default (and other choices), its meaning."""
 
