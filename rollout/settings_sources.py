@@ -1,11 +1,15 @@
 """The sources of settings: a TOML file, then `ROLLOUT_*` environment variables, then flags; the later one wins.
 
+A worker reads the tables of `rollout.config.Settings`, a gateway the table `[gateway]`. Both programs may share a file
+and an environment: each passes over the names of the other.
+
 Invariants:
 
-- A name that is not declared in `rollout.config` is an error in every source.
+- A name that is not declared in `rollout.config` is an error in every source. For a name that was a setting once, the
+  error says what holds now.
 - Every error names its source and what is allowed.
 - Values of a TOML file keep their TOML type: `"64"` is not a number there. Values of the environment and of the command
-  line are text; `none` leaves an optional setting out.
+  line are text; `none` leaves an optional setting out, and commas separate the items of a list.
 """
 
 from __future__ import annotations
@@ -19,16 +23,22 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from rollout.config import Settings
+from rollout.config.gateway_settings import GatewayFile
+from rollout.config.retired import RETIRED
+from rollout.config.section import Section
 
 ENV_PREFIX = "ROLLOUT_"
-#: The setting that the command line takes as its positional argument.
-POSITIONAL = "model.path"
+#: The settings that a command line takes as positional arguments, and their names there.
+POSITIONAL = {"model.path": "MODEL", "gateway.endpoints": "ENDPOINT"}
+#: The declarations of the two programs.
+ROOTS: tuple[type[Section], ...] = (Settings, GatewayFile)
+Root = TypeVar("Root", bound=Section)
 _FLAG = re.compile(r"--[a-z][a-z-]*")
 #: A word that may be the name of a setting, with or without its section; and whether a value is given to it.
 _NAME = re.compile(r"(?<![\w./-])([a-z][a-z_]*(?:\.[a-z_]+)?)(?![\w/-])( = )?")
@@ -47,6 +57,7 @@ class SettingKey:
     """One setting: its declaration, and its name in each source."""
 
     section: str | None  # None: outside of the sections
+    group: str  # what its group of settings is about, for the reader
     name: str
     flag: str  # "--max-rows", or "MODEL" for the positional argument
     field: FieldInfo
@@ -67,35 +78,64 @@ class SettingKey:
         return type(None) in get_args(self.field.annotation)
 
     @property
+    def switch(self) -> bool:
+        """True if the setting is true or false."""
+        return self.field.annotation is bool or bool in get_args(self.field.annotation)
+
+    @property
+    def listed(self) -> bool:
+        """True if the setting is a list of texts."""
+        return get_origin(self.field.annotation) is tuple
+
+    @property
     def choices(self) -> tuple[object, ...]:
         """The allowed values, if they are a fixed list."""
         return get_args(self.field.annotation) if get_origin(self.field.annotation) is Literal else ()
 
+    @property
+    def default(self) -> str:
+        """The default as text; empty for an empty text or list."""
+        value = self.field.default
+        return "none" if value is None else "" if value == () else str(value).lower()
+
 
 @cache
-def setting_keys() -> tuple[SettingKey, ...]:
-    """All settings in the order of declaration. A flag is the name, with the section in front if the name is taken."""
+def setting_keys(root: type[Section] = Settings) -> tuple[SettingKey, ...]:
+    """All settings of a program, by group. A flag is the name, with the section in front if the name is taken."""
     keys: list[SettingKey] = []
     taken = {"--config", "--help", "--version"}
-    for name, field in Settings.model_fields.items():
-        model = field.annotation
-        nested = model.model_fields if isinstance(model, type) and issubclass(model, BaseModel) else None
-        for key_name, key_field in nested.items() if nested is not None else [(name, field)]:
-            section = name if nested is not None else None
-            flag = "--" + key_name.replace("_", "-")
-            if f"{section}.{key_name}" == POSITIONAL:
-                flag = "MODEL"
-            elif flag in taken:
-                flag = f"--{section}-{key_name}".replace("_", "-")
-            assert flag not in taken, f"two settings share the flag {flag}"
-            taken.add(flag)
-            keys.append(SettingKey(section, key_name, flag, key_field))
+    for section, group, name, field in _declared(root):
+        flag = "--" + name.replace("_", "-")
+        if f"{section}.{name}" in POSITIONAL:
+            flag = POSITIONAL[f"{section}.{name}"]
+        elif flag in taken:
+            flag = f"--{section}-{name}".replace("_", "-")
+        assert flag not in taken, f"two settings share the flag {flag}"
+        taken.add(flag)
+        keys.append(SettingKey(section, group, name, flag, field))
     return tuple(keys)
 
 
-def sections() -> tuple[str, ...]:
-    """Names of the sections, in the order of declaration."""
-    return tuple(dict.fromkeys(key.section for key in setting_keys() if key.section))
+def _declared(root: type[Section]) -> Iterable[tuple[str | None, str, str, FieldInfo]]:
+    """Section, group, name and declaration of every setting. The groups of a section are its bases."""
+    for name, field in root.model_fields.items():
+        section = field.annotation
+        if not _is_section(section):
+            yield None, "The worker's process", name, field
+            continue
+        groups = [base for base in section.__bases__ if issubclass(base, Section) and base is not Section] or [section]
+        for group in groups:
+            title = (group.__doc__ or "").partition("\n")[0].rstrip(".")
+            yield from ((name, title, *each) for each in group.model_fields.items())
+
+
+def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def sections(root: type[Section] = Settings) -> tuple[str, ...]:
+    """Names of the sections of a program, in the order of declaration."""
+    return tuple(dict.fromkeys(key.section for key in setting_keys(root) if key.section))
 
 
 def hint(name: str, allowed: Iterable[str]) -> str:
@@ -112,7 +152,7 @@ def flags_hint(text: str, given: Mapping[str, object] = MappingProxyType({})) ->
     it. Those that the command line gave (`given`: values by `section.name`) are also named by their name alone, and by
     a value that is a path or an address.
     """
-    by_path = {key.path: key for key in setting_keys() if key.path != POSITIONAL}
+    by_path = {key.path: key for key in setting_keys() if key.path not in POSITIONAL}
     names = [key.name for key in by_path.values()]
     by_name = {key.name: key for key in by_path.values() if names.count(key.name) == 1}
     flags: dict[str, None] = {}
@@ -140,65 +180,98 @@ def load_settings(config_file: str | Path | None, environ: Mapping[str, str], fl
         SettingsError: the file cannot be read, a name is unknown, or a value has the wrong type or is out of range,
             even if a later source replaces it.
     """
+    return load_program(Settings, config_file, environ, flags)
+
+
+def load_program(
+    root: type[Root], config_file: str | Path | None, environ: Mapping[str, str], flags: Mapping[str, object]
+) -> Root:
+    """As `load_settings`, for the program that `root` declares."""
     values: dict[str, Any] = {}
     if config_file is not None:
-        values |= _from_file(Path(config_file))
-    values |= _from_environ(environ)
-    values |= _from_flags(flags)
-    nested: dict[str, Any] = {section: {} for section in sections()}
-    for key in setting_keys():
+        values |= _from_file(root, Path(config_file))
+    values |= _from_environ(root, environ)
+    values |= _from_flags(root, flags)
+    nested: dict[str, Any] = {section: {} for section in sections(root)}
+    for key in setting_keys(root):
         if key.path in values:
             (nested[key.section] if key.section else nested)[key.name] = values[key.path]
     try:
-        return Settings.model_validate(nested)
+        return root.model_validate(nested)
     except ValidationError as error:  # a rule about several settings
         raise SettingsConflictError(f"settings: {_reason(error)}") from error
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def retired(name: str) -> str | None:
+    """The error about a name that was a setting once, or None. `name` is written as in TOML."""
+    fact = RETIRED.get(name)
+    return None if fact is None else f"{name} is not a setting any more: {fact}; remove it"
+
+
+def retired_flags() -> dict[str, str]:
+    """Flag -> the error about a setting that it set once."""
+    return {f"--{name.partition('.')[2].replace('_', '-')}": str(retired(name)) for name in RETIRED}
+
+
+def _others(root: type[Section]) -> list[SettingKey]:
+    """The settings of the other program."""
+    return [key for other in ROOTS if other is not root for key in setting_keys(other)]
+
+
+def _from_file(root: type[Section], path: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not a TOML file: {error}") from error
-    by_path = {key.path: key for key in setting_keys()}
-    outer = [*sections(), *(key.name for key in setting_keys() if key.section is None)]
+    by_path = {key.path: key for key in setting_keys(root)}
+    outer = [*sections(root), *(key.name for key in by_path.values() if key.section is None)]
+    passed = {key.section or key.name for key in _others(root)} - set(outer)
     found: dict[str, Any] = {}
     for name, value in document.items():
+        if name in passed:
+            continue
         if name not in outer:
             raise SettingsError(f"{path}: unknown section or setting {name}{hint(name, outer)}")
-        if name not in sections():
+        if name not in sections(root):
             found[name] = _typed(by_path[name], value, str(path))
             continue
         if not isinstance(value, dict):
             raise SettingsError(f"{path}: {name} is a section; write its settings under [{name}]")
-        allowed = [key.name for key in setting_keys() if key.section == name]
+        allowed = [key.name for key in by_path.values() if key.section == name]
         for inner, inner_value in value.items():
             if inner not in allowed:
+                if gone := retired(f"{name}.{inner}"):
+                    raise SettingsError(f"{path}: {gone}")
                 raise SettingsError(f"{path}: unknown setting {name}.{inner}{hint(inner, allowed)}")
             found[f"{name}.{inner}"] = _typed(by_path[f"{name}.{inner}"], inner_value, str(path))
     return found
 
 
-def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
-    by_env = {key.env: key for key in setting_keys()}
+def _from_environ(root: type[Section], environ: Mapping[str, str]) -> dict[str, Any]:
+    by_env = {key.env: key for key in setting_keys(root)}
+    passed = {key.env for key in _others(root)}
     found: dict[str, Any] = {}
     for name in sorted(environ):
-        if not name.startswith(ENV_PREFIX):
+        if not name.startswith(ENV_PREFIX) or name in passed:
             continue
         source = f"environment variable {name}"
         if name not in by_env:
+            if gone := retired(name.removeprefix(ENV_PREFIX).lower().replace("__", ".")):
+                raise SettingsError(f"{source}: {gone}")
             raise SettingsError(f"{source}: unknown setting{hint(name, by_env)}")
         found[by_env[name].path] = _from_text(by_env[name], environ[name], source)
     return found
 
 
-def _from_flags(flags: Mapping[str, object]) -> dict[str, Any]:
-    by_path = {key.path: key for key in setting_keys()}
+def _from_flags(root: type[Section], flags: Mapping[str, object]) -> dict[str, Any]:
+    by_path = {key.path: key for key in setting_keys(root)}
     found: dict[str, Any] = {}
     for path, value in flags.items():
         if path not in by_path:
+            if gone := retired(path):
+                raise SettingsError(f"flags: {gone}")
             raise SettingsError(f"flags: unknown setting {path}{hint(path, by_path)}")
         key = by_path[path]
         found[path] = (_from_text if isinstance(value, str) else _typed)(key, value, f"flag {key.flag}")
@@ -208,6 +281,8 @@ def _from_flags(flags: Mapping[str, object]) -> dict[str, Any]:
 def _from_text(key: SettingKey, text: Any, source: str) -> Any:
     if key.optional and text.lower() == "none":
         return None
+    if key.listed:
+        return _typed(key, [part.strip() for part in text.split(",") if part.strip()], source)
     if key.choices:
         return _typed(key, {str(choice): choice for choice in key.choices}.get(text, text), source)
     try:
@@ -218,6 +293,8 @@ def _from_text(key: SettingKey, text: Any, source: str) -> Any:
 
 
 def _typed(key: SettingKey, value: Any, source: str) -> Any:
+    if key.listed and isinstance(value, list):
+        value = tuple(value)
     if key.choices and not any(type(value) is type(choice) and value == choice for choice in key.choices):
         raise _bad_value(key, value, source, "must be one of " + ", ".join(map(str, key.choices)))
     try:

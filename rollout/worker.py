@@ -96,6 +96,7 @@ _NOTICE_S = 1.0  # for the loop to notice by itself that a rank is lost
 _CAUSE_S = 1.0  # to learn which rank is lost, once an operation with it has failed
 _RANKS_CLOSE_S = 15.0  # for threads and sinks to end after that
 _FAULTS_WITHIN_S = 3600.0
+_TIMELINE_STEPS = 40  # of the picture: more would make bars of a pixel
 _MESSAGE_CHARS = 500
 
 #: Exit statuses, besides 0 (orderly end) and 2 (wrong usage).
@@ -170,10 +171,9 @@ class Worker:
                 routing=kept_routing(settings.engine, model),
                 adapters=settings.engine.adapter_slots > 0,
                 sleep=settings.engine.sleep,
-                sleep_rows=settings.engine.sleep_rows,
                 min_version=settings.weights.min_version,
                 images=native(model).spec.tower if settings.model.images else None,
-                image_patches=settings.engine.image_patches,
+                image_patches=settings.engine.constants.image_patches,
                 dtype=str(loaded.dtype).removeprefix("torch."),
             ),
             ServedEngine(
@@ -188,7 +188,6 @@ class Worker:
                 text,
                 self.prompts,
                 constraints_for(text, loaded.spec.vocab, settings.service.max_constraint_s, eos),
-                settings.engine.stop_check_every,
             ),
             worker_name=worker_name(),
             metrics_url=_metrics_url(sinks),
@@ -384,7 +383,7 @@ class Worker:
 
     def _write_timeline(self) -> None:
         metrics = self.settings.metrics
-        steps = self.engine.meter.recent_steps()[-metrics.timeline_steps :]
+        steps = self.engine.meter.recent_steps()[-_TIMELINE_STEPS:]
         if metrics.timeline is not None and steps:
             name = Path(self.settings.model.path).name
             write_timeline(steps, metrics.timeline, f"{name}: the last {len(steps)} steps")

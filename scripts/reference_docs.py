@@ -16,38 +16,41 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin, is_typeddict
+from typing import Any, cast, get_args, is_typeddict
 
 import torch
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import trainer_bridge
+from rollout.config.gateway_settings import GatewayFile
 from rollout.gateway.errors import from_worker
-from rollout.gateway.settings import declared
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fallback.held import HELD
 from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
-from rollout.service.errors import ErrorCode
-from rollout.settings_sources import SettingKey, setting_keys
+from rollout.service.service_error import ErrorCode
+from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
 _SETTINGS_INTRODUCTION = """\
 # Settings
 
-A setting comes from one of three sources. A later one overrides the earlier ones:
+Settings come from three sources; the later one wins:
 
-1. The TOML file of `--config`: `max_rows = 64` below `[engine]`.
-2. The environment: `ROLLOUT_<SECTION>__<KEY>`, such as `ROLLOUT_ENGINE__MAX_ROWS=64`; without a section
-   `ROLLOUT_<KEY>`.
-3. A flag: `--max-rows 64`. `--no-...` sets a setting that is true or false to false.
+1. the TOML file of `--config`: `max_rows = 64` below `[engine]`;
+2. the environment: `ROLLOUT_ENGINE__MAX_ROWS=64`, or `ROLLOUT_LOG_LEVEL=debug` for a setting without a section;
+3. a flag: `--max-rows 64`; `--prefix-cache`, `--no-prefix-cache`. The model is `rollout serve MODEL`, and `bind` of
+   `[weights]` is `--weights-bind`.
 
-In the environment and in flags, `none` unsets an optional setting. An unknown name is an error in all three. Words
-such as row, page and step are in the [glossary](../glossary.md)."""
+In the environment and in flags, `none` unsets a setting that may be absent. An unknown name is an error.
+The [gateway](gateway.md) takes its settings from the same sources,
+in `[gateway]`. The [glossary](../glossary.md) explains words.
+
+Each line: the setting, its default (and other choices), its meaning."""
 
 _MODELS_INTRODUCTION = """\
 # Models
@@ -197,7 +200,8 @@ after chunked prompts and 200 decode steps; greedy tokens with several rows, pre
 _GATEWAY_INTRODUCTION = """\
 # Flags and fields of the gateway
 
-How to use it: [gateway](../gateway.md)."""
+How to use it: [gateway](../gateway.md). A TOML file (`--config`, table `[gateway]`) and variables such as
+`ROLLOUT_GATEWAY__PORT=8000` set the same; a flag wins."""
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
@@ -247,35 +251,27 @@ def _metric_rows(metrics: Iterable[Metric]) -> list[tuple[str, ...]]:
 
 
 def settings_page() -> str:
-    """Every setting, by section."""
+    """Every setting of a worker, by section and group."""
     lines = [_SETTINGS_INTRODUCTION]
-    sections = dict.fromkeys(key.section for key in setting_keys())
-    for section in sorted(sections, key=lambda name: name is None):  # stable; settings without a section come last
-        rows = [_setting(key) for key in setting_keys() if key.section == section]
-        heads = ("setting", "flag", "values", "default", "meaning")
-        lines += ["", f"## {section}" if section else "## Without a section", "", *_table(heads, rows)]
+    groups: dict[tuple[str | None, str], list[SettingKey]] = {}
+    for key in setting_keys():
+        groups.setdefault((key.section, key.group), []).append(key)
+    for (section, group), keys in groups.items():
+        title = f"{group} (`[{section}]`)" if section else f"{group} (no section)"
+        lines += ["", f"## {title}", "", *(_setting(key) for key in keys)]
     return "\n".join(lines) + "\n"
 
 
-def _setting(key: SettingKey) -> tuple[str, ...]:
-    default = "none" if key.field.default is None else str(key.field.default).lower()
-    shown = f"`{default}`" if default else ""
-    return f"`{key.name}`", f"`{key.flag}`", _values(key), shown, key.field.description or ""
+def _setting(key: SettingKey) -> str:
+    shown = _shown_default(key)
+    return f"- `{key.name}`{f' = {shown}' if shown else ''}: {key.field.description}"
 
 
-def _values(key: SettingKey) -> str:
-    annotation = key.field.annotation
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
-    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
-    name = {int: "integer", float: "number", str: "text", bool: "`true`, `false`"}[kinds[0]]
-    bounds = [
-        f"{sign} {getattr(rule, attribute)}"
-        for rule in key.field.metadata
-        for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
-        if getattr(rule, attribute, None) is not None
-    ]
-    return " ".join([name, ", ".join(bounds)]).strip() + (", or none" if key.optional else "")
+def _shown_default(key: SettingKey) -> str:
+    """The default, and the other choices of a fixed list."""
+    others = [str(choice) for choice in key.choices if choice != key.field.default]
+    default = f"`{key.default}`" if key.default else ""
+    return f"{default} ({', '.join(f'`{other}`' for other in others)})" if others else default
 
 
 def models_page() -> str:
@@ -428,10 +424,8 @@ def protocol_page() -> str:
 
 def gateway_page() -> str:
     """The flags of `rollout gateway`, and the fields of other servers that it ignores."""
-    flags = [
-        (f"`--{name.replace('_', '-')}`", "" if default in (None, ()) else f"`{str(default).lower()}`", meaning)
-        for name, _, meaning, default in declared()
-    ]
+    keys = [key for key in setting_keys(GatewayFile) if key.path not in POSITIONAL]
+    flags = [(f"`{key.flag}`", _shown_default(key), key.field.description or "") for key in keys]
     lines = [_GATEWAY_INTRODUCTION, "", "## Flags", "", *_table(("flag", "default", "meaning"), flags)]
     heads = ("field", "accepted in", "why it changes nothing")
     lines += ["", "## Fields that are ignored", "", *_table(heads, _ignored_fields())]

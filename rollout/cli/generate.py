@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollout.cli.connection import add_worker, connect, where
 from rollout.cli.inputs import Inputs
 from rollout.cli.parser import CommandError, Parser, UsageError
+from rollout.cli.worker_connection import add_worker, connect, where
 from trainer_bridge.wire.sampling_rules import RULES
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ SYNONYMS = {
 _CHAT_EXAMPLE = '[{"role": "user", "content": "Hello"}]'
 #: Tokens of a completion between two updates of the progress bar.
 _PROGRESS_EVERY = 256
-#: A raw prompt of a model with a chat template that gets at most so many tokens, and a stop, was probably a mistake.
+#: A raw prompt was probably a mistake if the model has a chat template and stops after at most this number of tokens.
 _NEARLY_EMPTY = 1
 
 #: Finish reasons of complete completions; with any other one the command exits with 1.
@@ -115,7 +115,7 @@ def add_arguments(generate: Parser) -> None:
         sampling.add_argument(flag, type=kind, metavar=flag[2:].upper().replace("-", "_"), help=meaning)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="string that ends a completion; repeatable")
     sampling.add_argument("--stop-token-ids", metavar="IDS", help="token ids that end a completion")
-    sampling.add_argument("--min-tokens", type=int, metavar="MIN_TOKENS", help="no stop before so many tokens [0]")
+    sampling.add_argument("--min-tokens", type=int, metavar="MIN_TOKENS", help="least tokens before a stop [0]")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
     rules = generate.add_argument_group("constraint, at most one of")
     constraint = rules.add_mutually_exclusive_group()

@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in WORKER_PACKAGES:
             raise
-        return _fail(ImportError(f"this command needs {error.name}: {install('worker')}"), 2)
+        extra = "http" if arguments[0] == "gateway" else "worker"
+        return _fail(ImportError(f"this command needs {error.name}: {install(extra)}"), 2)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has ended, as in `rollout generate ... | head`

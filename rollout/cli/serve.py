@@ -1,8 +1,4 @@
-"""`rollout serve`: runs a worker, with a flag for every setting.
-
-The flags are made from the declarations in `rollout.config`. Their values are text here, and
-`rollout.settings_sources` parses them like values of the environment.
-"""
+"""`rollout serve`: runs a worker, with a flag for every setting."""
 
 from __future__ import annotations
 
@@ -15,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from rollout.cli.parser import CommandError, Parser, UsageError
+from rollout.cli.setting_flags import add_setting_flags, given_flags
 from rollout.config import Settings
 from rollout.process.announce import withdraw
 from rollout.process.child_python import module_command
 from rollout.process.logs import set_up, worker_name
 from rollout.settings_sources import (
     POSITIONAL,
-    SettingKey,
     SettingsConflictError,
     SettingsError,
     flags_hint,
     load_settings,
+    retired_flags,
     setting_keys,
 )
 
@@ -77,41 +74,17 @@ SYNONYMS = {
 
 def add_arguments(parser: Parser) -> None:
     """Declare the arguments: a flag for every setting."""
-    parser.synonyms = SYNONYMS
+    parser.synonyms = SYNONYMS | retired_flags()
     parser.usage, parser.description = "rollout serve MODEL [--config FILE] [--SETTING VALUE ...]", DESCRIPTION
-    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
-    groups: dict[str | None, Any] = {None: parser.add_argument_group("worker")}
     # Set by a supervisor, which also handles Ctrl-C for its workers.
     parser.add_argument("--restarts", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--continued-run", nargs=2, metavar=("ID", "FILE"), default=None, help=argparse.SUPPRESS)
-    for key in setting_keys():
-        if key.section not in groups:
-            groups[key.section] = parser.add_argument_group(f"{key.section} ([{key.section}] in TOML)")
-        _add_flag(groups[key.section], key)
-
-
-def _add_flag(group: Any, key: SettingKey) -> None:
-    description = (key.field.description or "").replace("%", "%%")
-    if key.path == POSITIONAL:
-        group.add_argument(key.path, metavar=key.flag, nargs="?", default=argparse.SUPPRESS, help=description)
-        return
-    default = "none" if key.field.default is None else str(key.field.default).lower()
-    options: dict[str, Any] = {
-        "dest": key.path,
-        "default": argparse.SUPPRESS,
-        "help": f"{description} [{default}]",
-    }
-    if key.field.annotation is bool:
-        group.add_argument(key.flag, action=argparse.BooleanOptionalAction, **options)
-    else:
-        values = "|".join(map(str, key.choices))
-        group.add_argument(key.flag, metavar=values or key.name.rpartition("_")[2].upper(), **options)
+    add_setting_flags(parser, Settings)
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the settings and serve until the last worker ends; returns the exit code."""
-    given = vars(args)
-    flags = {key.path: given[key.path] for key in setting_keys() if key.path in given}
+    flags = given_flags(args, Settings)
     try:
         settings = load_settings(args.config, os.environ, flags)
     except SettingsConflictError as error:
@@ -166,7 +139,7 @@ def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
         if key.path not in flags:
             continue
         value = flags[key.path]
-        if key.path == POSITIONAL:
+        if key.path in POSITIONAL:
             words.insert(0, str(value))
         elif key.field.annotation is bool:
             words.append(key.flag if value else f"--no-{key.flag[2:]}")

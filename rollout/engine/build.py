@@ -301,7 +301,7 @@ def _speculation(engine: EngineSettings, model: LanguageModel, costs: StepCosts 
         return None
     adapts = engine.speculation == "auto"
     make = DRAFTERS.get("suffix" if adapts else engine.speculation)
-    drafter = None if make is None else make(engine.speculation_kept_tokens)
+    drafter = None if make is None else make(engine.constants.speculation_kept_tokens)
     most = engine.speculation_tokens, engine.speculation_rows
     return Speculation(drafter, *most, costs, adapts, guesser_of(engine, model))
 
@@ -313,7 +313,7 @@ def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], t
     host_pages, page_bytes = (0, 0) if mover is None else (mover.host_memory.pages, mover.host_memory.page_bytes)
     places = engine.snapshot_places if step.kv.states is not None else 0
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
-    most_pages = int(engine.session_share * pool.total)
+    most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
     found_by = pool, engine.page_size, engine.prefix_cache, sessions
     prefixes = Prefixes(*found_by) if step.kv.states is None else StatePrefixes(*found_by, snapshots)
@@ -368,7 +368,7 @@ def _build_executor(
         if site.lead is not None:  # from here on the other ranks run what they are ordered to
             words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
             orders = site.lead(words, engine.step_rows, width, chunk_tokens(engine, model))
-        piece_bytes = int(engine.host_kv_piece_mib * 2**20)
+        piece_bytes = int(engine.constants.host_kv_piece_mib * 2**20)
         if (host := memory.host_memory) is not None:
             mover = PageMover(device, step.kv.tensors, host, piece_bytes, streams.compute, orders=orders)
         if (host := memory.host_states) is not None and memory.states is not None:
@@ -472,7 +472,7 @@ def _planned_kv(site: Site, executor: Executor, slots: list[Slot], graph_rows: i
         if device.torch_device.type == "cuda":
             chunk = chunk_tokens(engine, model)
             sizes = engine.step_rows, chunk, context, graph_rows
-            needs = measure_steps(executor, slots, *sizes, engine.compile_threads)
+            needs = measure_steps(executor, slots, *sizes)
     except torch.OutOfMemoryError as error:
         raise no_room_for_steps(engine, model, free_bytes) from error
     there = DeviceMemory(weight_bytes(model), free_bytes, needs)

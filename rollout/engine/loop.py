@@ -49,7 +49,7 @@ class Engine:
         self.recomputation = Recomputation(settings.recompute_fraction if recompute else 1.0)
         self.parts = parts
         self.gate, self.inbox, self.meter = links.gate, links.inbox, meter
-        self.masks = MaskBuilder(settings.mask_s, settings.mask_threads or usual_threads())
+        self.masks = MaskBuilder(settings.mask_s, settings.constants.mask_threads or usual_threads())
         self.swapper = Swapper(links.receiver, links.gate, meter, recompute, self.recomputation)
         self.sleeper = Sleeper(links, meter, memory, settings)
         self.commands = Commands(links, self.sleeper, recompute)

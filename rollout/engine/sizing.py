@@ -248,7 +248,7 @@ def host_kv_pages(
 
 def staging_bytes(settings: EngineSettings, state_bytes: int) -> int:
     """Device memory of the buffers that KV passes through on its way to the host and back, and states too."""
-    return 2 * int(settings.host_kv_piece_mib * 2**20) + 2 * state_bytes if settings.host_kv_gib else 0
+    return 2 * int(settings.constants.host_kv_piece_mib * 2**20) + 2 * state_bytes if settings.host_kv_gib else 0
 
 
 def page_bytes_of(settings: EngineSettings, model: LanguageModel, dtype: torch.dtype) -> int:

@@ -26,7 +26,6 @@ import logging
 import math
 import time
 from collections import deque
-from typing import Literal
 
 from rollout.config import EngineSettings
 from rollout.engine.device.group_memory import SleepMemory
@@ -48,16 +47,13 @@ _COPY_WAIT_S = 0.05
 class Sleeper:
     """The sleeps of one engine; only the loop calls it. Without `memory` the engine cannot sleep.
 
-    `settings` give the defaults of a sleep (`sleep_rows`, `sleep_requests`) and the time limit for moving KV
-    (`sleep_kv_s`).
+    `settings` give the time limit for moving KV (`constants.sleep_kv_s`).
     """
 
     def __init__(self, links: Links, meter: Meter, memory: SleepMemory | None, settings: EngineSettings) -> None:
         self.memory = memory
         self._gate, self._receiver, self._meter = links.gate, links.receiver, meter
-        self._mode: Literal["keep", "abort"] = settings.sleep_rows
-        self._requests: Literal["wait", "refuse"] = settings.sleep_requests
-        self._kv_s = settings.sleep_kv_s
+        self._kv_s = settings.constants.sleep_kv_s
         self._orders: deque[Sleep | Wake] = deque()
         self._begun = False  # the first order is under way
         self._emptying_s: float | None = None  # emptying the pool since, `time.perf_counter()`
@@ -116,10 +112,10 @@ class Sleeper:
             return
         self._begun, order = True, self._orders[0]
         if isinstance(order, Sleep):
-            self._gate.fall_asleep(order.level, order.requests or self._requests)
+            self._gate.fall_asleep(order.level, order.requests or "wait")
             if self._receiver is not None:
                 self._receiver.rest()
-            if (order.mode or self._mode) == "abort":
+            if order.mode == "abort":
                 parts.roster.end_all("cancelled")
 
     def _carry_out(self, order: Sleep | Wake, parts: EngineParts) -> Done | Failed | None:
@@ -173,8 +169,8 @@ class Sleeper:
 
     def _too_late(self) -> str:
         return (
-            f"the KV of completions did not reach the host within engine.sleep_kv_s = {self._kv_s:g} s, so generation "
-            "goes on: raise it, lower engine.host_kv_gib, or sleep with mode 'abort'"
+            f"the KV of completions did not reach the host within {self._kv_s:g} s, so generation "
+            "goes on: lower engine.host_kv_gib, or sleep with mode 'abort'"
         )
 
     def _wake(self, order: Wake, parts: EngineParts) -> Done | Failed:

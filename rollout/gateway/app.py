@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.access import AccessRule
 from rollout.gateway.admin import Admin
 from rollout.gateway.answers import ClientGone
@@ -33,7 +34,6 @@ from rollout.gateway.group_updates import GroupUpdates
 from rollout.gateway.groups import Groups
 from rollout.gateway.health import Health
 from rollout.gateway.images import Images
-from rollout.gateway.settings import GatewaySettings
 from rollout.gateway.sglang import SglangAdmin, SglangGenerate
 from rollout.gateway.text import Text
 from rollout.gateway.workers import RolloutPool, Workers

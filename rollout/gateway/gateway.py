@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.bodies import decode, read_bytes
 from rollout.gateway.errors import HttpError, bad_request
 from rollout.gateway.folder_updates import FolderUpdates
@@ -16,7 +17,6 @@ from rollout.gateway.formats.choice import Formats
 from rollout.gateway.images import Images
 from rollout.gateway.logprobs import LogprobFormat
 from rollout.gateway.sampling import OpenAiBody, SamplingBody
-from rollout.gateway.settings import GatewaySettings
 from rollout.gateway.text import Text
 from rollout.gateway.workers import Workers
 from trainer_bridge.client.results import Completion, GenerateResult

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from rollout.config.gateway_settings import LogprobMode
 from rollout.gateway.json_text import Json, json_text
-from rollout.gateway.settings import LogprobMode
 from trainer_bridge.client.results import Completion, GenerateResult
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")

@@ -8,17 +8,16 @@ import os
 import resource
 import signal
 import socket
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.access import read_keys
 from rollout.gateway.app import make_app
 from rollout.gateway.connection import connection_class
-from rollout.gateway.settings import GatewaySettings
 from rollout.process.announce import say, withdraw, write_whole
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up
@@ -37,7 +36,7 @@ _GRACE_S = 5
 def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. Raises ValueError for settings that cannot work."""
     set_up("info", "text", "gateway")
-    settings = replace(settings, max_connections=_most_connections(settings))
+    settings = settings.model_copy(update={"max_connections": _most_connections(settings)})
     host = bare(settings.host)
     keys = read_keys(settings.api_key_file, host)
     listening = _bind(host, settings.port)

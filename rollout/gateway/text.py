@@ -19,7 +19,7 @@ from rollout.gateway.formats.chat_turns import ChatTurns
 from rollout.gateway.formats.choice import Choice, Formats
 from rollout.gateway.sampling import SamplingBody
 from rollout.gateway.token_bytes import TokenBytes
-from rollout.service.errors import ServiceError
+from rollout.service.service_error import ServiceError
 from rollout.service.text.codec import TextCodec, check_chars, load_text_codec
 from rollout.service.text.detokenizer import Detokenizer
 from trainer_bridge.client.results import Completion

@@ -20,8 +20,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.errors import HttpError
-from rollout.gateway.settings import GatewaySettings
 from rollout.gateway.watch import StatusSource, Watch, WorkerState
 from trainer_bridge.client.media import MediaItem, MediaPrompt
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollout.models.lora_slots import AdapterWeights
 from rollout.service.connections import ReplyAddress
-from rollout.service.errors import ServiceError, bad_request
+from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.errors import InternalError, Overloaded
 
 logger = logging.getLogger(__name__)

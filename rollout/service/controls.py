@@ -20,8 +20,8 @@ from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
 from rollout.service.capabilities import WeightControl
 from rollout.service.connections import ReplyAddress
 from rollout.service.delivery.replies import ok_reply
-from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests import schema as requests
+from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.codec import PROTOCOL_VERSION
 
 _MAX_WAITING = 1024  # control messages without a reply

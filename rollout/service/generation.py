@@ -1,6 +1,6 @@
 """The requests in flight, from a `generate` message to its result.
 
-    generate --check--> Preparation --build--> Submit ==> engine ==> Delta... RequestDone --> chunks, result --> store
+    generate --check--> (Preparation) --build--> Submit ==> engine ==> Delta... RequestDone --> chunks, result --> store
 
 Invariants:
 
@@ -9,7 +9,7 @@ Invariants:
   until the client acknowledges it, as far as the store's limits allow. Errors are not kept, nor are results
   without a token of clients that stayed away: their ids are free again.
 - The engine's key is never used twice, so events of a request that was given up cannot reach a later one.
-- After a stop string nothing more of its completion is sent, whatever deltas still come.
+- After a stop string nothing more of its completion is sent, even if more deltas arrive.
 """
 
 from __future__ import annotations
@@ -41,15 +41,12 @@ from rollout.service.delivery.in_flight import InFlight
 from rollout.service.delivery.replies import error_reply, ok_reply, result_reply
 from rollout.service.delivery.store import ResultStore, Stored, StoredCompletion
 from rollout.service.delivery.waiters import Delivery, Position, Waiter, received_positions
-from rollout.service.errors import ServiceError, bad_request
 from rollout.service.leases import Leases, client_key, may_return
 from rollout.service.requests import schema as requests
-from rollout.service.requests.background_work import BackgroundWork
-from rollout.service.requests.constraint import Constraints
 from rollout.service.requests.intake import Intake, PreparedPrompt
-from rollout.service.requests.media import MediaStore, named_only
 from rollout.service.requests.preparation import Preparation
-from rollout.service.text.codec import PromptSource
+from rollout.service.requests.request_media import named_only
+from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.codec import encode
 
 logger = logging.getLogger(__name__)
@@ -77,17 +74,14 @@ class Generation:
         self,
         settings: ServiceSettings,
         intake: Intake,
-        prompts: PromptSource | None,
+        preparation: Preparation,
         *,
         inbox: SimpleQueue[Command],
         status: Callable[[], EngineStatus],
         connections: Connections,
-        background: BackgroundWork[PreparedPrompt | None],
-        constraints: Constraints,
         worker: str,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.store = ResultStore(settings, clock)
+        self.store = ResultStore(settings, time.monotonic)
         self.draining = False
         self.reclaimed = 0  # completions of vanished clients that were ended
         self._settings = settings
@@ -96,13 +90,10 @@ class Generation:
         self._status = status
         self._connections = connections
         self._delivery = Delivery(connections)
-        self._leases = Leases(settings.lease_s, clock)
-        self._retry = RetryEstimate(clock)
-        self._background = background
-        self._media = MediaStore(settings.media_store_bytes)
-        self._preparation = Preparation(
-            background, intake, prompts, constraints, lambda key: self._by_key.get(key), self._media
-        )
+        self._leases = Leases(settings.lease_s, time.monotonic)
+        self._retry = RetryEstimate(time.monotonic)
+        self._preparation = preparation
+        self._media = preparation.media
         self._worker = worker
         self._serial = count()
         self._by_name: dict[tuple[str, str], InFlight] = {}
@@ -135,16 +126,16 @@ class Generation:
         self._by_name[name] = self._by_key[key] = entry
         self._by_client.setdefault(client, {})[key] = entry
         self._leases.hold(client, peer.connection)
-        self._preparation.begin(entry, self._submit)
+        if self._preparation.needed(entry):
+            self._preparation.begin(entry, self._submit)
+        else:
+            self._submit(entry)
 
     def take_media(self, peer: ReplyAddress, client: str, message: requests.MediaMessage, size: int) -> None:
         """Keep images for later requests of any client. `size`: bytes of the message. Raises `ServiceError`."""
         self._intake.check_media(message)
         self._check_capacity(client, size)
         self._pending_bytes += size
-
-        def kept() -> None:
-            self._media.add(message.media)
 
         def answer(future: Future[PreparedPrompt | None]) -> None:
             self._pending_bytes -= size
@@ -157,7 +148,7 @@ class Generation:
             else:
                 self._connections.send(peer, encode(ok_reply(peer.id)))
 
-        self._background.prompt(client, kept, answer)
+        self._preparation.keep(client, message.media, answer)
 
     def cancel(self, peer: ReplyAddress, client: str, message: requests.CancelMessage) -> None:
         """End a request with its tokens so far. Raises `ServiceError` if it is unknown."""
@@ -215,7 +206,7 @@ class Generation:
             raise ServiceError(
                 "not_found",
                 f"there is no result of {target!r}: it was acknowledged or dropped; report before 'ack', and raise "
-                "service.max_results, max_results_bytes or max_results_age_s if the worker drops results too early",
+                "service.max_results_bytes if the worker drops results too early",
                 "target",
             )
         return stored
@@ -341,11 +332,11 @@ class Generation:
         if state in _UNAVAILABLE and not waits:
             message = _UNAVAILABLE[state]
             raise ServiceError("unavailable", f"{message} ({status.stale})" if state == "stale" else message)
-        if client not in self._by_client and len(self._by_client) >= self._settings.max_clients:
+        if client not in self._by_client and len(self._by_client) >= self._settings.constants.max_clients:
             raise self._overloaded(f"{len(self._by_client)} clients have requests in flight; try again later")
-        if self._pending_bytes + size > self._settings.max_pending_bytes:
+        if self._pending_bytes + size > self._settings.constants.max_pending_bytes:
             raise self._overloaded(
-                "the messages of the requests in flight have reached service.max_pending_bytes; try again later"
+                "the messages of the requests in flight take all memory that they may; try again later"
             )
         if self._preparation.waiting >= self._settings.max_queue:
             raise self._overloaded("the queue is full; try again later")
@@ -354,11 +345,15 @@ class Generation:
         """The error with `retry_after_s`, estimated from all requests in flight."""
         return ServiceError("overloaded", message, None, self._retry.retry_after_s(len(self._by_key)))
 
-    def _submit(self, entry: InFlight, outcome: Callable[[], PreparedPrompt]) -> None:
-        """Hand a request with its prompt's token ids to the engine. Never raises."""
+    def _submit(self, entry: InFlight, outcome: Future[PreparedPrompt | None] | None = None) -> None:
+        """Hand a request to the engine, or fail it. Never raises.
+
+        `outcome` is the result of its preparation. Without it, or if it is None, the message has all that is needed.
+        """
+        entry.frames = []
         self._drop_pixels(entry)
         try:
-            prepared = outcome()
+            prepared = (None if outcome is None else outcome.result()) or PreparedPrompt.of_message(entry.message)
             elapsed_s = time.monotonic() - entry.arrived_s
             request = self._intake.build(entry.key, entry.message, prepared, elapsed_s)
             entry.completions = [self._intake.completion(entry.message, request, index) for index in range(request.n)]
@@ -444,6 +439,7 @@ class Generation:
     def _forget(self, entry: InFlight) -> None:
         client = entry.name[0]
         del self._by_key[entry.key]
+        self._preparation.drop(entry.key)
         self._pending_bytes -= entry.size
         if entry.request is not None:
             self._media.release(entry.request.prompt)
@@ -457,7 +453,7 @@ class Generation:
 class RetryEstimate:
     """`retry_after_s`: the time in which half of the waiting requests end, at the recent rate of finished requests.
 
-    So refused clients return before the queue is empty, and few of them in vain. Times are those of `clock`, seconds.
+    So refused clients return before the queue is empty, and most of them find room. Times are of `clock`, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

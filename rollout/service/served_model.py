@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from rollout.engine.messages import RoutingShape
 from rollout.models.vision_spec import TowerSpec
@@ -21,7 +20,6 @@ class ServedModel:
     routing: RoutingShape | None = None  # shape of the expert records; None: not recorded
     adapters: bool = False  # requests may name adapters
     sleep: bool = False  # sleep and wake are offered
-    sleep_rows: Literal["keep", "abort"] = "keep"  # what a sleep without `mode` does to requests
     min_version: int = 0  # no completion begins under an older version
     images: TowerSpec | None = None  # the vision tower; None: requests have no images
     image_patches: int = 0  # most patches of an image

@@ -34,7 +34,6 @@ from rollout.service.controls import Controls, Order
 from rollout.service.delivery.mismatch_reports import Reports
 from rollout.service.delivery.replies import error_reply, ok_reply
 from rollout.service.disconnects import Disconnects
-from rollout.service.errors import ServiceError
 from rollout.service.generation import Generation
 from rollout.service.leases import client_key
 from rollout.service.outbox import Outbox
@@ -42,8 +41,11 @@ from rollout.service.requests import schema as requests
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints
 from rollout.service.requests.intake import Intake, PreparedPrompt
+from rollout.service.requests.preparation import Preparation
+from rollout.service.requests.request_media import MediaStore
 from rollout.service.router import open_router, receive_parts
 from rollout.service.served_model import ServedModel
+from rollout.service.service_error import ServiceError
 from rollout.service.shutdowns import Shutdowns
 from rollout.service.status import WorkerStatus
 from rollout.service.text.codec import PromptEncoder, PromptSource, TextCodec
@@ -77,13 +79,12 @@ class ServedText:
     """What the service needs for text. Without `codec`, requests carry token ids only.
 
     `prompts` tokenizes on a background thread; without it that thread uses `codec`. Without `constraints` only allow
-    lists are offered. The engine reports tokens of a completion with stop strings every `stop_check_every` tokens.
+    lists are offered.
     """
 
     codec: TextCodec | None = None
     prompts: PromptSource | None = None
     constraints: Constraints | None = None
-    stop_check_every: int = 4
 
 
 class Server:
@@ -109,8 +110,8 @@ class Server:
         self._inbox = engine.inbox
         self._limits = WireLimits(
             max_message_bytes=settings.max_message_bytes,
-            max_header_bytes=settings.max_header_bytes,
-            max_blobs=settings.max_blobs,
+            max_header_bytes=settings.constants.max_header_bytes,
+            max_blobs=settings.constants.max_blobs,
         )
         self._context = zmq.Context()
         try:
@@ -125,21 +126,20 @@ class Server:
         constraints = text.constraints or Constraints(None, model.vocab_size, "it has no compiler of others")
         prompts = text.prompts
         if prompts is None and text.codec is not None:
-            prompts = PromptEncoder(text.codec, settings.max_prompt_chars)
+            prompts = PromptEncoder(text.codec, settings.constants.max_prompt_chars)
         self._background: BackgroundWork[PreparedPrompt | None] = BackgroundWork(self.outbox.post)
+        intake = Intake(settings, model, text.codec, constraints)
+        media = MediaStore(settings.media_store_bytes)
         self._generation = Generation(
             settings,
-            Intake(settings, model, text.codec, text.stop_check_every, constraints),
-            prompts,
+            intake,
+            Preparation(self._background, intake, prompts, constraints, media),
             inbox=engine.inbox,
             status=engine.status,
             connections=self._connections,
-            background=self._background,
-            constraints=constraints,
             worker=worker_name,
         )
-        self._sleep_rows = model.sleep_rows
-        self._reports = Reports(self.outbox.post, self._reply)
+        self._reports = Reports(settings.constants, self.outbox.post, self._reply)
         self._controls = Controls(
             engine.inbox,
             self.outbox.post,
@@ -353,7 +353,7 @@ class Server:
             case requests.PauseMessage():
                 return order.mode == "abort"
             case requests.SleepMessage():
-                return (order.mode or self._sleep_rows) == "abort"
+                return order.mode == "abort"
             case _:
                 return False
 

@@ -3,7 +3,7 @@
     now     Shutdown("now") ==> engine, and all drains end with it
     drain   after the prompts in preparation: Shutdown("drain") ==> engine;  after `drain_s`: Shutdown("now")
 
-Prompts in preparation and rows have `drain_s` together: who waits for the worker's end counts on that.
+Prompts in preparation and rows have `drain_s` together, since a supervisor kills the worker later.
 """
 
 from __future__ import annotations

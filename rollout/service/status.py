@@ -9,9 +9,9 @@ from typing import Any
 from rollout.engine.messages import EngineStatus
 from rollout.service.capabilities import Views, WeightControl
 from rollout.service.delivery.replies import sequence_fields, status_reply, trace_reply
-from rollout.service.errors import bad_request
 from rollout.service.generation import Generation
 from rollout.service.served_model import ServedModel
+from rollout.service.service_error import bad_request
 
 
 class WorkerStatus:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
+from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import SamplingParams
 from rollout.metrics.idle import IDLE_CAUSES
@@ -89,8 +89,7 @@ class Bench:
             kv_memory_fraction=0.5,
             kv_memory_max_gib=32,
         )
-        keep = min(2000, plan.new + 2 * plan.profiled + 100)
-        made = Settings(engine=engine, metrics=MetricsSettings(timeline_steps=keep))
+        made = Settings(engine=engine)
         self.driver = Driver(made, make_device(device), model)
         gc.collect()
         gc.freeze()  # no garbage collection of these objects during a run

@@ -82,7 +82,7 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure this engine: prompts with images, then prompts of text alone."""
     import torch
 
-    from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
+    from rollout.config import EngineConstants, EngineSettings, MetricsSettings, ModelSettings, Settings
     from rollout.engine.build import build_engine, local_links
     from rollout.engine.device.streams import make_device
     from rollout.engine.features.images.encoder import ImageEncoder
@@ -103,8 +103,7 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
         max_context_tokens=length + args.new + 16,
         kv_memory_fraction=0.88,
         kv_memory_max_gib=None if torch.cuda.is_available() else 0.25,
-        image_tokens=max(16_384, length),
-        image_patches=max(16_384, side**2),
+        constants=EngineConstants(image_tokens=max(16_384, length), image_patches=max(16_384, side**2)),
     )
     settings = Settings(engine=engine_settings, metrics=MetricsSettings(wandb=False))
     done: list[RequestDone] = []

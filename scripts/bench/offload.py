@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.config import EngineSettings, Settings
+from rollout.config import EngineConstants, EngineSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv.allocator import pages_for
@@ -107,7 +107,7 @@ def settings_of(mode: str, model: Decoder, args: argparse.Namespace) -> EngineSe
         max_context_tokens=args.prompt + args.tokens,
         prefix_cache=False,
         host_kv_gib=away if mode == "offload" else 0.0,
-        host_kv_piece_mib=args.piece_mib,
+        constants=EngineConstants(host_kv_piece_mib=args.piece_mib),
     )
 
 

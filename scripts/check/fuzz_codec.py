@@ -100,8 +100,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _check_request(header: dict[str, Any]) -> None:
-    from rollout.service.errors import ServiceError
     from rollout.service.requests.schema import parse_request
+    from rollout.service.service_error import ServiceError
 
     try:
         parse_request(header)

@@ -34,6 +34,7 @@ from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots, random_adapter
 from tests.support.engine.harness import Bench
 from tests.support.models.families import make_checkpoint
+from tests.support.settings import settings_of
 
 GIB = 2**30
 CONTEXT = 1024
@@ -52,7 +53,7 @@ class Small(CpuDevice):
 
 def pages(model, free: int, activations: int = 0, graphs: int = 0, **engine) -> int:
     memory = DeviceMemory(5 * GIB, free, StepNeeds(activations, graphs))
-    settings = EngineSettings(**{"max_rows": 4, "page_size": 16, **engine})
+    settings = settings_of(EngineSettings, **{"max_rows": 4, "page_size": 16, **engine})
     return kv_pages(settings, model, torch.float32, CONTEXT, memory)
 
 
@@ -82,7 +83,7 @@ def test_pages_are_as_large_as_they_are_counted(model, speculation, kv_dtype):
     assert page == 16 * (model.spec.kv_bytes_per_token(dtype) + 4 * ids)
     assert mover.host_memory.page_bytes == page and mover.host_memory.pages == int(0.01 * GIB) // page
     memory = DeviceMemory(0, 2 * 101 * page - 1, StepNeeds())
-    settings = EngineSettings(max_rows=4, kv_memory_fraction=0.5, **fields)
+    settings = settings_of(EngineSettings, max_rows=4, kv_memory_fraction=0.5, **fields)
     assert kv_pages(settings, model, dtype, CONTEXT, memory) == 100
     bench.close()
 

@@ -220,15 +220,12 @@ def test_a_deeper_sleep_drops_kept_kv_and_a_lighter_one_changes_nothing(model, p
 # --- requests and rows meanwhile -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by_setting", [False, True])
-def test_rows_are_aborted_and_requests_refused_where_that_is_wanted(model, prompt_of, greedy, by_setting):
-    wanted = {"mode": "abort", "requests": "refuse"}
-    settings = {"sleep_rows": "abort", "sleep_requests": "refuse"} if by_setting else {}
-    bench = Sleeping(model, **settings)
+def test_rows_are_aborted_and_requests_refused_where_that_is_wanted(model, prompt_of, greedy):
+    bench = Sleeping(model)
     for i in range(10):
         bench.submit(f"r{i}", prompt_of(9, i), 40)
     bench.ticks(12)
-    assert isinstance(bench.sleep(**({} if by_setting else wanted)), Done)
+    assert isinstance(bench.sleep(mode="abort", requests="refuse"), Done)
     for i in range(10):
         done = bench.completions[f"r{i}", 0]
         assert (
@@ -246,7 +243,7 @@ def test_rows_are_aborted_and_requests_refused_where_that_is_wanted(model, promp
 
 
 def test_deadlines_and_cancels_count_while_it_sleeps(model, prompt_of, greedy):
-    bench = Sleeping(model, sleep_rows="abort", sleep_requests="refuse")
+    bench = Sleeping(model)
     bench.submit("row", prompt_of(9), 30)
     bench.ticks(5)
     bench.sleep(mode="keep", requests="wait")

@@ -209,7 +209,7 @@ def test_a_sleep_whose_copies_hang_is_refused_and_all_goes_on(model, folders, pr
     bench.ticks(2)
     assert not out.under_way[0].end.query(), "the loop has waited for it"
     answer = bench.answer(token)
-    assert isinstance(answer, Failed) and answer.code == "unavailable" and "sleep_kv_s = 1 s" in answer.message
+    assert isinstance(answer, Failed) and answer.code == "unavailable"
     assert bench.status().state == "serving" and bench.engine.gate.admit_update()
     bench.engine.gate.updates_done()
     bench.ticks(6)

@@ -16,9 +16,9 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
 
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway import connection
 from rollout.gateway.serve import uvicorn_config
-from rollout.gateway.settings import GatewaySettings
 from tests.support.gateway.harness import served
 from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import until
@@ -36,7 +36,7 @@ def serving(**limits: Any) -> Iterator[tuple[uvicorn.Server, tuple[str, int]]]:
         if scope["type"] == "http":
             await PlainTextResponse("well")(scope, receive, send)
 
-    settings = GatewaySettings(("tcp://127.0.0.1:1",), **limits)
+    settings = GatewaySettings(endpoints=("tcp://127.0.0.1:1",), **limits)
     with served(uvicorn_config(settings, Starlette(routes=[Mount("/", answer)]), grace_s=1)) as found:
         yield found
 

@@ -32,7 +32,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerPro
     reference = make_model("Qwen3-VL", folder / "model")
     add_processor(folder / "model")
     (folder / "pictures").mkdir()
-    flags = {"images": True, "max_rows": 4, "image_tokens": 512, "image_patches": 2048}
+    flags = {"images": True, "max_rows": 4}
     with (
         launch(folder / "model", log=folder / "log", **flags) as worker,
         gateway([worker.endpoint], images_root=str(folder / "pictures")) as client,

@@ -17,8 +17,8 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Mount
 
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.serve import uvicorn_config
-from rollout.gateway.settings import GatewaySettings
 from tests.support.gateway.harness import bystand, gateway, served
 from tests.support.gateway.hostile import RAW
 from tests.support.patience import PATIENCE_S
@@ -121,7 +121,7 @@ def test_connections_that_wait_for_their_client_are_cut_off() -> None:
             self.count += 1
             super().add(connection)
 
-    settings = GatewaySettings(("tcp://127.0.0.1:1",), body_s=0.3, send_s=0.3)
+    settings = GatewaySettings(endpoints=("tcp://127.0.0.1:1",), body_s=0.3, send_s=0.3)
     with served(uvicorn_config(settings, Starlette(routes=[Mount("/", answer)]), grace_s=1)) as (server, address):
         server.server_state.connections = seen = Seen()
         for count, data in enumerate((b"GET /hea", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"), 1):

@@ -66,7 +66,7 @@ def test_grpo_learns_to_count_in_ten_steps(tmp_path: Path) -> None:
         Dataset.from_list(rows),
         processing_class=WordsAndImages.from_pretrained(tmp_path / "model"),
     )
-    flags = {"images": True, "max_rows": 32, "image_tokens": 256, "image_patches": 1024}
+    flags = {"images": True, "max_rows": 32}
     with start(tmp_path / "model", tmp_path / "log", **flags) as worker, use_workers(trainer, worker.endpoints):
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -32,7 +32,7 @@ from trainer_bridge.integrations.verl_media import MediaProcessor, ProcessorSour
 
 pytestmark = pytest.mark.timeout(900)
 NAMES = ("Qwen3-VL", "Qwen2.5-VL")
-FLAGS = {"images": "true", "image_tokens": 512, "image_patches": 2048, "media_store_bytes": 1_000_000}
+FLAGS = {"images": "true", "media_store_bytes": 1_000_000}
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 NUMBERS = itertools.count()
 

@@ -248,19 +248,18 @@ def test_status_follows_the_engine(bench):
 
 
 @pytest.mark.parametrize(
-    "op, mode, rows, ends",
+    "op, mode, ends",
     [
-        ("pause", "abort", "keep", True),
-        ("pause", "keep", "abort", False),
-        ("sleep", "abort", "keep", True),
-        ("sleep", None, "abort", True),
-        ("sleep", None, "keep", False),
-        ("sleep", "keep", "abort", False),
+        ("pause", "abort", True),
+        ("pause", "keep", False),
+        ("sleep", "abort", True),
+        ("sleep", None, False),
+        ("sleep", "keep", False),
     ],
 )
-def test_an_order_that_ends_requests_ends_those_whose_prompt_is_still_text(codec, op, mode, rows, ends):
+def test_an_order_that_ends_requests_ends_those_whose_prompt_is_still_text(codec, op, mode, ends):
     slow = SlowCodec(codec)
-    with serving(slow, model=replace(MODEL, sleep=True, sleep_rows=rows)) as bench:
+    with serving(slow, model=replace(MODEL, sleep=True)) as bench:
         client = bench.client()
         client.send("generate", "old", prompt="the", max_tokens=2)
         client.send(op, "o", **({} if mode is None else {"mode": mode}))

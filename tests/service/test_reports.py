@@ -78,18 +78,19 @@ def test_the_service_goes_on_while_a_report_is_compared(bench, client, monkeypat
     assert (answer["id"], answer["op"], answer["tokens"]) == ("r", "ok", 3), "it was there when the report came"
 
 
-@pytest.mark.parametrize(("limit", "value"), [("_MAX_WAITING", 2), ("_MAX_WAITING_BYTES", 30)])
-def test_reports_that_wait_are_bounded(bench, client, monkeypatch, limit, value):
-    monkeypatch.setattr(reports, limit, value)
+@pytest.mark.parametrize("limit", [{"max_reports": 2}, {"max_report_bytes": 30}], ids=str)
+def test_reports_that_wait_are_bounded(monkeypatch, limit):
     gate = Gate(monkeypatch)
-    finish(bench, client)
-    for i in range(3):
-        client.send("report", f"r{i}", target="a", logprobs=ROW)
-    refused = client.receive()
-    assert (refused["id"], refused["code"], refused["retry_after_s"]) == ("r2", "overloaded", 1.0)
-    gate.opened.set()
-    assert [client.receive()["op"] for _ in range(2)] == ["ok", "ok"]
-    assert client.ask("report", "r3", target="a", logprobs=ROW)["op"] == "ok", "there is room again"
+    with serving(**limit) as bench:
+        client = bench.client()
+        finish(bench, client)
+        for i in range(3):
+            client.send("report", f"r{i}", target="a", logprobs=ROW)
+        refused = client.receive()
+        assert (refused["id"], refused["code"], refused["retry_after_s"]) == ("r2", "overloaded", 1.0)
+        gate.opened.set()
+        assert [client.receive()["op"] for _ in range(2)] == ["ok", "ok"]
+        assert client.ask("report", "r3", target="a", logprobs=ROW)["op"] == "ok", "there is room again"
 
 
 def test_a_fault_in_the_comparison_ends_nothing_else(bench, client, monkeypatch, caplog):

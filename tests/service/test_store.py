@@ -12,6 +12,7 @@ from rollout.engine.messages import Cancel, Finish, Rejected
 from rollout.service.delivery.store import ResultStore
 from rollout.service.delivery.waiters import Position
 from tests.support.service.harness import delta, done, serving
+from tests.support.settings import settings_of
 
 START = Position(0, 0)
 OVERHEAD = 1024
@@ -31,7 +32,7 @@ def clock():
 
 
 def new_store(clock, **limits):
-    return ResultStore(ServiceSettings(**limits), clock)
+    return ResultStore(settings_of(ServiceSettings, **limits), clock)
 
 
 def add(store, request_id, size=10, client="c"):

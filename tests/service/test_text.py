@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.service.errors import ServiceError
+from rollout.service.service_error import ServiceError
 from rollout.service.text.codec import TextCodec, load_text_codec
 from tests.support.tokenizer_folder import make_tokenizer_folder
 

@@ -17,13 +17,14 @@ import pytest
 
 from rollout.config import ServiceSettings
 from rollout.engine.messages import Cancel, Shutdown
-from rollout.service.errors import ServiceError
+from rollout.service.service_error import ServiceError
 from rollout.service.text import process as text_process
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
 from tests.support.kernels.grids import nightly
 from tests.support.patience import PATIENCE_S
 from tests.support.service.harness import serving
+from tests.support.settings import settings_of
 from tests.support.tokenizer_folder import TEMPLATE, make_tokenizer_folder
 from trainer_bridge.wire.codec import encode
 
@@ -40,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process(folder: Path) -> Iterator[TextProcess]:
-    process = TextProcess(folder, ServiceSettings(max_prompt_chars=1000))
+    process = TextProcess(folder, settings_of(ServiceSettings, max_prompt_chars=1000))
     process.start()
     yield process
     process.close()
@@ -58,7 +59,7 @@ def mortal(folder: Path) -> Iterator[TextProcess]:
 @pytest.fixture
 def hasty(folder: Path) -> Iterator[TextProcess]:
     """A process with a short limit for each prompt, which a busy machine may exceed for short prompts, too."""
-    process = TextProcess(folder, ServiceSettings(max_prompt_s=1.0))
+    process = TextProcess(folder, settings_of(ServiceSettings, max_prompt_s=1.0))
     process.start()
     yield process
     process.close()

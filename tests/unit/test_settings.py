@@ -8,8 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from rollout.config import Settings
-from rollout.settings_sources import POSITIONAL, SettingsError, flags_hint, load_settings, setting_keys
+from rollout.config import EngineConstants, EngineSettings, ServiceConstants, Settings
+from rollout.config.gateway_settings import GatewayFile
+from rollout.config.retired import RETIRED
+from rollout.config.section import Section
+from rollout.engine.step.rehearsal import COMPILE_THREADS
+from rollout.service.requests.intake import STOP_CHECK_EVERY
+from rollout.settings_sources import (
+    POSITIONAL,
+    SettingsError,
+    flags_hint,
+    load_program,
+    load_settings,
+    retired_flags,
+    setting_keys,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -45,7 +58,7 @@ def test_environment_wins_over_file_and_flag_over_environment(tmp_path):
 
 def test_a_text_that_names_a_setting_gets_its_flag():
     for key in setting_keys():
-        if key.section is not None and key.path != POSITIONAL:
+        if key.section is not None and key.path not in POSITIONAL:
             for text in (f"raise {key.path}.", f"'{key.path}' = 3 is too much", f"{key.path}: lower it"):
                 assert flags_hint(text).endswith(f" {key.flag})")
             assert flags_hint(f"lower {key.path}, or {key.flag}") == ""
@@ -119,9 +132,9 @@ def test_bad_text_names_the_variable_or_the_flag(text):
 
 
 def test_numbers_are_finite(tmp_path):
-    assert "finite" in message(write(tmp_path, "[service]\nheartbeat_s = inf"))
-    assert "heartbeat_s" in message(service__heartbeat_s="nan")
-    assert "finite" in message(service__heartbeat_s="inf")
+    assert "finite" in message(write(tmp_path, "[service]\nlease_s = inf"))
+    assert "lease_s" in message(service__lease_s="nan")
+    assert "finite" in message(service__lease_s="inf")
 
 
 def test_a_bad_value_is_an_error_even_if_a_later_source_replaces_it(tmp_path):
@@ -145,8 +158,12 @@ def test_every_setting_has_a_description_and_one_spelling_in_each_source():
     assert all(key.field.description for key in keys)
     for spelling in ("path", "env", "flag"):
         assert len({getattr(key, spelling) for key in keys}) == len(keys)
-    count = sum(len(getattr(field.annotation, "model_fields", "x")) for field in Settings.model_fields.values())
-    assert len(keys) == count
+    declared = {
+        f"{section}.{name}" if hasattr(field.annotation, "model_fields") else section
+        for section, field in Settings.model_fields.items()
+        for name in getattr(field.annotation, "model_fields", {"": None})
+    }
+    assert {key.path for key in keys} == declared - {"engine.constants", "service.constants"}
 
 
 def test_a_flag_is_the_bare_name_and_has_its_section_only_on_a_clash():
@@ -170,3 +187,98 @@ def test_shipped_configs_load_and_say_of_every_setting_what_it_is(config):
 
 def test_the_three_configs_are_shipped():
     assert [path.stem for path in CONFIGS] == ["cpu_tiny", "qwen3_30b_a3b_h200", "qwen3_8b_h200"]
+
+
+# --- names that were settings once ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RETIRED)
+def test_a_setting_that_is_none_any_more_says_what_holds_now_in_every_source(tmp_path, name):
+    section, _, key = name.partition(".")
+    says = f"{name} is not a setting any more: {RETIRED[name]}; remove it"
+    assert message(write(tmp_path, f"[{section}]\n{key} = 1")) == f"{tmp_path / 'worker.toml'}: {says}"
+    variable = f"ROLLOUT_{section}__{key}".upper()
+    assert message(environ={variable: "1"}) == f"environment variable {variable}: {says}"
+    assert message(**{f"{section}__{key}": "1"}) == f"flags: {says}"
+    assert retired_flags()[f"--{key.replace('_', '-')}"] == says
+
+
+def test_no_setting_has_the_name_or_the_flag_of_one_that_is_none_any_more():
+    assert not RETIRED.keys() & {key.path for key in setting_keys()}
+    assert not retired_flags().keys() & {key.flag for key in setting_keys()}
+    assert len(retired_flags()) == len(RETIRED)
+
+
+def test_what_holds_now_is_what_the_code_has():
+    constants = {f"engine.{name}": value for name, value in EngineConstants()} | {
+        f"service.{name}": value for name, value in ServiceConstants()
+    }
+    constants |= {"engine.compile_threads": COMPILE_THREADS, "engine.stop_check_every": STOP_CHECK_EVERY}
+    words = {"engine.mask_threads", "engine.sleep_rows", "engine.sleep_requests"}  # they have no number
+    elsewhere = {"metrics.timeline_steps", "service.heartbeat_s"}
+    never_settings = {"service.max_reports", "service.max_report_bytes"}
+    constants = {name: value for name, value in constants.items() if name not in never_settings}
+    assert constants.keys() | words | elsewhere == RETIRED.keys()
+    for name, value in constants.items():
+        if name not in words:
+            assert f"{value:g}" in RETIRED[name] or str(value) in RETIRED[name], name
+
+
+@pytest.mark.parametrize("given", [{"engine.constants": "1"}, {"service.constants": {"max_n": 3}}])
+def test_no_source_sets_a_constant(tmp_path, given):
+    with pytest.raises(SettingsError, match="unknown setting"):
+        load_settings(None, {}, given)
+    assert "unknown setting engine.constants" in message(write(tmp_path, "[engine.constants]\nsession_share = 0.1"))
+    assert "unknown setting" in message(environ={"ROLLOUT_ENGINE__CONSTANTS": "{}"})
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_of_a_large_section_stands_in_one_small_group():
+    for section in ("engine", "service"):
+        keys = [key for key in setting_keys() if key.section == section]
+        groups = [key.group for key in keys]
+        assert len({key.name for key in keys}) == len(keys)
+        assert max(map(groups.count, groups)) <= 10
+    assert all(issubclass(base, Section) for base in EngineSettings.__bases__)
+
+
+# --- a gateway --------------------------------------------------------------------------------------------------------
+
+
+def gateway_message(config: Path | None = None, environ: dict[str, str] | None = None, **flags: object) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_program(GatewayFile, config, environ or {}, {f"gateway.{name}": value for name, value in flags.items()})
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_a_gateway_has_the_sources_of_a_worker_in_the_same_order(tmp_path):
+    config = write(
+        tmp_path, "[gateway]\nendpoints = ['tcp://a:1', 'tcp://b:1']\nport = 1\nsend_s = 3.0\nlogprobs = 'raw'"
+    )
+    environ = {"ROLLOUT_GATEWAY__PORT": "2", "ROLLOUT_GATEWAY__SERVED_MODEL_NAME": "one, two"}
+    given = load_program(GatewayFile, config, environ, {"gateway.port": "3", "gateway.resume": False}).gateway
+    assert given.endpoints == ("tcp://a:1", "tcp://b:1") and given.served_model_name == ("one", "two")
+    assert (given.port, given.send_s, given.logprobs, given.resumes) == (3, 3.0, "raw", False)
+    assert load_program(GatewayFile, config, {"ROLLOUT_GATEWAY__RESUME": "none"}, {}).gateway.resumes
+
+
+def test_worker_and_gateway_share_a_file_and_an_environment(tmp_path):
+    config = write(tmp_path, "log_level = 'error'\n[engine]\nmax_rows = 7\n[gateway]\nendpoints = ['tcp://a:1']")
+    environ = {"ROLLOUT_ENGINE__PAGE_SIZE": "8", "ROLLOUT_GATEWAY__PORT": "9"}
+    worker, gateway = load_settings(config, environ, {}), load_program(GatewayFile, config, environ, {}).gateway
+    assert (worker.engine.max_rows, worker.engine.page_size, worker.log_level) == (7, 8, "error")
+    assert (gateway.endpoints, gateway.port) == (("tcp://a:1",), 9)
+
+
+def test_a_gateways_errors_name_source_setting_and_what_is_allowed(tmp_path):
+    assert "mean port?" in gateway_message(write(tmp_path, "[gateway]\nprot = 3"))
+    assert "worker.toml: gateway.port = '3'" in gateway_message(write(tmp_path, "[gateway]\nport = '3'"))
+    assert "flag --port: gateway.port = '70000'" in gateway_message(port="70000")
+    assert "must be one of policy, processed, raw" in gateway_message(logprobs="all")
+    assert "ROLLOUT_GATEWAY__SEND_S" in gateway_message(environ={"ROLLOUT_GATEWAY__SEND_S": "0"})
+    assert "ROLLOUT_GATEWAY__PORT?" in gateway_message(environ={"ROLLOUT_GATEWAY__PROT": "1"})
+    assert "ENDPOINT" in gateway_message() and "ENDPOINT" in gateway_message(endpoints=["tcp://a:1", "tcp://a:1"])

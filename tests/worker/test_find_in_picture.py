@@ -26,7 +26,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     make_model("Qwen3-VL", folder / "model")
     add_processor_of_characters(folder / "model")
     Image.fromarray(np.random.default_rng(1).integers(0, 256, (SIZE[1], SIZE[0], 3), np.uint8)).save(folder / "a.png")
-    flags = {"images": True, "max_rows": 4, "image_tokens": 128, "image_patches": 512}
+    flags = {"images": True, "max_rows": 4}
     AutoProcessor.register(Qwen3VLConfig, WordsAndImages, exist_ok=True)
     with launch(folder / "model", log=folder / "log", **flags) as worker:
         yield worker.endpoint, folder

@@ -45,7 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerPro
     folder = tmp_path_factory.mktemp("images")
     references = [make_model(NAME, folder / str(seed), seed) for seed in range(2)]
     each = 40 * 96 * 4  # bytes of an image of 4 x 10 patches
-    flags = {"images": True, "max_rows": 4, "image_tokens": 128, "image_patches": 400, "media_store_bytes": 3 * each}
+    flags = {"images": True, "max_rows": 4, "media_store_bytes": 3 * each}
     with launch(folder / "0", log=folder / "worker.log", **flags) as worker:
         yield worker, references
 
@@ -153,7 +153,7 @@ def test_completions_outlive_their_worker_and_their_trainer(
     """The worker that goes on has never seen the images, also if it has the place of the one that died."""
     worker, (reference, _) = served
     prompts = [prompt_with(5, picture(4, 10, seed), 4, picture(2, 8, seed + 1), 3) for seed in (60, 70)]
-    flags = {"images": True, "max_rows": 4, "image_tokens": 128, "image_patches": 400, "log": tmp_path / "log"}
+    flags = {"images": True, "max_rows": 4, "log": tmp_path / "log"}
     fields: dict[str, Any] = GREEDY | {"max_tokens": 440, "n": 3, "stream": "tokens", "timeout_s": 200.0}
     mortal, journal = launch(worker.model, **flags), {"resume": True, "journal": tmp_path / "journal"}
     try:

@@ -34,7 +34,7 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "stop": {"ignore_eos": True}}
 FLAGS: dict[str, Any] = {
     **{"dtype": "float32", "max_rows": 6, "page_size": 4, "kv_pages": 70, "prefill_chunk_tokens": 16},
     **{"max_context_tokens": 200, "adapter_slots": 2, "adapter_rank": 8, "max_adapters": 4},
-    **{"sleep": True, "host_kv_gib": 0.01, "host_kv_piece_mib": 0.02},
+    **{"sleep": True, "host_kv_gib": 0.01},
 }
 LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 HYBRID = (*LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -51,7 +51,7 @@ FUSED: dict[str, Any] = {
     **{"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"head_dim": 64, "max_position_embeddings": 1024, "vocab_size": 4001},
 }
-IMAGES: dict[str, Any] = {"images": True, "image_tokens": 128, "image_patches": 400}
+IMAGES: dict[str, Any] = {"images": True}
 
 
 def make(name: str, folder: Path, seed: int) -> Any:

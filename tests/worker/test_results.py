@@ -45,7 +45,7 @@ sys.stdin.read()
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     log = tmp_path_factory.mktemp("results") / "worker.log"
-    flags = {"lease_s": LEASE_S, "max_results": 64, "kv_memory_max_gib": 1 / 8}
+    flags = {"lease_s": LEASE_S, "kv_memory_max_gib": 1 / 8}
     with launch(log=log, max_rows=48, max_context_tokens=32_768, **flags) as worker:
         yield worker
 

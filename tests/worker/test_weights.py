@@ -210,7 +210,7 @@ def test_a_publisher_that_is_killed_half_way_leaves_the_old_weights(served: Serv
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Computes the KV again after a swap, has few pages, and forgets half-sent updates quickly."""
     log = tmp_path_factory.mktemp("tight") / "worker.log"
-    settings = {"kv_on_swap": "recompute", "recompute_fraction": 1e-3, "stop_check_every": 1}
+    settings = {"kv_on_swap": "recompute", "recompute_fraction": 1e-3}
     with launch(log=log, max_rows=4, kv_pages=80, idle_s=15.0, **settings) as worker:
         served = Served(worker, {0: 1})
         yield served

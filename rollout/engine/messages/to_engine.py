@@ -98,7 +98,8 @@ class DropAdapter:
 class Sleep:
     """Give the device's memory back until `Wake`. Answered by `Done(token)` or `Failed`.
 
-    Level 1 keeps the weights in host memory, level 2 drops them. None means the default of the settings.
+    Level 1 keeps the weights in host memory, level 2 drops them. Without `mode` running
+    requests are kept, without `requests` new ones wait.
     """
 
     level: int

@@ -35,6 +35,8 @@ _LONG_SPAN = 4096
 _MORE_SIZES = 3
 #: Steps of many sizes make the allocator hold up to 1.7 times what the largest alone took.
 _FRAGMENTATION = 2
+#: Threads that compile kernels at the start, at most one a core: each runs a compiler, which takes a core and memory.
+COMPILE_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def measure_steps(
     chunk_tokens: int,
     max_context: int,
     graph_rows: int | None,
-    compile_threads: int,
+    compile_threads: int = COMPILE_THREADS,
 ) -> StepNeeds:
     """Rehearse on a GPU; returns what the steps took, by what the driver says is free before and after.
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rollout.gateway.formats.regions import compile_regions
 from rollout.gateway.formats.table import REASONING
-from rollout.service.errors import ServiceError
+from rollout.service.service_error import ServiceError
 
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None

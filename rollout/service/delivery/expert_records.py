@@ -18,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from rollout.engine.messages import RoutingShape
-from rollout.service.errors import bad_request
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.schema import GenerateMessage
+from rollout.service.service_error import bad_request
 
 _FIRST_CAPACITY = 64
 

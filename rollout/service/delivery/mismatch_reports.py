@@ -17,29 +17,31 @@ from typing import Any
 
 import numpy as np
 
+from rollout.config import ServiceConstants
 from rollout.metrics.mismatch import Mismatch, MismatchBox, compare_by_version
 from rollout.service.connections import ReplyAddress
 from rollout.service.delivery.replies import ok_reply
 from rollout.service.delivery.store import Stored
-from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests.fields import HIGHEST_LOGPROB
 from rollout.service.requests.schema import ReportMessage
+from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN_VERSION = -1  # of tokens of `continue_from` without versions
 
-_MAX_WAITING = 1024
-_MAX_WAITING_BYTES = 256 << 20
-
 
 class Reports:
     """Takes reports on the service thread and answers them there. `box`: comparisons that the loop has not taken."""
 
     def __init__(
-        self, post: Callable[[Callable[[], None]], None], answer: Callable[[ReplyAddress, dict], None]
+        self,
+        limits: ServiceConstants,
+        post: Callable[[Callable[[], None]], None],
+        answer: Callable[[ReplyAddress, dict], None],
     ) -> None:
+        self._limits = limits
         self.box = MismatchBox()
         self._post = post
         self._answer = answer
@@ -57,7 +59,8 @@ class Reports:
         """Compare, then reply; `refuse` sends an error. Raises `ServiceError` if too many reports wait."""
         size = sum(values.nbytes for values in message.logprobs.values())
         waiting_bytes = sum(waiting for _, waiting in self._waiting.values())
-        if len(self._waiting) >= _MAX_WAITING or (self._waiting and waiting_bytes + size > _MAX_WAITING_BYTES):
+        too_large = self._waiting and waiting_bytes + size > self._limits.max_report_bytes
+        if too_large or len(self._waiting) >= self._limits.max_reports:
             raise ServiceError("overloaded", "too many reports wait to be compared; try again later", None, 1.0)
         number = next(self._serial)
         self._waiting[number] = peer, size

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rollout.engine.messages import Delta, EngineStatus, RequestDone, SequenceStatus
-from rollout.service.errors import ServiceError
 from rollout.service.served_model import ServedModel
+from rollout.service.service_error import ServiceError
 from trainer_bridge.wire.codec import JOINED_ARRAYS, PROTOCOL_VERSION
 
 

@@ -85,9 +85,9 @@ class ResultStore:
 
     def __init__(self, settings: ServiceSettings, clock: Callable[[], float]) -> None:
         self.size = 0  # bytes
-        self._max_count = settings.max_results
+        self._max_count = settings.constants.max_results
         self._max_bytes = settings.max_results_bytes
-        self._max_age_s = settings.max_results_age_s
+        self._max_age_s = settings.constants.max_results_age_s
         self._clock = clock
         self._results: dict[Name, Stored] = {}
         self._ids: dict[str, dict[str, None]] = {}  # of each client, the oldest first

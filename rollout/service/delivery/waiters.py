@@ -19,7 +19,7 @@ import msgpack
 
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.delivery.replies import chunk_reply, chunks_reply
-from rollout.service.errors import bad_request
+from rollout.service.service_error import bad_request
 from trainer_bridge.wire.codec import encode
 
 logger = logging.getLogger(__name__)

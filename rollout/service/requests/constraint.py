@@ -14,8 +14,8 @@ from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, al
 from rollout.constraints.matcher import Constraint
 from rollout.constraints.spec import ConstraintSpec
 from rollout.extras import install
-from rollout.service.errors import bad_request
 from rollout.service.requests.fields import TokenIds, token_id_array
+from rollout.service.service_error import bad_request
 from rollout.service.text.codec import TextCodec
 
 logger = logging.getLogger(__name__)

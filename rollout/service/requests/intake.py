@@ -1,9 +1,8 @@
 """From a `generate` message to the request of the engine, and its completions as they begin.
 
-Everything here depends on the model and the settings.
-
-`check` needs only the message and is cheap; `build` comes after the prompt's token ids are known. Both raise
-`ServiceError` naming the field.
+The checks of a request, in order: its shape in `schema`; what model and limits rule out, in `check` without the
+prompt's token ids and in `build` with them; the engine's capacity in `rollout/engine/schedule/admission.py`. `check`
+and `build` raise `ServiceError` that names the field.
 """
 
 from __future__ import annotations
@@ -21,16 +20,19 @@ from rollout.models.vision_spec import TowerSpec
 from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
 from rollout.service.delivery.token_columns import TokenColumns
-from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests.constraint import ConstraintFields, Constraints
 from rollout.service.requests.continue_from import ContinueFrom
-from rollout.service.requests.media import MediaLimits, check_media, check_pieces, check_placeholders
+from rollout.service.requests.request_media import MediaLimits, check_media, check_pieces, check_placeholders
 from rollout.service.requests.schema import GenerateMessage, MediaMessage, Sampling
 from rollout.service.served_model import ServedModel
+from rollout.service.service_error import ServiceError, bad_request
 from rollout.service.text.codec import TextCodec, check_chars
 from rollout.service.text.stop_strings import StopText
 from trainer_bridge.wire.prompt_tops import reply_bytes
 
+#: Tokens between two searches for stop strings. A completion may run that much beyond one; each search costs the
+#: service a delta.
+STOP_CHECK_EVERY = 4
 _MIN_DEADLINE_S = 1e-3
 _ROUTING_EVERY = 256  # tokens; expert records are large, and the loop should not copy all of them at once
 
@@ -42,6 +44,12 @@ class PreparedPrompt:
     prompt: Prompt
     constraint: Constraint | None = None
 
+    @classmethod
+    def of_message(cls, message: GenerateMessage) -> PreparedPrompt:
+        """The prompt of a message with token ids, without images and without a constraint."""
+        assert isinstance(message.prompt, np.ndarray)
+        return cls(Prompt.of_tokens(message.prompt))
+
 
 class Intake:
     """Checks `generate` messages and turns them into engine requests."""
@@ -51,16 +59,15 @@ class Intake:
         settings: ServiceSettings,
         model: ServedModel,
         text: TextCodec | None,
-        stop_check_every: int,
         constraints: Constraints,
     ) -> None:
-        self._settings = settings
+        self._limits = settings.constants
+        self._lease_s = settings.session_lease_s
         self._model = model
         self._text = text
-        self._stop_check_every = stop_check_every
         self._constraints = constraints
-        self.media_limits = MediaLimits(
-            settings.max_media, settings.max_media_patches, model.image_patches, settings.media_store_bytes
+        self._media_limits = MediaLimits(
+            settings.max_media, self._limits.max_media_patches, model.image_patches, settings.media_store_bytes
         )
 
     @property
@@ -70,16 +77,16 @@ class Intake:
 
     def check(self, message: GenerateMessage) -> None:
         """All checks that need no token ids of the prompt. Raises `ServiceError`."""
-        if message.n > self._settings.max_n:
-            raise bad_request(f"set 'n' to at most {self._settings.max_n}, or send several requests", "n")
+        if message.n > self._limits.max_n:
+            raise bad_request(f"set 'n' to at most {self._limits.max_n}, or send several requests", "n")
         if isinstance(message.prompt, np.ndarray):
             self._check_prompt(message.prompt, "prompt")
         elif isinstance(message.prompt, str):
-            check_chars(message.prompt, self._settings.max_prompt_chars, "prompt")
+            check_chars(message.prompt, self._limits.max_prompt_chars, "prompt")
         if message.needs_text:
             self._check_text(message)
         if message.media is not None:
-            check_media(message.media, message.prompt, self._model.images, self.media_limits)
+            check_media(message.media, message.prompt, self._model.images, self._media_limits)
         self._check_vocabulary(message)
         check_wanted(message, self._model.routing, self._model.sparse)
         if message.adapter is not None and not self._model.adapters:
@@ -90,8 +97,8 @@ class Intake:
             )
         if message.constraint is not None:
             self._check_constraint(message.constraint)
-        if (message.session_lease_s or 0) > self._settings.max_session_lease_s:
-            raise bad_request(f"ask for at most {self._settings.max_session_lease_s:g} seconds", "session_lease_s")
+        if (message.session_lease_s or 0) > self._limits.max_session_lease_s:
+            raise bad_request(f"ask for at most {self._limits.max_session_lease_s:g} seconds", "session_lease_s")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         if message.max_tokens is not None:
             if message.max_tokens < known:
@@ -104,7 +111,7 @@ class Intake:
 
     def check_media(self, message: MediaMessage) -> None:
         """All checks of images that come ahead of a request. Raises `ServiceError`."""
-        check_pieces(message.media, self._model.images, self.media_limits)
+        check_pieces(message.media, self._model.images, self._media_limits)
 
     def stop_ids(self, message: GenerateMessage) -> tuple[int, ...]:
         """Tokens that end a completion, with the eos ids unless they are ignored."""
@@ -136,7 +143,7 @@ class Intake:
             min_complete=message.min_complete,
             max_version_span=message.max_version_span,
             session=None if message.session is None else (key[0], message.session),
-            session_lease_s=message.session_lease_s or self._settings.session_lease_s,
+            session_lease_s=message.session_lease_s or self._lease_s,
             top_logprobs=message.logprobs,
             prompt_logprobs=message.prompt_logprobs or message.prompt_top_logprobs is not None,
             prompt_tops=message.prompt_top_logprobs,
@@ -168,10 +175,10 @@ class Intake:
     def _check_prompt(self, prompt: np.ndarray, field: str) -> None:
         if len(prompt) == 0:
             raise bad_request("the prompt is empty; send at least one token", field)
-        if len(prompt) > self._settings.max_prompt_tokens:
+        if len(prompt) > self._limits.max_prompt_tokens:
             raise ServiceError(
                 "too_long",
-                f"the prompt has {len(prompt)} tokens; send at most {self._settings.max_prompt_tokens}",
+                f"the prompt has {len(prompt)} tokens; send at most {self._limits.max_prompt_tokens}",
                 field,
             )
         self._check_ids(prompt, field)
@@ -262,11 +269,11 @@ class Intake:
             "prompt_top_logprobs": 0 if prompt_tops is None else reply_bytes(prompt_tokens, prompt_tops),
             "return_routing": 0 if shape is None else message.n * consumed * shape.bytes_per_token,
         }
-        most = self._settings.max_reply_bytes
+        most = self._limits.max_reply_bytes
         if sum(sizes.values()) > most:
             raise bad_request(
                 f"the reply's {' and '.join(name for name in sizes if sizes[name])} could take {sum(sizes.values())} "
-                f"bytes, more than service.max_reply_bytes ({most}); ask for fewer completions or tokens",
+                f"bytes, and a reply takes {most}; ask for fewer completions or tokens",
                 max(sizes, key=sizes.__getitem__),
             )
 
@@ -288,7 +295,7 @@ class Intake:
         """Tokens between two deltas of the engine; 0: one delta at the end."""
         wanted = [message.stream_every] if message.stream == "tokens" else []
         if message.stop.strings:
-            wanted.append(self._stop_check_every)
+            wanted.append(STOP_CHECK_EVERY)
         if message.return_routing:
             wanted.append(_ROUTING_EVERY)
         return min(wanted, default=0)

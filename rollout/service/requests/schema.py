@@ -1,7 +1,7 @@
 """The schema of request headers: one strict model for each `op`.
 
 `parse_request` is the only entrance. It turns any header into a model or a `ServiceError` that names the field; an
-undeclared key is an error. Checks that depend on the model or the settings (vocabulary, `max_n`) are in `intake`.
+undeclared key is an error. Checks that depend on the model or on limits (vocabulary, `max_n`) are in `intake`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from rollout.engine.messages import MAX_TOP_LOGPROBS, VERSION_END
-from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests.constraint import ConstraintFields
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.fields import (
@@ -27,7 +26,8 @@ from rollout.service.requests.fields import (
     Seed,
     token_id_array,
 )
-from rollout.service.requests.media import MediaFields
+from rollout.service.requests.request_media import MediaFields
+from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.codec import MAX_ID_CHARS, PROTOCOL_VERSION
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 

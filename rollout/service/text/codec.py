@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollout.service.errors import ServiceError, bad_request
+from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
 
 _TOKENIZER_FILES = (

@@ -11,8 +11,8 @@ Invariants:
 
 - Every prompt gets token ids or a `ServiceError`, also if the child dies or takes more than `max_prompt_s`. The next
   prompt then starts a new child. Other prompts are not affected.
-- The child ends with the worker, for whatever reason. It ignores signals to the process group, because a draining
-  worker still needs it.
+- The child ends when the worker does, also when the worker is killed. It ignores signals to the process group, because
+  a draining worker still needs it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rollout.process.child_python import import_path, module_command
 from rollout.process.garbage_collection import loading_libraries
 from rollout.process.logs import LogFormat, set_up, worker_name
 from rollout.process.parent_watch import exit_with_parent
-from rollout.service.errors import ServiceError
+from rollout.service.service_error import ServiceError
 from rollout.service.text.codec import PromptEncoder, TextCodec
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode, header_id
 
@@ -66,8 +66,8 @@ class TextProcess:
         self.problem: str | None = None  # why no child could be started
         self._folder = folder
         self._log_format = log_format
-        self._max_s = settings.max_prompt_s
-        self._max_chars = settings.max_prompt_chars
+        self._max_s = settings.constants.max_prompt_s
+        self._max_chars = settings.constants.max_prompt_chars
         self._child: _Child | None = None
         self._not_before_s = 0.0
         self._closed = False

@@ -67,7 +67,7 @@ class OursEngine:
         device = make_device(job.device)
         settings = Settings(
             engine=engine_settings(job, depth, routing, adapters, changes),
-            metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS),
+            metrics=MetricsSettings(wandb=False),
         )
         began_s = time.perf_counter()
         made = settings.engine.expert_format, job.layers, fallback, draft

@@ -42,7 +42,7 @@ _FLAGS: dict[str, Any] = {
     "max_context_tokens": 18_000,
     "kv_pages": 3000,
     "lease_s": 3.0,
-    "max_results": 64,
+    "max_results_bytes": 8 << 20,
     "idle_s": 30.0,  # longer than a publisher waits for a worker that is down
     "drain_s": 60.0,
     "max_restarts": 1000,

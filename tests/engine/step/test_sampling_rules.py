@@ -15,8 +15,8 @@ from rollout_kernels import SamplingRows, sample
 
 from rollout.engine.messages import Request, SamplingParams
 from rollout.engine.sequence.features import Feature, features_of
-from rollout.service.errors import ServiceError
 from rollout.service.requests.schema import parse_request
+from rollout.service.service_error import ServiceError
 from trainer_bridge.client.generate_request import plan_request
 from trainer_bridge.wire.sampling_rules import RULES, SamplingFields, SamplingRule
 

@@ -29,6 +29,7 @@ from rollout.engine.messages import (
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
 from rollout.models.loader import MTP
+from tests.support.settings import settings_of
 from trainer_bridge.wire.prompt_tops import PromptTops
 
 
@@ -92,7 +93,7 @@ class Bench:
         # A thread that makes masks may wait for a core longer than the usual second.
         defaults: dict = {"max_rows": 8, "page_size": 4, "kv_pages": 256, "prefill_chunk_tokens": 64, "mask_s": 200.0}
         self.settings = Settings(
-            engine=EngineSettings(**{**defaults, **engine}), service=ServiceSettings(max_queue=max_queue)
+            engine=settings_of(EngineSettings, **{**defaults, **engine}), service=ServiceSettings(max_queue=max_queue)
         )
         self.events: list[Event] = []
         self.device = device or CpuDevice()

@@ -38,8 +38,8 @@ rollout_kernels.SamplingRows = Rows  # type: ignore[misc]
 
 # Everything below is made from the table when it is imported.
 from rollout.engine.step.row_state import FIRST_FLOAT_RULE, FLOAT_RULES  # noqa: E402
-from rollout.service.errors import ServiceError  # noqa: E402
 from rollout.service.requests.schema import parse_request  # noqa: E402
+from rollout.service.service_error import ServiceError  # noqa: E402
 from tests.support.engine.harness import Bench, load  # noqa: E402
 from trainer_bridge.client.generate_request import plan_request  # noqa: E402
 

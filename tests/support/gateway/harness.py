@@ -13,9 +13,9 @@ import httpx
 import pytest
 import uvicorn
 
+from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.app import make_app
 from rollout.gateway.serve import uvicorn_config, worker_client
-from rollout.gateway.settings import GatewaySettings
 from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import until
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
@@ -24,7 +24,7 @@ from trainer_bridge.client.asynchronous import AsyncRolloutClient
 @contextmanager
 def gateway(endpoints: Sequence[str], keys: tuple[bytes, ...] = (), **settings: Any) -> Iterator[httpx.Client]:
     """A client of a gateway that serves these workers for the time of the block."""
-    given = GatewaySettings(tuple(endpoints), **settings)
+    given = GatewaySettings(endpoints=tuple(endpoints), **settings)
 
     def pool() -> AsyncRolloutClient:
         return worker_client(given)

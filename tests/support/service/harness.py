@@ -16,6 +16,7 @@ from rollout.engine.messages import Delta, EngineStatus, Finish, Request, Reques
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, ServedText, Server
 from tests.support.patience import PATIENCE_S
+from tests.support.settings import settings_of
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode
 
 MODEL = ServedModel(name="tiny", vocab_size=302, max_context_tokens=1000, eos_ids=(301,))
@@ -111,7 +112,7 @@ def serving(
     inbox: SimpleQueue = SimpleQueue()
     status = [EngineStatus(weights_version=3, rows_running=2, rows_max=8, queue_max=16, pages_free=5)]
     server = Server(
-        ServiceSettings(**({"bind": "tcp://127.0.0.1:0"} | settings)),
+        settings_of(ServiceSettings, **({"bind": "tcp://127.0.0.1:0"} | settings)),
         model,
         ServedEngine(inbox, lambda: status[0], receiver=receiver),
         ServedText(text, prompts),

@@ -25,7 +25,7 @@ import zmq
 from rollout.cli.main import main
 from rollout.cli.serve import SYNONYMS
 from rollout.process.announce import say
-from rollout.settings_sources import setting_keys
+from rollout.settings_sources import retired_flags, setting_keys
 from tests.support.patience import PATIENCE_S
 from trainer_bridge.wire import codec as wire
 
@@ -135,6 +135,11 @@ def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
     [
         (["serve"], "no model"),
         (["serve", "m", "--max-row", "3"], "did you mean --max-rows?"),
+        (["serve", "m", "--session-share=0.2"], "engine.session_share is not a setting any more"),
+        (["gateway"], "at least one ENDPOINT"),
+        (["gateway", "tcp://127.0.0.1:1", "--port", "x"], "flag --port: gateway.port = 'x'"),
+        (["gateway", "tcp://127.0.0.1:1", "--prot", "1"], "did you mean --port?"),
+        (["gateway", "tcp://127.0.0.1:1", "--config", "/nowhere.toml"], "cannot read the settings file"),
         (["serve", "m", "--max-rows"], "expected one argument"),
         (["serve", "m", "--port", "5757"], "write --bind"),
         (["serve", "m", "--max-model-len", "8192"], "write --max-context-tokens"),
@@ -199,6 +204,15 @@ def test_a_wrong_command_line_is_one_line_and_status_2(arguments, says, capsys, 
     assert captured.out == ""
     assert says in captured.err
     assert captured.err.startswith("rollout: ") and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_flag_of_a_setting_that_is_none_any_more_says_what_holds_now(joined, capsys):
+    for flag, says in retired_flags().items():
+        arguments = [f"{flag}=1"] if joined else [flag, "1"]
+        assert main(["serve", "m", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("flag", ["--constraint", "--qqqqqq"])

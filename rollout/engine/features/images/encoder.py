@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 def image_places(settings: EngineSettings) -> int:
     """Places of the buffer for embeddings of images: `image_tokens`, in whole blocks."""
-    return -(-settings.image_tokens // BLOCK) * BLOCK
+    return -(-settings.constants.image_tokens // BLOCK) * BLOCK
 
 
 def image_buffer_bytes(settings: EngineSettings, tower: TowerSpec, dtype: torch.dtype) -> int:
@@ -76,25 +76,17 @@ class ImageEncoder(DeviceFeature):
         if tower is None:
             return None
         places = image_places(engine)
-        if engine.image_patches < tower.spec.merge**2:
-            raise ValueError(
-                f"image_patches = {engine.image_patches} are less than a token: use {tower.spec.merge**2} or more"
-            )
-        if engine.image_patches > places * tower.spec.merge**2:
-            raise ValueError(
-                f"image_patches = {engine.image_patches} make {engine.image_patches // tower.spec.merge**2} tokens, "
-                f"more than image_tokens = {engine.image_tokens}: lower the one or raise the other"
-            )
+        assert tower.spec.merge**2 <= engine.constants.image_patches <= places * tower.spec.merge**2, "two constants"
         dtype, where = site.model.embed.dtype, site.model.embed.device
         needed = image_buffer_bytes(engine, tower.spec, dtype)
         if needed > device.free_bytes():
             raise ValueError(
-                f"image_tokens = {engine.image_tokens} take {needed / 2**30:.2f} GiB and there are "
-                f"{device.free_bytes() / 2**30:.2f} GiB: lower it"
+                f"image_tokens = {engine.constants.image_tokens} take {needed / 2**30:.2f} GiB and there are "
+                f"{device.free_bytes() / 2**30:.2f} GiB: set model.images = false, or use a device with more memory"
             )
         log.info("buffer for embeddings of images", extra={"tokens": places, "bytes": needed})
         zeros = None if memory is None else memory.zeros
-        return cls(tower, places, engine.image_patches, dtype, where, engine.deterministic, zeros)
+        return cls(tower, places, engine.constants.image_patches, dtype, where, engine.deterministic, zeros)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Images:
         """See `DeviceFeature`."""

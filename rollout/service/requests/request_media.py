@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from rollout.engine.messages import Media, Pixels, Prompt, TokenIds
 from rollout.models.vision_spec import TowerSpec
-from rollout.service.errors import ServiceError, bad_request
+from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.media import HASH_CHARS, PIXEL_TYPES, media_hash
 
 _MOST_SIDE = 1 << 20
@@ -145,8 +145,7 @@ def _check_grid(item: MediaFields, tower: TowerSpec, limits: MediaLimits, where:
     patches = frames * height * width
     if patches > limits.piece_patches:
         raise bad_request(
-            f"the image has {patches} patches and this worker takes {limits.piece_patches} (engine.image_patches); "
-            "send a smaller one",
+            f"the image has {patches} patches and this worker takes {limits.piece_patches}; send a smaller one",
             f"{where}.grid_thw",
         )
     if (tokens := tower.tokens(item.grid_thw)) != item.length:

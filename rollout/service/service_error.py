@@ -23,7 +23,8 @@ class ServiceError(ValueError):
     """A message that is answered with an error.
 
     `code` is the protocol's error code, the text a sentence that says what to change, `field` the dotted path of the
-    header field at fault, `retry_after_s` when to come back (seconds), `need` the hashes of media that are missing.
+    header field at fault, `retry_after_s` the time after which to retry (seconds), `need` the hashes of media that are
+    missing.
     """
 
     def __init__(

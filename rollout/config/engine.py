@@ -1,0 +1,328 @@
+"""The settings of the engine: a small group for each feature, and `EngineSettings`, which has all of them.
+
+The groups are bases of `EngineSettings`: a user finds all of them in the table `[engine]`, and code reads
+`engine.host_kv_gib`, or takes the group that it needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rollout.config.section import Section
+
+
+class StepSettings(Section):
+    """Rows and steps."""
+
+    max_rows: int = Field(32, ge=1, le=4096, description="sequences that decode at once")
+    max_context_tokens: int | None = Field(
+        None, ge=2, description="most tokens of prompt plus completion; none: the model's own limit"
+    )
+    prefill_chunk_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="most prompt tokens in one prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
+    )
+    pipeline_depth: Literal[1, 2] = Field(
+        2, description="steps in flight: 2 overlaps host and device, 1 waits for each step"
+    )
+    fair_queue: bool = Field(
+        True,
+        description="clients of one priority share tokens equally, however many completions each has queued; false: "
+        "order of arrival",
+    )
+    cuda_graphs: bool = Field(
+        True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"
+    )
+    cuda_graph_rows: int = Field(
+        256,
+        ge=1,
+        le=4096,
+        description="most rows of a captured decode step; larger steps are launched kernel by kernel",
+    )
+    group_attention: bool = Field(
+        True, description="read KV pages that several rows share once, where that is faster; on a GPU"
+    )
+    deterministic: bool = Field(
+        False,
+        description="make every completion the same bit for bit, whatever else runs; slower; needs a GPU and the fused "
+        "kernels, excludes adapters",
+    )
+
+
+class KVSettings(Section):
+    """The KV cache."""
+
+    page_size: int = Field(16, ge=1, le=1024, description="tokens of KV in a page")
+    kv_pages: int | None = Field(None, ge=2, description="pages in the KV pool; none: as many as fit")
+    kv_memory_fraction: float | None = Field(
+        None,
+        gt=0.0,
+        le=0.98,
+        description="share of the memory left by the weights for KV and, on a GPU, the largest steps; none: 0.85 on a "
+        "GPU, 0.25 on a CPU; unused with kv_pages",
+    )
+    kv_memory_max_gib: float | None = Field(None, gt=0, description="upper bound on the KV pool, GiB")
+    kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        "auto",
+        description="type of the KV cache. auto: the model's type. fp8_e4m3: half the bytes of bf16, relative error up "
+        "to 1/16; needs compute capability 8.9",
+    )
+    prefix_cache: bool = Field(True, description="keep the KV of prompts for later requests with the same prefix")
+    state_snapshots: int | None = Field(
+        None,
+        ge=0,
+        description="snapshots of states of linear attention: one for each prompt that a group shares, two for each "
+        "idle session; none: a quarter of max_rows, at least 4",
+    )
+
+
+class SwapSettings(Section):
+    """KV when the weights change."""
+
+    kv_on_swap: Literal["keep", "recompute"] = Field(
+        "keep",
+        description="KV of running rows. keep: new tokens attend to older KV; recompute: it is computed again under "
+        "the new weights",
+    )
+    recompute_fraction: float = Field(
+        0.3,
+        gt=0.0,
+        le=1.0,
+        description="with kv_on_swap = recompute: most of the time that computing KV again may take; a ready update "
+        "waits for that. 1.0: no update waits",
+    )
+
+
+class OffloadSettings(Section):
+    """Offload and sleep."""
+
+    host_kv_gib: float = Field(
+        0.0,
+        ge=0.0,
+        description="pinned host memory for KV of preempted sequences, and of all in a sleep of level 1, GiB; 0: that "
+        "KV is computed again",
+    )
+    sleep: bool = Field(False, description="allow sleep and wake, which release the device memory of weights and KV")
+
+
+class ExpertSettings(Section):
+    """Experts, of MoE models."""
+
+    fused_experts: bool = Field(
+        True, description="run experts with the warp-decode and grouped kernels (bf16 or f16, on a GPU)"
+    )
+    expert_dtype: Literal["auto", "mxfp8", "fp8_row", "fp8_block"] = Field(
+        "auto",
+        description="type of the experts' weights. auto: the model's type; else e4m3, with a scale for 32 inputs "
+        "(mxfp8), an output (fp8_row) or 128 x 128 (fp8_block)",
+    )
+    routing: bool = Field(
+        False,
+        description="record the experts of every token, for return_routing; takes host memory: one or two bytes a "
+        "token, layer and chosen expert",
+    )
+
+    @property
+    def expert_format(self) -> Literal["plain", "mxfp8", "fp8_row", "fp8_block"]:
+        """`expert_dtype` as the kernels name it."""
+        return "plain" if self.expert_dtype == "auto" else self.expert_dtype
+
+    @model_validator(mode="after")
+    def _codes_need_their_kernels(self) -> ExpertSettings:
+        if self.expert_dtype != "auto" and not self.fused_experts:
+            raise ValueError(
+                f"expert_dtype = {self.expert_dtype} needs fused_experts = true; or set expert_dtype = auto"
+            )
+        return self
+
+
+def _adapter_folders(text: str) -> list[tuple[str, str]]:
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    if any(not (name.strip() and folder.strip()) for name, _, folder in pairs):
+        raise ValueError("adapters is written name=folder, several separated by commas")
+    return [(name.strip(), folder.strip()) for name, _, folder in pairs]
+
+
+class AdapterSettings(Section):
+    """LoRA adapters."""
+
+    adapter_slots: int = Field(0, ge=0, le=64, description="adapters on the device at once; 0 serves none")
+    adapter_rank: int = Field(32, ge=1, le=256, description="largest rank of an adapter; every slot has room for it")
+    max_adapters: int = Field(
+        32, ge=1, le=4096, description="adapters loaded at once; those without a slot stay in host memory"
+    )
+    adapter_root: str | None = Field(
+        None, description="load_adapter reads adapters below this folder only; none: no adapter can be loaded by path"
+    )
+    adapters: str = Field("", description="adapters to load at start: name=folder, separated by commas; PEFT folders")
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Folders of the adapters to load at start, by name."""
+        return dict(_adapter_folders(self.adapters))
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> AdapterSettings:
+        given = _adapter_folders(self.adapters)
+        if (given or self.adapter_root is not None) and not self.adapter_slots:
+            raise ValueError(
+                "adapters and adapter_root need adapter_slots: set it to the number of adapters in use at once"
+            )
+        if len(dict(given)) < len(given):
+            raise ValueError("adapters has a name twice: choose different names")
+        if len(given) > self.max_adapters:
+            raise ValueError(f"adapters lists {len(given)}: raise max_adapters (now {self.max_adapters})")
+        return self
+
+
+class SpeculationSettings(Section):
+    """Speculation: drafted tokens, several in a decode step."""
+
+    speculation: Literal["off", "suffix", "ngram", "heads", "auto"] = Field(
+        "off",
+        description="source of drafts. suffix: what followed the last tokens before, in all completions; ngram: in "
+        "the row alone, on the device; heads: a draft model or multi-token prediction; auto: for each row what is "
+        "right more often, and only as many drafts as pay",
+    )
+    speculation_model: str | None = Field(
+        None,
+        description="EAGLE-3 head for heads and auto: a folder or a hub id; none: the checkpoint's layers for "
+        "multi-token prediction",
+    )
+    speculation_tokens: int = Field(3, ge=1, le=16, description="most drafts of a row in a step")
+    speculation_rows: int = Field(
+        64, ge=1, le=4096, description="most drafts of all rows in a step; each takes the memory of a row's state"
+    )
+
+    @property
+    def mtp(self) -> Literal["unused", "if_there", "needed"]:
+        """Whether the checkpoint's own layers for multi-token prediction draft."""
+        if self.speculation_model is not None or self.speculation not in ("heads", "auto"):
+            return "unused"
+        return "needed" if self.speculation == "heads" else "if_there"
+
+    @property
+    def draft_rows(self) -> int:
+        """`speculation_rows`, or 0 without speculation."""
+        return 0 if self.speculation == "off" else self.speculation_rows
+
+    @model_validator(mode="after")
+    def _drafts_have_a_model(self) -> SpeculationSettings:
+        if self.speculation_model is not None and self.speculation not in ("heads", "auto"):
+            raise ValueError(
+                f"speculation_model is for speculation = heads or auto, not {self.speculation}: change one of them"
+            )
+        return self
+
+
+class RankSettings(Section):
+    """Several GPUs for one model."""
+
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="GPUs of this machine that run the model together (ranks, a process each); needs Linux and "
+        "divisible heads and widths",
+    )
+    rank_stall_s: float | None = Field(
+        8.0,
+        gt=0,
+        description="seconds without progress of a rank, after which the worker returns all tokens and exits; none: "
+        "never",
+    )
+    rank_start_stall_s: float | None = Field(
+        120.0,
+        gt=0,
+        description="seconds without visible progress of the ranks at the start, after which the worker exits; none: "
+        "never",
+    )
+    check_ranks: bool = Field(
+        False, description="end the worker if ranks draw different tokens, compared after every step; for debugging"
+    )
+
+    @model_validator(mode="after")
+    def _ranks_can_do_it(self) -> RankSettings:
+        if self.tensor_parallel > 1 and not sys.platform.startswith("linux"):
+            raise ValueError("tensor_parallel needs Linux: set it to 1")
+        return self
+
+
+class FaultSettings(Section):
+    """Faults and time limits."""
+
+    mask_s: float = Field(
+        1.0, gt=0, description="time limit for the mask of a constrained row, seconds; then its completion fails"
+    )
+    max_faults: int = Field(
+        3, ge=0, description="faults in an hour that are repaired by a rebuild; one more ends the worker"
+    )
+    stall_s: float = Field(
+        120.0,
+        gt=0,
+        description="seconds without a tick of the loop, after which `status` says stalled and requests are refused",
+    )
+    stall_exit_s: float | None = Field(
+        600.0,
+        gt=0,
+        description="seconds without a tick, after which the worker returns all tokens and exits; none: never",
+    )
+
+
+class EngineConstants(Section):
+    """Values of the engine that no user sets: no source of settings has them. Tests build engines with others."""
+
+    #: Embeddings of images on the device, tokens: one image of the largest size, or many small ones that stay for
+    #: later requests. 16,384 tokens of width 4,096 in bf16 take 128 MiB.
+    image_tokens: int = 16_384
+    #: Patches of the largest image or video, and of what is encoded before one prefill step, since attention in the
+    #: tower takes time by their square. A picture of 2,048 x 2,048 pixels has 16,384 patches of 16 x 16.
+    image_patches: int = 16_384
+    #: Share of the KV pages that idle sessions may hold. Half stays for the prefix cache; rows that need pages take
+    #: them from both.
+    session_share: float = 0.5
+    #: Most KV that one copy between host and device moves, MiB. Large enough that the fixed cost of a copy is small;
+    #: two such buffers are on the device.
+    host_kv_piece_mib: float = 32.0
+    #: Threads that compute masks of constrained rows. None: half the cores, as the loop and the tokenizer need others.
+    mask_threads: int | None = None
+    #: Tokens of ended completions and prompts to draft from: 300 bytes each, so 300 MB of host memory.
+    speculation_kept_tokens: int = 1_000_000
+    #: Seconds for copying the KV of completions to the host before a sleep: 100 GiB take 10 s at 10 GiB/s.
+    sleep_kv_s: float = 60.0
+
+
+class EngineSettings(
+    StepSettings,
+    KVSettings,
+    SwapSettings,
+    OffloadSettings,
+    ExpertSettings,
+    AdapterSettings,
+    SpeculationSettings,
+    RankSettings,
+    FaultSettings,
+):
+    """All settings of the engine."""
+
+    constants: EngineConstants = EngineConstants()
+
+    @property
+    def step_rows(self) -> int:
+        """The most rows of a decode step, drafts included."""
+        return self.max_rows + self.draft_rows
+
+    @property
+    def snapshot_places(self) -> int:
+        """`state_snapshots`, or its default."""
+        return max(4, self.max_rows // 4) if self.state_snapshots is None else self.state_snapshots
+
+    @model_validator(mode="after")
+    def _deterministic_without_adapters(self) -> EngineSettings:
+        if self.adapter_slots and self.deterministic:
+            raise ValueError("deterministic excludes adapters: set adapter_slots = 0")
+        return self

@@ -1,0 +1,111 @@
+"""The settings of a gateway, which is a process of its own: the table `[gateway]`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rollout.config.section import Section
+
+#: Which log-prob of a sampled token is shown; see `rollout/gateway/logprobs.py`.
+LogprobMode = Literal["policy", "processed", "raw"]
+#: How `/inference/v1/generate` shows the experts of tokens; see `rollout/gateway/experts.py`.
+ExpertFormat = Literal["off", "npy", "object"]
+
+
+class GatewaySettings(Section):
+    """The gateway."""
+
+    endpoints: tuple[str, ...] = Field((), description="addresses of workers, such as tcp://127.0.0.1:5757")
+    host: str = Field("127.0.0.1", description="address to listen at; other than loopback addresses need api_key_file")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen at; 0 takes a free one")
+    model: str | None = Field(
+        None, description="folder or hub id of the tokenizer and chat template; none: the model that the workers name"
+    )
+    served_model_name: tuple[str, ...] = Field(
+        (), description="names that requests may call the model; none given: the workers' name"
+    )
+    api_key_file: str | None = Field(None, description="file with the bearer tokens that are accepted, one a line")
+    ready_file: str | None = Field(None, description="file that is written, with the URL, when the gateway listens")
+    start_s: float = Field(600.0, gt=0, description="seconds to wait at the start until a worker answers")
+    resume: bool | None = Field(
+        None, description="continue requests of a lost worker at another one; none: with several endpoints"
+    )
+    resume_s: float = Field(120.0, gt=0, description="seconds that a request may be without a worker, with resume")
+    heartbeat_s: float = Field(
+        2.0,
+        gt=0,
+        description="seconds between heartbeats; a worker that leaves three without an answer is lost, also if it "
+        "hangs",
+    )
+    min_version: int = Field(0, ge=0, description="weights version below which a worker counts as unhealthy")
+    stream_every: int = Field(1, ge=1, description="tokens of an event of a stream, at the least")
+    session_s: float = Field(3600.0, gt=0, description="seconds after which an idle X-Session-ID is forgotten")
+    max_in_flight: int = Field(8192, ge=1, description="completions in flight; beyond that requests get status 429")
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        description="connections of clients; for a further one an idle one is closed, or it gets status 503",
+    )
+    keep_alive_s: float = Field(
+        620.0,
+        gt=0,
+        description="seconds until a connection without a request is closed; keep it above the limit of the clients' "
+        "pools and of proxies",
+    )
+    max_body_bytes: int = Field(64 << 20, ge=1, description="most bytes of a request's body")
+    body_s: float = Field(60.0, gt=0, description="seconds within which a request's body must arrive")
+    send_s: float = Field(
+        60.0, gt=0, description="seconds that a client may leave an answer unread; then it is cut off"
+    )
+    logprobs: LogprobMode = Field(
+        "policy",
+        description="log-prob of a sampled token. policy: of the policy at the request's temperature; processed: of "
+        "the distribution it was drawn from; raw: at temperature 1",
+    )
+    routed_experts: ExpertFormat = Field(
+        "off",
+        description="experts in answers of /inference/v1/generate. off: none; npy: vLLM's base64 .npy; object: "
+        "prime-rl's object",
+    )
+    tool_parser: str = Field(
+        "auto",
+        description="format of tool calls, such as hermes; auto: the one that the chat template writes; none: calls "
+        "stay text",
+    )
+    reasoning_parser: str = Field(
+        "none",
+        description="format of reasoning, such as think; auto: the one that the chat template writes; none: it stays "
+        "text",
+    )
+    constrain_reasoning: bool = Field(
+        False,
+        description="let constraints hold from the first token on; false: after the reasoning, if it has a parser",
+    )
+    trust_request_chat_template: bool = Field(False, description="accept chat templates in requests; each is a program")
+    weights_root: str | None = Field(
+        None, description="folder below which folders of weights are read for updates; none: no updates from folders"
+    )
+    images_root: str | None = Field(
+        None,
+        description="folder below which pictures with file URLs are read; none: pictures come in data URLs only",
+    )
+    update_s: float = Field(600.0, gt=0, description="seconds from the start of an update until all workers use it")
+
+    @model_validator(mode="after")
+    def _names_workers(self) -> GatewaySettings:
+        if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
+            raise ValueError("give at least one ENDPOINT, and each of them once")
+        return self
+
+    @property
+    def resumes(self) -> bool:
+        """True if requests go on at another worker when theirs is lost."""
+        return len(self.endpoints) > 1 if self.resume is None else self.resume
+
+
+class GatewayFile(Section):
+    """The tables of a settings file that a gateway reads."""
+
+    gateway: GatewaySettings = Field(default_factory=GatewaySettings)

@@ -1,0 +1,27 @@
+"""The settings of what a worker reports: metrics and the timeline picture."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rollout.config.section import Section
+
+
+class MetricsSettings(Section):
+    """Metrics: where they go, and how often."""
+
+    interval_s: float = Field(5.0, gt=0, description="seconds between two reports")
+    jsonl: str | None = Field(None, description="file for metrics, one JSON object a report")
+    wandb: bool = Field(True, description="log to Weights & Biases; offline, below wandb_dir, if there is no API key")
+    wandb_project: str = Field("rollout", description="W&B project")
+    wandb_group: str | None = Field(None, description="W&B group, one for a job")
+    wandb_name: str | None = Field(None, description="W&B run name")
+    wandb_dir: str = Field("runs", description="folder of the W&B run files")
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="HTTP port for Prometheus (/metrics) and /health; 0 picks a free port; none: no HTTP",
+    )
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="address of that HTTP port")
+    timeline: str | None = Field(None, description="file for a PNG of the last steps, drawn when the worker ends")

@@ -1,0 +1,40 @@
+"""Names that were settings once: what holds now, for the error that a file, a variable or a flag with such a name gets.
+
+`section.name` -> a clause that says what holds now. `tests/unit/test_settings.py` compares the numbers with the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+RETIRED: Mapping[str, str] = MappingProxyType(
+    {
+        "engine.compile_threads": "16 threads compile the kernels at the start on a GPU, at most one a core",
+        "engine.host_kv_piece_mib": "a copy of KV between host and device moves at most 32 MiB",
+        "engine.image_patches": "an image or video has at most 16384 patches",
+        "engine.image_tokens": "the buffer for embeddings of images holds 16384 tokens",
+        "engine.mask_threads": "half the cores compute masks of constrained rows",
+        "engine.session_share": "idle sessions hold at most 0.5 of the KV pages",
+        "engine.sleep_kv_s": "KV must reach the host within 60 seconds before a sleep",
+        "engine.sleep_requests": "new requests wait during a sleep, unless 'sleep' has requests = refuse",
+        "engine.sleep_rows": "running completions wait during a sleep, unless 'sleep' has mode = abort",
+        "engine.speculation_kept_tokens": "1000000 tokens of ended completions are kept to draft from",
+        "engine.stop_check_every": "stop strings are searched every 4 tokens",
+        "metrics.timeline_steps": "the timeline shows the last 40 steps",
+        "service.heartbeat_s": "the worker sends ZMTP heartbeats every 10 seconds",
+        "service.max_blobs": "a message has at most 256 blobs",
+        "service.max_clients": "1024 clients may have requests in flight",
+        "service.max_header_bytes": "a message header has at most 16777216 bytes",
+        "service.max_media_patches": "the images and videos of a request have at most 262144 patches",
+        "service.max_n": "a request has at most 1024 completions",
+        "service.max_pending_bytes": "messages of requests in flight take at most 1073741824 bytes",
+        "service.max_prompt_chars": "a prompt has at most 8388608 characters",
+        "service.max_prompt_s": "chat template and tokenizer have 60 seconds for a prompt",
+        "service.max_prompt_tokens": "a prompt has at most 1048576 tokens; lower max_context_tokens bounds it too",
+        "service.max_reply_bytes": "top log-probs and routing of a reply take at most 1073741824 bytes",
+        "service.max_results": "at most 4096 results are kept; max_results_bytes bounds them, too",
+        "service.max_results_age_s": "a result is kept for at most 3600 seconds",
+        "service.max_session_lease_s": "a request may ask for a session lease of at most 3600 seconds",
+    }
+)

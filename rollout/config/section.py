@@ -1,0 +1,11 @@
+"""The base of all groups of settings."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A group of settings: immutable, and an undeclared key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)

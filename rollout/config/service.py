@@ -1,0 +1,96 @@
+"""The settings of the request socket and of requests: a small group for each feature, and `ServiceSettings`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rollout.config.section import Section
+
+#: Seconds of KV that an idle session may get. A tool call of a turn rarely takes longer than an hour.
+MAX_SESSION_LEASE_S = 3600.0
+
+
+class SocketSettings(Section):
+    """The request socket."""
+
+    bind: str = Field(
+        "tcp://127.0.0.1:5757",
+        description="endpoint of the request socket, an IPv6 address in brackets; port 0 picks a free port",
+    )
+    max_message_bytes: int = Field(64 << 20, ge=1024, description="most bytes of one message, all frames")
+    max_stream_buffer_bytes: int = Field(
+        256 << 20, ge=1 << 16, description="most unsent bytes for one slow client; then its stream is dropped"
+    )
+
+
+class RequestSettings(Section):
+    """Requests and their clients."""
+
+    max_queue: int = Field(4096, ge=1, description="most completions in the queue")
+    max_constraint_s: float = Field(20.0, gt=0, description="time limit for compiling a constraint, seconds")
+    lease_s: float = Field(
+        60.0, ge=0, description="seconds that a named client may be disconnected before its requests are cancelled"
+    )
+    session_lease_s: float = Field(
+        300.0,
+        gt=0,
+        le=MAX_SESSION_LEASE_S,
+        description="seconds that a session keeps its KV for the next turn, unless the request sets it",
+    )
+    drain_s: float = Field(
+        30.0, ge=0, description="time limit of a drain, seconds; then unfinished completions are returned as they are"
+    )
+
+
+class MediaSettings(Section):
+    """Images and videos of requests."""
+
+    max_media: int = Field(64, ge=1, le=4096, description="most images and videos of a request")
+    media_store_bytes: int = Field(
+        2 << 30, ge=1, description="host memory for pixels that requests use, or may name by their hash, bytes"
+    )
+
+
+class ResultSettings(Section):
+    """Results, which are kept until acknowledged."""
+
+    max_results_bytes: int = Field(512 << 20, ge=0, description="most bytes of all kept results")
+
+
+class ServiceConstants(Section):
+    """Limits that no user sets: no source of settings has them. Tests build services with others."""
+
+    #: Completions of one request. The largest groups of published recipes have some hundreds.
+    max_n: int = 1024
+    #: Tokens of one prompt, checked before anything is allocated for it. Longer contexts are not served.
+    max_prompt_tokens: int = 1 << 20
+    #: Characters of one prompt, as text or rendered by a chat template: eight for each of `max_prompt_tokens`.
+    max_prompt_chars: int = 8 << 20
+    #: Seconds for chat template and tokenizer of one prompt. The longest prompts take some seconds; an endless template
+    #: must not block the prompts after it for long.
+    max_prompt_s: float = 60.0
+    max_session_lease_s: float = MAX_SESSION_LEASE_S
+    #: Patches of all images and videos of a request: 16 of the largest size.
+    max_media_patches: int = 262_144
+    #: Bytes of top log-probs, routing and prompt ids in one reply, which is made as a whole on the service thread.
+    max_reply_bytes: int = 1 << 30
+    #: Bytes of messages whose requests wait or run: bounds the memory that clients can take.
+    max_pending_bytes: int = 1 << 30
+    #: Clients with requests in flight: bounds what many clients with one small request each can take.
+    max_clients: int = 1024
+    #: Bytes of a message header, and blobs of a message: the defaults of `trainer_bridge.wire.codec.WireLimits`.
+    max_header_bytes: int = 16 << 20
+    max_blobs: int = 256
+    #: Reports of log-probs that wait for their comparison, and their bytes: one thread compares some a millisecond.
+    max_reports: int = 1024
+    max_report_bytes: int = 256 << 20
+    #: Kept results, since each takes some memory besides its bytes; `max_results_bytes` is reached first as a rule.
+    max_results: int = 4096
+    #: Seconds after which a kept result is dropped: a client that is away for an hour has ended.
+    max_results_age_s: float = 3600.0
+
+
+class ServiceSettings(SocketSettings, RequestSettings, MediaSettings, ResultSettings):
+    """The request socket and the limits of requests."""
+
+    constants: ServiceConstants = ServiceConstants()

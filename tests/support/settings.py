@@ -1,0 +1,16 @@
+"""Settings with constants that no user sets."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from rollout.config.section import Section
+
+Group = TypeVar("Group", bound=Section)
+
+
+def settings_of(group: type[Group], **fields: Any) -> Group:
+    """A group of settings; fields that are constants of the group (`group.constants`) are set there."""
+    names = type(group().constants).model_fields  # type: ignore[attr-defined]
+    constants = {name: fields.pop(name) for name in list(fields) if name in names}
+    return group(**fields, constants=constants)
