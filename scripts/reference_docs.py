@@ -29,9 +29,8 @@ from rollout.models.fallback.held import HELD
 from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
-from rollout.service.errors import ErrorCode
 from rollout.settings_sources import SettingKey, setting_keys
-from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.errors import SENT_BY_WORKERS, RolloutError
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
 _SETTINGS_INTRODUCTION = """\
@@ -315,8 +314,8 @@ def _on_gpu(architecture: str, family: Family) -> str:
 def errors_page() -> str:
     """Every error code with its exception."""
     classes = [kind for kind in _subclasses(RolloutError) if kind.__doc__]
-    of_protocol = [kind for kind in classes if kind.code in get_args(ErrorCode)]
-    others = [kind for kind in classes if kind.code not in get_args(ErrorCode)]
+    of_protocol = [kind for kind in classes if kind in SENT_BY_WORKERS]
+    others = [kind for kind in classes if kind not in SENT_BY_WORKERS]
     lines = [_ERRORS_INTRODUCTION]
     for title, kinds in (("Codes of the protocol", of_protocol), ("Errors of the client itself", others)):
         rows = [(f"`{kind.code}`", f"`{kind.__name__}`", " ".join((kind.__doc__ or "").split())) for kind in kinds]

@@ -100,12 +100,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _check_request(header: dict[str, Any]) -> None:
-    from rollout.service.errors import ServiceError
     from rollout.service.requests.schema import parse_request
+    from trainer_bridge.wire.errors import RolloutError
 
     try:
         parse_request(header)
-    except ServiceError as error:
+    except RolloutError as error:
         assert error.code in ("bad_message", "bad_request") and 5 < len(str(error)) < 2000
 
 

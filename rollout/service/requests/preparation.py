@@ -16,12 +16,12 @@ import numpy as np
 
 from rollout.engine.messages import Prompt, RequestKey
 from rollout.service.delivery.in_flight import InFlight
-from rollout.service.errors import ServiceError
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints
 from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.media import MediaStore
 from rollout.service.text.codec import PromptSource
+from trainer_bridge.wire.errors import Unavailable
 
 _PROMPT_END = 512  # tokens of a prompt in which a constraint's marker is looked for: more than one can have
 #: Called on the service thread with a request and a function that returns or raises the outcome.
@@ -97,7 +97,7 @@ class Preparation:
     def _wanted(self, key: RequestKey) -> InFlight:
         entry = self._find(key)
         if entry is None:
-            raise ServiceError("unavailable", "the request was dropped before its prompt was prepared")
+            raise Unavailable("the request was dropped before its prompt was prepared")
         return entry
 
 
