@@ -24,7 +24,6 @@ from trainer_bridge.client.placement import Fleet
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result, split_chunks
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire import codec as wire
-from trainer_bridge.wire.connection import REFUSED_S, Connection, close_when_dropped
 from trainer_bridge.wire.errors import (
     AccessRefused,
     ConnectionLost,
@@ -34,6 +33,7 @@ from trainer_bridge.wire.errors import (
     from_reply,
 )
 from trainer_bridge.wire.keys import ClientCurve
+from trainer_bridge.wire.worker_connection import REFUSED_S, Connection, close_when_dropped
 
 _CONNECT_S = 30.0
 _LINGER_S = 1.0

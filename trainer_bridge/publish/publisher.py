@@ -41,11 +41,11 @@ from trainer_bridge.publish.trainer_ranks import TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice, transfer_all
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules
 from trainer_bridge.transports.payload import NamedTensors, Payload
-from trainer_bridge.wire.connection import REFUSED_S
 from trainer_bridge.wire.errors import UNANSWERED, ProtocolError, RolloutError, WeightsRejected, WeightsReplaced
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import check_bucket_bytes, usual_bucket_bytes
 from trainer_bridge.wire.weight_messages import read_token
+from trainer_bridge.wire.worker_connection import REFUSED_S
 
 __all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
 

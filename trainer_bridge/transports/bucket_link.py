@@ -17,10 +17,10 @@ import zmq
 from trainer_bridge.transports.base import Recipient, TransferRules
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.address import host_port
-from trainer_bridge.wire.connection import socket_events
 from trainer_bridge.wire.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import checksum, checksums_digest
+from trainer_bridge.wire.worker_connection import socket_events
 
 BUCKET = struct.Struct("<4s16sII")  # magic, token, index, checksum
 ACK = struct.Struct("<4s16sI")  # magic, token, index

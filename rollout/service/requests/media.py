@@ -23,7 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from rollout.engine.messages import Media, Pixels, Prompt, TokenIds
 from rollout.models.vision_spec import TowerSpec
 from trainer_bridge.wire.errors import BadRequest, MediaNeeded, Overloaded
-from trainer_bridge.wire.media import HASH_CHARS, PIXEL_TYPES, media_hash
+from trainer_bridge.wire.media_hash import HASH_CHARS, PIXEL_TYPES, media_hash
 
 _MOST_SIDE = 1 << 20
 #: Processors normalise pixels to a few units. Larger values could overflow in 16 bits, and NaN would spread in the KV.
