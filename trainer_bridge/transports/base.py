@@ -82,8 +82,6 @@ class TransportReceiver(ABC):
     """The worker's side of a transport. All methods run in the receiver's thread."""
 
     name: ClassVar[str]
-    #: The transport whose `advance` takes this one's data: `zmq` where its socket announces the buckets, else empty.
-    carrier: ClassVar[str] = ""
     #: All bytes arrive on the device, by `put`: they need no host memory.
     on_device: bool = False
 

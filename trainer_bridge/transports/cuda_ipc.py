@@ -211,7 +211,6 @@ class CudaIpcReceiver(TransportReceiver):
     """Opens the publisher's slots; messages on the socket of `zmq` say which slot holds which bucket."""
 
     name = "cuda_ipc"
-    carrier = "zmq"
     on_device = True
 
     def __init__(self, buckets: ZmqReceiver, memory: IpcMemory) -> None:
@@ -235,8 +234,8 @@ class CudaIpcReceiver(TransportReceiver):
         return self._buckets.expect(incoming, self, len(self._slots))
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
-        """Nothing to do: the socket of `zmq` brings the messages."""
-        return False
+        """Take a message from the socket of `zmq`."""
+        return incoming is not None and self._buckets.advance(incoming)
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """Verify that every bucket has arrived and is the one that was sent."""

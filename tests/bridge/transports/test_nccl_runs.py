@@ -12,15 +12,15 @@ import torch
 
 from tests.support.bridge.harness import TinyModel, new_tensors
 from tests.support.kernels.grids import nightly
-from trainer_bridge.publish import transport_choice
-from trainer_bridge.publish.transport_choice import TransportChoice
-from trainer_bridge.transports.base import Recipient, TransferRules
+from trainer_bridge.transports.base import TransferRules
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
 from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, StoreServer, connect, given_up
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import Columns, Runs
+from trainer_bridge.transports.nccl.transport import NcclSender
 from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.registry import auto_order
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import Manifest, pack
 
@@ -233,12 +233,14 @@ def test_a_table_of_columns_that_is_none_is_refused(roots: list[int], columns: l
         Runs.learn(manifest, group, GroupSeat("g", 1, 3, 2, len(columns)), threading.Event())
 
 
-def test_auto_tries_groups_first_for_parts_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(transport_choice, "make_sender", lambda *_: SimpleNamespace(prepare=lambda payload: {}, why=""))
-    choice = TransportChoice("auto", None, None, [])
-    for spread, first in ((True, "nccl"), (False, "cuda_ipc")):
-        payload: Any = SimpleNamespace(on_gpu=True, again=False, spread=spread)
-        peer = Recipient(f"tcp://127.0.0.1:{1 + spread}")
-        choice.next_options(payload, [peer])
-        assert peer.transport == first
+def test_auto_tries_groups_first_for_parts_of_several_ranks() -> None:
+    assert auto_order(gpu=True, parts=True) == ["nccl", "cuda_ipc", "shm", "zmq"]
+    assert auto_order(gpu=True, parts=False) == ["cuda_ipc", "nccl", "shm", "zmq"]
+    assert auto_order(gpu=False, parts=True) == auto_order(gpu=False, parts=False) == ["shm", "zmq"]
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
+def test_a_trainer_without_nccl_refuses_it_before_a_worker_is_asked() -> None:
+    payload: Any = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(RolloutError, match="no NCCL"):
+        NcclSender([]).prepare(payload)

@@ -167,6 +167,9 @@ class NcclSender(TransportSender):
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
         """Open the store of this update; a later round of `begin` uses the same one."""
+        backend = "nccl" if payload.device.type == "cuda" else "gloo"
+        if backend == "nccl" and not dist.is_nccl_available():
+            raise RolloutError("prepare: this trainer's torch has no NCCL; use auto or zmq")
         if self._server is None or self._others is None:
             self._others = OtherRanks(payload)
             try:
@@ -175,7 +178,6 @@ class NcclSender(TransportSender):
             except (OSError, RuntimeError) as error:
                 raise RolloutError(f"prepare: no store can be opened: {error!s:.200}; use the transport zmq") from error
         where = {"hosts": self._server.hosts, "port": self._server.port}
-        backend = "nccl" if payload.device.type == "cuda" else "gloo"
         return {**where, "backend": backend, "devices": self._others.devices}
 
     def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
