@@ -12,7 +12,7 @@ from rollout.network.access import Access
 
 
 def bind_router(
-    context: zmq.Context, bind: str, setting: str, access: Access, options: Mapping[int, int]
+    context: zmq.Context, bind: str, setting: str, access: Access, options: Mapping[zmq.SocketOption, int]
 ) -> zmq.Socket:
     """A ROUTER socket with these options of ZeroMQ, bound. `setting` names the setting that `bind` comes from.
 
