@@ -152,7 +152,7 @@ class TrainerRanks:
             why_not = error.strerror or str(error)
         if not why_not:
             self._lenders = lenders
-            self._borrowed = BorrowedParts(self, readers, manifest)
+            self._borrowed = BorrowedParts(self.request, self.wait_packed, readers, manifest)
             return self._borrowed
         if lenders:
             self.tell(LEND)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -146,10 +146,14 @@ class Recipient:
 
 @dataclass(frozen=True)
 class TransferRules:
-    """Bounds of a transfer: `stall_s` without progress before a worker is given up; `closing` ends all waits."""
+    """Bounds of a transfer: `stall_s` without progress before a worker is given up; `closing` ends all waits.
+
+    `clock` returns seconds.
+    """
 
     stall_s: float
     closing: threading.Event
+    clock: Callable[[], float] = time.monotonic
 
 
 class TransportSender(ABC):

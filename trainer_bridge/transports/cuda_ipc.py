@@ -187,10 +187,15 @@ def runtime_paths() -> list[str]:
     Memory is the same in all of them, but each keeps its own last error. Raises OSError if no runtime is loaded.
     """
     torch.cuda.init()
-    found = list(dict.fromkeys(_LIBRARY.findall(Path("/proc/self/maps").read_text())))
+    found = runtimes_in(Path("/proc/self/maps").read_text())
     if not found:
         raise OSError("no CUDA runtime library is loaded")
     return found
+
+
+def runtimes_in(maps: str) -> list[str]:
+    """The paths of the CUDA runtimes in a table of mapped files, each once."""
+    return list(dict.fromkeys(_LIBRARY.findall(maps)))
 
 
 def forget_last_error() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rollout.engine.gate import Gate
-from rollout.weights.update_intake import UpdateIntake
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected, publish
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -35,18 +34,19 @@ def test_a_worker_that_cannot_let_go_of_an_update_still_says_why_it_failed(what:
         assert serves(worker.model, publish(worker, 3, 3))
 
 
-def test_a_message_that_came_in_a_round_that_failed_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance, failed = UpdateIntake.advance, []
+def test_a_message_that_came_in_a_round_that_failed_is_answered() -> None:
+    failed = []
 
-    def take_a_message_and_fail(self: UpdateIntake) -> bool:
-        busy = advance(self)
+    def take_a_message_and_fail(incoming: Any) -> bool:
+        busy = advance(incoming)
         if busy and not failed:
             failed.append(True)
             raise WeightsRejected("another transport's group broke")
         return busy
 
-    monkeypatch.setattr(UpdateIntake, "advance", take_a_message_and_fail)
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="zmq") as publisher:
+        receiver = worker.receiver.receivers["zmq"]
+        advance, receiver.advance = receiver.advance, take_a_message_and_fail  # type: ignore[method-assign]
         tensors = new_tensors(worker.model, 1)
         publisher.publish(tensors, 1).applied(20)
         assert failed and serves(worker.model, tensors)

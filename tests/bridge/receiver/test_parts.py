@@ -11,8 +11,13 @@ from rollout.weights import staging, swap_copies
 from rollout.weights.swap_copies import copy_tensors, parts_done
 
 
-def test_a_swap_counts_the_parts_that_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap_copies, "PART_BYTES", 100)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_swap_counts_the_parts_that_are_copied() -> None:
     copies = [(torch.zeros(n), torch.full((n,), float(n))) for n in (10, 10, 10, 200, 1, 1)]  # 4 bytes a number
     before = parts_done()
     copy_tensors(copies)
@@ -22,8 +27,8 @@ def test_a_swap_counts_the_parts_that_are_copied(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_part_counts_once_the_device_has_copied_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_copies, "PART_BYTES", 100)
+@pytest.mark.usefixtures("small_parts")
+def test_a_part_counts_once_the_device_has_copied_it() -> None:
     stream, before = torch.cuda.Stream(), parts_done()
     copies = [(torch.zeros(50, device="cuda"), torch.ones(50, device="cuda")) for _ in range(3)]
     torch.cuda.synchronize()

@@ -97,14 +97,16 @@ def test_columns_and_runs_of_every_bucket_travel_once_and_land_in_their_places(s
         assert torch.equal(bucket.unpack(travelled, out), stream[start:end])
 
 
-def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], str | None]:
+def broadcast(
+    devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor], payload_type: type[Payload] = Payload
+) -> tuple[list[Any], str | None]:
     """All members of a group of trainer ranks, and why one gave up. Rank 0 keeps what it sent and got."""
     server = StoreServer([HOST], 20.0)
     jobs: list[Any] = [None] * len(devices)
 
     def take_part(rank: int) -> None:
         mine = {name: tensor.to(devices[rank]) for name, tensor in tensors.items()}
-        payload = Payload(mine, 1, BUCKET)
+        payload = payload_type(mine, 1, BUCKET)
         if rank == 0:
             memory = torch.zeros(payload.manifest.total_bytes, dtype=torch.uint8)
             payload.keep_in(lambda: memory)
@@ -152,30 +154,28 @@ def test_ranks_that_each_send_what_they_own_all_end_with_the_whole(devices: list
         assert jobs[root].fingerprints[index] == fingerprint(travelled[part.at : part.end])
 
 
-def test_all_hear_the_first_reason_for_which_a_member_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    pack_pieces, left = Payload.pack_pieces, []
+def test_all_hear_the_first_reason_for_which_a_member_gave_up() -> None:
+    left = []
 
-    def pack_or_fail(self: Payload, *arguments: Any) -> None:
-        if self.kept is None and not left:
-            left.append(self)
-            raise RuntimeError("out of memory")
-        pack_pieces(self, *arguments)
+    class Fails(Payload):
+        def pack_pieces(self, *arguments: Any) -> None:
+            if self.kept is None and not left:
+                left.append(self)
+                raise RuntimeError("out of memory")
+            super().pack_pieces(*arguments)
 
-    monkeypatch.setattr(Payload, "pack_pieces", pack_or_fail)
     tensors = new_tensors(TinyModel(), 1)
-    jobs, gave_up = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors)
+    jobs, gave_up = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors, Fails)
     assert gave_up == "rank 1 gave up: out of memory" and all(job.error for job in jobs)
 
 
-def test_a_publisher_that_is_closed_while_it_packs_is_no_fault(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def closed(self: Payload, *arguments: Any) -> None:
-        raise RolloutError("transfer: the tensors were released before they were sent", code="closed")
+def test_a_publisher_that_is_closed_while_it_packs_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    class Closed(Payload):
+        def pack_pieces(self, *arguments: Any) -> None:
+            raise RolloutError("transfer: the tensors were released before they were sent", code="closed")
 
-    monkeypatch.setattr(Payload, "pack_pieces", closed)
     tensors = new_tensors(TinyModel(), 1)
-    jobs, _ = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors)
+    jobs, _ = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors, Closed)
     assert any("were released" in (job.error or "") for job in jobs)
     assert not any(record.exc_info for record in caplog.records)
 

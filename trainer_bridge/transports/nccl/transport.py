@@ -43,6 +43,7 @@ from trainer_bridge.transports.nccl.broadcasts import Broadcasts
 from trainer_bridge.transports.nccl.group import (
     END_S,
     REACH_S,
+    BroadcastGroup,
     GroupError,
     GroupSeat,
     StoreServer,
@@ -73,12 +74,18 @@ class NcclReceiver(TransportReceiver):
 
     name = "nccl"
 
-    def __init__(self, device: torch.device, timeout_s: float, wake: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        timeout_s: float,
+        wake: Callable[[], object],
+        group_type: type[BroadcastGroup] = BroadcastGroup,
+    ) -> None:
         self.on_device = device.type == "cuda"
         self._device, self._timeout_s, self._wake = device, timeout_s, wake
         self._member: Member | None = None
         self._members: list[Member] = []  # whose threads have not ended
-        self._kept = KeptGroup()
+        self._kept = KeptGroup(group_type)
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Check that the publisher's store can be reached and start to join. Raises `BadRequest`."""
@@ -158,10 +165,10 @@ class NcclSender(TransportSender):
     name = "nccl"
     why = "from device to device"
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    def __init__(self, endpoints: Sequence[str], group_type: type[BroadcastGroup] = BroadcastGroup) -> None:
         self._endpoints = endpoints
         self._server: StoreServer | None = None
-        self._kept = KeptGroup()
+        self._kept = KeptGroup(group_type)
         self._kept_with: Members = ()
         self._others: OtherRanks | None = None
 
