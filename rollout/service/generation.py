@@ -464,7 +464,8 @@ class Generation:
 class RetryEstimate:
     """`retry_after_s`: the time in which half of the waiting requests end, at the recent rate of finished requests.
 
-    So refused clients return before the queue is empty, and few of them in vain. Times are those of `clock`, seconds.
+    So refused clients return before the queue is empty, and few of them are refused again. Times are those of
+    `clock`, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -76,7 +76,7 @@ class LentBuffer:
         self._lent = False  # rank 0 may have it mapped
 
     def lend(self, memory: IpcMemory | None, nbytes: int, host: int) -> bytes:
-        """The handle of a buffer of at least so many bytes. Raises OSError if rank 0 cannot have one."""
+        """The handle of a buffer of at least `nbytes` bytes. Raises OSError if rank 0 cannot have one."""
         if not host or host != host_number():
             raise OSError(0, "it is not on the host of rank 0")
         if memory is None:

@@ -187,7 +187,7 @@ def counting_step(version: int) -> int:
 
 
 def train_tensor_parallel(order: dict[str, Any]) -> None:
-    """One rank of a tensor-parallel trainer on CPUs: so many updates by gloo, one after the other.
+    """One rank of a tensor-parallel trainer on CPUs: it sends several updates by gloo, one after the other.
 
     They are the tiny model's, whose seeds are their versions, or with `counting` those of the checkpoints that count.
     """

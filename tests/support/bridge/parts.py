@@ -69,7 +69,7 @@ def group_with(joined: list[str] | None = None, **methods: Callable[..., Any]) -
 
 
 def no_groups(why: str) -> type[BroadcastGroup]:
-    """A group that nobody can join."""
+    """A group that no member can join."""
 
     def init(*_: Any) -> None:
         raise GroupError(why)
