@@ -48,8 +48,7 @@ from rollout.models.loader import check_cut
 from rollout.models.lora_slots import AdapterSlots, corrected_products
 from rollout.models.spec import DenseSpec, LayerSpec, MoESpec
 from rollout.process.host_memory import available_bytes
-from rollout.weights.apply_mode import HOST_SHARE
-from rollout.weights.staging import parameter_bytes, takes_device
+from rollout.weights.staging import HOST_SHARE, parameter_bytes, takes_device
 
 GIB = 2**30
 _META = torch.device("meta")

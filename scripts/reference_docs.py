@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, cast, get_args, is_typeddict
+from typing import Any, cast, is_typeddict
 
 import torch
 from transformers import CONFIG_MAPPING
@@ -31,9 +31,8 @@ from rollout.models.fallback.held import HELD
 from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
-from rollout.service.service_error import ErrorCode
 from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
-from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.errors import SENT_BY_WORKERS, RolloutError
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
 _SETTINGS_INTRODUCTION = """\
@@ -336,8 +335,8 @@ def errors_page() -> str:
     """Every error code with its exception."""
     exported = [getattr(trainer_bridge, name) for name in trainer_bridge.__all__]
     classes = [kind for kind in _subclasses(RolloutError) if kind in exported]
-    of_protocol = [kind for kind in classes if kind.code in get_args(ErrorCode)]
-    others = [kind for kind in classes if kind.code not in get_args(ErrorCode)]
+    of_protocol = [kind for kind in classes if kind in SENT_BY_WORKERS]
+    others = [kind for kind in classes if kind not in SENT_BY_WORKERS]
     lines = [_ERRORS_INTRODUCTION]
     for title, kinds in (("Codes of the protocol", of_protocol), ("Errors of the client itself", others)):
         rows = [

@@ -32,10 +32,10 @@ class OwnerMark(ProcessBound):
 
     def __init__(self, path: Path, text: str = "") -> None:
         self.path = path
-        made = path.with_name(f"{path.name}.new")  # nobody finds it under its name before it is locked
+        made = path.with_name(f"{path.name}.new")  # no process finds it under its name before it is locked
         self._descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         os.write(self._descriptor, text.encode())
-        with contextlib.suppress(OSError):  # no locks here: nobody else gets one either
+        with contextlib.suppress(OSError):  # no locks here: no other process gets one either
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         made.rename(path)
 

@@ -36,7 +36,7 @@ from rollout.gateway.sampling import (
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.media import MediaItem
 from trainer_bridge.client.results import Completion
-from trainer_bridge.wire.media import PIXEL_TYPES
+from trainer_bridge.wire.media_hash import PIXEL_TYPES
 
 _PIXELS: dict[str, np.dtype[Any]] = {name: dtype for dtype, name in PIXEL_TYPES.items()}
 #: A completion's experts, from a position on, as the answer has them.

@@ -24,7 +24,7 @@ import numpy as np
 
 from rollout.gateway.errors import bad_request
 from trainer_bridge.client.media import MediaItem
-from trainer_bridge.wire.media import media_hash
+from trainer_bridge.wire.media_hash import media_hash
 
 #: What Pillow may open; the others have had more faults, or are no pictures.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

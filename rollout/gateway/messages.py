@@ -76,7 +76,7 @@ async def render_chat(gateway: Gateway, messages: list[Any], how: Rendering) -> 
 
 
 def prompt_of(source: Text, messages: list[dict[str, Any]], how: Rendering) -> RenderedChat:
-    """The prompt of messages without their images. It may take long. Raises `HttpError` and `ServiceError`."""
+    """The prompt of messages without their images. It may take long. Raises `HttpError` and `RolloutError`."""
     codec, turns, drawn = source.codec("messages"), source.turns(how.template), _drawn_tokens(messages)
     plain = [_plain(message, f"messages.{place}", turns) for place, message in enumerate(messages)]
     text = turns.text(plain, how.tools, how.options)

@@ -19,10 +19,10 @@ from rollout.gateway.formats.chat_turns import ChatTurns
 from rollout.gateway.formats.choice import Choice, Formats
 from rollout.gateway.sampling import SamplingBody
 from rollout.gateway.token_bytes import TokenBytes
-from rollout.service.service_error import ServiceError
 from rollout.service.text.codec import TextCodec, check_chars, load_text_codec
 from rollout.service.text.detokenizer import Detokenizer
 from trainer_bridge.client.results import Completion
+from trainer_bridge.wire.errors import RolloutError
 
 _T = TypeVar("_T")
 _MAX_CHARS = 8 << 20
@@ -129,10 +129,10 @@ class Text:
         return self._codec
 
     async def on_thread(self, call: Callable[[], _T]) -> _T:
-        """The result of a call that may take long. Raises `HttpError` for a `ServiceError`."""
+        """The result of a call that may take long. Raises `HttpError` for a `RolloutError`."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-        except ServiceError as error:
+        except RolloutError as error:
             raise HttpError(400, str(error), error.field) from error
 
     def close(self) -> None:

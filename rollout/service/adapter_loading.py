@@ -15,8 +15,7 @@ from pathlib import Path
 
 from rollout.models.lora_slots import AdapterWeights
 from rollout.service.connections import ReplyAddress
-from rollout.service.service_error import ServiceError, bad_request
-from trainer_bridge.wire.errors import InternalError, Overloaded
+from trainer_bridge.wire.errors import BadRequest, InternalError, Overloaded, RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -34,22 +33,24 @@ class AdapterFolders:
     read: Callable[[Path, float], AdapterWeights]
 
     def resolve(self, path: str) -> Path:
-        """A folder below the root, links resolved. Raises `ServiceError`."""
+        """A folder below the root, links resolved. Raises `RolloutError`."""
         if self.root is None:
-            raise bad_request(
+            raise BadRequest(
                 "this worker loads no adapters by path; start it with --adapter-root FOLDER (engine.adapter_root)",
-                "path",
+                field="path",
             )
         if "\0" in path:
-            raise bad_request("the path contains a NUL character; remove it", "path")
+            raise BadRequest("the path contains a NUL character; remove it", field="path")
         root = self.root.resolve()
         try:
             folder = (root / path).resolve()
             folder.exists()  # raises for a name that is too long, which `resolve` lets pass
         except (OSError, RuntimeError):  # links in a circle, names that are too long
-            raise bad_request("the path cannot be resolved; check its links and length", "path") from None
+            raise BadRequest("the path cannot be resolved; check its links and length", field="path") from None
         if not folder.is_relative_to(root):
-            raise bad_request("the path leads out of --adapter-root (engine.adapter_root); choose one below it", "path")
+            raise BadRequest(
+                "the path leads out of --adapter-root (engine.adapter_root); choose one below it", field="path"
+            )
         return folder
 
 
@@ -68,12 +69,12 @@ class AdapterLoads:
         peer: ReplyAddress,
         path: str,
         then: Callable[[AdapterWeights], None],
-        refuse: Callable[[ReplyAddress, ServiceError], None],
+        refuse: Callable[[ReplyAddress, RolloutError], None],
     ) -> None:
-        """Read a folder, then call `then` or `refuse`. Raises `ServiceError` for a wrong path."""
+        """Read a folder, then call `then` or `refuse`. Raises `RolloutError` for a wrong path."""
         folder = self._folders.resolve(path)
         if len(self._waiting) >= _MAX_WAITING:
-            raise ServiceError("overloaded", "too many adapters wait to be loaded; try again later", None, 1.0)
+            raise Overloaded("too many adapters wait to be loaded; try again later", retry_after_s=1.0)
         self._serial += 1
         self._waiting[self._serial] = peer
         finish = partial(self._finish, self._serial, then, refuse)
@@ -92,24 +93,20 @@ class AdapterLoads:
         self,
         number: int,
         then: Callable[[AdapterWeights], None],
-        refuse: Callable[[ReplyAddress, ServiceError], None],
+        refuse: Callable[[ReplyAddress, RolloutError], None],
         future: Future[AdapterWeights],
     ) -> None:
         peer = self._waiting.pop(number)
         try:
             then(future.result())
-        except ServiceError as error:
+        except RolloutError as error:
             refuse(peer, error)
         except ValueError as error:
-            refuse(peer, bad_request(f"{error}"[:2000], "path"))
-        except Overloaded as error:
-            refuse(peer, ServiceError("overloaded", str(error), None, error.retry_after_s))
-        except InternalError as error:
-            refuse(peer, ServiceError("internal", str(error)))
+            refuse(peer, BadRequest(f"{error}"[:2000], field="path"))
         # A fault of ours must not end the service for other clients.
         except Exception:
             logger.exception("an adapter could not be read", extra=peer.about)
-            refuse(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))
+            refuse(peer, InternalError("a fault in the worker; its log has the trace"))
         finally:
             # The frames of a traceback refer to the future, and keep what was read until a garbage collection.
             if not future.cancelled() and (failure := future.exception()) is not None:

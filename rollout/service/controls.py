@@ -21,8 +21,8 @@ from rollout.service.capabilities import WeightControl
 from rollout.service.connections import ReplyAddress
 from rollout.service.delivery.replies import ok_reply
 from rollout.service.requests import schema as requests
-from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.codec import PROTOCOL_VERSION
+from trainer_bridge.wire.errors import BadRequest, Overloaded, RolloutError
 
 _MAX_WAITING = 1024  # control messages without a reply
 _MAX_WEIGHTS_WAITING = 64  # weights messages without a reply; each may hold a manifest
@@ -49,7 +49,7 @@ class Controls:
         inbox: SimpleQueue[Command],
         post: Callable[[Callable[[], None]], None],
         answer: Callable[[ReplyAddress, dict[str, Any]], None],
-        refuse: Callable[[ReplyAddress, ServiceError], None],
+        refuse: Callable[[ReplyAddress, RolloutError], None],
         *,
         sleep: bool,
         adapters: AdapterFolders | None,
@@ -67,7 +67,7 @@ class Controls:
         self._weights_waiting = 0
 
     def take(self, peer: ReplyAddress, message: Order) -> None:
-        """Give an order to the engine. Raises `ServiceError`."""
+        """Give an order to the engine. Raises `RolloutError`."""
         match message:
             case requests.PauseMessage():
                 self._inbox.put(Pause(message.mode, self.token(peer)))
@@ -86,7 +86,7 @@ class Controls:
                 self._inbox.put(DropAdapter(message.name, self.token(peer)))
 
     def token(self, peer: ReplyAddress) -> int:
-        """A token for a command, whose `Done` or `Failed` is sent to `peer`. Raises `ServiceError` if too many wait."""
+        """A token for a command, whose `Done` or `Failed` is sent to `peer`. Raises `RolloutError` if too many wait."""
         if len(self._waiting) >= _MAX_WAITING:
             raise _too_many()
         token = next(self._tokens)
@@ -99,14 +99,14 @@ class Controls:
         if peer is None:
             return
         if isinstance(event, Failed):
-            self._refuse(peer, ServiceError(event.code, event.message, event.field))
+            self._refuse(peer, RolloutError(event.message, code=event.code, field=event.field))
         else:
             self._answer(peer, ok_reply(peer.id) | dict(event.facts))
 
     def weights(self, peer: ReplyAddress, header: dict[str, Any]) -> None:
-        """Hand a `weights` message to the receiver. Raises `ServiceError`."""
+        """Hand a `weights` message to the receiver. Raises `RolloutError`."""
         if self._receiver is None:
-            raise bad_request("this worker takes no weights; start it with a weight receiver", "op")
+            raise BadRequest("this worker takes no weights; start it with a weight receiver", field="op")
         if self._weights_waiting >= _MAX_WEIGHTS_WAITING:
             raise _too_many()
         self._weights_waiting += 1
@@ -127,10 +127,10 @@ class Controls:
 
     def _check_sleeps(self, op: str) -> None:
         if not self._sleep:
-            raise bad_request(
+            raise BadRequest(
                 f"this worker does not offer '{op}'; start it with --sleep (engine.sleep). 'capabilities' in its "
                 "status lists what it does",
-                "op",
+                field="op",
             )
 
     def _load_adapter(self, peer: ReplyAddress, message: requests.LoadAdapterMessage) -> None:
@@ -141,8 +141,9 @@ class Controls:
 
     def _adapter_loads(self) -> AdapterLoads:
         if self._adapters is None:
-            raise bad_request(
-                "this worker does not offer adapters; start it with --adapter-slots N (engine.adapter_slots)", "op"
+            raise BadRequest(
+                "this worker does not offer adapters; start it with --adapter-slots N (engine.adapter_slots)",
+                field="op",
             )
         return self._adapters
 
@@ -152,5 +153,5 @@ class Controls:
         self._answer(peer, {"op": op, **answer, "v": PROTOCOL_VERSION, "id": peer.id})
 
 
-def _too_many() -> ServiceError:
-    return ServiceError("overloaded", "too many control messages wait for an answer; come back later")
+def _too_many() -> RolloutError:
+    return Overloaded("too many control messages wait for an answer; come back later")

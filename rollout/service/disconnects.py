@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zmq
 
-from trainer_bridge.wire.connection import socket_events
+from trainer_bridge.wire.worker_connection import socket_events
 
 
 class Disconnects:

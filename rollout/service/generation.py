@@ -46,8 +46,16 @@ from rollout.service.requests import schema as requests
 from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.preparation import Preparation
 from rollout.service.requests.request_media import named_only
-from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.codec import encode
+from trainer_bridge.wire.errors import (
+    BadRequest,
+    Duplicate,
+    InternalError,
+    NotFound,
+    Overloaded,
+    RolloutError,
+    Unavailable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +117,7 @@ class Generation:
     ) -> None:
         """Take a request. `frames`: its message. `content` is a digest by which equal messages are recognised.
 
-        Raises `ServiceError`.
+        Raises `RolloutError`.
         """
         name = (client, message.id)
         waiter = Waiter(peer, message.stream, message.stream_every, message.join_chunks)
@@ -132,7 +140,7 @@ class Generation:
             self._submit(entry)
 
     def take_media(self, peer: ReplyAddress, client: str, message: requests.MediaMessage, size: int) -> None:
-        """Keep images for later requests of any client. `size`: bytes of the message. Raises `ServiceError`."""
+        """Keep images for later requests of any client. `size`: bytes of the message. Raises `RolloutError`."""
         self._intake.check_media(message)
         self._check_capacity(client, size)
         self._pending_bytes += size
@@ -140,7 +148,7 @@ class Generation:
         def answer(future: Future[PreparedPrompt | None]) -> None:
             self._pending_bytes -= size
             error = future.exception()
-            if isinstance(error, ServiceError):
+            if isinstance(error, RolloutError):
                 self._connections.send(peer, encode(error_reply(peer.id, error)))
             elif error is not None:
                 logger.error("images could not be kept", exc_info=error, extra=peer.about)
@@ -151,10 +159,10 @@ class Generation:
         self._preparation.keep(client, message.media, answer)
 
     def cancel(self, peer: ReplyAddress, client: str, message: requests.CancelMessage) -> None:
-        """End a request with its tokens so far. Raises `ServiceError` if it is unknown."""
+        """End a request with its tokens so far. Raises `RolloutError` if it is unknown."""
         entry = self._by_name.get((client if message.owner is None else message.owner, message.target))
         if entry is None:
-            raise ServiceError("not_found", f"no request {message.target!r} is in flight; check the id", "target")
+            raise NotFound(f"no request {message.target!r} is in flight; check the id", field="target")
         if entry.request is not None and not entry.cancelled:
             self._inbox.put(Cancel(entry.key))
         entry.cancelled = True
@@ -170,7 +178,7 @@ class Generation:
                 entry.cancelled = True
 
     def attach(self, peer: ReplyAddress, client: str, message: requests.AttachMessage) -> None:
-        """Answer with the result of an earlier request, now or when it ends. Raises `ServiceError`."""
+        """Answer with the result of an earlier request, now or when it ends. Raises `RolloutError`."""
         waiter = Waiter(peer, message.stream, message.stream_every, message.join_chunks)
         name = (client, message.target)
         entry, stored = self._by_name.get(name), self.store.get(name)
@@ -182,32 +190,32 @@ class Generation:
             waiter.received = received_positions(message.offsets, message.text_chars, completions)
             self._answer_from(stored, completions, waiter)
         else:
-            raise ServiceError(
-                "not_found",
+            raise NotFound(
                 f"there is no request {message.target!r}, or its result was dropped; send the request again",
-                "target",
+                field="target",
             )
 
     def ack(self, peer: ReplyAddress, client: str, message: requests.AckMessage) -> None:
-        """Drop results. Raises `ServiceError`, and drops none, if one of the requests is in flight."""
+        """Drop results. Raises `RolloutError`, and drops none, if one of the requests is in flight."""
         for i, target in enumerate(message.targets):
             if (client, target) in self._by_name:
-                raise bad_request(f"{target!r} is in flight and has no result yet; cancel it instead", f"targets.{i}")
+                raise BadRequest(
+                    f"{target!r} is in flight and has no result yet; cancel it instead", field=f"targets.{i}"
+                )
         for target in message.targets:
             self.store.forget((client, target))
         self._connections.send(peer, encode(ok_reply(peer.id)))
 
     def result_of(self, client: str, target: str) -> Stored:
-        """The result of an earlier request, which has ended. Raises `ServiceError` if it is not there."""
+        """The result of an earlier request, which has ended. Raises `RolloutError` if it is not there."""
         if (client, target) in self._by_name:
-            raise bad_request(f"{target!r} is in flight and has no result yet; wait for it", "target")
+            raise BadRequest(f"{target!r} is in flight and has no result yet; wait for it", field="target")
         stored = self.store.get((client, target))
         if stored is None:
-            raise ServiceError(
-                "not_found",
+            raise NotFound(
                 f"there is no result of {target!r}: it was acknowledged or dropped; report before 'ack', and raise "
                 "service.max_results_bytes if the worker drops results too early",
-                "target",
+                field="target",
             )
         return stored
 
@@ -247,7 +255,7 @@ class Generation:
         """Send the chunks that were kept to be joined."""
         self._delivery.flush()
 
-    def fail_all(self, error: ServiceError) -> None:
+    def fail_all(self, error: RolloutError) -> None:
         """Answer every request in flight with an error."""
         for entry in list(self._by_key.values()):
             self._fail(entry, error)
@@ -278,7 +286,7 @@ class Generation:
                 if event.code == "overloaded":
                     self._fail(entry, self._overloaded(event.message))
                 else:
-                    self._fail(entry, ServiceError(event.code, event.message, event.field))
+                    self._fail(entry, RolloutError(event.message, code=event.code, field=event.field))
 
     # --- one request -------------------------------------------------------------------------------------------------
 
@@ -286,10 +294,9 @@ class Generation:
         """Answer a request that was sent before."""
         peer = waiter.peer
         if known.content != content:
-            raise ServiceError(
-                "duplicate",
+            raise Duplicate(
                 f"the id {peer.id!r} is taken by another request; use a new one, or acknowledge that one's result",
-                "id",
+                field="id",
             )
         if isinstance(known, Stored):
             self._answer_from(known, known.completions() if waiter.stream else [], waiter)
@@ -311,7 +318,7 @@ class Generation:
         known = entry.message.continue_from
         begin = len(known.token_ids) if known else 0
         if any(tokens != begin for tokens in message.offsets.values()):
-            raise bad_request("no chunk of this request was sent yet; remove the offsets", "offsets")
+            raise BadRequest("no chunk of this request was sent yet; remove the offsets", field="offsets")
         return {}
 
     def _answer_from(self, stored: Stored, completions: list[StoredCompletion], waiter: Waiter) -> None:
@@ -319,9 +326,9 @@ class Generation:
         self._delivery.last([waiter], stored.frames, None)
 
     def check_alive(self) -> None:
-        """Raise `ServiceError` if the engine hangs."""
+        """Raise `RolloutError` if the engine hangs."""
         if self._status().state == "stalled":
-            raise ServiceError("unavailable", _UNAVAILABLE["stalled"])
+            raise Unavailable(_UNAVAILABLE["stalled"])
 
     def _check_capacity(self, client: str, size: int) -> None:
         self.check_alive()
@@ -331,7 +338,7 @@ class Generation:
         waits = state == "asleep" and (status.sleep is None or status.sleep.requests == "wait")
         if state in _UNAVAILABLE and not waits:
             message = _UNAVAILABLE[state]
-            raise ServiceError("unavailable", f"{message} ({status.stale})" if state == "stale" else message)
+            raise Unavailable(f"{message} ({status.stale})" if state == "stale" else message)
         if client not in self._by_client and len(self._by_client) >= self._settings.constants.max_clients:
             raise self._overloaded(f"{len(self._by_client)} clients have requests in flight; try again later")
         if self._pending_bytes + size > self._settings.constants.max_pending_bytes:
@@ -341,9 +348,9 @@ class Generation:
         if self._preparation.waiting >= self._settings.max_queue:
             raise self._overloaded("the queue is full; try again later")
 
-    def _overloaded(self, message: str) -> ServiceError:
+    def _overloaded(self, message: str) -> RolloutError:
         """The error with `retry_after_s`, estimated from all requests in flight."""
-        return ServiceError("overloaded", message, None, self._retry.retry_after_s(len(self._by_key)))
+        return Overloaded(message, retry_after_s=self._retry.retry_after_s(len(self._by_key)))
 
     def _submit(self, entry: InFlight, outcome: Future[PreparedPrompt | None] | None = None) -> None:
         """Hand a request to the engine, or fail it. Never raises.
@@ -357,7 +364,7 @@ class Generation:
             elapsed_s = time.monotonic() - entry.arrived_s
             request = self._intake.build(entry.key, entry.message, prepared, elapsed_s)
             entry.completions = [self._intake.completion(entry.message, request, index) for index in range(request.n)]
-        except ServiceError as error:
+        except RolloutError as error:
             if error.code == "internal":
                 logger.error("a prompt could not be prepared", extra=about(*entry.name) | {"why": str(error)})
             self._fail(entry, error)
@@ -419,7 +426,7 @@ class Generation:
             self.store.add(entry.name, frames, entry.content, entry.completions[0].start)
         self._delivery.last(entry.waiters, frames, entry.name[1])
 
-    def _fail(self, entry: InFlight, error: ServiceError) -> None:
+    def _fail(self, entry: InFlight, error: RolloutError) -> None:
         frames = encode(error_reply(entry.name[1], error))
         logger.debug("a request is refused", extra=about(*entry.name) | {"code": error.code, "why": str(error)})
         self._forget(entry)
@@ -453,7 +460,8 @@ class Generation:
 class RetryEstimate:
     """`retry_after_s`: the time in which half of the waiting requests end, at the recent rate of finished requests.
 
-    So refused clients return before the queue is empty, and most of them find room. Times are of `clock`, in seconds.
+    So refused clients return before the queue is empty, and few of them are refused again. Times are those of
+    `clock`, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -477,5 +485,5 @@ class RetryEstimate:
         return min(max(waiting / 2 * each_s, _LEAST_S), _MOST_S)
 
 
-def _internal() -> ServiceError:
-    return ServiceError("internal", "a fault in the worker; its log has the trace under this id")
+def _internal() -> RolloutError:
+    return InternalError("a fault in the worker; its log has the trace under this id")

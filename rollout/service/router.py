@@ -6,6 +6,7 @@ import zmq
 
 from rollout.config import ServiceSettings
 from rollout.network.access import Access
+from rollout.network.router_socket import bind_router
 
 SEND_HWM = 256  # messages in the pipe of one connection, before its backlog
 RECEIVE_HWM = 64  # unread messages of one connection; beyond that TCP stops its sender
@@ -30,26 +31,18 @@ def receive_parts(socket: zmq.Socket, max_parts: int, max_bytes: int) -> list[by
 
 def open_router(context: zmq.Context, settings: ServiceSettings, access: Access) -> zmq.Socket:
     """A bound ROUTER socket. Raises ValueError if the endpoint cannot be bound, or needs CURVE."""
-    access.check_bind(settings.bind, "service.bind")
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown destination is an error, not a silent drop
-    # A client with its own routing id takes the id over when it reconnects, even while its old, half-open connection
-    # still exists here. Without this option ZeroMQ ignores the new connection for good.
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    socket.setsockopt(zmq.SNDHWM, SEND_HWM)
-    socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
-    # Twice the limit: a slightly oversized message gets an error reply; a far larger one is cut off before it takes
-    # memory.
-    socket.setsockopt(zmq.MAXMSGSIZE, 2 * settings.max_message_bytes)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEATS_MISSED * _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEATS_MISSED * _HEARTBEAT_MS)
-    if "[" in settings.bind:
-        socket.setsockopt(zmq.IPV6, 1)
-    access.secure(context, socket)
-    try:
-        socket.bind(settings.bind)
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        raise ValueError(f"cannot bind {settings.bind}: {error}; choose another 'service.bind'") from error
-    return socket
+    options = {
+        zmq.ROUTER_MANDATORY: 1,  # an unknown destination is an error, not a silent drop
+        # A client with its own routing id takes the id over when it reconnects, even while its old, half-open
+        # connection still exists here. Without this option ZeroMQ ignores the new connection for good.
+        zmq.ROUTER_HANDOVER: 1,
+        zmq.SNDHWM: SEND_HWM,
+        zmq.RCVHWM: RECEIVE_HWM,
+        # Twice the limit: a slightly oversized message gets an error reply; a far larger one is cut off before it
+        # takes memory.
+        zmq.MAXMSGSIZE: 2 * settings.max_message_bytes,
+        zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
+        zmq.HEARTBEAT_TIMEOUT: _HEARTBEATS_MISSED * _HEARTBEAT_MS,
+        zmq.HEARTBEAT_TTL: min(_HEARTBEATS_MISSED * _HEARTBEAT_MS, 6_553_500),
+    }
+    return bind_router(context, settings.bind, "service.bind", access, options)

@@ -45,11 +45,11 @@ from rollout.service.requests.preparation import Preparation
 from rollout.service.requests.request_media import MediaStore
 from rollout.service.router import open_router, receive_parts
 from rollout.service.served_model import ServedModel
-from rollout.service.service_error import ServiceError
 from rollout.service.shutdowns import Shutdowns
 from rollout.service.status import WorkerStatus
 from rollout.service.text.codec import PromptEncoder, PromptSource, TextCodec
 from trainer_bridge.wire.codec import WireError, WireLimits, decode, encode, header_id, split_envelope
+from trainer_bridge.wire.errors import BadMessage, InternalError, RolloutError, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Server:
         self._stopping = True
 
     def _say_goodbye(self) -> None:
-        gone = ServiceError("unavailable", "this worker has ended; send to another one")
+        gone = Unavailable("this worker has ended; send to another one")
         self._generation.fail_all(gone)
         for peer in (*self._controls.waiting(), *self._reports.waiting()):
             self._send_error(peer, gone)
@@ -300,13 +300,13 @@ class Server:
             peer = ReplyAddress(connection, delimiter, _valid_id(header))
             self._dispatch(peer, header, frames)
         except WireError as error:
-            self._send_error(peer, ServiceError("bad_message", str(error)))
-        except ServiceError as error:
+            self._send_error(peer, BadMessage(str(error)))
+        except RolloutError as error:
             self._send_error(peer, error)
         # A fault of ours must not end the service for other clients.
         except Exception:
             logger.exception("a message failed in the service", extra=peer.about)
-            self._send_error(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))
+            self._send_error(peer, InternalError("a fault in the worker; its log has the trace"))
 
     def _dispatch(self, peer: ReplyAddress, header: dict[str, Any], frames: list[bytes]) -> None:
         message = requests.parse_request(header)
@@ -361,7 +361,7 @@ class Server:
         self._generation.draining = True
         self._shutdowns.begin(mode, token)
 
-    def _send_error(self, peer: ReplyAddress, error: ServiceError) -> None:
+    def _send_error(self, peer: ReplyAddress, error: RolloutError) -> None:
         self._reply(peer, error_reply(peer.id, error))
 
     def _reply(self, peer: ReplyAddress, header: dict[str, Any]) -> None:
@@ -369,7 +369,7 @@ class Server:
             frames = encode(header)
         except ValueError:
             logger.exception("a reply cannot be sent", extra=peer.about)
-            frames = encode(error_reply(peer.id, ServiceError("internal", "a fault in the worker; its log has more")))
+            frames = encode(error_reply(peer.id, InternalError("a fault in the worker; its log has more")))
         if not self._connections.send(peer, frames):
             logger.error("a reply is lost: its client does not read", extra=peer.about)
 

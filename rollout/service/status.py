@@ -11,7 +11,7 @@ from rollout.service.capabilities import Views, WeightControl
 from rollout.service.delivery.replies import sequence_fields, status_reply, trace_reply
 from rollout.service.generation import Generation
 from rollout.service.served_model import ServedModel
-from rollout.service.service_error import bad_request
+from trainer_bridge.wire.errors import BadRequest
 
 
 class WorkerStatus:
@@ -59,8 +59,8 @@ class WorkerStatus:
         return reply | {"sequences": [sequence_fields(sequence) for sequence in self._views.sequences(sequences)]}
 
     def trace(self, request_id: str, steps: int) -> dict[str, Any]:
-        """The reply to `trace`. Raises `ServiceError` if the worker records no steps."""
+        """The reply to `trace`. Raises `RolloutError` if the worker records no steps."""
         if self._views is None:
-            raise bad_request("this worker records no steps; do not ask for a trace", "op")
+            raise BadRequest("this worker records no steps; do not ask for a trace", field="op")
         names = {"model": self._model.name, "worker": self._worker}
         return trace_reply(request_id, names | self._views.recording(steps))

@@ -10,10 +10,8 @@ the ready update from a deque (`take_ready`).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -25,6 +23,7 @@ from rollout.config import SecuritySettings, WeightsSettings
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.network.access import Access
+from rollout.network.router_socket import Wake, bind_router
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.update_intake import Reply, UpdateIntake, UpdateTargets, ended
 from trainer_bridge.transports.bucket_link import BUCKET
@@ -75,7 +74,7 @@ class WeightReceiver:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._post_lock = threading.Lock()
         self._ended = False
-        self._wake = _Wake()
+        self._wake = Wake()
         self._staging = targets.destinations.staging
         max_update_bytes = max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes)
         self._socket = WeightSocket(settings.bind, max_update_bytes, access)
@@ -181,7 +180,7 @@ class WeightReceiver:
     def _serve(self) -> None:
         intake = self._intake
         poller = zmq.Poller()
-        poller.register(self._wake.socket, zmq.POLLIN)
+        poller.register(self._wake.fileno(), zmq.POLLIN)
         poller.register(self._socket.zmq_socket, zmq.POLLIN)
         busy = False
         while not intake.closing:
@@ -234,23 +233,19 @@ class WeightSocket:
     """
 
     def __init__(self, bind: str, max_update_bytes: int, access: Access) -> None:
-        access.check_bind(bind, "weights.bind")
+        options = {
+            zmq.LINGER: _LINGER_MS,
+            zmq.RCVHWM: _MOST_UNREAD,
+            # libzmq drops a connection that announces a larger frame before it allocates memory for it.
+            zmq.MAXMSGSIZE: max(min(MAX_BUCKET_BYTES, max_update_bytes) + BUCKET.size, DEFAULT_LIMITS.max_header_bytes),
+            zmq.HEARTBEAT_IVL: 10_000,
+        }
         self._context = zmq.Context()  # a separate one: a context has one list of allowed clients
-        self.zmq_socket: zmq.Socket = self._context.socket(zmq.ROUTER)
-        self.zmq_socket.set(zmq.LINGER, _LINGER_MS)
-        self.zmq_socket.set(zmq.RCVHWM, _MOST_UNREAD)
-        # libzmq drops a connection that announces a larger frame before it allocates memory for it.
-        bucket_bytes = min(MAX_BUCKET_BYTES, max_update_bytes) + BUCKET.size
-        self.zmq_socket.set(zmq.MAXMSGSIZE, max(bucket_bytes, DEFAULT_LIMITS.max_header_bytes))
-        self.zmq_socket.set(zmq.HEARTBEAT_IVL, 10_000)
-        if "[" in bind:
-            self.zmq_socket.set(zmq.IPV6, 1)
-        access.secure(self._context, self.zmq_socket)
         try:
-            self.zmq_socket.bind(bind)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ValueError(f"cannot bind the weight socket to {bind}: {error}; set weights.bind") from error
+            self.zmq_socket: zmq.Socket = bind_router(self._context, bind, "weights.bind", access, options)
+        except ValueError:
+            self._context.term()
+            raise
         self.endpoint: str = self.zmq_socket.get_string(zmq.LAST_ENDPOINT)
         self._control: deque[tuple[bytes, list[memoryview]]] = deque()
 
@@ -314,31 +309,6 @@ def _read_control(frames: list[memoryview]) -> dict[str, Any]:
     if header.get("op") != "weights":
         raise BadRequest("this socket takes 'weights' messages only; send others to the request socket", field="op")
     return header
-
-
-class _Wake:
-    """Lets any thread wake the receiver's thread: `signal` makes `socket` readable, `clear` makes it wait again."""
-
-    def __init__(self) -> None:
-        self._in, self.socket = socket.socketpair()
-        self._in.setblocking(False)
-        self.socket.setblocking(False)
-
-    def signal(self) -> None:
-        """Wake the waiting thread."""
-        with contextlib.suppress(BlockingIOError):  # full: the thread wakes anyway
-            self._in.send(b"\0")
-
-    def clear(self) -> None:
-        """Called by the thread before it checks for work."""
-        with contextlib.suppress(BlockingIOError):
-            while self.socket.recv(4096):
-                pass
-
-    def close(self) -> None:
-        """Free the sockets."""
-        self._in.close()
-        self.socket.close()
 
 
 def _look() -> None:

@@ -190,15 +190,14 @@ class UpdateIntake:
 
     def advance(self) -> bool:
         """Let each transport do a piece of work; true when there may be more. Raises `RolloutError`."""
-        incoming, carrier = None, ""
+        incoming, its_receiver = None, None
         if self.current is not None:
-            incoming, receiver = self.current.incoming, self.current.begin.receiver
-            carrier = receiver.carrier or receiver.name
+            incoming, its_receiver = self.current.incoming, self.current.begin.receiver
             if incoming.open.is_set() and not self.current.destination.wait_for_room():
                 return True  # its data waits, which would wake this thread at once
         busy = False
-        for name, receiver in self.receivers.items():
-            busy |= receiver.advance(incoming if name == carrier else None)
+        for receiver in self.receivers.values():
+            busy |= receiver.advance(incoming if receiver is its_receiver else None)
         return busy
 
     def follow_up(self) -> None:

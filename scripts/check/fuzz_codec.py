@@ -101,11 +101,11 @@ def _same(a: Any, b: Any) -> bool:
 
 def _check_request(header: dict[str, Any]) -> None:
     from rollout.service.requests.schema import parse_request
-    from rollout.service.service_error import ServiceError
+    from trainer_bridge.wire.errors import RolloutError
 
     try:
         parse_request(header)
-    except ServiceError as error:
+    except RolloutError as error:
         assert error.code in ("bad_message", "bad_request") and 5 < len(str(error)) < 2000
 
 

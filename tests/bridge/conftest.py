@@ -1,8 +1,9 @@
-"""A fixture of publishers, transports and receivers: children that fail (`faults`)."""
+"""Fixtures of the bridge: children that fail (`faults`), and a folder for temporary files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +15,11 @@ def faults() -> Iterator[FaultServer]:
     server = FaultServer()
     yield server
     server.close()
+
+
+@pytest.fixture
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this process and its children make temporary files during the test."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path

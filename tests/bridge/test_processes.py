@@ -171,8 +171,9 @@ def check_refusals(child: list[Any], names: int) -> None:
 def check_undisturbed(worker: ScriptedWorker) -> None:
     """Nothing of the parent was ended before its last request, which it sends after the fork."""
     ops = [header["op"] for header in worker.requests]
-    last = len(ops) - ops[::-1].index("generate")
-    assert set(ops[:last]) == {"generate"}
+    # A request from before the fork may come later: its client looks only then whether it is connected.
+    last = max(at for at, header in enumerate(worker.requests) if header.get("prompt") == [2])
+    assert set(ops[:last]) <= {"generate"}
 
 
 @pytest.fixture

@@ -33,10 +33,8 @@ time.sleep(600)
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    return tmp_path
+def temporary(temporary_folder: Path) -> Path:
+    return temporary_folder
 
 
 @contextmanager

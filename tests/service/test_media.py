@@ -10,7 +10,7 @@ import pytest
 from rollout.engine.messages import Media
 from tests.support.service.harness import Bench, Client, serving
 from tests.support.service.media import PLACEHOLDER, TOWER, WITH_IMAGES, by_name, item_of, pixels_of, prompt_for
-from trainer_bridge.wire.media import media_hash
+from trainer_bridge.wire.media_hash import media_hash
 
 
 def send(client: Client, request_id: str, *items: dict[str, Any], **fields: Any) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.service.service_error import ServiceError
 from rollout.service.text.codec import TextCodec, load_text_codec
 from tests.support.tokenizer_folder import make_tokenizer_folder
+from trainer_bridge.wire.errors import RolloutError
 
 
 def test_text_survives_encoding_and_special_tokens_are_not_shown(codec):
@@ -50,12 +50,12 @@ def test_continued_message_gets_no_generation_prompt(codec):
 
 def test_model_without_chat_template_refuses_messages(tmp_path):
     codec = TextCodec(make_tokenizer_folder(tmp_path, template=None))
-    with pytest.raises(ServiceError, match="no chat template"):
+    with pytest.raises(RolloutError, match="no chat template"):
         codec.render_chat([{"role": "user", "content": "x"}])
 
 
 def test_template_cannot_reach_python(tmp_path):
     template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     codec = TextCodec(make_tokenizer_folder(tmp_path, template=template))
-    with pytest.raises(ServiceError, match="SecurityError"):
+    with pytest.raises(RolloutError, match="SecurityError"):
         codec.render_chat([{"role": "user", "content": "x"}])

@@ -17,7 +17,6 @@ import pytest
 
 from rollout.config import ServiceSettings
 from rollout.engine.messages import Cancel, Shutdown
-from rollout.service.service_error import ServiceError
 from rollout.service.text import process as text_process
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
@@ -27,6 +26,7 @@ from tests.support.service.harness import serving
 from tests.support.settings import settings_of
 from tests.support.tokenizer_folder import TEMPLATE, make_tokenizer_folder
 from trainer_bridge.wire.codec import encode
+from trainer_bridge.wire.errors import RolloutError
 
 LOOP = "{% for i in range(99999) %}"
 FOREVER = f"{{% if messages[0].content == 'for ever' %}}{LOOP * 3}{'{% endfor %}' * 3}{{% endif %}}"
@@ -71,7 +71,7 @@ def served(process: TextProcess, deadline_s: float = PATIENCE_S) -> list[int]:
     while True:
         try:
             return process.encode_prompt(encode({"prompt": "fox"})).tolist()
-        except ServiceError as error:
+        except RolloutError as error:
             assert error.code == "bad_request" and time.monotonic() < end_s, error
 
 
@@ -95,8 +95,8 @@ def until(condition, deadline_s: float = PATIENCE_S):
     return value
 
 
-def refusal(process: TextProcess, **fields) -> ServiceError:
-    with pytest.raises(ServiceError) as caught:
+def refusal(process: TextProcess, **fields) -> RolloutError:
+    with pytest.raises(RolloutError) as caught:
         process.encode_prompt(encode(fields))
     return caught.value
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import urllib.request
-from typing import Any
 
 import numpy as np
 import pytest
@@ -148,29 +147,6 @@ def test_wrong_values_are_refused_before_they_are_sent(reporter: RolloutClient) 
     for wrong, says in (([], "no log-probs"), ([None], "no log-probs"), (["x"], "no array"), ([[[0.0]]], "shape")):
         with pytest.raises(ValueError, match=says):
             reporter.report("x", wrong)
-
-
-@pytest.mark.parametrize(("name", "limit"), [("_MOST_ROWS", 2), ("_MOST_BYTES", 450)])
-def test_large_reports_travel_in_several_messages(
-    reporter: RolloutClient, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
-) -> None:
-    result = generate(reporter, "large", n=5)
-    monkeypatch.setattr(f"trainer_bridge.client.mismatch.{name}", limit)
-    shifts = [-0.1, -0.2, -0.3, -0.4, -0.5]
-    logprobs = [row + np.float32(shift) for row, shift in zip(rows(result), shifts, strict=True)]
-    sent, control = [], reporter.control
-
-    def noted(op: str, **fields: Any) -> Any:
-        sent.append(op)
-        return control(op, **fields)
-
-    monkeypatch.setattr(reporter, "control", noted)
-    found = reporter.report(result, logprobs)
-    assert sent == ["report"] * 3
-    assert found.tokens == found.versions[0].tokens == 250
-    assert found.mean_abs == found.versions[0].mean_abs == pytest.approx(0.3, rel=1e-4)
-    assert found.max_abs == pytest.approx(0.5, rel=1e-4)
-    reporter.ack(["large"])
 
 
 def test_the_asyncio_client_reports_many_results_at_once(worker: WorkerProcess) -> None:

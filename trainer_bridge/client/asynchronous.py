@@ -10,74 +10,31 @@ touches a socket must empty it: every send is followed by a read of all messages
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable, Sequence
-from contextlib import aclosing, closing, suppress
-from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, overload
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable
+from contextlib import closing, suppress
+from typing import Any, Generic, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack, overload
 
 import zmq
 
+from trainer_bridge.client import calls
 from trainer_bridge.client.assembly import join_chunks
-from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
-from trainer_bridge.client.core import (
-    MAKE_CLIENTS,
-    ClientCall,
-    StreamView,
-    next_chunk,
-    until_cancelled,
-    until_done,
-    until_ended,
-)
-from trainer_bridge.client.generate_request import (
-    AttachFields,
-    GenerateFields,
-    Prompt,
-    StreamKind,
-    plan_request,
-    sleep_fields,
-)
-from trainer_bridge.client.journal import Fsync
-from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
-from trainer_bridge.client.progress import Progress, show_progress
+from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all
+from trainer_bridge.client.calls import Call
+from trainer_bridge.client.core import MAKE_CLIENTS
+from trainer_bridge.client.face import ClientFace, SessionView, StreamView
+from trainer_bridge.client.generate_request import AttachFields, GenerateFields, Prompt, given, plan_request
+from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs
+from trainer_bridge.client.progress import Progress
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Status
-from trainer_bridge.client.resume import ResumePolicy, make_core
 from trainer_bridge.process_bound import ProcessBound
-from trainer_bridge.wire.keys import ClientCurve
 
 _Item = TypeVar("_Item", Chunk, Completion)
+_Params = ParamSpec("_Params")
 _Value = TypeVar("_Value")
 
 
-class AsyncRolloutClient(ProcessBound):
-    """`RolloutClient` for asyncio: the same arguments, and the same methods as coroutines.
-
-    Any number of tasks of one event loop may use it.
-    """
-
-    _instead = MAKE_CLIENTS
-    _readable_after_fork = frozenset({"endpoints", "_core"})
-
-    def __init__(
-        self,
-        endpoints: str | Sequence[str],
-        *,
-        client: str | None = None,
-        timeout_s: float | None = None,
-        connect_timeout_s: float | None = None,
-        curve: ClientCurve | None = None,
-        resume: bool = False,
-        resume_timeout_s: float = 600.0,
-        resume_max_faults: int = 8,
-        journal: str | os.PathLike[str] | None = None,
-        journal_fsync: Fsync = "never",
-        acknowledge: bool | None = None,
-        heartbeat_s: float = 10.0,
-    ) -> None:
-        policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
-        resumes = resume or journal is not None
-        given = (client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
-        self._core = make_core(endpoints, *given, resume=policy if resumes else None)
-        self._loop: asyncio.AbstractEventLoop | None = None
+class AsyncRolloutClient(ClientFace):
+    """`RolloutClient` for asyncio, with the same arguments. Any number of tasks of one event loop may use it."""
 
     # --- generate -----------------------------------------------------------------------------------------------------
 
@@ -118,14 +75,7 @@ class AsyncRolloutClient(ProcessBound):
         **common: Unpack[GenerateFields],
     ) -> list[GenerateResult]:
         """As `RolloutClient.generate_many`."""
-        results: dict[int, GenerateResult] = {}
-        plans = plan_batch(requests, common)
-        with show_progress(progress, len(plans)) as advance:
-            async with aclosing(self._settle(plans, max_in_flight)) as outcomes:
-                async for settled in outcomes:
-                    results[settled.index] = settled.unwrap()
-                    advance(tokens_of(settled))
-        return [results[index] for index in range(len(plans))]
+        return await self._run(calls.generate_many, plan_batch(requests, common), max_in_flight, progress)
 
     def generate_as_completed(
         self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
@@ -164,11 +114,11 @@ class AsyncRolloutClient(ProcessBound):
         """As `RolloutClient.attach`."""
         self._bind()
         call = self._core.attach(target, stream, fields)
-        return AsyncStream(self, call, stream) if stream else await self._finish(call)
+        return AsyncStream(self, call, stream) if stream else await self._run(calls.finish, call)
 
     async def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
         """As `RolloutClient.ack`."""
-        await self.control("ack", endpoint=endpoint, targets=list(targets))
+        await self._run(calls.control, "ack", endpoint, None, targets=list(targets))
 
     async def report(
         self,
@@ -179,39 +129,33 @@ class AsyncRolloutClient(ProcessBound):
         timeout_s: float | None = None,
     ) -> Mismatch:
         """As `RolloutClient.report`."""
-        found = Mismatch()
-        for place, fields in report_messages(self._core, target, logprobs, endpoint):
-            (reply,) = await self.control("report", endpoint=place, timeout_s=timeout_s, **fields)
-            found += read_mismatch(reply)
-        return found
+        return await self._run(calls.report, target, logprobs, endpoint, timeout_s)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def cancel(self, target: str, *, endpoint: str | None = None) -> None:
         """As `RolloutClient.cancel`."""
-        self._bind()
-        calls = self._core.cancel(target, endpoint)
-        await self._wait(until_cancelled(self._core, calls), calls)
+        await self._run(calls.cancel, target, endpoint)
 
     async def status(self, endpoint: str | None = None) -> Status:
         """As `RolloutClient.status`."""
-        return Status((await self.control("status", endpoint=self._core.only_endpoint(endpoint)))[0])
+        return await self._run(calls.status, endpoint)
 
     async def statuses(self) -> dict[str, Status]:
         """As `RolloutClient.statuses`."""
-        return dict(zip(self._core.endpoints, map(Status, await self.control("status")), strict=True))
+        return await self._run(calls.statuses)
 
     async def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
         """As `RolloutClient.ping`."""
-        await self.control("ping", endpoint=endpoint, timeout_s=timeout_s)
+        await self._run(calls.control, "ping", endpoint, timeout_s)
 
     async def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
         """As `RolloutClient.pause`."""
-        await self.control("pause", endpoint=endpoint, mode=mode)
+        await self._run(calls.control, "pause", endpoint, None, mode=mode)
 
     async def resume(self, *, endpoint: str | None = None) -> None:
         """As `RolloutClient.resume`."""
-        await self.control("resume", endpoint=endpoint)
+        await self._run(calls.control, "resume", endpoint, None)
 
     async def sleep(
         self,
@@ -223,43 +167,33 @@ class AsyncRolloutClient(ProcessBound):
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
         """As `RolloutClient.sleep`."""
-        return await self.control(
-            "sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests)
+        return await self._run(
+            calls.control, "sleep", endpoint, timeout_s, **given(level=level, mode=mode, requests=requests)
         )
 
     async def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """As `RolloutClient.wake`."""
-        return await self.control("wake", endpoint=endpoint, timeout_s=timeout_s)
+        return await self._run(calls.control, "wake", endpoint, timeout_s)
 
     async def load_adapter(
         self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None
     ) -> None:
         """As `RolloutClient.load_adapter`."""
-        fields: dict[str, Any] = {"name": name, "path": path} | ({} if version is None else {"version": version})
-        await self.control("load_adapter", endpoint=endpoint, **fields)
+        await self._run(calls.control, "load_adapter", endpoint, None, **given(name=name, path=path, version=version))
 
     async def unload_adapter(self, name: str, *, endpoint: str | None = None) -> None:
         """As `RolloutClient.unload_adapter`."""
-        await self.control("unload_adapter", endpoint=endpoint, name=name)
+        await self._run(calls.control, "unload_adapter", endpoint, None, name=name)
 
     async def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
         """As `RolloutClient.shutdown`."""
-        await self.control("shutdown", endpoint=endpoint, mode=mode)
+        await self._run(calls.control, "shutdown", endpoint, None, mode=mode)
 
     async def control(
         self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
     ) -> list[dict[str, Any]]:
         """As `RolloutClient.control`."""
-        self._bind()
-        calls = self._core.control(op, endpoint, timeout_s, **fields)
-        for call in calls:
-            await self._wait(until_done(self._core, call), calls)
-        return [call.reply or {} for call in calls]
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """All endpoints except the ones that are being removed."""
-        return tuple(self._core.endpoints)
+        return await self._run(calls.control, op, endpoint, timeout_s, **fields)
 
     def is_connected(self, endpoint: str) -> bool:
         """Whether a worker is connected now. A worker that hangs counts as connected for three heartbeats."""
@@ -267,26 +201,6 @@ class AsyncRolloutClient(ProcessBound):
         self._core.check_known(endpoint)
         self._core.absorb(endpoint)
         return self._core.connections[endpoint].can_send
-
-    def add(self, endpoint: str) -> None:
-        """As `RolloutClient.add`."""
-        self._core.add(endpoint)
-
-    def remove(self, endpoint: str, mode: Literal["drain", "now"] = "drain") -> None:
-        """As `RolloutClient.remove`."""
-        self._core.remove(endpoint, mode)
-
-    def end_session(self, session: str) -> None:
-        """As `RolloutClient.end_session`."""
-        self._core.end_session(session)
-
-    def forget(self, ids: Iterable[str]) -> None:
-        """As `RolloutClient.forget`."""
-        self._core.forget(ids)
-
-    def journaled(self) -> dict[str, bool]:
-        """As `RolloutClient.journaled`."""
-        return self._core.journaled()
 
     async def close(self) -> None:
         """As `RolloutClient.close`."""
@@ -306,9 +220,12 @@ class AsyncRolloutClient(ProcessBound):
     ) -> GenerateResult | AsyncStream[Any]:
         self._bind()
         call = self._core.generate(plan_request(prompt, fields, stream))
-        return AsyncStream(self, call, stream) if stream else await self._finish(call)
+        return AsyncStream(self, call, stream) if stream else await self._run(calls.finish, call)
 
     # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def _prepare_to_wait(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def _bind(self) -> None:
         loop = asyncio.get_running_loop()
@@ -337,35 +254,22 @@ class AsyncRolloutClient(ProcessBound):
         for socket in (connection.socket, connection.monitor):
             self._loop.remove_reader(socket.get(zmq.FD))
 
-    async def _wait(
-        self, waits: Generator[float | None, None, _Value], calls: list[ClientCall], keep: bool = False
-    ) -> _Value:
-        """Run one of the core's waits to its end. If it fails, abandon the calls, unless `keep`."""
+    async def _run(self, call: Call[_Params, _Value], /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Value:
+        """Make a call and wait for its value."""
+        self._bind()
         changed = asyncio.Event()
-        for call in calls:
-            call.on_update = changed.set
-        try:
+        with closing(call(self._core, changed.set, *args, **kwargs)) as waits:
             while True:
                 try:
                     wait_s = next(waits)
                 except StopIteration as stop:
                     return stop.value
                 await _changed(changed, wait_s)
-        except BaseException:
-            for call in calls:
-                if not keep:
-                    self._core.abandon(call)
-            raise
-
-    async def _finish(self, call: ClientCall) -> GenerateResult:
-        await self._wait(until_done(self._core, call), [call])
-        assert call.result is not None
-        return call.result
 
     async def _settle(self, plans: list, max_in_flight: int) -> AsyncGenerator[Settled, None]:
         self._bind()
         changed = asyncio.Event()
-        with closing(settle_all(self._core, plans, max_in_flight, changed.set)) as steps:
+        with closing(settle_all(self._core, changed.set, plans, max_in_flight)) as steps:
             for step in steps:
                 if isinstance(step, Settled):
                     yield step
@@ -418,22 +322,20 @@ async def _changed(event: asyncio.Event, wait_s: float | None) -> None:
 class AsyncStream(StreamView, Generic[_Item]):
     """As `Stream`, with `async for` and `async with`, for one task. A cancelled `anext` loses nothing."""
 
-    def __init__(self, client: AsyncRolloutClient, call: ClientCall, kind: StreamKind) -> None:
-        super().__init__(client._core, call, kind)
-        self._client = client
+    _client: AsyncRolloutClient
 
     def __aiter__(self) -> AsyncIterator[_Item]:
         return self
 
     async def __anext__(self) -> _Item:
-        chunk = await self._client._wait(next_chunk(self._core, self._call), [self._call], keep=True)
+        chunk = await self._client._run(calls.next_chunk, self._call, keep=True)
         if chunk is None:
             raise StopAsyncIteration
         return self._item(chunk)
 
     async def arrived(self) -> list[Chunk]:
-        """All new tokens, one chunk for each completion; waits for the first one. Empty at the end."""
-        chunk = await self._client._wait(next_chunk(self._core, self._call), [self._call], keep=True)
+        """All new tokens that have come, one chunk for each completion; waits for the first. Empty at the end."""
+        chunk = await self._client._run(calls.next_chunk, self._call, keep=True)
         if chunk is None or not self._call.chunks:
             return [] if chunk is None else [chunk]
         chunks = [chunk, *self._call.chunks]
@@ -442,13 +344,11 @@ class AsyncStream(StreamView, Generic[_Item]):
 
     async def wait(self) -> GenerateResult:
         """As `Stream.wait`."""
-        return await self._client._finish(self._call)
+        return await self._client._run(calls.finish, self._call)
 
     async def cancel(self) -> None:
         """As `Stream.cancel`."""
-        if not self._call.done:
-            calls = self._core.cancel(self.id, self.endpoint)
-            await self._client._wait(until_ended(self._core, self._call, calls), calls)
+        await self._client._run(calls.end_stream, self._call)
 
     async def __aenter__(self) -> Self:
         return self
@@ -458,25 +358,14 @@ class AsyncStream(StreamView, Generic[_Item]):
             self.close()
 
 
-class AsyncSession(ProcessBound):
-    """As `Session`, with `async with`."""
+class AsyncSession(SessionView):
+    """As `Session`."""
 
-    _instead = MAKE_CLIENTS
-    _readable_after_fork = frozenset({"id", "lease_s"})
-
-    def __init__(self, client: AsyncRolloutClient, session_id: str, lease_s: float | None) -> None:
-        self.id = session_id
-        self.lease_s = lease_s
-        self._client = client
+    _client: AsyncRolloutClient
 
     async def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
         """As `Session.generate`."""
-        fields["session"], fields["session_lease_s"] = self.id, self.lease_s
-        return await self._client.generate(prompt, **fields)
-
-    def end(self) -> None:
-        """As `Session.end`."""
-        self._client.end_session(self.id)
+        return await self._client.generate(prompt, **self._turn(fields))
 
     async def __aenter__(self) -> Self:
         return self

@@ -60,11 +60,11 @@ def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[Reque
 
 
 def settle_all(
-    core: ClientCore, plans: list[RequestPlan], max_in_flight: int, on_update: Callable[[], object]
+    core: ClientCore, wake: Callable[[], object], plans: list[RequestPlan], max_in_flight: int
 ) -> Generator[Settled | float | None, None, None]:
     """Send all requests; yield each outcome as it comes and, while there is none, the seconds to wait at most.
 
-    `on_update` is called when something happened. Closing the generator abandons what is in flight.
+    `wake` is called when something has come. Closing the generator abandons what is in flight.
     """
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight is {max_in_flight}; use at least 1")
@@ -77,7 +77,7 @@ def settle_all(
         def update() -> None:
             if call.done:
                 done.append(index)
-            on_update()
+            wake()
 
         flying[index], call.on_update = call, update
         if call.done:  # a journal had it

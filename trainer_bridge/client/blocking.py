@@ -11,45 +11,33 @@ A client belongs to one thread at a time; make one for each thread (a connection
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 import zmq
 
-from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
-from trainer_bridge.client.core import (
-    MAKE_CLIENTS,
-    ClientCall,
-    StreamView,
-    next_chunk,
-    until_cancelled,
-    until_done,
-    until_ended,
-)
-from trainer_bridge.client.generate_request import (
-    AttachFields,
-    GenerateFields,
-    Prompt,
-    StreamKind,
-    plan_request,
-    sleep_fields,
-)
-from trainer_bridge.client.journal import Fsync
-from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
-from trainer_bridge.client.progress import Progress, show_progress
+from trainer_bridge.client import calls
+from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all
+from trainer_bridge.client.calls import Call
+from trainer_bridge.client.face import ClientFace, SessionView, StreamView
+from trainer_bridge.client.generate_request import AttachFields, GenerateFields, Prompt, given, plan_request
+from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs
+from trainer_bridge.client.progress import Progress
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Status
-from trainer_bridge.client.resume import ResumePolicy, make_core
-from trainer_bridge.process_bound import ProcessBound
-from trainer_bridge.wire.keys import ClientCurve
 
 _Item = TypeVar("_Item", Chunk, Completion)
+_Params = ParamSpec("_Params")
 _Value = TypeVar("_Value")
 
 
-class RolloutClient(ProcessBound):
-    """Sends requests to one or several workers, for one thread at a time.
+class RolloutClient(ClientFace):
+    """Sends requests to one or several workers. Not thread-safe.
+
+    A request goes to the endpoint with the fewest completions of this client in flight. Requests that begin with the
+    same prompt, of 64 tokens or more, go to the same endpoint until it has far more to do than another one; all
+    requests of one `session` go to the same endpoint as long as it can be reached. `add` and `remove` change the
+    endpoints at any time. All errors are in `trainer_bridge.wire.errors`.
 
     Args:
         endpoints: The workers' request sockets.
@@ -67,35 +55,6 @@ class RolloutClient(ProcessBound):
             name and without a journal, which calls `ack`.
         heartbeat_s: Seconds between heartbeats. A worker that hangs is lost after at most four of them.
     """
-
-    _instead = MAKE_CLIENTS
-    _readable_after_fork = frozenset({"endpoints", "_core"})
-
-    def __init__(
-        self,
-        endpoints: str | Sequence[str],
-        *,
-        client: str | None = None,
-        timeout_s: float | None = None,
-        connect_timeout_s: float | None = None,
-        curve: ClientCurve | None = None,
-        resume: bool = False,
-        resume_timeout_s: float = 600.0,
-        resume_max_faults: int = 8,
-        journal: str | os.PathLike[str] | None = None,
-        journal_fsync: Fsync = "never",
-        acknowledge: bool | None = None,
-        heartbeat_s: float = 10.0,
-    ) -> None:
-        policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
-        resumes = resume or journal is not None
-        given = (client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
-        self._core = make_core(endpoints, *given, resume=policy if resumes else None)
-        self._poller = zmq.Poller()
-        self._watched: dict[zmq.Socket, str] = {}  # endpoints by socket
-        self._core.on_opened, self._core.on_closing = self._watch, self._unwatch
-        for endpoint in self._core.connections:
-            self._watch(endpoint)
 
     # --- generate -----------------------------------------------------------------------------------------------------
 
@@ -127,7 +86,7 @@ class RolloutClient(ProcessBound):
         call (a time-out, Ctrl-C) cancels the request at the worker.
         """
         call = self._core.generate(plan_request(prompt, fields, stream))
-        return Stream(self, call, stream) if stream else self._finish(call)
+        return Stream(self, call, stream) if stream else self._run(calls.finish, call)
 
     def generate_many(
         self,
@@ -143,13 +102,7 @@ class RolloutClient(ProcessBound):
         for each request from when it is sent. The first error cancels the rest and is raised. A request that finds the
         queue full is sent again later.
         """
-        results: dict[int, GenerateResult] = {}
-        plans = plan_batch(requests, common)
-        with show_progress(progress, len(plans)) as advance, closing(self._settle(plans, max_in_flight)) as outcomes:
-            for settled in outcomes:
-                results[settled.index] = settled.unwrap()
-                advance(tokens_of(settled))
-        return [results[index] for index in range(len(plans))]
+        return self._run(calls.generate_many, plan_batch(requests, common), max_in_flight, progress)
 
     def generate_as_completed(
         self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
@@ -189,11 +142,14 @@ class RolloutClient(ProcessBound):
         Raises `NotFound` if the worker does not know the request or has dropped its result.
         """
         call = self._core.attach(target, stream, fields)
-        return Stream(self, call, stream) if stream else self._finish(call)
+        return Stream(self, call, stream) if stream else self._run(calls.finish, call)
 
     def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
-        """Have the workers drop results; unknown ids are ignored. Raises `BadRequest` if one is in flight."""
-        self.control("ack", endpoint=endpoint, targets=list(targets))
+        """Tell the workers to drop results that the caller has stored; unknown ids are ignored.
+
+        Raises `BadRequest` if one of them is in flight; that worker then drops none.
+        """
+        self._run(calls.control, "ack", endpoint, None, targets=list(targets))
 
     def report(
         self,
@@ -210,38 +166,36 @@ class RolloutClient(ProcessBound):
         result: use a client with a name or `acknowledge=False`, and `ack` after this. Raises `NotFound` for a dropped
         result, `BadRequest` for a row of the wrong length, ValueError for values that cannot be sent.
         """
-        found = Mismatch()
-        for place, fields in report_messages(self._core, target, logprobs, endpoint):
-            (reply,) = self.control("report", endpoint=place, timeout_s=timeout_s, **fields)
-            found += read_mismatch(reply)
-        return found
+        return self._run(calls.report, target, logprobs, endpoint, timeout_s)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
     def cancel(self, target: str, *, endpoint: str | None = None) -> None:
-        """End a request of this client (or `client` name) with the tokens it has. Raises `NotFound`."""
-        calls = self._core.cancel(target, endpoint)
-        self._wait(until_cancelled(self._core, calls), calls)
+        """End a request with the tokens it has. Raises `NotFound` if no worker knows it.
+
+        `target` is the id of a request of this client, or of another one with the same `client` name.
+        """
+        self._run(calls.cancel, target, endpoint)
 
     def status(self, endpoint: str | None = None) -> Status:
-        """A worker's status: a map with the fields of the protocol."""
-        return Status(self.control("status", endpoint=self._core.only_endpoint(endpoint))[0])
+        """A worker's `state`, `weights_version`, `rows`, `queue`, `pages` and more: see the protocol page."""
+        return self._run(calls.status, endpoint)
 
     def statuses(self) -> dict[str, Status]:
         """The status of every endpoint."""
-        return dict(zip(self._core.endpoints, map(Status, self.control("status")), strict=True))
+        return self._run(calls.statuses)
 
     def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
-        """Return when the endpoint, or every one, has answered."""
-        self.control("ping", endpoint=endpoint, timeout_s=timeout_s)
+        """Return when the endpoint has answered; without `endpoint`, when all have."""
+        self._run(calls.control, "ping", endpoint, timeout_s)
 
     def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
         """Generate nothing until `resume`; `abort` also ends every request as cancelled."""
-        self.control("pause", endpoint=endpoint, mode=mode)
+        self._run(calls.control, "pause", endpoint, None, mode=mode)
 
     def resume(self, *, endpoint: str | None = None) -> None:
         """Generate again after `pause`."""
-        self.control("resume", endpoint=endpoint)
+        self._run(calls.control, "resume", endpoint, None)
 
     def sleep(
         self,
@@ -252,66 +206,35 @@ class RolloutClient(ProcessBound):
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Release the device's memory until `wake`. Returns the reply of each worker."""
-        return self.control("sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests))
+        """Release the device's memory until `wake`; see the protocol page. Returns `level`, `bytes` and more."""
+        return self._run(
+            calls.control, "sleep", endpoint, timeout_s, **given(level=level, mode=mode, requests=requests)
+        )
 
     def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """End `sleep`. Raises `Unavailable` if the device has too little memory; the worker then stays asleep."""
-        return self.control("wake", endpoint=endpoint, timeout_s=timeout_s)
+        return self._run(calls.control, "wake", endpoint, timeout_s)
 
     def load_adapter(self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None) -> None:
         """Load a LoRA adapter from a PEFT folder below the worker's `adapter_root`, or replace it.
 
         `version` must grow; None: the last one plus 1.
         """
-        fields: dict[str, Any] = {"name": name, "path": path} | ({} if version is None else {"version": version})
-        self.control("load_adapter", endpoint=endpoint, **fields)
+        self._run(calls.control, "load_adapter", endpoint, None, **given(name=name, path=path, version=version))
 
     def unload_adapter(self, name: str, *, endpoint: str | None = None) -> None:
         """Unload an adapter that no unfinished request names."""
-        self.control("unload_adapter", endpoint=endpoint, name=name)
+        self._run(calls.control, "unload_adapter", endpoint, None, name=name)
 
     def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
-        """End one worker or all: `drain` finishes running requests, `now` ends them with the tokens they have."""
-        self.control("shutdown", endpoint=endpoint, mode=mode)
+        """End one worker or all: `drain` finishes running requests first, `now` ends them with the tokens they have."""
+        self._run(calls.control, "shutdown", endpoint, None, mode=mode)
 
     def control(
         self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
     ) -> list[dict[str, Any]]:
-        """Send any control message of the protocol to one endpoint or all. Returns the replies in their order."""
-        calls = self._core.control(op, endpoint, timeout_s, **fields)
-        for call in calls:
-            self._wait(until_done(self._core, call), calls)
-        return [call.reply or {} for call in calls]
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """All endpoints except the ones that are being removed."""
-        return tuple(self._core.endpoints)
-
-    def add(self, endpoint: str) -> None:
-        """Add a worker; it gets requests once its weights are as new as the others'. ValueError: already there."""
-        self._core.add(endpoint)
-
-    def remove(self, endpoint: str, mode: Literal["drain", "now"] = "drain") -> None:
-        """Send nothing new to a worker; returns at once, and the worker goes on. ValueError: the last endpoint.
-
-        With `drain` its requests end there; with `now` they continue on other workers (`resume`), or raise
-        `ConnectionLost`.
-        """
-        self._core.remove(endpoint, mode)
-
-    def end_session(self, session: str) -> None:
-        """Free a session's KV on its worker; returns at once."""
-        self._core.end_session(session)
-
-    def forget(self, ids: Iterable[str]) -> None:
-        """Drop requests from the journal. ValueError for one in flight."""
-        self._core.forget(ids)
-
-    def journaled(self) -> dict[str, bool]:
-        """Every request id in the journal, oldest first: True if its result is there."""
-        return self._core.journaled()
+        """Send any control message of the protocol to one endpoint or all; returns the replies in that order."""
+        return self._run(calls.control, op, endpoint, timeout_s, **fields)
 
     def close(self) -> None:
         """Cancel what is in flight and close the connections."""
@@ -326,6 +249,13 @@ class RolloutClient(ProcessBound):
             self.close()
 
     # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def _prepare_to_wait(self) -> None:
+        self._poller = zmq.Poller()
+        self._watched: dict[zmq.Socket, str] = {}  # endpoints by socket
+        self._core.on_opened, self._core.on_closing = self._watch, self._unwatch
+        for endpoint in self._core.connections:
+            self._watch(endpoint)
 
     def _watch(self, endpoint: str) -> None:
         connection = self._core.connections[endpoint]
@@ -345,32 +275,27 @@ class RolloutClient(ProcessBound):
         for endpoint in sorted({self._watched[socket] for socket, _ in ready}):
             self._core.absorb(endpoint)
 
-    def _wait(self, waits: Generator[float | None, None, _Value], calls: list[ClientCall]) -> _Value:
-        """Run one of the core's waits to its end. If it fails, abandon the calls."""
-        try:
+    def _run(self, call: Call[_Params, _Value], /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Value:
+        """Make a call and wait for its value."""
+        with closing(call(self._core, _nothing, *args, **kwargs)) as waits:
             while True:
                 try:
                     wait_s = next(waits)
                 except StopIteration as stop:
                     return stop.value
                 self._wait_once(wait_s)
-        except BaseException:
-            for call in calls:
-                self._core.abandon(call)
-            raise
-
-    def _finish(self, call: ClientCall) -> GenerateResult:
-        self._wait(until_done(self._core, call), [call])
-        assert call.result is not None
-        return call.result
 
     def _settle(self, plans: list, max_in_flight: int) -> Generator[Settled, None, None]:
-        with closing(settle_all(self._core, plans, max_in_flight, lambda: None)) as steps:
+        with closing(settle_all(self._core, _nothing, plans, max_in_flight)) as steps:
             for step in steps:
                 if isinstance(step, Settled):
                     yield step
                 else:
                     self._wait_once(step)
+
+
+def _nothing() -> None:
+    """A blocking client looks after every poll, so nothing has to wake it."""
 
 
 class Stream(StreamView, Generic[_Item]):
@@ -379,28 +304,24 @@ class Stream(StreamView, Generic[_Item]):
     If the request fails, the iteration raises the error after the last chunk; `result` is then None.
     """
 
-    def __init__(self, client: RolloutClient, call: ClientCall, kind: StreamKind) -> None:
-        super().__init__(client._core, call, kind)
-        self._client = client
+    _client: RolloutClient
 
     def __iter__(self) -> Iterator[_Item]:
         return self
 
     def __next__(self) -> _Item:
-        chunk = self._client._wait(next_chunk(self._core, self._call), [self._call])
+        chunk = self._client._run(calls.next_chunk, self._call)
         if chunk is None:
             raise StopIteration
         return self._item(chunk)
 
     def wait(self) -> GenerateResult:
-        """Wait for the result of the whole request. Chunks can still be read after this."""
-        return self._client._finish(self._call)
+        """The result of the whole request; chunks that were not taken can still be."""
+        return self._client._run(calls.finish, self._call)
 
     def cancel(self) -> None:
-        """End the request at the worker; chunks of the tokens that it has drawn still arrive."""
-        if not self._call.done:
-            calls = self._core.cancel(self.id, self.endpoint)
-            self._client._wait(until_ended(self._core, self._call, calls), calls)
+        """End the request at the worker; chunks of the tokens that it has still come."""
+        self._client._run(calls.end_stream, self._call)
 
     def __enter__(self) -> Self:
         return self
@@ -410,25 +331,14 @@ class Stream(StreamView, Generic[_Item]):
             self.close()
 
 
-class Session(ProcessBound):
-    """A conversation, one turn at a time. Each turn sends `id` and `lease_s`."""
+class Session(SessionView):
+    """Turns of one conversation, one at a time. `id` and `lease_s` are what each turn sends with it."""
 
-    _instead = MAKE_CLIENTS
-    _readable_after_fork = frozenset({"id", "lease_s"})
-
-    def __init__(self, client: RolloutClient, session_id: str, lease_s: float | None) -> None:
-        self.id = session_id
-        self.lease_s = lease_s
-        self._client = client
+    _client: RolloutClient
 
     def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
-        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` counts reused KV."""
-        fields["session"], fields["session_lease_s"] = self.id, self.lease_s
-        return self._client.generate(prompt, **fields)
-
-    def end(self) -> None:
-        """Free the KV on the worker; returns at once."""
-        self._client.end_session(self.id)
+        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` says what was reused."""
+        return self._client.generate(prompt, **self._turn(fields))
 
     def __enter__(self) -> Self:
         return self

@@ -1,10 +1,6 @@
 """The core of both clients: requests in flight, the choice of an endpoint, the reading of replies. It never waits.
 
-A call goes `start -> (chunks) -> done`, with a result or an error. The clients wait, with the generators at the end of
-this file, which yield the seconds to wait at most and look again after every wait:
-
-    for wait_s in until_done(core, call):      blocking:  poll(wait_s), absorb
-                                               asyncio:   await an event that absorb sets, wait_s at most
+A call goes `start -> (chunks) -> done`, with a result or an error. The generators of `calls.py` say how long to wait.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -28,17 +24,16 @@ from trainer_bridge.client.placement import Fleet
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result, split_chunks
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire import codec as wire
-from trainer_bridge.wire.connection import REFUSED_S, Connection, close_when_dropped
 from trainer_bridge.wire.errors import (
     AccessRefused,
     ConnectionLost,
-    NotFound,
     ProtocolError,
     RolloutError,
     RolloutTimeout,
     from_reply,
 )
 from trainer_bridge.wire.keys import ClientCurve
+from trainer_bridge.wire.worker_connection import REFUSED_S, Connection, close_when_dropped
 
 _CONNECT_S = 30.0
 _LINGER_S = 1.0
@@ -636,82 +631,3 @@ def _unreachable(connection: Connection, waited_s: float) -> str:
         f"{connection.endpoint} cannot be reached: it has refused connections for {waited_s:g} s, so no worker listens "
         "there; check the address, or start a worker and wait until it says that it is ready"
     )
-
-
-class StreamView(ProcessBound):
-    """One streamed request, apart from waiting: its id, its endpoint, its chunks."""
-
-    _instead = "read it in its process, and pass its chunks or its result"
-    _readable_after_fork = frozenset({"id", "endpoint", "result", "partials", "_call"})
-
-    def __init__(self, core: ClientCore, call: ClientCall, kind: StreamKind) -> None:
-        self._core = core
-        self._call = call
-        self._kind = kind
-
-    @property
-    def id(self) -> str:
-        """The request's id."""
-        return self._call.target or self._call.id
-
-    @property
-    def endpoint(self) -> str:
-        """Where it runs; empty for a request that waits for its first worker."""
-        return self._call.endpoint
-
-    @property
-    def result(self) -> GenerateResult | None:
-        """The whole result, once it has come."""
-        return self._call.result
-
-    def partials(self) -> list[Completion]:
-        """The completions so far, each joined from its chunks."""
-        assert self._call.assembler is not None
-        return self._call.assembler.partials()
-
-    def close(self) -> None:
-        """Stop reading; cancels the request, unless it is detached or was attached to."""
-        self._core.abandon(self._call)
-
-    def _item(self, chunk: Chunk) -> Any:
-        """What the stream yields for a chunk: the chunk, or the whole completion that it ends."""
-        return chunk if self._kind == "tokens" else self._call.joined(chunk.index)
-
-
-def until_done(core: ClientCore, call: ClientCall) -> Generator[float | None, None, None]:
-    """Yield the seconds to wait at most (None: no limit) until the call is done; then raise its error, if any."""
-    while not call.done:
-        yield core.patience(call)
-    if call.error is not None:
-        raise call.error
-
-
-def next_chunk(core: ClientCore, call: ClientCall) -> Generator[float | None, None, Chunk | None]:
-    """Like `until_done`, until there is a chunk, which is returned, or None at the end of the stream."""
-    while not call.chunks:
-        if call.done:
-            yield from until_done(core, call)
-            return None
-        yield core.patience(call)
-    return call.chunks.popleft()
-
-
-def until_cancelled(core: ClientCore, calls: list[ClientCall]) -> Generator[float | None, None, None]:
-    """Like `until_done` for a `cancel` at several endpoints: it is enough that one knows the request."""
-    missing: list[NotFound] = []
-    for call in calls:
-        try:
-            yield from until_done(core, call)
-        except NotFound as error:
-            missing.append(error)
-    if missing and len(missing) == len(calls):
-        raise missing[0]
-
-
-def until_ended(core: ClientCore, call: ClientCall, cancels: list[ClientCall]) -> Generator[float | None, None, None]:
-    """Like `until_cancelled` of this call, which may have ended before the `cancel` came."""
-    try:
-        yield from until_cancelled(core, cancels)
-    except NotFound:
-        if not call.done:  # its result comes before the answer to the cancel
-            raise

@@ -336,9 +336,6 @@ def _text_chars(partials: list[Completion]) -> dict[str, int]:
     }
 
 
-def sleep_fields(
-    level: Literal[1, 2], mode: Literal["keep", "abort"] | None, requests: Literal["wait", "refuse"] | None
-) -> dict[str, int | str]:
-    """The fields of a `sleep` message that are given; the worker's settings decide the others."""
-    fields = {"level": level, "mode": mode, "requests": requests}
+def given(**fields: Any) -> dict[str, Any]:
+    """The fields that are not None; the worker's settings decide the others."""
     return {name: value for name, value in fields.items() if value is not None}

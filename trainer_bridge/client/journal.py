@@ -21,7 +21,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -97,12 +97,18 @@ class Journal(ProcessBound):
     _idle_after_fork = frozenset({"close"})
     _fd = -1
 
-    def __init__(self, path: str | os.PathLike[str], fsync: Fsync = "never", read_only: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        fsync: Fsync = "never",
+        read_only: bool = False,
+        sync: Callable[[int], object] = os.fsync,
+    ) -> None:
         if fsync not in ("never", "results", "always"):
             raise ValueError(f"journal_fsync is {fsync!r}; use 'never', 'results' or 'always'")
         self.path = Path(path)
         self._new_file = self.path.with_name(f"{self.path.name}.new")
-        self._fsync, self._read_only = fsync, read_only
+        self._fsync, self._read_only, self._sync = fsync, read_only, sync
         self._ids: dict[str, _Index] = {}
         self._end = 0
         try:
@@ -207,7 +213,7 @@ class Journal(ProcessBound):
         try:
             _write_all(self._fd, record)
             if sync:
-                os.fsync(self._fd)
+                self._sync(self._fd)
         except OSError as error:
             self._drop_torn()
             raise JournalFailed(f"the journal {self.path} cannot be written: {error}") from error
@@ -292,7 +298,7 @@ class Journal(ProcessBound):
             fd = _open_locked(self._new_file)
             try:
                 moved = self._copy_to(fd)
-                os.fsync(fd)
+                self._sync(fd)
                 os.replace(self._new_file, self.path)
             except BaseException:
                 os.close(fd)

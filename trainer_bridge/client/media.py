@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer_bridge.wire.media import PIXEL_TYPES, media_hash
+from trainer_bridge.wire.media_hash import PIXEL_TYPES, media_hash
 
 #: `mm_token_type_ids` of a processor, and the names of what belongs to them.
 _KINDS = ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "video_grid_thw"))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,7 +48,6 @@ from trainer_bridge.wire.errors import (
     RolloutTimeout,
     Unavailable,
 )
-from trainer_bridge.wire.keys import ClientCurve
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
@@ -78,24 +77,6 @@ class Leg(Assembler):
     def missing(self, result: GenerateResult) -> list[Chunk]:
         """Nothing: the resumed call takes the rest from the result itself."""
         return []
-
-
-def make_core(
-    endpoints: str | Sequence[str],
-    client: str | None,
-    timeout_s: float | None,
-    connect_timeout_s: float | None,
-    curve: ClientCurve | None,
-    acknowledge: bool | None,
-    heartbeat_s: float,
-    resume: ResumePolicy | None,
-) -> ClientCore:
-    """The core of a client; `resume` is None for a client that does not resume."""
-    if resume is None:
-        return ClientCore(endpoints, client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
-    if resume.journal is not None and acknowledge is None:
-        acknowledge = True
-    return ResumingCore(resume, endpoints, client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
 
 
 class ResumingCore(ClientCore):

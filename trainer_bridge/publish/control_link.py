@@ -16,7 +16,6 @@ import zmq
 
 from trainer_bridge.transports.bucket_link import reachable
 from trainer_bridge.wire.codec import PROTOCOL_VERSION, REPLY_LIMITS, WireError, decode, encode, split_envelope
-from trainer_bridge.wire.connection import Connection
 from trainer_bridge.wire.errors import (
     BadRequest,
     ConnectionLost,
@@ -26,6 +25,7 @@ from trainer_bridge.wire.errors import (
     from_reply,
 )
 from trainer_bridge.wire.keys import ClientCurve
+from trainer_bridge.wire.worker_connection import Connection
 
 _HEARTBEAT_S = 5.0
 _MOST_MESSAGES = 64  # taken at a time

@@ -28,8 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -77,7 +76,7 @@ class LentBuffer:
         self._lent = False  # rank 0 may have it mapped
 
     def lend(self, memory: IpcMemory | None, nbytes: int, host: int) -> bytes:
-        """The handle of a buffer of at least so many bytes. Raises OSError if rank 0 cannot have one."""
+        """The handle of a buffer of at least `nbytes` bytes. Raises OSError if rank 0 cannot have one."""
         if not host or host != host_number():
             raise OSError(0, "it is not on the host of rank 0")
         if memory is None:
@@ -152,21 +151,24 @@ def _halves(manifest: Manifest) -> int:
     return min(2, max(1, manifest.bucket_count))
 
 
-class Lenders(Protocol):
-    """The messages to the ranks that lend. Methods raise `RolloutError`."""
-
-    def request(self, start: int, end: int, at: int) -> None:
-        """Have all ranks pack bytes `start` to `end` of the stream, from byte `at` of their buffers on."""
-
-    def wait_packed(self) -> None:
-        """Return when all ranks have packed what was requested last."""
-
-
 class BorrowedParts:
-    """Rank 0's access to the buffers during one update; `LentParts` of `shards`. `readers` are the buffers by rank."""
+    """Rank 0's access to the buffers during one update; `LentParts` of `shards`. `readers` are the buffers by rank.
 
-    def __init__(self, ranks: Lenders, readers: Mapping[int, IpcReader], manifest: Manifest) -> None:
-        self._ranks, self._readers, self._manifest = ranks, readers, manifest
+    `request(start, end, at)` has all ranks pack bytes `start` to `end` of the stream, from byte `at` of their buffers
+    on; `wait_packed` returns when they have. Both raise `RolloutError`. `reads_done` makes an event after the work so
+    far on the current stream, or None where copies have run on return.
+    """
+
+    def __init__(
+        self,
+        request: Callable[[int, int, int], None],
+        wait_packed: Callable[[], None],
+        readers: Mapping[int, IpcReader],
+        manifest: Manifest,
+        reads_done: Callable[[], torch.cuda.Event | None] | None = None,
+    ) -> None:
+        self._ask, self._wait_packed, self._reads_done = request, wait_packed, reads_done or _event
+        self._readers, self._manifest = readers, manifest
         self._room, self._halves = _room(manifest), _halves(manifest)
         self._half = self._halves - 1  # into which a bucket was requested last
         self._requested: int | None = None  # the bucket there, unless it was read
@@ -182,14 +184,14 @@ class BorrowedParts:
         if self._requested != index:
             self._request(index)
         half, self._requested = self._half, None
-        self._ranks.wait_packed()
+        self._wait_packed()
         self._begin = half * self._room - self._manifest.bucket_span(index)[0]
         if index + 1 < self._manifest.bucket_count:
             self._request(index + 1)
         try:
             yield
         finally:
-            self._read[half] = _event()
+            self._read[half] = self._reads_done()
 
     def read(self, rank: int, byte: int, out: torch.Tensor) -> None:
         """Copy what a rank packed at the place of this byte of the stream, on the current stream."""
@@ -208,7 +210,7 @@ class BorrowedParts:
         if (read := self._read[self._half]) is not None:
             read.synchronize()
         start, end = self._manifest.bucket_span(index)
-        self._ranks.request(start, end, self._half * self._room)
+        self._ask(start, end, self._half * self._room)
         self._requested = index
 
 

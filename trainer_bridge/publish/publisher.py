@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.publish.control_link import ControlLink, ask_all
@@ -41,20 +41,18 @@ from trainer_bridge.publish.trainer_ranks import TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice, transfer_all
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules
 from trainer_bridge.transports.payload import NamedTensors, Payload
-from trainer_bridge.wire.connection import REFUSED_S
 from trainer_bridge.wire.errors import UNANSWERED, ProtocolError, RolloutError, WeightsRejected, WeightsReplaced
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import check_bucket_bytes, usual_bucket_bytes
 from trainer_bridge.wire.weight_messages import read_token
+from trainer_bridge.wire.worker_connection import REFUSED_S
 
 __all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
 
-_ABORT_S = 1.0
 #: For the answer of a worker whose group broke: without it the worker is not tried again, and it may be busy.
 _STILL_THERE_S = 5.0
 _BEGIN_S = 30.0
 _GRACE_S = 5.0  # for the answer to `begin` after a close: its token is needed to abort the update
-_WATCH_S = 1.0  # between two checks for restarted workers
 _OFFER_S = 0.1  # between two offers to give way to a newer update
 
 _log = logging.getLogger(__name__)
@@ -90,6 +88,13 @@ class WeightPublisher(ProcessBound):
         collective: Every rank of torch.distributed's default group makes a publisher, and calls `publish` with its part
             (DTensors, as FSDP2's `state_dict` has them) and `close`. The default group is not used for transfers.
     """
+
+    #: How updates are laid out and packed.
+    payload_type: ClassVar[type[Payload]] = Payload
+    #: Seconds between two looks for restarted workers.
+    watch_s: ClassVar[float] = 1.0
+    #: Seconds for the answers when an update is aborted.
+    abort_s: ClassVar[float] = 1.0
 
     _instead = "publish in its process, or pass its endpoints and make a publisher in each process"
     _readable_after_fork = frozenset({"endpoints", "transport"})
@@ -159,7 +164,9 @@ class WeightPublisher(ProcessBound):
         if (adapter is None) != (adapter_config is None):
             raise ValueError("adapter and adapter_config go together: pass both, or none")
         once = self._once and adapter is None
-        payload = Payload(named_tensors, version, self._bucket_bytes, spread=self._ranks is not None, once=once)
+        payload = self.payload_type(
+            named_tensors, version, self._bucket_bytes, spread=self._ranks is not None, once=once
+        )
         if adapter is not None:
             payload.adapter = {"name": adapter, "config": _config_map(adapter_config)}
         handle = PublishHandle(payload)
@@ -295,7 +302,7 @@ class WeightPublisher(ProcessBound):
         """Wait for the next update. Meanwhile, send the kept one to restarted workers with older weights."""
         while self._kept is not None:
             try:
-                return self._jobs.get(timeout=_WATCH_S)
+                return self._jobs.get(timeout=self.watch_s)
             except queue.Empty:
                 if (version := self._kept.version) is not None:
                     try:
@@ -307,7 +314,7 @@ class WeightPublisher(ProcessBound):
     def _bring_up_to_date(self, version: int) -> None:
         assert self._kept is not None
         links = list(self._links.values())
-        answers = ask_all([(link, {"action": "status"}) for link in links], "status", _ABORT_S / 4, self._closing)
+        answers = ask_all([(link, {"action": "status"}) for link in links], "status", self.abort_s / 4, self._closing)
         outdated = []
         for link, answer in zip(links, answers, strict=True):
             if type(answer) is dict and self._kept.wanted_by(link.endpoint, answer):
@@ -495,7 +502,7 @@ class WeightPublisher(ProcessBound):
             if recipient.token and recipient.endpoint not in handle.reports
         ]
         if left:
-            ask_all(left, "abort", _ABORT_S, threading.Event())
+            ask_all(left, "abort", self.abort_s, threading.Event())
 
     def _check_open(self, handle: PublishHandle) -> None:
         if self._closing.is_set():

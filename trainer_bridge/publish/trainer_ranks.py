@@ -5,8 +5,9 @@
     LEND, BUCKET               == broadcast ==>             parts cross over GPU memory of one host (`lent_parts.py`)
     PIECE tensor, first, last  == broadcast ==>             -- these elements, from the ranks that own some -->
     WHOLE tensor               == broadcast ==>             -- the whole part, if parts are not runs of elements -->
-    JOIN store, places         == broadcast ==>             owners broadcast their parts in a group (`nccl/ranks.py`),
-                                                            in a second thread   -- success or failure -->
+    JOIN store, places         == broadcast ==>             owners broadcast their parts in a group
+                                                            (`nccl/trainer_ranks.py`), in a second thread
+                                                            -- success or failure -->
     RELEASED                   == broadcast ==>             `held` returns
     DONE                       == broadcast ==>             `applied` returns or raises
 
@@ -46,7 +47,7 @@ from trainer_bridge.publish.lent_parts import (
 )
 from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupError, device_name
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
-from trainer_bridge.transports.nccl.ranks import take_part
+from trainer_bridge.transports.nccl.trainer_ranks import take_part
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shards import HEADER, LentParts, Shards
 from trainer_bridge.wire.address import LOOPBACK, address_towards
@@ -151,7 +152,7 @@ class TrainerRanks:
             why_not = error.strerror or str(error)
         if not why_not:
             self._lenders = lenders
-            self._borrowed = BorrowedParts(self, readers, manifest)
+            self._borrowed = BorrowedParts(self.request, self.wait_packed, readers, manifest)
             return self._borrowed
         if lenders:
             self.tell(LEND)

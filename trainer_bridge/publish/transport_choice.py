@@ -25,10 +25,9 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer_bridge.transports import registry
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules, TransportSender
 from trainer_bridge.transports.payload import Payload
-from trainer_bridge.transports.registry import TRANSPORTS, make_sender
+from trainer_bridge.transports.registry import TRANSPORTS, auto_order, make_sender
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.keys import ClientCurve
 
@@ -117,7 +116,7 @@ class TransportChoice:
             at_fault = (error.field or "").partition(".")[0] if error is not None else ""
             if not self._free(payload) or error is None or at_fault not in ("transport", "options"):
                 continue
-            if recipient.transport == registry.AUTO_ORDER[-1]:
+            if recipient.transport == self.candidates(payload)[-1]:
                 self.refusals[recipient.endpoint].clear()  # no transport works: try all of them again next time
                 continue
             _log.info("%s refuses weights by %s: %s", recipient.endpoint, recipient.transport, error)
@@ -156,14 +155,9 @@ class TransportChoice:
         """Whether there is a choice. A kept update is on the host, so it may need another transport than at first."""
         return self._asked == "auto" or (TRANSPORTS[self._asked].gpu_to_gpu and payload.again)
 
-    def candidates(self, payload: Payload) -> tuple[str, ...]:
+    def candidates(self, payload: Payload) -> list[str]:
         """The transports to offer to a worker, the best first."""
-        if not self._free(payload):
-            return (self._asked,)
-        if not payload.on_gpu:
-            return tuple(name for name in registry.AUTO_ORDER if not TRANSPORTS[name].gpu_to_gpu)
-        names = registry.AUTO_ORDER_OF_PARTS if payload.spread else registry.AUTO_ORDER
-        return tuple(name for name in names if TRANSPORTS[name].can_send())
+        return auto_order(payload.on_gpu, payload.spread) if self._free(payload) else [self._asked]
 
     def _sender(self, route: str) -> TransportSender:
         if route not in self.senders:

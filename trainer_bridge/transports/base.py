@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -82,8 +82,6 @@ class TransportReceiver(ABC):
     """The worker's side of a transport. All methods run in the receiver's thread."""
 
     name: ClassVar[str]
-    #: The transport whose `advance` takes this one's data: `zmq` where its socket announces the buckets, else empty.
-    carrier: ClassVar[str] = ""
     #: All bytes arrive on the device, by `put`: they need no host memory.
     on_device: bool = False
 
@@ -148,10 +146,14 @@ class Recipient:
 
 @dataclass(frozen=True)
 class TransferRules:
-    """Bounds of a transfer: `stall_s` without progress before a worker is given up; `closing` ends all waits."""
+    """Bounds of a transfer: `stall_s` without progress before a worker is given up; `closing` ends all waits.
+
+    `clock` returns seconds.
+    """
 
     stall_s: float
     closing: threading.Event
+    clock: Callable[[], float] = time.monotonic
 
 
 class TransportSender(ABC):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,10 +16,10 @@ import zmq
 from trainer_bridge.transports.base import Recipient, TransferRules
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.address import host_port
-from trainer_bridge.wire.connection import socket_events
 from trainer_bridge.wire.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import checksum, checksums_digest
+from trainer_bridge.wire.worker_connection import socket_events
 
 BUCKET = struct.Struct("<4s16sII")  # magic, token, index, checksum
 ACK = struct.Struct("<4s16sI")  # magic, token, index
@@ -39,7 +38,7 @@ class Link:
         self.recipient = recipient
         self.rules = rules
         self.sent = self.acknowledged = 0
-        self.last_progress_s = time.monotonic()
+        self.last_progress_s = self.rules.clock()
         self.window, address = read_grant(recipient)
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
@@ -69,7 +68,7 @@ class Link:
         """Send a bucket, or announce one in shared memory (`data` None). The bytes must stay until acknowledged."""
         magic = SHARED_MAGIC if data is None else BUCKET_MAGIC
         frames = [BUCKET.pack(magic, self.recipient.token, index, check)] + ([] if data is None else [data])
-        self.last_progress_s = time.monotonic()
+        self.last_progress_s = self.rules.clock()
         self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         self.sent += 1
 
@@ -110,13 +109,13 @@ class Link:
                 self.fail(ProtocolError(f"transfer: {self.recipient.endpoint} acknowledged buckets out of order"))
                 return
             self.acknowledged += 1
-            self.last_progress_s = time.monotonic()
+            self.last_progress_s = self.rules.clock()
         else:
             self.fail(ProtocolError(f"transfer: {self.recipient.endpoint} sent an unknown message"))
 
     def check_stall(self) -> None:
         """Give the worker up if nothing has moved for too long."""
-        waited_s = time.monotonic() - self.last_progress_s
+        waited_s = self.rules.clock() - self.last_progress_s
         if waited_s > self.rules.stall_s:
             self.fail(
                 RolloutTimeout(
@@ -205,13 +204,14 @@ def send_buckets(
     pack: Pack,
     slots: int,
     together: int = 1,
+    link_type: type[Link] = Link,
 ) -> tuple[dict[str, Any], bool]:
     """Pack each bucket once and announce it to every recipient; return when all buckets are acknowledged.
 
     A slot is reused when all recipients have acknowledged its bucket. Up to `together` buckets are packed at a time, at
     most half of the slots. Returns the options of `commit`, and whether a worker may still be reading the slots.
     """
-    links = [Link(recipient, rules, curve) for recipient in recipients]
+    links = [link_type(recipient, rules, curve) for recipient in recipients]
     checksums: list[int] = []
     slots = min([slots, *(link.window for link in alive(links))])
     together = max(1, min(together, slots // 2))

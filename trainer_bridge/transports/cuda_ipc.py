@@ -187,10 +187,15 @@ def runtime_paths() -> list[str]:
     Memory is the same in all of them, but each keeps its own last error. Raises OSError if no runtime is loaded.
     """
     torch.cuda.init()
-    found = list(dict.fromkeys(_LIBRARY.findall(Path("/proc/self/maps").read_text())))
+    found = runtimes_in(Path("/proc/self/maps").read_text())
     if not found:
         raise OSError("no CUDA runtime library is loaded")
     return found
+
+
+def runtimes_in(maps: str) -> list[str]:
+    """The paths of the CUDA runtimes in a table of mapped files, each once."""
+    return list(dict.fromkeys(_LIBRARY.findall(maps)))
 
 
 def forget_last_error() -> None:
@@ -211,7 +216,6 @@ class CudaIpcReceiver(TransportReceiver):
     """Opens the publisher's slots; messages on the socket of `zmq` say which slot holds which bucket."""
 
     name = "cuda_ipc"
-    carrier = "zmq"
     on_device = True
 
     def __init__(self, buckets: ZmqReceiver, memory: IpcMemory) -> None:
@@ -235,8 +239,8 @@ class CudaIpcReceiver(TransportReceiver):
         return self._buckets.expect(incoming, self, len(self._slots))
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
-        """Nothing to do: the socket of `zmq` brings the messages."""
-        return False
+        """Take a message from the socket of `zmq`."""
+        return incoming is not None and self._buckets.advance(incoming)
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """Verify that every bucket has arrived and is the one that was sent."""

@@ -66,11 +66,12 @@ class _FileNote:
 
 
 class DiskReceiver(TransportReceiver):
-    """Reads the folder that `begin` names, a piece of at most 64 MiB at a time."""
+    """Reads the folder that `begin` names, a piece of at most `read_bytes` at a time."""
 
     name = "disk"
 
-    def __init__(self) -> None:
+    def __init__(self, read_bytes: int = _READ_BYTES) -> None:
+        self._read_bytes = read_bytes
         self._folder = -1
         self._todo: list[_FileNote] = []
         self._entries: dict[str, TensorEntry] = {}
@@ -101,7 +102,7 @@ class DiskReceiver(TransportReceiver):
             return False
         try:
             if self._file is None:
-                self._file = _OpenFile(self._folder, self._todo.pop(0), self._entries)
+                self._file = _OpenFile(self._folder, self._todo.pop(0), self._entries, self._read_bytes)
             self._file.read_piece(incoming)
             if self._file.done:
                 self._file.close()
@@ -136,8 +137,8 @@ class DiskReceiver(TransportReceiver):
 class _OpenFile:
     """One safetensors file that is being read into the staging memory."""
 
-    def __init__(self, folder: int, note: _FileNote, entries: dict[str, TensorEntry]) -> None:
-        self._name, self._note = note.name, note
+    def __init__(self, folder: int, note: _FileNote, entries: dict[str, TensorEntry], read_bytes: int) -> None:
+        self._name, self._note, self._read_bytes = note.name, note, read_bytes
         try:
             # O_NONBLOCK: opening a pipe must not wait for its writer.
             self._fd = os.open(note.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -202,7 +203,8 @@ class _OpenFile:
             if start != at:
                 raise self._bad(f"has a hole or an overlap before {name}")
             at += entry.nbytes
-            pieces += [(lo, min(lo + _READ_BYTES, entry.end)) for lo in range(entry.offset, entry.end, _READ_BYTES)]
+            starts = range(entry.offset, entry.end, self._read_bytes)
+            pieces += [(start, min(start + self._read_bytes, entry.end)) for start in starts]
         if 8 + length + at != self._note.nbytes:
             raise self._bad("does not end where its last tensor ends")
         return pieces

@@ -1,7 +1,6 @@
 """The table of transports: for each name, how a worker makes its receiver and a publisher its sender.
 
-A transport is one entry in `TRANSPORTS` and, if `auto` may choose it, one place in `AUTO_ORDER` and
-`AUTO_ORDER_OF_PARTS`. Publishers and workers take names from here alone.
+A transport is one entry in `TRANSPORTS`. Publishers and workers take names from here alone.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from trainer_bridge.transports.base import TransportReceiver, TransportSender
 from trainer_bridge.transports.disk import DiskReceiver, DiskSender
 from trainer_bridge.transports.shm import ShmReceiver, ShmSender
 from trainer_bridge.transports.zmq_stream import BucketSocket, ZmqReceiver, ZmqSender
+from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.keys import ClientCurve
 
 
@@ -42,14 +42,14 @@ class PublisherSetup:
 class Transport:
     """How to make the two halves of a transport. `receiver` returns None where the worker cannot use the transport.
 
-    `sender` raises ValueError where a publisher cannot send by it.
+    `sender` raises ValueError if its options are wrong, and `RolloutError` if this process cannot send by it.
     """
 
     receiver: Callable[[WorkerSetup], TransportReceiver | None]
     sender: Callable[[PublisherSetup], TransportSender]
+    auto: int | None = None  # its place among those that `auto` tries; None: it is used only if it is asked for
     gpu_to_gpu: bool = False  # `auto` takes it for tensors on a GPU only
     in_group: bool = False  # the workers of a sender form a group, which takes time; one that joins gets its own
-    can_send: Callable[[], bool] = lambda: True  # whether `auto` may try it in this trainer's process
 
 
 def _disk_sender(publisher: PublisherSetup) -> TransportSender:
@@ -87,6 +87,8 @@ def _nccl_receiver(worker: WorkerSetup) -> TransportReceiver | None:
 
 
 def _nccl_sender(publisher: PublisherSetup) -> TransportSender:
+    if not torch.distributed.is_available():
+        raise RolloutError("transport 'nccl' needs torch.distributed, which this torch lacks; use auto or zmq")
     from trainer_bridge.transports.nccl.transport import NcclSender
 
     return NcclSender(publisher.endpoints)
@@ -104,24 +106,29 @@ def _torch_group_sender(publisher: PublisherSetup) -> TransportSender:
     raise ValueError("transport 'torch_group' is for trainers that update weights over HTTP; use auto or nccl")
 
 
-def _has_nccl() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
-
-
 #: In the order in which a worker's `status` lists them.
 TRANSPORTS: dict[str, Transport] = {
-    "zmq": Transport(lambda worker: worker.buckets, lambda publisher: ZmqSender(publisher.curve)),
-    "shm": Transport(lambda worker: ShmReceiver(worker.buckets), lambda publisher: ShmSender(publisher.curve)),
+    "zmq": Transport(lambda worker: worker.buckets, lambda publisher: ZmqSender(publisher.curve), auto=4),
+    "shm": Transport(lambda worker: ShmReceiver(worker.buckets), lambda publisher: ShmSender(publisher.curve), auto=3),
     "disk": Transport(lambda worker: DiskReceiver(), _disk_sender),
-    "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender, gpu_to_gpu=True),
-    "nccl": Transport(_nccl_receiver, _nccl_sender, gpu_to_gpu=True, in_group=True, can_send=_has_nccl),
+    "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender, auto=1, gpu_to_gpu=True),
+    "nccl": Transport(_nccl_receiver, _nccl_sender, auto=2, gpu_to_gpu=True, in_group=True),
     "torch_group": Transport(_torch_group_receiver, _torch_group_sender),
 }
 
-#: What `auto` tries, in this order; the last one works between any two hosts. `transport_choice` has the reasons.
-AUTO_ORDER = ("cuda_ipc", "nccl", "shm", "zmq")
-#: The same for tensors that are spread over several trainer ranks.
-AUTO_ORDER_OF_PARTS = ("nccl", "cuda_ipc", "shm", "zmq")
+
+def auto_order(gpu: bool, parts: bool) -> list[str]:
+    """What `auto` tries, in this order; the last one works between any two hosts. `transport_choice` has the reasons.
+
+    `gpu`: the tensors are on a GPU. `parts`: they are spread over several trainer ranks, each of which sends its own
+    parts if they are in a group with the workers.
+    """
+    places = {
+        name: (parts and not transport.in_group, transport.auto)
+        for name, transport in TRANSPORTS.items()
+        if transport.auto is not None and (gpu or not transport.gpu_to_gpu)
+    }
+    return sorted(places, key=places.__getitem__)
 
 
 def make_receivers(

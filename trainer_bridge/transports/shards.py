@@ -164,7 +164,7 @@ class Shards:
         return rows[row, at - before : at - before + last - first]
 
     def own_rows(self, index: int, first: int, times: int) -> torch.Tensor:
-        """The columns of this rank, of so many rows: [rows, elements]; element `first` is in the first one."""
+        """The columns of this rank in `times` rows: [rows, elements]; element `first` is in the first row."""
         box, shape = self.boxes[index], self.shapes[index]
         assert box is not None, "only a part of a DTensor has columns"
         rows, _ = _as_rows(self.locals[index], box, shape)

@@ -61,7 +61,6 @@ class ShmReceiver(TransportReceiver):
     """Maps the publisher's segment; messages on the socket of `zmq` say which slot holds which bucket."""
 
     name = "shm"
-    carrier = "zmq"
 
     def __init__(self, buckets: ZmqReceiver) -> None:
         self._buckets = buckets
@@ -83,8 +82,8 @@ class ShmReceiver(TransportReceiver):
         return self._buckets.expect(incoming, self, self._slots)
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
-        """Nothing to do: the socket of `zmq` brings the messages."""
-        return False
+        """Take a message from the socket of `zmq`."""
+        return incoming is not None and self._buckets.advance(incoming)
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """Verify that every bucket has arrived and is the one that was sent."""

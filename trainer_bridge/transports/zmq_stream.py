@@ -109,7 +109,12 @@ class ZmqReceiver(TransportReceiver):
         return {"endpoint": self._socket.endpoint, "window": window}
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
-        """Take one message; without one, acknowledge the buckets that came."""
+        """Take one message; without one, acknowledge the buckets that came.
+
+        While another transport expects buckets in shared memory, that one calls this with its update.
+        """
+        if incoming is None and self._shared is not None:
+            return False
         if incoming is not None and self._early and incoming.open.is_set():
             self._take_bucket(incoming, *self._early.popleft())
             return True

@@ -7,7 +7,7 @@ Catch `RolloutError` for all of them, or a class such as `Overloaded`, whose `re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 
@@ -35,13 +35,14 @@ class RolloutError(Exception):
         field: str | None = None,
         retry_after_s: float | None = None,
         request_id: str | None = None,
+        need: Iterable[str] = (),
     ) -> None:
         super().__init__(message)
         self.code = code or type(self).code
         self.field = field
         self.retry_after_s = retry_after_s
         self.request_id = request_id
-        self.need: list[str] = []  # of `MediaNeeded`
+        self.need = list(need)  # of `MediaNeeded`
         self.partials: list[Any] = []  # of `trainer_bridge.Completion`
 
 
@@ -101,6 +102,12 @@ class RolloutTimeout(RolloutError, TimeoutError, code="timeout"):
     """No answer within `timeout_s`. The request was cancelled."""
 
 
+#: The errors that a worker sends; the others are of the client itself.
+SENT_BY_WORKERS = (
+    *(BadMessage, BadRequest, TooLong, Overloaded, Duplicate, NotFound, MediaNeeded, WeightsRejected, WeightsReplaced),
+    *(Unavailable, InternalError),
+)
+
 #: Errors without an answer: the worker may be gone or restarted.
 UNANSWERED = (ConnectionLost, RolloutTimeout)
 
@@ -124,16 +131,15 @@ def from_reply(header: Mapping[str, Any]) -> RolloutError:
     """The exception for an `error` reply."""
     code = str(header.get("code", "internal"))
     field, wait_s = header.get("field"), header.get("retry_after_s")
-    error = RolloutError._classes.get(code, RolloutError)(
+    need = header.get("need")
+    return RolloutError._classes.get(code, RolloutError)(
         str(header.get("message", "the worker gave no reason")),
         code=code,
         field=None if field is None else str(field),
         retry_after_s=float(wait_s) if isinstance(wait_s, (int, float)) else None,
         request_id=header.get("id"),
+        need=map(str, need) if isinstance(need, list) else (),
     )
-    need = header.get("need")
-    error.need = [str(each) for each in need] if isinstance(need, list) else []
-    return error
 
 
 def with_endpoint(endpoint: str, problem: str) -> str:
@@ -144,5 +150,5 @@ def with_endpoint(endpoint: str, problem: str) -> str:
 def error_reply(error: RolloutError) -> dict[str, Any]:
     """The `error` reply that `from_reply` turns into `error` again."""
     header: dict[str, Any] = {"op": "error", "code": error.code, "message": str(error)}
-    told = {"field": error.field, "retry_after_s": error.retry_after_s}
+    told = {"field": error.field, "retry_after_s": error.retry_after_s, "need": error.need or None}
     return header | {name: value for name, value in told.items() if value is not None}

@@ -26,7 +26,7 @@ class PromptTops:
 
     @classmethod
     def unknown(cls, tokens: int, k: int) -> PromptTops:
-        """Rows for so many tokens, none of which is known yet."""
+        """Rows for a number of tokens, all unknown."""
         return cls(
             np.zeros(tokens, np.int32), np.full((tokens, k), -1, np.int32), np.full((tokens, k), np.nan, np.float32)
         )

@@ -18,11 +18,11 @@ from typing import Any
 
 from rollout.gateway.formats.regions import compile_regions
 from rollout.gateway.formats.table import REASONING
-from rollout.service.service_error import ServiceError
+from trainer_bridge.wire.errors import RolloutError
 
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
-#: Renders messages with tools and options. Raises `ServiceError` for messages that the template refuses.
+#: Renders messages with tools and options. Raises `RolloutError` for messages that the template refuses.
 Render = Callable[[list[Message], Tools, Mapping[str, Any]], str]
 
 _MARK = f"mark{uuid.uuid4().hex}"  # no template and no message has it
@@ -78,7 +78,7 @@ class ChatTurns:
         self._header: str | None = None
 
     def text(self, messages: list[Message], tools: Tools, options: Mapping[str, Any]) -> str:
-        """What the template writes for messages. Raises `ServiceError` if it refuses them."""
+        """What the template writes for messages. Raises `RolloutError` if it refuses them."""
         return self._render(messages, tools, options)
 
     # --- content and calls of messages -------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class ChatTurns:
         """What the template writes for messages, without asking for an answer; None if it refuses them."""
         try:
             return self._render(messages, tools, {"add_generation_prompt": False, **options})
-        except ServiceError:
+        except RolloutError:
             return None
 
     # --- where an answer begins and ends -----------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class ChatTurns:
     def _behind_mark(self, messages: list[Message], tools: Tools, options: Mapping[str, Any]) -> str | None:
         try:
             text = self._render(messages, tools, options)
-        except ServiceError:
+        except RolloutError:
             return None
         place = text.find(_MARK)
         return None if place < 0 else text[place + len(_MARK) :]

@@ -20,7 +20,7 @@ import numpy as np
 from rollout.engine.messages import RoutingShape
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.schema import GenerateMessage
-from rollout.service.service_error import bad_request
+from trainer_bridge.wire.errors import BadRequest
 
 _FIRST_CAPACITY = 64
 
@@ -28,14 +28,14 @@ Wanted = Literal[False, True, "all"]
 
 
 def check_wanted(message: GenerateMessage, shape: RoutingShape | None, sparse: bool) -> None:
-    """Raise `ServiceError` if the worker records no experts, or if the given entries cannot be this model's.
+    """Raise `RolloutError` if the worker records no experts, or if the given entries cannot be this model's.
 
     `shape`: shape of this worker's entries. `sparse`: the model is a mixture of experts.
     """
     prior = None if message.continue_from is None else message.continue_from.routing
     if prior is not None and not message.return_routing:
-        raise bad_request(
-            "'continue_from.routing' needs 'return_routing': set it, or remove the routing", "return_routing"
+        raise BadRequest(
+            "'continue_from.routing' needs 'return_routing': set it, or remove the routing", field="return_routing"
         )
     if not message.return_routing:
         return
@@ -45,19 +45,19 @@ def check_wanted(message: GenerateMessage, shape: RoutingShape | None, sparse: b
             if sparse
             else "this model has no experts"
         )
-        raise bad_request(f"{why}; remove 'return_routing' (see 'capabilities' in the status)", "return_routing")
+        raise BadRequest(f"{why}; remove 'return_routing' (see 'capabilities' in the status)", field="return_routing")
     if prior is not None and (prior.dtype != shape.dtype or prior.shape[1:] != (shape.layers, shape.top_k)):
-        raise bad_request(
+        raise BadRequest(
             f"the routing is {prior.dtype} with {list(prior.shape[1:])} for each token, this model's is {shape.dtype} "
             f"with {[shape.layers, shape.top_k]}; remove it",
-            "continue_from.routing",
+            field="continue_from.routing",
         )
 
 
 def first_position(wanted: Wanted, prior: ContinueFrom | None, prompt_tokens: int) -> int | None:
     """The position in prompt and completion from which the engine reports experts; None: nowhere.
 
-    Raises `ServiceError` if `continue_from` has the wrong number of entries.
+    Raises `RolloutError` if `continue_from` has the wrong number of entries.
     """
     if not wanted:
         return None
@@ -66,10 +66,10 @@ def first_position(wanted: Wanted, prior: ContinueFrom | None, prompt_tokens: in
         return first
     should = prompt_tokens + len(prior.token_ids) - 1 - first if len(prior.token_ids) else 0
     if len(prior.routing) != should:
-        raise bad_request(
+        raise BadRequest(
             f"the routing has {len(prior.routing)} entries; with this 'return_routing' a completion of "
             f"{len(prior.token_ids)} tokens has {should}",
-            "continue_from.routing",
+            field="continue_from.routing",
         )
     return first + should
 

@@ -24,8 +24,8 @@ from rollout.service.delivery.replies import ok_reply
 from rollout.service.delivery.store import Stored
 from rollout.service.requests.fields import HIGHEST_LOGPROB
 from rollout.service.requests.schema import ReportMessage
-from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
+from trainer_bridge.wire.errors import BadRequest, InternalError, Overloaded, RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ class Reports:
         peer: ReplyAddress,
         message: ReportMessage,
         stored: Stored,
-        refuse: Callable[[ReplyAddress, ServiceError], None],
+        refuse: Callable[[ReplyAddress, RolloutError], None],
     ) -> None:
-        """Compare, then reply; `refuse` sends an error. Raises `ServiceError` if too many reports wait."""
+        """Compare, then reply; `refuse` sends an error. Raises `RolloutError` if too many reports wait."""
         size = sum(values.nbytes for values in message.logprobs.values())
         waiting_bytes = sum(waiting for _, waiting in self._waiting.values())
         too_large = self._waiting and waiting_bytes + size > self._limits.max_report_bytes
         if too_large or len(self._waiting) >= self._limits.max_reports:
-            raise ServiceError("overloaded", "too many reports wait to be compared; try again later", None, 1.0)
+            raise Overloaded("too many reports wait to be compared; try again later", retry_after_s=1.0)
         number = next(self._serial)
         self._waiting[number] = peer, size
         then = partial(self._finish, number, refuse)
@@ -76,17 +76,17 @@ class Reports:
         """Drop work that has not begun."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _finish(self, number: int, refuse: Callable[[ReplyAddress, ServiceError], None], future: Future) -> None:
+    def _finish(self, number: int, refuse: Callable[[ReplyAddress, RolloutError], None], future: Future) -> None:
         peer, _ = self._waiting.pop(number)
         try:
             versions: dict[int, Mismatch] = future.result()
-        except ServiceError as error:
+        except RolloutError as error:
             refuse(peer, error)
             return
         # A fault of ours must not end the service for other clients.
         except Exception:
             logger.exception("a report could not be compared", extra=peer.about)
-            refuse(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))
+            refuse(peer, InternalError("a fault in the worker; its log has the trace"))
             return
         total = sum(versions.values(), Mismatch())
         self.box.add(total)
@@ -96,7 +96,7 @@ class Reports:
 def compare_result(frames: list[bytes], logprobs: dict[str, np.ndarray]) -> dict[int, Mismatch]:
     """The mismatch by weights version of a sent `result`; `logprobs` by index, float32 [tokens].
 
-    Raises `ServiceError` (`bad_request`) naming the entry that does not fit the result.
+    Raises `RolloutError` (`bad_request`) naming the entry that does not fit the result.
     """
     completions = {str(fields["index"]): fields for fields in decode(frames, REPLY_LIMITS)["completions"]}
     for index, values in logprobs.items():
@@ -112,19 +112,19 @@ def compare_result(frames: list[bytes], logprobs: dict[str, np.ndarray]) -> dict
 def _check(completions: dict[str, Any], index: str, values: np.ndarray) -> None:
     where = f"logprobs.{index}"
     if index not in completions:
-        raise bad_request(f"the result has {len(completions)} completions, none with index {index}", where)
+        raise BadRequest(f"the result has {len(completions)} completions, none with index {index}", field=where)
     tokens = len(completions[index]["logprobs"])
     if len(values) != tokens:
-        raise bad_request(
+        raise BadRequest(
             f"completion {index} has {tokens} tokens and the report {len(values)} log-probs; send one for each of its "
             "token_ids, NaN where it is not known",
-            where,
+            field=where,
         )
     if np.isinf(values).any() or (values > HIGHEST_LOGPROB).any():
-        raise bad_request(
+        raise BadRequest(
             "log-probs are finite and at most 0, NaN where not known: send log-softmax of logits / temperature at the "
             "sampled tokens",
-            where,
+            field=where,
         )
 
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from rollout.engine.messages import Delta, EngineStatus, RequestDone, SequenceStatus
 from rollout.service.served_model import ServedModel
-from rollout.service.service_error import ServiceError
 from trainer_bridge.wire.codec import JOINED_ARRAYS, PROTOCOL_VERSION
+from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.errors import error_reply as error_fields
 
 
 def ok_reply(request_id: str) -> dict[str, Any]:
@@ -20,16 +21,9 @@ def ok_reply(request_id: str) -> dict[str, Any]:
     return _header("ok", request_id)
 
 
-def error_reply(request_id: str, error: ServiceError) -> dict[str, Any]:
+def error_reply(request_id: str, error: RolloutError) -> dict[str, Any]:
     """The reply to a message that was refused or failed."""
-    reply = _header("error", request_id) | {"code": error.code, "message": str(error)}
-    if error.field is not None:
-        reply["field"] = error.field
-    if error.retry_after_s is not None:
-        reply["retry_after_s"] = error.retry_after_s
-    if error.need:
-        reply["need"] = list(error.need)
-    return reply
+    return _header("error", request_id) | error_fields(error)
 
 
 def chunk_reply(request_id: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ import msgpack
 
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.delivery.replies import chunk_reply, chunks_reply
-from rollout.service.service_error import bad_request
 from trainer_bridge.wire.codec import encode
+from trainer_bridge.wire.errors import BadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +84,12 @@ def received_positions(
 ) -> dict[int, Position | None]:
     """Positions at which a resumed stream continues; None for a completion that the client has as a whole.
 
-    Raises `ServiceError` for a position that the completion has not reached.
+    Raises `RolloutError` for a position that the completion has not reached.
     """
     received: dict[int, Position | None] = {}
     for index, tokens in offsets.items():
         if index >= len(completions):
-            raise bad_request(f"the request has {len(completions)} completions", f"offsets.{index}")
+            raise BadRequest(f"the request has {len(completions)} completions", field=f"offsets.{index}")
         if tokens is None:
             received[index] = None
             continue
@@ -97,8 +97,9 @@ def received_positions(
         received[index] = position = Position(tokens, text_chars.get(index, start.chars))
         for name, have, first, last in zip(("offsets", "text_chars"), position, start, end, strict=True):
             if not first <= have <= last:
-                raise bad_request(
-                    f"a stream of this completion can go on from {first} to {last}, not from {have}", f"{name}.{index}"
+                raise BadRequest(
+                    f"a stream of this completion can go on from {first} to {last}, not from {have}",
+                    field=f"{name}.{index}",
                 )
     return received
 

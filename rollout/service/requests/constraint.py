@@ -15,8 +15,8 @@ from rollout.constraints.matcher import Constraint
 from rollout.constraints.spec import ConstraintSpec
 from rollout.extras import install
 from rollout.service.requests.fields import TokenIds, token_id_array
-from rollout.service.service_error import bad_request
 from rollout.service.text.codec import TextCodec
+from trainer_bridge.wire.errors import BadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class ConstraintFields(BaseModel):
         return self
 
     def to_spec(self) -> ConstraintSpec:
-        """The constraint as plain data. Raises `ServiceError` if the schema is not JSON."""
+        """The constraint as plain data. Raises `RolloutError` if the schema is not JSON."""
         if self.regex is not None:
             return ConstraintSpec("regex", self.regex, self.after)
         if self.grammar is not None:
@@ -84,7 +84,7 @@ class ConstraintFields(BaseModel):
 
 
 class Constraints:
-    """Prepares constraints; errors are `ServiceError`.
+    """Prepares constraints; errors are `RolloutError`.
 
     Without a compiler only allow lists are offered, and `missing` is the reason, with what to do about it.
     """
@@ -104,13 +104,13 @@ class Constraints:
     ) -> Constraint:
         """A constraint for the engine; arguments as for `ConstraintCompiler.compile`.
 
-        It may take seconds. Called by one thread. Raises `ServiceError`.
+        It may take seconds. Called by one thread. Raises `RolloutError`.
         """
         try:
             return self._prepare(spec, stop_ids, prior, prompt)
         except ConstraintError as error:
             field = f"constraint.{error.field or spec.kind}"
-            raise bad_request(f"this constraint cannot be used: {error}", field) from error
+            raise BadRequest(f"this constraint cannot be used: {error}", field=field) from error
 
     def _prepare(
         self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int], prompt: Sequence[int]
@@ -143,9 +143,9 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise bad_request(
-            f"the schema cannot be written as JSON ({error}); send JSON values only", "constraint.json_schema"
+        raise BadRequest(
+            f"the schema cannot be written as JSON ({error}); send JSON values only", field="constraint.json_schema"
         ) from error
     if len(text) > MAX_CHARS:
-        raise bad_request(f"the schema has more than {MAX_CHARS} characters; shorten it", "constraint.json_schema")
+        raise BadRequest(f"the schema has more than {MAX_CHARS} characters; shorten it", field="constraint.json_schema")
     return text

@@ -1,8 +1,8 @@
 """From a `generate` message to the request of the engine, and its completions as they begin.
 
 The checks of a request, in order: its shape in `schema`; what model and limits rule out, in `check` without the
-prompt's token ids and in `build` with them; the engine's capacity in `rollout/engine/schedule/admission.py`. `check`
-and `build` raise `ServiceError` that names the field.
+prompt's token ids and in `build` with them; the engine's capacity in `rollout/engine/schedule/refusal.py`. `check`
+and `build` raise `RolloutError` that names the field.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.request_media import MediaLimits, check_media, check_pieces, check_placeholders
 from rollout.service.requests.schema import GenerateMessage, MediaMessage, Sampling
 from rollout.service.served_model import ServedModel
-from rollout.service.service_error import ServiceError, bad_request
 from rollout.service.text.codec import TextCodec, check_chars
 from rollout.service.text.stop_strings import StopText
+from trainer_bridge.wire.errors import BadRequest, TooLong
 from trainer_bridge.wire.prompt_tops import reply_bytes
 
 #: Tokens between two searches for stop strings. A completion may run that much beyond one; each search costs the
@@ -76,9 +76,9 @@ class Intake:
         return self._model.images
 
     def check(self, message: GenerateMessage) -> None:
-        """All checks that need no token ids of the prompt. Raises `ServiceError`."""
+        """All checks that need no token ids of the prompt. Raises `RolloutError`."""
         if message.n > self._limits.max_n:
-            raise bad_request(f"set 'n' to at most {self._limits.max_n}, or send several requests", "n")
+            raise BadRequest(f"set 'n' to at most {self._limits.max_n}, or send several requests", field="n")
         if isinstance(message.prompt, np.ndarray):
             self._check_prompt(message.prompt, "prompt")
         elif isinstance(message.prompt, str):
@@ -90,27 +90,27 @@ class Intake:
         self._check_vocabulary(message)
         check_wanted(message, self._model.routing, self._model.sparse)
         if message.adapter is not None and not self._model.adapters:
-            raise bad_request(
+            raise BadRequest(
                 "this worker does not offer 'adapter'; start it with --adapter-slots N (engine.adapter_slots), or "
                 "remove the field (see 'capabilities' in the status)",
-                "adapter",
+                field="adapter",
             )
         if message.constraint is not None:
             self._check_constraint(message.constraint)
         if (message.session_lease_s or 0) > self._limits.max_session_lease_s:
-            raise bad_request(f"ask for at most {self._limits.max_session_lease_s:g} seconds", "session_lease_s")
+            raise BadRequest(f"ask for at most {self._limits.max_session_lease_s:g} seconds", field="session_lease_s")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         if message.max_tokens is not None:
             if message.max_tokens < known:
-                raise bad_request(
+                raise BadRequest(
                     f"'max_tokens' includes the {known} tokens of 'continue_from'; set it to at least that",
-                    "max_tokens",
+                    field="max_tokens",
                 )
             if message.stop.min_tokens > message.max_tokens:
-                raise bad_request("'stop.min_tokens' is more than 'max_tokens'; lower it", "stop.min_tokens")
+                raise BadRequest("'stop.min_tokens' is more than 'max_tokens'; lower it", field="stop.min_tokens")
 
     def check_media(self, message: MediaMessage) -> None:
-        """All checks of images that come ahead of a request. Raises `ServiceError`."""
+        """All checks of images that come ahead of a request. Raises `RolloutError`."""
         check_pieces(message.media, self._model.images, self._media_limits)
 
     def stop_ids(self, message: GenerateMessage) -> tuple[int, ...]:
@@ -174,12 +174,10 @@ class Intake:
 
     def _check_prompt(self, prompt: np.ndarray, field: str) -> None:
         if len(prompt) == 0:
-            raise bad_request("the prompt is empty; send at least one token", field)
+            raise BadRequest("the prompt is empty; send at least one token", field=field)
         if len(prompt) > self._limits.max_prompt_tokens:
-            raise ServiceError(
-                "too_long",
-                f"the prompt has {len(prompt)} tokens; send at most {self._limits.max_prompt_tokens}",
-                field,
+            raise TooLong(
+                f"the prompt has {len(prompt)} tokens; send at most {self._limits.max_prompt_tokens}", field=field
             )
         self._check_ids(prompt, field)
 
@@ -192,33 +190,33 @@ class Intake:
         self._check_ids(np.array(list(message.sampling.logit_bias), np.int64), "sampling.logit_bias")
         for name in ("logprobs", "prompt_top_logprobs"):
             if (getattr(message, name) or 0) > self._model.vocab_size:
-                raise bad_request(f"the vocabulary has {self._model.vocab_size} tokens; lower '{name}'", name)
+                raise BadRequest(f"the vocabulary has {self._model.vocab_size} tokens; lower '{name}'", field=name)
         if message.sampling.rules["top_k"] > self._model.vocab_size:
-            raise bad_request(
+            raise BadRequest(
                 f"the vocabulary has {self._model.vocab_size} tokens; set 'top_k' to at most that, or 0",
-                "sampling.top_k",
+                field="sampling.top_k",
             )
 
     def _check_constraint(self, constraint: ConstraintFields) -> None:
         if constraint.token_ids is not None:
             self._check_ids(constraint.token_ids, "constraint.token_ids")
         elif not self._constraints.grammars:
-            raise bad_request(
-                f"this worker offers the constraint 'token_ids' only: {self._constraints.missing}", "constraint"
+            raise BadRequest(
+                f"this worker offers the constraint 'token_ids' only: {self._constraints.missing}", field="constraint"
             )
         if isinstance(constraint.after, tuple):
             self._check_ids(np.array(constraint.after), "constraint.after")
         elif constraint.after is not None and not self._constraints.grammars:
-            raise bad_request(
-                f"this worker takes the marker as token ids only: {self._constraints.missing}", "constraint.after"
+            raise BadRequest(
+                f"this worker takes the marker as token ids only: {self._constraints.missing}", field="constraint.after"
             )
 
     def _check_ids(self, token_ids: np.ndarray, field: str) -> None:
         if len(token_ids) and int(token_ids.max()) >= self._model.vocab_size:
-            raise bad_request(
+            raise BadRequest(
                 f"token {int(token_ids.max())} is not in the model's vocabulary of {self._model.vocab_size}; "
                 "use ids of this model's tokenizer",
-                field,
+                field=field,
             )
 
     def _check_text(self, message: GenerateMessage) -> None:
@@ -230,31 +228,31 @@ class Intake:
                 "stop.strings": bool(message.stop.strings),
             }
             field = next(name for name, used in fields.items() if used)
-            raise bad_request("this model has no tokenizer; use token ids instead of text", field)
+            raise BadRequest("this model has no tokenizer; use token ids instead of text", field=field)
         if message.messages is not None and not self._text.has_chat_template:
-            raise bad_request("this model has no chat template; send a 'prompt' instead", "messages")
+            raise BadRequest("this model has no chat template; send a 'prompt' instead", field="messages")
         self._text.check_stop_strings(message.stop.strings)
 
     def _max_tokens(self, message: GenerateMessage, prompt_tokens: int, known: int) -> int:
         left = self._model.max_context_tokens - prompt_tokens
         if left < known or (left == known and message.max_tokens is None):
             only = "" if left < known else ", or set 'max_tokens' to " + (f"{known}" if known else "0 to score it")
-            raise ServiceError(
-                "too_long",
+            raise TooLong(
                 f"the context of {self._model.max_context_tokens} tokens has no room after {prompt_tokens + known} "
                 f"tokens; send a shorter prompt{only}",
-                "messages" if message.messages is not None else "prompt",
+                field="messages" if message.messages is not None else "prompt",
             )
         if message.max_tokens is None:
             if message.stop.min_tokens > left:
-                raise bad_request(f"the context has room for {left} tokens; lower 'stop.min_tokens'", "stop.min_tokens")
+                raise BadRequest(
+                    f"the context has room for {left} tokens; lower 'stop.min_tokens'", field="stop.min_tokens"
+                )
             return left
         if message.max_tokens > left:
-            raise ServiceError(
-                "too_long",
+            raise TooLong(
                 f"the prompt's {prompt_tokens} tokens leave room for {left} in the context of "
                 f"{self._model.max_context_tokens}; set 'max_tokens' to at most that",
-                "max_tokens",
+                field="max_tokens",
             )
         return message.max_tokens
 
@@ -271,19 +269,19 @@ class Intake:
         }
         most = self._limits.max_reply_bytes
         if sum(sizes.values()) > most:
-            raise bad_request(
+            raise BadRequest(
                 f"the reply's {' and '.join(name for name in sizes if sizes[name])} could take {sum(sizes.values())} "
                 f"bytes, and a reply takes {most}; ask for fewer completions or tokens",
-                max(sizes, key=sizes.__getitem__),
+                field=max(sizes, key=sizes.__getitem__),
             )
 
     def _stop(self, message: GenerateMessage) -> StopParams:
         token_ids = self.stop_ids(message)
         if message.stop.min_tokens > 0 and len(token_ids) > MAX_STOP_IDS:
-            raise bad_request(
+            raise BadRequest(
                 f"with 'min_tokens' there may be at most {MAX_STOP_IDS} stop tokens with the eos ids; there are "
                 f"{len(token_ids)}",
-                "stop.token_ids",
+                field="stop.token_ids",
             )
         return StopParams(
             token_ids=token_ids,

@@ -21,8 +21,8 @@ from rollout.service.requests.constraint import Constraints
 from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.request_media import MediaFields, MediaStore
 from rollout.service.requests.schema import GenerateMessage
-from rollout.service.service_error import ServiceError
 from rollout.service.text.codec import PromptSource
+from trainer_bridge.wire.errors import Unavailable
 
 _PROMPT_END = 512  # tokens of a prompt in which a constraint's marker is looked for: more than one can have
 #: Called on the service thread with a request and its outcome: None if its message has all that the engine needs.
@@ -109,7 +109,7 @@ class Preparation:
     def _wanted(self, key: RequestKey) -> InFlight:
         entry = self._entries.get(key)
         if entry is None:
-            raise ServiceError("unavailable", "the request was dropped before its prompt was prepared")
+            raise Unavailable("the request was dropped before its prompt was prepared")
         return entry
 
 

@@ -22,8 +22,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from rollout.engine.messages import Media, Pixels, Prompt, TokenIds
 from rollout.models.vision_spec import TowerSpec
-from rollout.service.service_error import ServiceError, bad_request
-from trainer_bridge.wire.media import HASH_CHARS, PIXEL_TYPES, media_hash
+from trainer_bridge.wire.errors import BadRequest, MediaNeeded, Overloaded
+from trainer_bridge.wire.media_hash import HASH_CHARS, PIXEL_TYPES, media_hash
 
 _MOST_SIDE = 1 << 20
 #: Processors normalise pixels to a few units. Larger values could overflow in 16 bits, and NaN would spread in the KV.
@@ -73,90 +73,95 @@ class MediaLimits:
 
 
 def check_media(media: Sequence[MediaFields], prompt: Any, tower: TowerSpec | None, limits: MediaLimits) -> None:
-    """All checks that need no pixels. Raises `ServiceError` that names the item."""
+    """All checks that need no pixels. Raises `RolloutError` that names the item."""
     _check_served(tower, limits, media)
     assert tower is not None
     if not isinstance(prompt, np.ndarray):
-        raise bad_request("'media' needs a prompt of token ids with placeholders for the images", "prompt")
+        raise BadRequest("'media' needs a prompt of token ids with placeholders for the images", field="prompt")
     end = patches = 0
     for index, item in enumerate(media):
         where = f"media.{index}"
         _check_grid(item, tower, limits, where)
         patches += math.prod(item.grid_thw)
         if item.offset < end:
-            raise bad_request("images must be in the order of their offsets and not overlap", f"{where}.offset")
+            raise BadRequest("images must be in the order of their offsets and not overlap", field=f"{where}.offset")
         end = item.offset + item.length
         if end > len(prompt):
-            raise bad_request(f"the image ends at {end}, after the prompt's {len(prompt)} tokens", f"{where}.length")
+            raise BadRequest(
+                f"the image ends at {end}, after the prompt's {len(prompt)} tokens", field=f"{where}.length"
+            )
         if not np.isin(prompt[item.offset : end], tower.placeholders).all():
-            raise bad_request(
+            raise BadRequest(
                 f"the prompt must have placeholders ({_either(tower.placeholders)}) in the places of an image; it has "
                 "other tokens",
-                f"{where}.offset",
+                field=f"{where}.offset",
             )
     if patches > limits.patches:
-        raise bad_request(f"the images have {patches} patches; send at most {limits.patches}", "media")
+        raise BadRequest(f"the images have {patches} patches; send at most {limits.patches}", field="media")
 
 
 def check_pieces(media: Sequence[MediaFields], tower: TowerSpec | None, limits: MediaLimits) -> None:
-    """The checks of images that come without a prompt. Raises `ServiceError` that names the item."""
+    """The checks of images that come without a prompt. Raises `RolloutError` that names the item."""
     _check_served(tower, limits, media)
     assert tower is not None
     for index, item in enumerate(media):
         if item.pixel_values is None:
-            raise bad_request("an image that comes ahead has its pixel values; add them", f"media.{index}.pixel_values")
+            raise BadRequest(
+                "an image that comes ahead has its pixel values; add them", field=f"media.{index}.pixel_values"
+            )
         _check_grid(item, tower, limits, f"media.{index}")
 
 
 def _check_served(tower: TowerSpec | None, limits: MediaLimits, media: Sequence[MediaFields]) -> None:
     if tower is None:
-        raise bad_request(
+        raise BadRequest(
             "this worker serves text alone; start it with --images (model.images) and a model that has a vision tower, "
             "or remove 'media' (see 'capabilities' in the status)",
-            "media",
+            field="media",
         )
     if len(media) > limits.pieces:
-        raise bad_request(f"the request has {len(media)} images; send at most {limits.pieces}", "media")
+        raise BadRequest(f"the request has {len(media)} images; send at most {limits.pieces}", field="media")
 
 
 def check_placeholders(media: Sequence[MediaFields], prompt: np.ndarray, tower: TowerSpec) -> None:
-    """Raise `ServiceError` for placeholders without an image: the model would take them for words."""
+    """Raise `RolloutError` for placeholders without an image: the model would take them for words."""
     count, covered = int(np.isin(prompt, tower.placeholders).sum()), sum(item.length for item in media)
     if count != covered:
-        raise bad_request(
+        raise BadRequest(
             f"the prompt has {count} placeholders ({_either(tower.placeholders)}), and its images take {covered}: send "
             "'media' for each image",
-            "media" if media else "prompt",
+            field="media" if media else "prompt",
         )
 
 
 def _check_grid(item: MediaFields, tower: TowerSpec, limits: MediaLimits, where: str) -> None:
     frames, height, width = item.grid_thw
     if height % tower.merge or width % tower.merge:
-        raise bad_request(
+        raise BadRequest(
             f"height and width of the grid {list(item.grid_thw)} must be multiples of {tower.merge}",
-            f"{where}.grid_thw",
+            field=f"{where}.grid_thw",
         )
     if tower.family.single_frames and frames != 1:
-        raise bad_request(
+        raise BadRequest(
             "each frame of a video stands on its own in a prompt of this model: send it as an item with one frame",
-            f"{where}.grid_thw",
+            field=f"{where}.grid_thw",
         )
     patches = frames * height * width
     if patches > limits.piece_patches:
-        raise bad_request(
+        raise BadRequest(
             f"the image has {patches} patches and this worker takes {limits.piece_patches}; send a smaller one",
-            f"{where}.grid_thw",
+            field=f"{where}.grid_thw",
         )
     if (tokens := tower.tokens(item.grid_thw)) != item.length:
-        raise bad_request(
-            f"the grid {list(item.grid_thw)} takes {tokens} tokens, and 'length' is {item.length}", f"{where}.length"
+        raise BadRequest(
+            f"the grid {list(item.grid_thw)} takes {tokens} tokens, and 'length' is {item.length}",
+            field=f"{where}.length",
         )
     if item.pixel_values is not None and item.pixel_values.shape != (patches, tower.patch_values):
-        raise bad_request(
+        raise BadRequest(
             f"the grid {list(item.grid_thw)} needs pixel values of shape [{patches}, {tower.patch_values}], not "
             f"{list(item.pixel_values.shape)}",
-            f"{where}.pixel_values",
+            field=f"{where}.pixel_values",
         )
 
 
@@ -182,17 +187,16 @@ class MediaStore:
     def prompt(self, token_ids: np.ndarray, media: Sequence[MediaFields], tower: TowerSpec) -> Prompt:
         """The prompt of checked items. Hashes their pixels, which takes a millisecond a megabyte.
 
-        Raises `ServiceError`: the pixels are not those of the hash or not finite; pieces are missing; or there is no
+        Raises `RolloutError`: the pixels are not those of the hash or not finite; pieces are missing; or there is no
         room for them.
         """
         found = [self._take(item, f"media.{index}") for index, item in enumerate(media)]
         missing = [item.hash for item, pixels in zip(media, found, strict=True) if pixels is None]
         if missing:
-            raise ServiceError(
-                "media_needed",
+            raise MediaNeeded(
                 f"this worker does not have {len(set(missing))} of the images that the request names; send it again "
                 "with their 'pixel_values'",
-                "media",
+                field="media",
                 need=tuple(dict.fromkeys(missing)),
             )
         items: list[TokenIds | Media] = []
@@ -210,7 +214,7 @@ class MediaStore:
         return Prompt(tuple(items))
 
     def add(self, media: Sequence[MediaFields]) -> None:
-        """Keep checked items with their pixels. Raises `ServiceError` as `prompt` does."""
+        """Keep checked items with their pixels. Raises `RolloutError` as `prompt` does."""
         for index, item in enumerate(media):
             self._take(item, f"media.{index}")
 
@@ -238,11 +242,11 @@ class MediaStore:
         if item.pixel_values is None:
             return self._find(digest, item, where)
         if media_hash(item.pixel_values, item.grid_thw) != item.hash:
-            raise bad_request("the pixel values have another hash than 'hash': compute it anew", f"{where}.hash")
+            raise BadRequest("the pixel values have another hash than 'hash': compute it anew", field=f"{where}.hash")
         if not _within_bounds(item.pixel_values):
-            raise bad_request(
+            raise BadRequest(
                 f"a pixel value is not finite, or larger than {_LARGEST:g}; send what the processor returns",
-                f"{where}.pixel_values",
+                field=f"{where}.pixel_values",
             )
         pixels = Pixels(digest, item.grid_thw, item.pixel_values.copy())
         with self._lock:
@@ -250,11 +254,10 @@ class MediaStore:
                 self._pieces.move_to_end(digest)
                 return self._pieces[digest]
             if not self._make_room(pixels.nbytes):
-                raise ServiceError(
-                    "overloaded",
+                raise Overloaded(
                     f"images of requests in flight take {self.nbytes} bytes of service.media_store_bytes; try again "
                     "later",
-                    where,
+                    field=where,
                     retry_after_s=1.0,
                 )
             self._add(pixels)
@@ -267,7 +270,7 @@ class MediaStore:
                 return None
             self._pieces.move_to_end(digest)
         if pixels.grid != item.grid_thw:
-            raise bad_request(f"the image with this hash has the grid {list(pixels.grid)}", f"{where}.grid_thw")
+            raise BadRequest(f"the image with this hash has the grid {list(pixels.grid)}", field=f"{where}.grid_thw")
         return pixels
 
     def _add(self, pixels: Pixels) -> None:

@@ -1,6 +1,6 @@
 """The schema of request headers: one strict model for each `op`.
 
-`parse_request` is the only entrance. It turns any header into a model or a `ServiceError` that names the field; an
+`parse_request` is the only entrance. It turns any header into a model or a `RolloutError` that names the field; an
 undeclared key is an error. Checks that depend on the model or on limits (vocabulary, `max_n`) are in `intake`.
 """
 
@@ -27,8 +27,8 @@ from rollout.service.requests.fields import (
     token_id_array,
 )
 from rollout.service.requests.request_media import MediaFields
-from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.codec import MAX_ID_CHARS, PROTOCOL_VERSION
+from trainer_bridge.wire.errors import BadMessage, BadRequest, RolloutError
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
 MAX_STOP_STRINGS = 32
@@ -323,13 +323,13 @@ _OPS: dict[str, type[AnyRequest]] = {
 
 
 def parse_request(header: dict[str, Any]) -> AnyRequest:
-    """The model of a decoded header. Raises `ServiceError` (`bad_message` for a wrong `v`, else `bad_request`)."""
+    """The model of a decoded header. Raises `RolloutError` (`bad_message` for a wrong `v`, else `bad_request`)."""
     version = header.get("v")
     if type(version) is not int or version != PROTOCOL_VERSION:
-        raise ServiceError("bad_message", f"set 'v' to {PROTOCOL_VERSION}, the protocol version of this worker", "v")
+        raise BadMessage(f"set 'v' to {PROTOCOL_VERSION}, the protocol version of this worker", field="v")
     op = header.get("op")
     if not isinstance(op, str) or op not in _OPS:
-        raise bad_request(f"set 'op' to one of {', '.join(_OPS)}", "op")
+        raise BadRequest(f"set 'op' to one of {', '.join(_OPS)}", field="op")
     try:
         request = _OPS[op].model_validate(header)
     except ValidationError as error:
@@ -344,42 +344,44 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
 def _check_generate(request: GenerateMessage) -> None:
     """Checks across fields."""
     if (request.prompt is None) == (request.messages is None):
-        raise bad_request("send exactly one of 'prompt' and 'messages'", "prompt")
+        raise BadRequest("send exactly one of 'prompt' and 'messages'", field="prompt")
     if request.messages is None:
         for name in ("tools", "chat_template_kwargs"):
             if getattr(request, name) is not None:
-                raise bad_request(f"'{name}' needs 'messages'; remove it or send messages", name)
+                raise BadRequest(f"'{name}' needs 'messages'; remove it or send messages", field=name)
     else:
         _check_messages(request.messages)
     if request.detached and request.client is None:
-        raise bad_request("a detached request needs a 'client' name to fetch its result with; add one", "client")
+        raise BadRequest("a detached request needs a 'client' name to fetch its result with; add one", field="client")
     if request.min_complete is not None and request.min_complete > request.n:
-        raise bad_request(
-            f"'min_complete' ({request.min_complete}) is larger than 'n' ({request.n}); lower it", "min_complete"
+        raise BadRequest(
+            f"'min_complete' ({request.min_complete}) is larger than 'n' ({request.n}); lower it", field="min_complete"
         )
     if request.session is not None and request.n != 1:
-        raise bad_request("a turn of a session has one completion; set 'n' to 1, or use one session a completion", "n")
+        raise BadRequest(
+            "a turn of a session has one completion; set 'n' to 1, or use one session a completion", field="n"
+        )
     if request.session is None and request.session_lease_s is not None:
-        raise bad_request("'session_lease_s' needs 'session'; add a session or remove it", "session_lease_s")
+        raise BadRequest("'session_lease_s' needs 'session'; add a session or remove it", field="session_lease_s")
     if request.join_chunks and not request.stream:
-        raise bad_request("'join_chunks' needs 'stream'; set it, or remove 'join_chunks'", "join_chunks")
+        raise BadRequest("'join_chunks' needs 'stream'; set it, or remove 'join_chunks'", field="join_chunks")
     if request.continue_from is not None:
         if request.n != 1:
-            raise bad_request("'continue_from' continues one completion; set 'n' to 1", "n")
+            raise BadRequest("'continue_from' continues one completion; set 'n' to 1", field="n")
         if request.sampling.seed not in (None, request.continue_from.seed):
-            raise bad_request(
-                "'continue_from.seed' determines the random numbers; remove 'sampling.seed'", "sampling.seed"
+            raise BadRequest(
+                "'continue_from.seed' determines the random numbers; remove 'sampling.seed'", field="sampling.seed"
             )
         if request.continue_from.tops not in (0, request.logprobs):
-            raise bad_request(
+            raise BadRequest(
                 f"'continue_from' has {request.continue_from.tops} top tokens a position, 'logprobs' is "
                 f"{request.logprobs}; make them equal, or remove 'top_ids' and 'top_logprobs'",
-                "logprobs",
+                field="logprobs",
             )
         if request.continue_from.adapter_versions and request.adapter is None:
-            raise bad_request(
+            raise BadRequest(
                 "'continue_from' has 'adapter_versions'; set 'adapter', or remove them to continue without an adapter",
-                "adapter",
+                field="adapter",
             )
 
 
@@ -387,21 +389,23 @@ def _check_attach(request: AttachMessage) -> None:
     """Checks across fields."""
     for name in ("offsets", "text_chars", "join_chunks"):
         if getattr(request, name) and not request.stream:
-            raise bad_request(f"'{name}' needs 'stream'; set it, or remove '{name}'", name)
+            raise BadRequest(f"'{name}' needs 'stream'; set it, or remove '{name}'", field=name)
     for index in request.text_chars:
         if request.offsets.get(index) is None:
-            raise bad_request("'text_chars' needs the completion's offset; add it to 'offsets'", f"offsets.{index}")
+            raise BadRequest(
+                "'text_chars' needs the completion's offset; add it to 'offsets'", field=f"offsets.{index}"
+            )
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
     if not messages:
-        raise bad_request("'messages' is empty; send at least one message", "messages")
+        raise BadRequest("'messages' is empty; send at least one message", field="messages")
     for i, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
-            raise bad_request("each message needs a 'role', a string", f"messages.{i}.role")
+            raise BadRequest("each message needs a 'role', a string", field=f"messages.{i}.role")
 
 
-def _first_error(error: ValidationError) -> ServiceError:
+def _first_error(error: ValidationError) -> RolloutError:
     first: ErrorDetails = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(f"{part!s:.80}" for part in first["loc"] if part != "[key]")
     match first["type"]:
@@ -418,4 +422,4 @@ def _first_error(error: ValidationError) -> ServiceError:
             for noun in ("Input", "String", "List"):
                 message = message.replace(f"{noun} should", "it should")
             text = f"change '{field}': {message}"
-    return bad_request(text, field)
+    return BadRequest(text, field=field)

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollout.service.service_error import ServiceError, bad_request
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
+from trainer_bridge.wire.errors import BadRequest, TooLong
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -88,7 +88,7 @@ class TextCodec:
         """Token ids of messages, int32 [n], rendered by the chat template.
 
         `options` are passed to the template. `add_generation_prompt` defaults to true, or to false with
-        `continue_final_message`. Raises `ServiceError` (`bad_request`) if the template refuses the messages.
+        `continue_final_message`. Raises `RolloutError` (`bad_request`) if the template refuses the messages.
         """
         return self.encode_rendered(self.render_chat(messages, tools, options))
 
@@ -108,11 +108,11 @@ class TextCodec:
         `template` replaces the model's chat template. It runs in the sandbox, but may take any time: trust its source.
         """
         if not self.has_chat_template and template is None:
-            raise bad_request("this model has no chat template; send a 'prompt' instead", "messages")
+            raise BadRequest("this model has no chat template; send a 'prompt' instead", field="messages")
         options = dict(options or {})
         for name in options:
             if name in self._reserved:
-                raise bad_request("this option is reserved; remove it", f"chat_template_kwargs.{name}")
+                raise BadRequest("this option is reserved; remove it", field=f"chat_template_kwargs.{name}")
         options.setdefault("add_generation_prompt", not options.get("continue_final_message", False))
         try:
             text = self._tokenizer.apply_chat_template(
@@ -120,9 +120,9 @@ class TextCodec:
             )
         # A template is a program that runs on the client's data; every error is about that data.
         except Exception as error:
-            raise bad_request(
+            raise BadRequest(
                 f"the chat template refuses these messages ({type(error).__name__}: {error!s:.500}); change them",
-                "messages",
+                field="messages",
             ) from error
         return text
 
@@ -133,13 +133,13 @@ class TextCodec:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def check_stop_strings(self, strings: Sequence[str]) -> None:
-        """Raise `ServiceError` for a stop string that contains a special token: text never shows special tokens."""
+        """Raise `RolloutError` for a stop string that contains a special token: text never shows special tokens."""
         for i, string in enumerate(strings):
             for token, token_id in self._special.items():
                 if token in string:
-                    raise bad_request(
+                    raise BadRequest(
                         f"text does not show the special token {token!r}; put its id, {token_id}, in 'stop.token_ids'",
-                        f"stop.strings.{i}",
+                        field=f"stop.strings.{i}",
                     )
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> np.ndarray:
@@ -166,7 +166,7 @@ class PromptEncoder:
     def encode_prompt(self, frames: Sequence[bytes | bytearray]) -> np.ndarray:
         """Token ids, int32 [n], of the prompt or the messages in a checked `generate` message.
 
-        Raises `ServiceError` if the template refuses the messages, or if the text has more than `max_chars` characters.
+        Raises `RolloutError` if the template refuses the messages, or if the text has more than `max_chars` characters.
         """
         header = decode(frames, REPLY_LIMITS)
         if header.get("messages") is None:
@@ -177,9 +177,9 @@ class PromptEncoder:
 
 
 def check_chars(text: str, max_chars: int, field: str) -> None:
-    """Raise `ServiceError` for a text that is too long. The time to tokenize grows with the number of characters."""
+    """Raise `RolloutError` for a text that is too long. The time to tokenize grows with the number of characters."""
     if len(text) > max_chars:
-        raise ServiceError("too_long", f"the prompt has {len(text)} characters; send at most {max_chars}", field)
+        raise TooLong(f"the prompt has {len(text)} characters; send at most {max_chars}", field=field)
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:

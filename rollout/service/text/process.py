@@ -9,7 +9,7 @@ sent them, so the worker does not pack them again. It works on one prompt at a t
 
 Invariants:
 
-- Every prompt gets token ids or a `ServiceError`, also if the child dies or takes more than `max_prompt_s`. The next
+- Every prompt gets token ids or a `RolloutError`, also if the child dies or takes more than `max_prompt_s`. The next
   prompt then starts a new child. Other prompts are not affected.
 - The child ends when the worker does, also when the worker is killed. It ignores signals to the process group, because
   a draining worker still needs it.
@@ -38,9 +38,9 @@ from rollout.process.child_python import import_path, module_command
 from rollout.process.garbage_collection import loading_libraries
 from rollout.process.logs import LogFormat, set_up, worker_name
 from rollout.process.parent_watch import exit_with_parent
-from rollout.service.service_error import ServiceError
 from rollout.service.text.codec import PromptEncoder, TextCodec
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode, header_id
+from trainer_bridge.wire.errors import BadRequest, InternalError, RolloutError, Unavailable, error_reply, from_reply
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +94,10 @@ class TextProcess:
         return None if self._child is None else self._child.process.pid
 
     def encode_prompt(self, frames: Sequence[bytes]) -> np.ndarray:
-        """The token ids of a `generate` message's prompt, int32 [n]. Raises `ServiceError`."""
+        """The token ids of a `generate` message's prompt, int32 [n]. Raises `RolloutError`."""
         reply = self._ask(frames)
         if "code" in reply:
-            raise ServiceError(reply["code"], reply["message"], reply["field"])
+            raise from_reply(reply)
         return reply["token_ids"]
 
     def close(self) -> None:
@@ -116,9 +116,8 @@ class TextProcess:
             reply = _receive(child.socket)
         except TimeoutError:
             self._drop(child, f"took more than {self._max_s:g} s for a prompt", frames, grace_s=0.0)
-            raise ServiceError(
-                "bad_request",
-                f"the prompt was not rendered and tokenized within {self._max_s:g} s; shorten it",
+            raise BadRequest(
+                f"the prompt was not rendered and tokenized within {self._max_s:g} s; shorten it"
             ) from None
         except (EOFError, OSError):
             self._drop(child, "died with a prompt", frames)
@@ -130,9 +129,9 @@ class TextProcess:
         return decode(reply, REPLY_LIMITS)
 
     def _ready_child(self) -> _Child:
-        """The child, once it is ready; started if it does not run. Raises `ServiceError`."""
+        """The child, once it is ready; started if it does not run. Raises `RolloutError`."""
         if self._closed:
-            raise ServiceError("unavailable", "this worker has ended; send to another one")
+            raise Unavailable("this worker has ended; send to another one")
         if self._child is not None and self._child.ready and self._child.process.poll() is not None:
             self._drop(self._child, "died")
         if self._child is None:
@@ -156,7 +155,7 @@ class TextProcess:
         child.ready, self.problem = True, None
         return child
 
-    def _no_child(self) -> ServiceError:
+    def _no_child(self) -> RolloutError:
         self._not_before_s = time.monotonic() + _AGAIN_S
         self.problem = "the process that prepares prompts cannot be started"
         return _died("cannot be started")
@@ -176,23 +175,23 @@ class TextProcess:
             logger.error("the process that prepares prompts %s; the next prompt starts a new one", what, extra=facts)
 
 
-def _died(what: str) -> ServiceError:
-    return ServiceError("internal", f"the process that prepares prompts {what}; the worker's log may show the reason")
+def _died(what: str) -> RolloutError:
+    return InternalError(f"the process that prepares prompts {what}; the worker's log may show the reason")
 
 
 # --- the child -------------------------------------------------------------------------------------------------------
 
 
 def answer(prompts: PromptEncoder, frames: Sequence[bytearray]) -> dict[str, Any]:
-    """The reply to one message: `token_ids`, or `code`, `message` and `field` of an error."""
+    """The reply to one message: `token_ids`, or an `error` reply."""
     try:
         return {"token_ids": prompts.encode_prompt(frames)}
-    except ServiceError as error:
-        return {"code": error.code, "message": str(error), "field": error.field}
+    except RolloutError as error:
+        return error_reply(error)
     # A fault of ours, or of the tokenizer, ends this request only.
     except Exception:
         logger.exception("a prompt could not be prepared", extra={"request": header_id(list(frames))})
-        return {"code": "internal", "message": "a fault in the worker; its log has the trace", "field": None}
+        return error_reply(InternalError("a fault in the worker; its log has the trace"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

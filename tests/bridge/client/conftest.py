@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.bridge.client_script import TIMEOUT_S
+from tests.support.bridge.client_script import TIMEOUT_S, SetClock
 from tests.support.bridge.scripted_worker import ScriptedWorker, counting
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
@@ -70,3 +71,10 @@ def serve() -> Iterator[Callable[..., ScriptedWorker]]:
     yield make
     for worker in workers:
         worker.stop()
+
+
+@pytest.fixture
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> SetClock:
+    """Set the wall clock forward by some seconds, or back."""
+    wall = time.time
+    return lambda seconds: monkeypatch.setattr(time, "time", lambda: wall() + seconds)

@@ -11,7 +11,7 @@ from tests.support.bridge.client_script import Connect, Serve, in_reverse, only_
 from tests.support.bridge.model_script import Model, vanish
 from tests.support.bridge.scripted_worker import ScriptedWorker, counting
 from trainer_bridge.wire import errors
-from trainer_bridge.wire.connection import Connection
+from trainer_bridge.wire.worker_connection import Connection
 
 
 def acknowledged(worker: ScriptedWorker, count: int) -> list[str]:

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bridge.client_script import Connect, Serve
+from tests.support.bridge.client_script import Connect, Serve, SetClock
 from tests.support.bridge.model_script import Model, check, columns, letters, refuse, silent, vanish
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.journal import Journal, fingerprint
@@ -196,10 +195,9 @@ def test_a_forgotten_id_can_be_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fsync", ["never", "results", "always"])
-def test_the_disk_is_waited_for_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: Any) -> None:
+def test_the_disk_is_waited_for_as_asked(tmp_path: Path, fsync: Any) -> None:
     synced = []
-    monkeypatch.setattr("trainer_bridge.client.journal.os.fsync", synced.append)
-    journal = Journal(tmp_path / "j", fsync)
+    journal = Journal(tmp_path / "j", fsync, sync=synced.append)
     journal.begin("r", "mark", SEED, 1.5, {})
     journal.add("r", piece(0, 5))
     journal.finish("r", result_of(piece(0, 5).part))
@@ -263,15 +261,14 @@ def test_an_unfinished_request_goes_on_where_another_process_left_it(
 
 
 def test_a_wall_clock_that_was_set_back_gives_a_journals_request_no_more_time(
-    connect: Connect, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connect: Connect, serve: Serve, tmp_path: Path, set_clock: SetClock
 ) -> None:
     first = serve(Model(3, reach=(4,), fail=vanish))
     client = connect(first.endpoint, journal=tmp_path / "j", resume_timeout_s=0.4)
     with pytest.raises(errors.ResumeFailed):
         client.generate([1], max_tokens=8, seed=SEED, request_id="r", deadline_s=3_600.0)
     client.close()
-    wall = time.time
-    monkeypatch.setattr(time, "time", lambda: wall() - 86_400.0)
+    set_clock(-86_400.0)
     second = serve(Model(4), endpoint=first.endpoint)
     result = connect(second.endpoint, journal=tmp_path / "j").generate(
         [1], max_tokens=8, seed=SEED, request_id="r", deadline_s=3_600.0

@@ -16,7 +16,6 @@ import pytest
 from rollout.process.logs import JsonFormatter, TextFormatter
 from tests.support.bridge.fake_worker import FAKE_WORKER
 from tests.support.patience import PATIENCE_S
-from trainer_bridge.client import launch
 from trainer_bridge.client.launch import WorkerFailed, WorkerProcess, flag_list, start_worker, worker_environment
 
 
@@ -70,8 +69,7 @@ def test_leaving_the_context_ends_the_worker_at_once() -> None:
     assert worker.returncode == 4
 
 
-def test_a_worker_that_does_not_answer_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_TERMINATE_S", 60.0)  # after that it is killed
+def test_a_worker_that_does_not_answer_is_terminated() -> None:
     with start(args=["--deaf"]) as worker:
         assert worker.stop(timeout_s=0.1) == -15
 
@@ -198,14 +196,12 @@ os.kill(os.getpid(), signal.SIGKILL)
         os.killpg(int(pid), signal.SIGKILL)  # this worker does not look after its parent
 
 
-def test_a_worker_that_cannot_be_started_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+def test_a_worker_that_cannot_be_started_leaves_no_folder(tmp_path: Path, temporary_folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         start_worker("m", command=("/no/such/command",))
     with pytest.raises(FileNotFoundError):
         start(log_file=tmp_path / "no" / "such" / "folder.log")
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary_folder.iterdir()) == []
 
 
 def test_a_stopped_worker_leaves_no_folder() -> None:

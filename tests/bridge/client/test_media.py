@@ -10,7 +10,7 @@ import torch
 
 from trainer_bridge import MediaItem, MediaPrompt, processor_prompt, processor_prompts
 from trainer_bridge.client.generate_request import plan_request
-from trainer_bridge.wire.media import media_hash
+from trainer_bridge.wire.media_hash import media_hash
 
 IMAGE, VIDEO = 88, 89
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.sequence.sequence import row_seed
-from tests.support.bridge.client_script import Connect, Serve
+from tests.support.bridge.client_script import Connect, Serve, SetClock
 from tests.support.bridge.model_script import Model, check, columns, letters, refuse, silent, vanish
 from tests.support.bridge.scripted_worker import ScriptedWorker
 from trainer_bridge.client import resume
@@ -55,14 +55,13 @@ def test_a_lost_completion_goes_on_elsewhere_with_all_that_the_request_said(conn
 
 @pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0])
 def test_a_wall_clock_that_jumps_changes_no_deadline_and_no_time(
-    connect: Connect, serve: Serve, monkeypatch: pytest.MonkeyPatch, jump_s: float
+    connect: Connect, serve: Serve, set_clock: SetClock, jump_s: float
 ) -> None:
-    wall = time.time
     first, second = serve(Model(3, reach=(4,), fail=vanish)), serve(Model(5))
     client = connect(first.endpoint, second.endpoint, resume=True)
     stream = client.generate([1], max_tokens=9, seed=SEED, stream="tokens", deadline_s=3_600.0)
     next(stream)
-    monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
+    set_clock(jump_s)
     result = stream.wait()
     assert result.completions[0].finish_reason == "length" and result.resumes == 1
     assert 0 < result.timing.total_s < 600

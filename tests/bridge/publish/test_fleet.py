@@ -8,21 +8,15 @@ from typing import Any
 import pytest
 
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
-from trainer_bridge.publish import publisher as publisher_module
-from trainer_bridge.publish.publisher import WeightPublisher
+from tests.support.bridge.parts import Watchful, enter_nccl
 from trainer_bridge.transports.nccl.group import BroadcastGroup
-
-
-@pytest.fixture(autouse=True)
-def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "_WATCH_S", 0.02)
 
 
 @pytest.mark.parametrize("transport", ["zmq", "shm", "nccl"])
 def test_a_worker_that_joins_gets_the_kept_update_and_one_that_left_gets_no_more(transport: str) -> None:
     with Worker() as stays, Worker() as leaves, Worker() as joins:
         endpoints = [stays.endpoint, leaves.endpoint]
-        with WeightPublisher(endpoints, transport=transport, keep=True, bucket_bytes=192) as publisher:
+        with Watchful(endpoints, transport=transport, keep=True, bucket_bytes=192) as publisher:
             first = new_tensors(stays.model, 1)
             publisher.publish(first, 1).applied(20)
             publisher.add(joins.endpoint)
@@ -39,19 +33,19 @@ def test_a_worker_that_joins_gets_the_kept_update_and_one_that_left_gets_no_more
 
 def test_a_worker_that_joins_leaves_the_group_of_the_others_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []  # of the group that each member joined
-    plain = BroadcastGroup.__init__
 
-    def count(self: BroadcastGroup, store: Any, name: str, rank: int, size: int, *more: Any, **options: Any) -> None:
-        sizes.append(size)
-        plain(self, store, name, rank, size, *more, **options)
+    class Noted(BroadcastGroup):
+        def __init__(self, store: Any, name: str, rank: int, size: int, *more: Any, **options: Any) -> None:
+            sizes.append(size)
+            super().__init__(store, name, rank, size, *more, **options)
 
     def joined() -> list[int]:
         found, sizes[:] = sorted(sizes), []
         return found
 
-    monkeypatch.setattr(BroadcastGroup, "__init__", count)
+    enter_nccl(monkeypatch, Noted)
     with Worker() as first, Worker() as second, Worker() as late:
-        with WeightPublisher([first.endpoint, second.endpoint], transport="nccl", bucket_bytes=192) as publisher:
+        with Watchful([first.endpoint, second.endpoint], transport="nccl", bucket_bytes=192) as publisher:
 
             def publish(version: int, *workers: Worker) -> None:
                 tensors = new_tensors(first.model, version)
@@ -76,7 +70,7 @@ def test_a_worker_that_joins_leaves_the_group_of_the_others_as_it_is(monkeypatch
 def test_after_many_joins_all_workers_meet_in_one_group() -> None:
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker()) for _ in range(6)]
-        publisher = stack.enter_context(WeightPublisher(workers[0].endpoint, transport="nccl", bucket_bytes=192))
+        publisher = stack.enter_context(Watchful(workers[0].endpoint, transport="nccl", bucket_bytes=192))
         for version, worker in enumerate(workers, 1):
             if version > 1:
                 publisher.add(worker.endpoint)
@@ -88,7 +82,7 @@ def test_after_many_joins_all_workers_meet_in_one_group() -> None:
 def test_an_update_goes_to_the_workers_of_its_time() -> None:
     with Worker() as early, Worker() as late:
         early.gate.clear()
-        with WeightPublisher(early.endpoint, transport="zmq", bucket_bytes=192) as publisher:
+        with Watchful(early.endpoint, transport="zmq", bucket_bytes=192) as publisher:
             first = publisher.publish(new_tensors(early.model, 1), 1)
             publisher.add(late.endpoint)
             second = publisher.publish(new_tensors(early.model, 2), 2)
@@ -98,7 +92,7 @@ def test_an_update_goes_to_the_workers_of_its_time() -> None:
 
 
 def test_an_endpoint_joins_once_and_the_last_one_stays() -> None:
-    with Worker() as worker, WeightPublisher(worker.endpoint) as publisher:
+    with Worker() as worker, Watchful(worker.endpoint) as publisher:
         with pytest.raises(ValueError, match="already"):
             publisher.add(worker.endpoint)
         with pytest.raises(ValueError, match="ZeroMQ"):

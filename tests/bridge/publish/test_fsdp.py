@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from tests.support.bridge.fault_client import FaultServer
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
+from tests.support.bridge.parts import enter_nccl
 from tests.support.kernels.grids import nightly
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.transports.nccl.member import Member
+from trainer_bridge.transports.base import IncomingUpdate
 from trainer_bridge.transports.nccl.transport import NcclReceiver
 from trainer_bridge.transports.payload import Payload
 
@@ -78,10 +79,11 @@ def test_the_parts_of_all_ranks_arrive_as_one(faults: FaultServer, tmp_path: Pat
 def test_columns_go_through_rank_0_if_a_worker_is_of_an_earlier_release(
     faults: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = NcclReceiver.begin
-    monkeypatch.setattr(
-        NcclReceiver, "begin", lambda self, *given: {k: v for k, v in begin(self, *given).items() if k != "columns"}
-    )
+    class Earlier(NcclReceiver):
+        def begin(self, *given: Any) -> dict[str, Any]:
+            return {name: value for name, value in super().begin(*given).items() if name != "columns"}
+
+    enter_nccl(monkeypatch, receiver_type=Earlier)
     with Worker() as worker:
         seen = train(faults, [worker], "nccl", tmp_path)
         tensors = load_file(tmp_path / "3.safetensors")
@@ -139,24 +141,32 @@ def test_ranks_and_workers_meet_again_without_one_another_while_a_worker_takes_a
 ) -> None:
     """The first worker gives up once in the middle; the last one takes no part in groups."""
     broken: list[str] = []
+
+    class Fails:
+        """The destination of an update, which has no room for a bucket in the middle once."""
+
+        def __init__(self, destination: Any) -> None:
+            self._destination = destination
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._destination, name)
+
+        def put(self, start: int, data: torch.Tensor) -> None:
+            if start > 4 * BUCKET and not broken:
+                broken.append("here")
+                raise RuntimeError("no memory")
+            self._destination.put(start, data)
+
+    class Receiver(NcclReceiver):
+        def begin(self, incoming: IncomingUpdate, options: Any) -> dict[str, Any]:
+            if incoming.manifest.version == 2 and self is first.receiver.receivers["nccl"]:
+                incoming.destination = Fails(incoming.destination)
+            return super().begin(incoming, options)
+
+    enter_nccl(monkeypatch, receiver_type=Receiver)
     with Worker() as first, Worker() as second, Worker() as far:
         del far.receiver.receivers["nccl"]
         workers = [first, second, far]
-        taken = Member._take_buckets
-
-        def take(self: Member, group: Any, store: Any, rank: int, runs: Any) -> None:
-            put = self._incoming.destination.put
-
-            def fail_once(start: int, data: torch.Tensor) -> None:
-                if rank == 1 and self._incoming.manifest.version == 2 and start > 4 * BUCKET and not broken:
-                    broken.append("here")
-                    raise RuntimeError("no memory")
-                put(start, data)
-
-            monkeypatch.setattr(self._incoming.destination, "put", fail_once)
-            taken(self, group, store, rank, runs)
-
-        monkeypatch.setattr(Member, "_take_buckets", take)
         seen = train(faults, workers, "auto", tmp_path, candidates=["nccl", "shm", "zmq"])
         tensors = load_file(tmp_path / "3.safetensors")
         assert broken and all(serves(worker.model, tensors) for worker in workers)

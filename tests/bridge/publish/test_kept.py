@@ -11,26 +11,18 @@ import pytest
 import torch
 
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
+from tests.support.bridge.parts import Watchful, packing
 from tests.support.kernels.grids import nightly
-from trainer_bridge.publish import publisher as publisher_module
 from trainer_bridge.publish.kept_update import KeptUpdate
-from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import ConnectionLost, RolloutError, RolloutTimeout, Unavailable, WeightsRejected
-
-
-@pytest.fixture(autouse=True)
-def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "_WATCH_S", 0.02)
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq", "nccl", "disk"])
 def test_a_worker_that_was_started_again_is_brought_up_to_date(transport: str, tmp_path: Path) -> None:
     with Worker() as other, Worker() as first:
         port, endpoints = first.port, [first.endpoint, other.endpoint]
-        with WeightPublisher(
-            endpoints, transport=transport, folder=str(tmp_path), keep=True, bucket_bytes=192
-        ) as publisher:
+        with Watchful(endpoints, transport=transport, folder=str(tmp_path), keep=True, bucket_bytes=192) as publisher:
             for version in (1, 2):
                 tensors = new_tensors(first.model, version)
                 sent = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -53,7 +45,7 @@ def test_a_worker_that_was_started_again_is_brought_up_to_date(transport: str, t
 def test_an_update_that_is_refused_leaves_the_one_before(transport: str) -> None:
     with Worker(version=5) as worker:
         port = worker.port
-        with WeightPublisher(worker.endpoint, transport=transport, keep=True) as publisher:
+        with Watchful(worker.endpoint, transport=transport, keep=True) as publisher:
             with pytest.raises(WeightsRejected, match="not newer"):
                 publisher.publish(new_tensors(worker.model, 1), 3).applied(20)
             tensors = new_tensors(worker.model, 2)
@@ -72,9 +64,7 @@ def test_an_update_that_is_refused_leaves_the_one_before(transport: str) -> None
 def test_an_update_that_found_nobody_is_brought_to_who_comes_back(transport: str, tmp_path: Path) -> None:
     with Worker() as first:
         port, endpoint, model = first.port, first.endpoint, first.model
-        with WeightPublisher(
-            endpoint, transport=transport, folder=str(tmp_path), keep=True, bucket_bytes=192
-        ) as publisher:
+        with Watchful(endpoint, transport=transport, folder=str(tmp_path), keep=True, bucket_bytes=192) as publisher:
             publisher.publish(new_tensors(model, 1), 1).applied(20)
             first.close()
             handle = publisher.publish(tensors := new_tensors(model, 2), 2)
@@ -89,20 +79,18 @@ def test_an_update_that_found_nobody_is_brought_to_who_comes_back(transport: str
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_an_update_whose_worker_was_lost_in_the_middle_is_brought_to_it(
-    transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_whose_worker_was_lost_in_the_middle_is_brought_to_it(transport: str) -> None:
     with Worker() as first:
         port, endpoint, model = first.port, first.endpoint, first.model
-        plain = Payload.start_bucket
 
         def start_bucket(self: Payload, index: int, out: torch.Tensor) -> int:
             if self.manifest.version == 2 and index == 5 and not first._closing.is_set():
                 first.close()
-            return plain(self, index, out)
+            return Payload.start_bucket(self, index, out)
 
-        monkeypatch.setattr(Payload, "start_bucket", start_bucket)
-        with WeightPublisher(endpoint, transport=transport, keep=True, bucket_bytes=64) as publisher:
+        with packing(Watchful, start_bucket=start_bucket)(
+            endpoint, transport=transport, keep=True, bucket_bytes=64
+        ) as publisher:
             publisher.publish(new_tensors(model, 1), 1).applied(20)
             handle = publisher.publish(tensors := new_tensors(model, 2), 2)
             with pytest.raises(RolloutError):
@@ -115,8 +103,8 @@ def test_an_update_whose_worker_was_lost_in_the_middle_is_brought_to_it(
 def test_a_stale_worker_is_brought_what_it_had(tmp_path: Path) -> None:
     with (
         Worker(apply="in_place") as worker,
-        WeightPublisher(worker.endpoint, transport="zmq", keep=True) as publisher,
-        WeightPublisher(worker.endpoint, transport="zmq", bucket_bytes=64) as other,
+        Watchful(worker.endpoint, transport="zmq", keep=True) as publisher,
+        Watchful(worker.endpoint, transport="zmq", bucket_bytes=64) as other,
     ):
         publisher.publish(tensors := new_tensors(worker.model, 3), 3).applied(20)
         wrong = new_tensors(worker.model, 4)
@@ -129,7 +117,7 @@ def test_a_stale_worker_is_brought_what_it_had(tmp_path: Path) -> None:
 
 
 def test_what_is_refused_for_its_content_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Worker() as worker, WeightPublisher(worker.endpoint, transport="zmq", keep=True) as publisher:
+    with Worker() as worker, Watchful(worker.endpoint, transport="zmq", keep=True) as publisher:
         publisher.publish(tensors := new_tensors(worker.model, 1), 1).applied(20)
         wrong = new_tensors(worker.model, 4)
         wrong["lm_head.weight"] = wrong["embed.weight"] + 1  # they are one parameter: found out at the end
@@ -163,7 +151,7 @@ def test_a_worker_that_refuses_it_is_left_alone_and_others_get_it(monkeypatch: p
             super().__init__()
             del self.views["norm.weight"]
 
-    with Worker() as one, Worker() as other, WeightPublisher([one.endpoint, other.endpoint], keep=True) as publisher:
+    with Worker() as one, Worker() as other, Watchful([one.endpoint, other.endpoint], keep=True) as publisher:
         publisher.publish(tensors := new_tensors(one.model, 1), 1).applied(20)
         other.close()
         with Worker(model=OtherModel(), port=other.port):
@@ -180,7 +168,7 @@ def test_a_worker_that_refuses_it_is_left_alone_and_others_get_it(monkeypatch: p
 
 
 def test_an_update_that_a_sleeping_worker_refused_is_not_kept() -> None:
-    with Worker() as worker, WeightPublisher(worker.endpoint, transport="zmq", keep=True) as publisher:
+    with Worker() as worker, Watchful(worker.endpoint, transport="zmq", keep=True) as publisher:
         publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
         worker.sleep()
         with pytest.raises(Unavailable):
@@ -190,25 +178,25 @@ def test_an_update_that_a_sleeping_worker_refused_is_not_kept() -> None:
         assert serves(worker.model, tensors)
 
 
-def test_a_publisher_that_is_closed_keeps_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, kept = Payload._fill, []
+def test_a_publisher_that_is_closed_keeps_nothing_more() -> None:
+    kept = []
 
     def fill(self: Payload, index: int, out: torch.Tensor) -> tuple[int, int]:
         kept.append(index)
         publisher._closing.set()
-        return plain(self, index, out)
+        return Payload._fill(self, index, out)
 
-    monkeypatch.setattr(Payload, "_fill", fill)
     with Worker() as worker:
         tensors, endpoint = new_tensors(worker.model, 1), worker.endpoint
-    with WeightPublisher(endpoint, transport="zmq", keep=True, begin_s=0.2, bucket_bytes=64) as publisher:
+    publisher_type = packing(_fill=fill)
+    with publisher_type(endpoint, transport="zmq", keep=True, begin_s=0.2, bucket_bytes=64) as publisher:
         with pytest.raises(RolloutError):
             publisher.publish(tensors, 1).applied(20)
         assert kept == [0]
 
 
-def test_the_buffer_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_in, seen = Payload.keep_in, []
+def test_the_buffer_is_reused() -> None:
+    seen = []
 
     def noted(self: Payload, memory: Callable[[], torch.Tensor] | None) -> None:
         def place() -> torch.Tensor:
@@ -217,32 +205,28 @@ def test_the_buffer_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(kept.data_ptr())
             return kept
 
-        keep_in(self, None if memory is None else place)
+        Payload.keep_in(self, None if memory is None else place)
 
-    monkeypatch.setattr(Payload, "keep_in", noted)
-    with Worker() as worker, WeightPublisher(worker.endpoint, keep=True) as publisher:
+    with Worker() as worker, packing(keep_in=noted)(worker.endpoint, keep=True) as publisher:
         for version in range(1, 6):
             publisher.publish(new_tensors(worker.model, version), version).applied(20)
     assert len(seen) == 5 and len(set(seen)) == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), RolloutError("no way")])
-def test_a_fault_while_a_worker_is_brought_up_to_date_does_not_end_the_publisher(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_fault_while_a_worker_is_brought_up_to_date_does_not_end_the_publisher(error: Exception) -> None:
     faults = []
-    plain = WeightPublisher._publish
 
-    def publish(self: WeightPublisher, payload: Any, handle: Any, endpoints: Any) -> None:
-        if payload.again and len(faults) < 2:
-            faults.append(handle)
-            raise error
-        plain(self, payload, handle, endpoints)
+    class Fails(Watchful):
+        def _publish(self, payload: Any, handle: Any, endpoints: Any) -> None:
+            if payload.again and len(faults) < 2:
+                faults.append(handle)
+                raise error
+            super()._publish(payload, handle, endpoints)
 
-    monkeypatch.setattr(WeightPublisher, "_publish", publish)
     with Worker() as first:
         port = first.port
-        with WeightPublisher(first.endpoint, transport="zmq", keep=True) as publisher:
+        with Fails(first.endpoint, transport="zmq", keep=True) as publisher:
             publisher.publish(tensors := new_tensors(first.model, 1), 1).applied(20)
             first.close()
             with Worker(port=port) as again:

@@ -19,7 +19,6 @@ from tests.support.bridge.file_memory import FileMemory
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.lending_trainer import CLOSE_S
 from tests.support.kernels.grids import nightly
-from trainer_bridge.publish import lent_parts
 from trainer_bridge.publish.lent_parts import BorrowedParts, LentBuffer, answer, host_number, map_buffers, read_answer
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shards import Shards
@@ -265,12 +264,13 @@ class Ranks:
         self.asked.append("packed")
 
 
-def borrowed(ranks: Ranks, nbytes: int) -> BorrowedParts:
+def borrowed(ranks: Ranks, nbytes: int, reads_done: Any = None) -> BorrowedParts:
     manifest = pack(1, [("a", "float32", (nbytes // 4,))], SMALL)
-    return BorrowedParts(ranks, {1: SimpleNamespace()}, manifest)  # type: ignore[dict-item]
+    readers: Any = {1: SimpleNamespace()}
+    return BorrowedParts(ranks.request, ranks.wait_packed, readers, manifest, reads_done)
 
 
-def test_a_bucket_is_requested_into_a_half_once_the_reads_out_of_it_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_is_requested_into_a_half_once_the_reads_out_of_it_have_run() -> None:
     ranks, events = Ranks(), itertools.count()
 
     def event() -> Any:
@@ -278,8 +278,7 @@ def test_a_bucket_is_requested_into_a_half_once_the_reads_out_of_it_have_run(mon
         ranks.asked.append(f"read {number}")
         return SimpleNamespace(synchronize=lambda: ranks.asked.append(f"wait {number}"))
 
-    monkeypatch.setattr(lent_parts, "_event", event)
-    parts = borrowed(ranks, 4 * SMALL)
+    parts = borrowed(ranks, 4 * SMALL, event)
     for index in range(4):
         with parts.bucket(index):
             ranks.asked.append(index)
@@ -292,10 +291,9 @@ def test_a_bucket_is_requested_into_a_half_once_the_reads_out_of_it_have_run(mon
     ]
 
 
-def test_reads_are_waited_for_even_if_the_bucket_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_are_waited_for_even_if_the_bucket_failed() -> None:
     waited: list[int] = []
-    monkeypatch.setattr(lent_parts, "_event", lambda: SimpleNamespace(synchronize=lambda: waited.append(1)))
-    parts = borrowed(Ranks(), 4 * SMALL)
+    parts = borrowed(Ranks(), 4 * SMALL, lambda: SimpleNamespace(synchronize=lambda: waited.append(1)))
     with pytest.raises(RolloutError), parts.bucket(0):
         raise RolloutError("in between")
     with parts.bucket(0):

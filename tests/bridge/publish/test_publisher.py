@@ -11,6 +11,7 @@ import torch
 import zmq
 
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
+from tests.support.bridge.parts import packing
 from trainer_bridge import WeightPublisher as LazyPublisher
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.bucket_link import reachable
@@ -183,15 +184,14 @@ def test_publishes_queue_up_in_order(worker: Worker) -> None:
     assert [update.version for update in worker.updates] == [1, 2, 3, 4, 5]
 
 
-def test_buffers_of_the_publisher_are_reused(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_bucket, seen = Payload.start_bucket, set()
+def test_buffers_of_the_publisher_are_reused(worker: Worker) -> None:
+    seen = set()
 
     def noted(self: Payload, index: int, out: torch.Tensor) -> int:
         seen.add(out.data_ptr())
-        return start_bucket(self, index, out)
+        return Payload.start_bucket(self, index, out)
 
-    monkeypatch.setattr(Payload, "start_bucket", noted)
-    with WeightPublisher(worker.endpoint, transport="zmq", bucket_bytes=SMALL) as publisher:
+    with packing(start_bucket=noted)(worker.endpoint, transport="zmq", bucket_bytes=SMALL) as publisher:
         for version in range(1, 21):
             publisher.publish(new_tensors(worker.model, version), version).applied(20)
     assert len(seen) == 4
@@ -380,12 +380,11 @@ def test_only_what_may_go_between_gpus_travels_in_large_buckets(
     monkeypatch.setattr("trainer_bridge.wire.manifest._USUAL_BUCKET_BYTES", 64)
     made: list[Payload] = []
 
-    def make(*given: Any, **more: Any) -> Payload:
-        made.append(Payload(*given, **more))
-        return made[-1]
+    def init(self: Payload, *given: Any, **more: Any) -> None:
+        Payload.__init__(self, *given, **more)
+        made.append(self)
 
-    monkeypatch.setattr("trainer_bridge.publish.publisher.Payload", make)
-    publisher = WeightPublisher("tcp://127.0.0.1:9", transport=transport)
+    publisher = packing(__init__=init)("tcp://127.0.0.1:9", transport=transport)
     publisher.close()
     with pytest.raises(ValueError, match="closed"):  # it was laid out, and is never sent
         publisher.publish({"a": torch.zeros(1 << 16)}, 1)

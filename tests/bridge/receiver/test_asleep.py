@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from tests.support.bridge.fault_client import time_passes
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
-from trainer_bridge.publish import publisher as publisher_module
+from tests.support.bridge.parts import Watchful, enter_nccl, packing
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.transport import NcclSender
 from trainer_bridge.transports.payload import Payload
@@ -65,23 +66,26 @@ def test_an_update_is_inside_from_its_begin_until_it_is_in_use() -> None:
 def test_a_group_that_is_kept_serves_the_update_inside_and_is_let_go_of_behind_it(
     monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    with (
-        Worker() as worker,
-        WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=64) as publisher,
-    ):
+    second = threading.Event()  # the second update may begin
+
+    def shut(*_: Any) -> None:
+        if second.is_set() and gate.sleep is None:
+            worker.sleep()
+            worker.status()  # the receiver has seen it
+
+    class Sender(NcclSender):
+        def transfer(self, *given: Any) -> dict[str, Any]:
+            if when == "begun":  # the publisher was told that the group is kept, and has not given it out yet
+                shut()
+            return super().transfer(*given)
+
+    enter_nccl(monkeypatch, sender_type=Sender)
+    how = {} if when == "begun" else {"start_bucket": before(shut, Payload.start_bucket)}
+    with Worker() as worker, packing(**how)(worker.endpoint, transport="nccl", bucket_bytes=64) as publisher:
         gate, kept = worker.engine_gate, worker.receiver.receivers["nccl"]._kept
         publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
         assert kept.name
-
-        def shut(*_: Any) -> None:
-            if gate.sleep is None:
-                worker.sleep()
-                worker.status()  # the receiver has seen it
-
-        if when == "begun":  # the publisher was told that the group is kept, and has not given it out yet
-            monkeypatch.setattr(NcclSender, "transfer", before(shut, NcclSender.transfer))
-        else:
-            monkeypatch.setattr(Payload, "start_bucket", before(shut, Payload.start_bucket))
+        second.set()
         publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
         assert serves(worker.model, tensors) and gate.sleep is not None
         wait_for(lambda: not gate.update_inside, "the door to be empty")
@@ -151,11 +155,8 @@ def test_the_version_that_was_dropped_may_come_again_after_half_of_it_was_writte
         assert serves(worker.model, tensors) and not (gate.stale or gate.dropped or gate.failed)
 
 
-def test_the_version_that_was_dropped_may_come_again_and_a_publisher_that_keeps_it_sends_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(publisher_module, "_WATCH_S", 0.02)
-    with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=64, keep=True) as publisher:
+def test_the_version_that_was_dropped_may_come_again_and_a_publisher_that_keeps_it_sends_it() -> None:
+    with Worker() as worker, Watchful(worker.endpoint, bucket_bytes=64, keep=True) as publisher:
         tensors = new_tensors(worker.model, 1)
         publisher.publish(tensors, 2).applied(20)
         gate = worker.engine_gate

@@ -56,18 +56,18 @@ def test_a_worker_that_cannot_let_go_of_an_update_still_says_why_it_failed(what:
 
 
 def test_a_message_that_came_in_a_round_that_failed_is_answered() -> None:
+    failed = []
+
+    def take_a_message_and_fail(incoming: Any) -> bool:
+        busy = advance(incoming)
+        if busy and not failed:
+            failed.append(True)
+            raise WeightsRejected("another transport's group broke")
+        return busy
+
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="zmq") as publisher:
-        receiver, failed = worker.receiver.receivers["zmq"], []
-        advance = receiver.advance
-
-        def take_a_message_and_fail(incoming: Any) -> bool:
-            busy = advance(incoming)
-            if busy and not failed:
-                failed.append(True)
-                raise WeightsRejected("another transport's group broke")
-            return busy
-
-        receiver.advance = take_a_message_and_fail
+        receiver = worker.receiver.receivers["zmq"]
+        advance, receiver.advance = receiver.advance, take_a_message_and_fail  # type: ignore[method-assign]
         tensors = new_tensors(worker.model, 1)
         publisher.publish(tensors, 1).applied(20)
         assert failed and serves(worker.model, tensors)

@@ -73,20 +73,8 @@ def test_a_refusal_is_told_once_and_leaves_no_error_for_the_next_kernel(
     assert runtime.pinned, "it is pinned by its first owner still"
 
 
-def test_an_error_is_forgotten_in_every_runtime_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_runtime_that_is_loaded_is_found_once() -> None:
+    """Each one keeps an error of its own, which must be forgotten."""
     ours, theirs = "/opt/torch/libcudart.so.13", "/usr/local/lib/libcudart-1a2b.so.12.8"
     maps = "".join(f"7f00-7f01 r-xp 0 0 0  {path}\n" for path in (theirs, ours, "/lib/libc.so.6", ours))
-    forgotten: list[str] = []
-
-    class Library:
-        def __init__(self, path: str) -> None:
-            self.path = path
-
-        def cudaGetLastError(self) -> None:  # noqa: N802 -- CUDA's name
-            forgotten.append(self.path)
-
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(cuda_ipc.Path, "read_text", lambda path: maps)
-    monkeypatch.setattr(cuda_ipc.ctypes, "CDLL", Library)
-    cuda_ipc.forget_last_error()
-    assert forgotten == [theirs, ours]
+    assert cuda_ipc.runtimes_in(maps) == [theirs, ours]

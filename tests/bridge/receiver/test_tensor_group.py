@@ -21,10 +21,12 @@ from rollout.weights.staging import Staging, cut_rows
 from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idle_s, run_fault
 from tests.support.bridge.file_memory import FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
+from tests.support.bridge.parts import enter
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected
 from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.kernels.grids import nightly
 from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.transports.disk import DiskReceiver
 from trainer_bridge.wire.errors import RolloutError, RolloutTimeout
 from trainer_bridge.wire.manifest import checksum
 
@@ -121,16 +123,17 @@ def test_an_update_copies_a_rank_s_bytes_in_few_pieces(tmp_path: Path) -> None:
 def test_nothing_is_allocated_before_the_first_update_and_the_relay_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_bridge.transports.disk._READ_BYTES", SMALL)  # as a rule, at most a piece
+    enter(monkeypatch, "disk", receiver=lambda worker: DiskReceiver(read_bytes=SMALL))  # as a rule, at most a piece
     with GroupWorker(2, relay_bytes=4 * SMALL, piece_bytes=SMALL) as worker:
         assert worker.relayed.size == 0
         assert worker.serve(good(worker, "zmq", tmp_path, 1))
         assert worker.relayed.size == 4 * SMALL
 
 
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_transfer_waits_for_the_slowest_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
-    monkeypatch.setattr("trainer_bridge.transports.disk._READ_BYTES", SMALL)  # as a rule, at most a piece
+    enter(monkeypatch, "disk", receiver=lambda worker: DiskReceiver(read_bytes=SMALL))  # as a rule, at most a piece
     with GroupWorker(2, relay_bytes=4 * SMALL, piece_bytes=SMALL, shared=tmp_path) as worker:
         worker.reading.clear()
         tensors = tensors_of(1)

@@ -19,16 +19,13 @@ from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idl
 from tests.support.bridge.fault_server import middle
 from tests.support.bridge.file_memory import share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
+from tests.support.bridge.parts import NCCL_FIRST, enter_nccl, group_with, no_groups, packing
 from tests.support.kernels.grids import nightly
 from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.publish.transport_choice import TransportChoice
 from trainer_bridge.transports import bucket_link
-from trainer_bridge.transports.nccl import broadcasts as group_broadcasts
-from trainer_bridge.transports.nccl import group
-from trainer_bridge.transports.nccl import member as group_member
 from trainer_bridge.transports.nccl import transport as nccl
-from trainer_bridge.transports.nccl.group import GroupError
+from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import ConnectionLost, RolloutError, RolloutTimeout, WeightsRejected
 
@@ -156,7 +153,7 @@ def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothi
 @pytest.mark.parametrize("transport", ["zmq", "nccl", *nightly("cuda_ipc", "shm", "disk")])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, *nightly(signal.SIGSTOP)])
 def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_update(
-    faults: FaultServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, fault: signal.Signals
+    faults: FaultServer, tmp_path: Path, transport: str, fault: signal.Signals
 ) -> None:
     port = free_port()
     endpoint = f"tcp://127.0.0.1:{port}"
@@ -175,9 +172,8 @@ def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_u
     # Only a worker that hangs is waited for. The folder of `disk` is written before workers are notified.
     limits = {"stall_s": 1.5, "apply_s": 10.0} if fault == signal.SIGSTOP else {}
     limits["begin_s"] = 3.0 if transport == "disk" else 60.0
-    monkeypatch.setattr(Payload, step, pack)
     how = {"transport": transport, "folder": str(tmp_path), "bucket_bytes": SMALL}
-    with WeightPublisher(endpoint, **how, **limits) as publisher:
+    with packing(**{step: pack})(endpoint, **how, **limits) as publisher:
         share_from(publisher, tmp_path)
         with faults.child(role="worker", port=port, folder=str(tmp_path), settings={}) as pid:
             handle = publisher.publish(tensors, 1)
@@ -196,9 +192,7 @@ def tried(publisher: WeightPublisher, tensors: dict[str, torch.Tensor]) -> int:
     return 0
 
 
-def test_a_worker_that_leaves_a_group_does_not_keep_the_others_from_the_update(
-    faults: FaultServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_leaves_a_group_does_not_keep_the_others_from_the_update(faults: FaultServer) -> None:
     port = free_port()
     packed = []
     plain = Payload.start_bucket
@@ -209,11 +203,10 @@ def test_a_worker_that_leaves_a_group_does_not_keep_the_others_from_the_update(
             os.kill(pid, signal.SIGKILL)
         return plain(self, index, out)
 
-    monkeypatch.setattr(Payload, "start_bucket", pack)
     lost = f"tcp://127.0.0.1:{port}"
     with Worker() as one, Worker() as two, faults.child(role="worker", port=port, settings={}) as pid:
         endpoints = [one.endpoint, lost, two.endpoint]
-        with WeightPublisher(endpoints, transport="nccl", bucket_bytes=SMALL) as publisher:
+        with packing(start_bucket=pack)(endpoints, transport="nccl", bucket_bytes=SMALL) as publisher:
             tensors = new_tensors(one.model, 1)
             handle = publisher.publish(tensors, 1)
             with pytest.raises(RolloutError, match=lost):
@@ -223,12 +216,7 @@ def test_a_worker_that_leaves_a_group_does_not_keep_the_others_from_the_update(
 
 
 def test_auto_goes_another_way_where_no_group_comes_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_group(*_: Any) -> None:
-        raise GroupError("no route between the devices")
-
-    monkeypatch.setattr(TransportChoice, "candidates", lambda self, payload: ("nccl", "shm", "zmq"))
-    monkeypatch.setattr(group_broadcasts, "BroadcastGroup", no_group)
-    monkeypatch.setattr(group_member, "BroadcastGroup", no_group)
+    enter_nccl(monkeypatch, no_groups("no route between the devices"), **NCCL_FIRST)
     with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=SMALL) as publisher:
         for version in (1, 2):
             tensors = new_tensors(worker.model, version)
@@ -237,22 +225,9 @@ def test_auto_goes_another_way_where_no_group_comes_about(monkeypatch: pytest.Mo
             assert "nccl" in report.why and "no route" in report.why
 
 
-def counted_groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the groups that members of this process join from now on."""
-    joined: list[str] = []
-
-    class Counted(group.BroadcastGroup):
-        def __init__(self, store: Any, name: str, *arguments: Any, **more: Any) -> None:
-            joined.append(name)
-            super().__init__(store, name, *arguments, **more)
-
-    monkeypatch.setattr(group_broadcasts, "BroadcastGroup", Counted)
-    monkeypatch.setattr(group_member, "BroadcastGroup", Counted)
-    return joined
-
-
 def test_a_group_is_kept_for_the_next_update_while_its_members_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = counted_groups(monkeypatch)
+    joined: list[str] = []
+    enter_nccl(monkeypatch, group_with(joined))
     with Worker() as one, Worker() as two:
         with WeightPublisher([one.endpoint, two.endpoint], transport="nccl", bucket_bytes=SMALL) as publisher:
 
@@ -276,7 +251,8 @@ def test_a_group_is_kept_for_the_next_update_while_its_members_are_the_same(monk
 
 
 def test_a_kept_group_that_lost_a_member_is_made_anew(faults: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = counted_groups(monkeypatch)
+    joined: list[str] = []
+    enter_nccl(monkeypatch, group_with(joined))
     port = free_port()
     tensors = new_tensors(TinyModel(), 1)
     limits = {"stall_s": 10.0, "begin_s": 10.0}
@@ -298,8 +274,8 @@ def test_a_kept_group_that_broke_while_nobody_used_it_is_made_anew_for_the_same_
     def lost(*_: Any) -> None:
         raise GroupError("Connection closed by peer")
 
-    monkeypatch.setattr(TransportChoice, "candidates", lambda self, payload: ("nccl", "shm", "zmq"))
-    joined = counted_groups(monkeypatch)
+    joined: list[str] = []
+    enter_nccl(monkeypatch, group_with(joined), **NCCL_FIRST)
     with Worker(apply=apply) as worker, WeightPublisher(worker.endpoint, transport=transport) as publisher:
         for version in (1, 2, 3):
             tensors = new_tensors(worker.model, version)
@@ -358,10 +334,12 @@ def test_broken_options_of_a_group_are_refused_by_name(changes: dict[str, Any], 
 
 
 def test_a_worker_that_gives_up_is_heard_of_while_the_others_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def give_up(*_: Any) -> None:
-        raise GroupError("no memory")
+    def buffer(self: Any, nbytes: int) -> torch.Tensor:
+        if self.rank:
+            raise GroupError("no memory")
+        return BroadcastGroup.buffer(self, nbytes)
 
-    monkeypatch.setattr(group_member.Member, "_take_buckets", give_up)
+    enter_nccl(monkeypatch, group_with(buffer=buffer))
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl") as publisher:
         handle = publisher.publish(new_tensors(worker.model, 1), 1)
         with pytest.raises(RolloutError, match=f"transfer: .*gave up: no memory.*{worker.endpoint}"):

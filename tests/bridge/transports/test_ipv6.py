@@ -18,7 +18,7 @@ from tests.support.ports import free_port, needs_ipv6
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.group import StoreServer, connect, reach
-from trainer_bridge.wire.connection import Connection
+from trainer_bridge.wire.worker_connection import Connection
 
 pytestmark = needs_ipv6
 TRANSPORTS = ["auto", "zmq", "shm", "nccl", "disk"]

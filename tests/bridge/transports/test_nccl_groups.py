@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
+from tests.support.bridge.parts import NCCL_FIRST, enter_nccl, group_with, no_groups, packing
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.publish.transport_choice import TransportChoice
-from trainer_bridge.transports.nccl import broadcasts as group_broadcasts
+from trainer_bridge.transports.base import Recipient, TransferRules
 from trainer_bridge.transports.nccl import member as group_member
-from trainer_bridge.transports.nccl import transport as nccl
-from trainer_bridge.transports.nccl.broadcasts import Broadcasts
 from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, StoreServer, connect
 from trainer_bridge.transports.nccl.member import Member
 from trainer_bridge.transports.nccl.transport import NcclSender
@@ -125,15 +124,21 @@ def test_a_process_ends_cleanly(script: str) -> None:
 
 
 def test_a_publisher_that_closes_behind_the_last_bucket_keeps_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = Groups(monkeypatch)
-    sent, closed, plain = threading.Event(), threading.Event(), Broadcasts._broadcast
+    sent, closed = threading.Event(), threading.Event()
 
-    def broadcast(self: Broadcasts, *arguments: Any) -> None:
-        plain(self, *arguments)
-        sent.set()
-        assert closed.wait(20)
+    def broadcast(self: Any, data: torch.Tensor, root: int = 0) -> Any:
+        pending = BroadcastGroup.broadcast(self, data, root)
+        if self.rank:
+            return pending
 
-    monkeypatch.setattr(Broadcasts, "_broadcast", broadcast)
+        def wait(*given: Any) -> None:
+            pending.wait(*given)
+            sent.set()  # the only bucket
+            assert closed.wait(20)
+
+        return SimpleNamespace(wait=wait)
+
+    groups = Groups(monkeypatch, broadcast=broadcast)
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl") as publisher:
         handle = publisher.publish(new_tensors(worker.model, 1), 1)
         assert sent.wait(20)
@@ -166,25 +171,24 @@ def test_a_worker_whose_update_is_dropped_behind_the_last_bucket_keeps_no_group(
 
 
 class Groups:
-    """Counts the groups that members of this process join from now on, and notes who leaves theirs."""
+    """Counts the groups that members of this process join from now on, and notes which ranks leave theirs.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made = 0
-        self.left: list[int] = []  # the ranks that left their group; the publisher's is 0
-        join, leave = BroadcastGroup.__init__, BroadcastGroup.close
-        ranks: weakref.WeakKeyDictionary[BroadcastGroup, int] = weakref.WeakKeyDictionary()
+    The publisher's rank is 0. `methods` are those of the groups.
+    """
 
-        def counted(group: BroadcastGroup, store: Any, name: str, rank: int, *arguments: Any, **more: Any) -> None:
-            ranks[group] = rank
-            self.made += 1
-            join(group, store, name, rank, *arguments, **more)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
+        self.joined: list[str] = []
+        self.left: list[int] = []
 
-        def counted_end(group: BroadcastGroup, broken: bool) -> Any:
-            self.left.append(ranks[group])
-            return leave(group, broken)
+        def end(group: Any, broken: bool) -> Any:
+            self.left.append(group.rank)
+            return BroadcastGroup.close(group, broken)
 
-        monkeypatch.setattr(BroadcastGroup, "__init__", counted)
-        monkeypatch.setattr(BroadcastGroup, "close", counted_end)
+        enter_nccl(monkeypatch, group_with(self.joined, close=end, **methods))
+
+    @property
+    def made(self) -> int:
+        return len(self.joined)
 
 
 def named(name: str) -> list[threading.Thread]:
@@ -215,10 +219,9 @@ def test_an_update_that_was_dropped_takes_no_group_from_the_next(
 def test_buffers_of_an_update_that_failed_live_until_nothing_is_packed_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref] = []
     alive: list[bool] = []
-    buffer, wait_packed, start = BroadcastGroup.buffer, Payload.wait_packed, Payload.start_bucket
 
     def noted(self: BroadcastGroup, nbytes: int) -> torch.Tensor:
-        data = buffer(self, nbytes)
+        data = BroadcastGroup.buffer(self, nbytes)
         if threading.current_thread().name == "weights-group":
             made.append(weakref.ref(data))
         return data
@@ -226,41 +229,43 @@ def test_buffers_of_an_update_that_failed_live_until_nothing_is_packed_to_them(m
     def packed(self: Payload) -> None:
         if threading.current_thread().name == "weights-group":
             alive.extend(data() is not None for data in made)
-        wait_packed(self)
+        Payload.wait_packed(self)
 
     def fails(self: Payload, index: int, out: torch.Tensor) -> int:
         if index == 3:
             raise RuntimeError("the device is gone")
-        return start(self, index, out)
+        return Payload.start_bucket(self, index, out)
 
-    monkeypatch.setattr(BroadcastGroup, "buffer", noted)
-    monkeypatch.setattr(Payload, "wait_packed", packed)
-    monkeypatch.setattr(Payload, "start_bucket", fails)
-    with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=SMALL) as publisher:
+    enter_nccl(monkeypatch, group_with(buffer=noted))
+    publisher_type = packing(wait_packed=packed, start_bucket=fails)
+    with Worker() as worker, publisher_type(worker.endpoint, transport="nccl", bucket_bytes=SMALL) as publisher:
         with pytest.raises(RolloutError, match="the device is gone"):
             publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
         wait_for(lambda: not named("weights-group"), "the end of its thread")
     assert made and alive == [True] * len(made)
 
 
-class Hangs:
-    """Stands in for a group: joining blocks, as inside NCCL, until `over`."""
+def clocked_sender(now_s: list[float]) -> type[NcclSender]:
+    """A sender whose transfers go by this clock."""
 
-    over: threading.Event
-    clock_s = 0.0
+    class Clocked(NcclSender):
+        def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
+            return super().transfer(payload, recipients, replace(rules, clock=lambda: now_s[0]))
 
-    def __init__(self, store: Any, name: str, rank: int, *_: Any) -> None:
-        if rank == 0:
-            Hangs.clock_s += 1000.0  # so long has nothing moved
-        self.over.wait()
-        raise GroupError("it is over")
+    return Clocked
 
 
 def test_a_group_that_hangs_ends_the_update_and_close_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hangs, "over", threading.Event(), raising=False)
-    monkeypatch.setattr(group_broadcasts, "time", SimpleNamespace(monotonic=lambda: Hangs.clock_s))
-    for module in (group_broadcasts, group_member):
-        monkeypatch.setattr(module, "BroadcastGroup", Hangs)
+    over, now_s = threading.Event(), [0.0]
+
+    def join(self: Any, store: Any, name: str, rank: int, *_: Any) -> None:
+        """Block, as inside NCCL."""
+        if rank == 0:
+            now_s[0] += 1000.0  # so long has nothing moved
+        over.wait()
+        raise GroupError("it is over")
+
+    enter_nccl(monkeypatch, group_with(__init__=join), clocked_sender(now_s))
     with Worker() as worker:
         publisher = WeightPublisher(worker.endpoint, transport="nccl")
         handle = publisher.publish(new_tensors(worker.model, 1), 1)
@@ -268,36 +273,35 @@ def test_a_group_that_hangs_ends_the_update_and_close_returns(monkeypatch: pytes
             handle.applied(20)
         publisher.close()
         wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
-        Hangs.over.set()
+        over.set()
 
 
 def test_an_update_that_moves_may_take_longer_than_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock leaps by 20 s with each bucket; a stall takes 30 s and the grace."""
     now = [0.0]
-    plain = Payload.start_bucket
 
     def pack(self: Payload, index: int, out: torch.Tensor) -> int:
         now[0] += 20.0
-        return plain(self, index, out)
+        return Payload.start_bucket(self, index, out)
 
-    monkeypatch.setattr(Payload, "start_bucket", pack)
-    monkeypatch.setattr(group_broadcasts, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=SMALL) as publisher:
+    enter_nccl(monkeypatch, sender_type=clocked_sender(now))
+    publisher_type = packing(start_bucket=pack)
+    with Worker() as worker, publisher_type(worker.endpoint, transport="nccl", bucket_bytes=SMALL) as publisher:
         handle = publisher.publish(tensors := new_tensors(worker.model, 1), 1)
         handle.applied(20)
         assert serves(worker.model, tensors) and now[0] > 100
 
 
 def test_workers_that_come_to_a_group_in_turn_meet_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    stores = []
+    ports = set()
 
-    class Counted(StoreServer):
-        def __init__(self, *arguments: Any, **more: Any) -> None:
-            stores.append(1)
-            super().__init__(*arguments, **more)
+    class Noted(NcclSender):
+        def prepare(self, payload: Payload) -> dict[str, Any]:
+            options = super().prepare(payload)
+            ports.add(options["port"])
+            return options
 
-    monkeypatch.setattr(nccl, "StoreServer", Counted)
-    monkeypatch.setattr(TransportChoice, "candidates", lambda self, payload: ("shm", "nccl", "zmq"))
+    enter_nccl(monkeypatch, sender_type=Noted, auto=3, gpu_to_gpu=False)
     with Worker() as first, Worker() as second:
         del second.receiver.receivers["shm"]  # it refuses that, and comes to the group a round later
         with WeightPublisher([first.endpoint, second.endpoint], bucket_bytes=SMALL) as publisher:
@@ -307,21 +311,16 @@ def test_workers_that_come_to_a_group_in_turn_meet_in_one(monkeypatch: pytest.Mo
                 reports = publisher.publish(tensors, version).applied(20)
                 assert [report.transport for report in reports] == ["nccl", "nccl"]
                 assert serves(first.model, tensors) and serves(second.model, tensors)
-                assert len(stores) == version  # one for each update
+                assert len(ports) == version  # one store for each update
 
 
 def test_who_got_the_bytes_keeps_them_when_another_fails_the_same_way_in_a_second_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def no_group(*_: Any) -> None:
-        raise GroupError("no route between the devices")
-
     def refuse(*_: Any) -> None:
         raise RolloutError("damaged")
 
-    for module in (group_broadcasts, group_member):
-        monkeypatch.setattr(module, "BroadcastGroup", no_group)
-    monkeypatch.setattr(TransportChoice, "candidates", lambda self, payload: ("nccl", "shm", "zmq"))
+    enter_nccl(monkeypatch, no_groups("no route between the devices"), **NCCL_FIRST)
     with Worker() as near, Worker() as broken:
         broken.receiver.receivers["shm"].take = refuse
         with WeightPublisher([near.endpoint, broken.endpoint], bucket_bytes=SMALL) as publisher:
@@ -360,29 +359,28 @@ def test_a_member_that_waited_in_vain_can_leave_before_the_groups_own_deadline()
     gc.collect()
 
 
-class Backend:
-    """In the place of NCCL's: connecting hangs, on rank 0, until `over`."""
-
-    made: list[int] = []
-
-    def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
-        self.rank = rank
-        self.made.append(rank)
-        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        if self.rank == 0:
-            Hangs.over.wait()
-
-
 @pytest.fixture
 def without_nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`join(store, rank, timeout_s)` as on a GPU, with `Backend` in the place of NCCL's."""
-    monkeypatch.setattr(Backend, "made", [])
-    monkeypatch.setattr(Hangs, "over", threading.Event(), raising=False)
-    stand_in: Any = lambda *arguments: Backend(*arguments)  # noqa: E731
-    stand_in.Options = SimpleNamespace
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", stand_in, raising=False)
+    """`join(store, rank, timeout_s)` as on a GPU, and `join.made`, the ranks that made a backend.
+
+    In the place of NCCL's backend: connecting hangs, on rank 0, until the end of the test.
+    """
+    made: list[int] = []
+    over = threading.Event()
+
+    class Backend:
+        Options = SimpleNamespace
+
+        def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
+            self.rank = rank
+            made.append(rank)
+            assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            if self.rank == 0:
+                over.wait()
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
     def join(store: dist.Store, rank: int, timeout_s: float) -> Any:
@@ -391,14 +389,15 @@ def without_nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
         member._timeout = member._join_timeout = timedelta(seconds=timeout_s)
         return member._nccl(store, rank, 2)
 
+    join.made = made  # type: ignore[attr-defined]
     yield join
-    Hangs.over.set()
+    over.set()
 
 
 def test_nobody_connects_by_nccl_before_all_are_there(without_nccl) -> None:
     with pytest.raises(RuntimeError):
         without_nccl(dist.HashStore(), 0, 0.1)
-    assert Backend.made == []
+    assert without_nccl.made == []
 
 
 def test_a_group_that_hangs_while_it_connects_does_not_keep_others_from_being_made(without_nccl) -> None:
@@ -408,11 +407,11 @@ def test_a_group_that_hangs_while_it_connects_does_not_keep_others_from_being_ma
     other.set("here/0", "")
     thread = threading.Thread(target=without_nccl, args=(stuck, 0, 20.0), daemon=True)
     thread.start()
-    wait_for(lambda: Backend.made == [0], "a group that hangs")
+    wait_for(lambda: without_nccl.made == [0], "a group that hangs")
     second = threading.Thread(target=without_nccl, args=(other, 1, 20.0), daemon=True)
     second.start()
     second.join(20)
-    assert not second.is_alive() and Backend.made == [0, 1]
+    assert not second.is_alive() and without_nccl.made == [0, 1]
     assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
 
 

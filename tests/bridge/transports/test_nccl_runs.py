@@ -12,15 +12,15 @@ import torch
 
 from tests.support.bridge.harness import TinyModel, new_tensors
 from tests.support.kernels.grids import nightly
-from trainer_bridge.publish import transport_choice
-from trainer_bridge.publish.transport_choice import TransportChoice
-from trainer_bridge.transports.base import Recipient, TransferRules
+from trainer_bridge.transports.base import TransferRules
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
 from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, StoreServer, connect, given_up
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import Columns, Runs
+from trainer_bridge.transports.nccl.transport import NcclSender
 from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.registry import auto_order
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import Manifest, pack
 
@@ -97,14 +97,16 @@ def test_columns_and_runs_of_every_bucket_travel_once_and_land_in_their_places(s
         assert torch.equal(bucket.unpack(travelled, out), stream[start:end])
 
 
-def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], str | None]:
+def broadcast(
+    devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor], payload_type: type[Payload] = Payload
+) -> tuple[list[Any], str | None]:
     """All members of a group of trainer ranks, and why one gave up. Rank 0 keeps what it sent and got."""
     server = StoreServer([HOST], 20.0)
     jobs: list[Any] = [None] * len(devices)
 
     def take_part(rank: int) -> None:
         mine = {name: tensor.to(devices[rank]) for name, tensor in tensors.items()}
-        payload = Payload(mine, 1, BUCKET)
+        payload = payload_type(mine, 1, BUCKET)
         if rank == 0:
             memory = torch.zeros(payload.manifest.total_bytes, dtype=torch.uint8)
             payload.keep_in(lambda: memory)
@@ -152,30 +154,28 @@ def test_ranks_that_each_send_what_they_own_all_end_with_the_whole(devices: list
         assert jobs[root].fingerprints[index] == fingerprint(travelled[part.at : part.end])
 
 
-def test_all_hear_the_first_reason_for_which_a_member_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    pack_pieces, left = Payload.pack_pieces, []
+def test_all_hear_the_first_reason_for_which_a_member_gave_up() -> None:
+    left = []
 
-    def pack_or_fail(self: Payload, *arguments: Any) -> None:
-        if self.kept is None and not left:
-            left.append(self)
-            raise RuntimeError("out of memory")
-        pack_pieces(self, *arguments)
+    class Fails(Payload):
+        def pack_pieces(self, *arguments: Any) -> None:
+            if self.kept is None and not left:
+                left.append(self)
+                raise RuntimeError("out of memory")
+            super().pack_pieces(*arguments)
 
-    monkeypatch.setattr(Payload, "pack_pieces", pack_or_fail)
     tensors = new_tensors(TinyModel(), 1)
-    jobs, gave_up = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors)
+    jobs, gave_up = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors, Fails)
     assert gave_up == "rank 1 gave up: out of memory" and all(job.error for job in jobs)
 
 
-def test_a_publisher_that_is_closed_while_it_packs_is_no_fault(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def closed(self: Payload, *arguments: Any) -> None:
-        raise RolloutError("transfer: the tensors were released before they were sent", code="closed")
+def test_a_publisher_that_is_closed_while_it_packs_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    class Closed(Payload):
+        def pack_pieces(self, *arguments: Any) -> None:
+            raise RolloutError("transfer: the tensors were released before they were sent", code="closed")
 
-    monkeypatch.setattr(Payload, "pack_pieces", closed)
     tensors = new_tensors(TinyModel(), 1)
-    jobs, _ = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors)
+    jobs, _ = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors, Closed)
     assert any("were released" in (job.error or "") for job in jobs)
     assert not any(record.exc_info for record in caplog.records)
 
@@ -233,12 +233,14 @@ def test_a_table_of_columns_that_is_none_is_refused(roots: list[int], columns: l
         Runs.learn(manifest, group, GroupSeat("g", 1, 3, 2, len(columns)), threading.Event())
 
 
-def test_auto_tries_groups_first_for_parts_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(transport_choice, "make_sender", lambda *_: SimpleNamespace(prepare=lambda payload: {}, why=""))
-    choice = TransportChoice("auto", None, None, [])
-    for spread, first in ((True, "nccl"), (False, "cuda_ipc")):
-        payload: Any = SimpleNamespace(on_gpu=True, again=False, spread=spread)
-        peer = Recipient(f"tcp://127.0.0.1:{1 + spread}")
-        choice.next_options(payload, [peer])
-        assert peer.transport == first
+def test_auto_tries_groups_first_for_parts_of_several_ranks() -> None:
+    assert auto_order(gpu=True, parts=True) == ["nccl", "cuda_ipc", "shm", "zmq"]
+    assert auto_order(gpu=True, parts=False) == ["cuda_ipc", "nccl", "shm", "zmq"]
+    assert auto_order(gpu=False, parts=True) == auto_order(gpu=False, parts=False) == ["shm", "zmq"]
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
+def test_a_trainer_without_nccl_refuses_it_before_a_worker_is_asked() -> None:
+    payload: Any = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(RolloutError, match="no NCCL"):
+        NcclSender([]).prepare(payload)

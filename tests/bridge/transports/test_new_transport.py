@@ -66,16 +66,19 @@ class FilesReceiver(TransportReceiver):
 
 
 class FilesSender(TransportSender):
-    """Writes the buckets once, for all workers. `damage` changes the first byte after its checksum is taken."""
+    """Writes the buckets once, for all workers. `damage` changes the first byte after its checksum is taken.
+
+    `told` is the folder's name for the workers.
+    """
 
     name, why = "files", "there is a folder"
 
-    def __init__(self, folder: Path, damage: bool = False) -> None:
-        self._folder, self._damage = folder, damage
+    def __init__(self, folder: Path, damage: bool = False, told: str = "{}") -> None:
+        self._folder, self._damage, self._told = folder, damage, told
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
         (self._folder / str(payload.manifest.version)).mkdir()
-        return {"folder": str(self._folder / str(payload.manifest.version))}
+        return {"folder": self._told.format(self._folder / str(payload.manifest.version))}
 
     def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
         buffer, checks = torch.empty(payload.manifest.bucket_bytes, dtype=torch.uint8), []
@@ -102,17 +105,14 @@ def damage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     def sender(publisher: registry.PublisherSetup) -> TransportSender:
         return FilesSender(tmp_path, request.param)
 
-    monkeypatch.setitem(TRANSPORTS, "files", Transport(lambda worker: FilesReceiver(), sender))
+    monkeypatch.setitem(TRANSPORTS, "files", Transport(lambda worker: FilesReceiver(), sender, auto=0))
     return request.param
 
 
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
 @pytest.mark.parametrize("asked", ["files", "auto"])
-def test_one_entry_adds_a_transport(
-    damage: bool, asked: str, apply: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_entry_adds_a_transport(damage: bool, asked: str, apply: str, tmp_path: Path) -> None:
     """The worker offers it, a publisher finds it by name and by `auto`, and damage leaves no wrong weights in use."""
-    monkeypatch.setattr(registry, "AUTO_ORDER", ("files", *registry.AUTO_ORDER))
     with Worker(apply=apply) as worker, Worker(apply=apply) as other:
         assert "files" in worker.status()["transports"]
         endpoints = [worker.endpoint, other.endpoint]
@@ -137,15 +137,8 @@ def test_a_worker_that_cannot_use_it_gets_the_update_by_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refusal in `begin` that names `options` is one of the transport: `auto` goes on to the next."""
-    entry = Transport(lambda worker: FilesReceiver(), lambda publisher: FilesSender(tmp_path))
+    entry = Transport(lambda worker: FilesReceiver(), lambda publisher: FilesSender(tmp_path, told="{}/none"), auto=0)
     monkeypatch.setitem(TRANSPORTS, "files", entry)
-    monkeypatch.setattr(registry, "AUTO_ORDER", ("files", *registry.AUTO_ORDER))
-    prepare = FilesSender.prepare
-
-    def elsewhere(sender: FilesSender, payload: Payload) -> dict[str, Any]:
-        return {key: f"{value}/none" for key, value in prepare(sender, payload).items()}
-
-    monkeypatch.setattr(FilesSender, "prepare", elsewhere)
     with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=SMALL) as publisher:
         (report,) = publisher.publish(tensors := new_tensors(worker.model, 1), 1).applied(20)
         assert report.transport == "shm" and "not files: " in report.why and serves(worker.model, tensors)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.bridge.harness import Worker, new_tensors, serves
+from tests.support.bridge.parts import enter
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shm import Segment, ShmSender, boot_id
@@ -62,11 +63,15 @@ def test_auto_takes_shared_memory_on_one_host_and_says_so(worker: Worker) -> Non
 def test_auto_takes_a_socket_when_the_host_is_another_one_and_says_why(
     worker: Worker, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = Segment.options
     other = {"boot_id": "0" * 36, "secret": "0" * 64, "pid": 1 << 22}[change]
-    monkeypatch.setattr(Segment, "options", lambda self: {**options(self), change: other})
     asked = []
-    monkeypatch.setattr(ShmSender, "prepare", noting(ShmSender.prepare, asked))
+
+    class Elsewhere(ShmSender):
+        def prepare(self, payload: Payload) -> dict[str, Any]:
+            asked.append(1)
+            return {**super().prepare(payload), change: other}
+
+    enter(monkeypatch, "shm", sender=lambda publisher: Elsewhere())
     with WeightPublisher(worker.endpoint) as publisher:
         for version in (1, 2):
             tensors = new_tensors(worker.model, version)
@@ -90,9 +95,12 @@ def test_memory_that_cannot_be_pinned_is_a_reason_for_another_transport(
         def __init__(self, payload: Payload) -> None:
             self.manifest = payload.manifest
 
-    plain = ShmSender.prepare
+    class Sender(ShmSender):
+        def prepare(self, payload: Payload) -> dict[str, Any]:
+            return super().prepare(OnGpu(payload))  # type: ignore[arg-type]
+
     monkeypatch.setattr(Segment, "pin", full)
-    monkeypatch.setattr(ShmSender, "prepare", lambda self, payload: plain(self, OnGpu(payload)))  # type: ignore[arg-type]
+    enter(monkeypatch, "shm", sender=lambda publisher: Sender())
     with WeightPublisher(worker.endpoint) as publisher:
         (report,) = publisher.publish(tensors := new_tensors(worker.model, 1), 1).applied(20)
         assert report.transport == "zmq" and "shm" in report.why and "the driver is full" in report.why

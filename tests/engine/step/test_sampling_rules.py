@@ -16,8 +16,8 @@ from rollout_kernels import SamplingRows, sample
 from rollout.engine.messages import Request, SamplingParams
 from rollout.engine.sequence.features import Feature, features_of
 from rollout.service.requests.schema import parse_request
-from rollout.service.service_error import ServiceError
 from trainer_bridge.client.generate_request import plan_request
+from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.sampling_rules import RULES, SamplingFields, SamplingRule
 
 HEADER = {"v": 1, "op": "generate", "id": "a", "prompt": [1, 2, 3]}
@@ -61,7 +61,7 @@ def test_a_value_out_of_range_is_refused_by_its_name(rule: SamplingRule):
     wrong += [rule.least] if rule.above_least else []
     wrong += [0.5] if rule.kind is int else [float("nan"), float("inf")]
     for value in wrong:
-        with pytest.raises(ServiceError) as refused:
+        with pytest.raises(RolloutError) as refused:
             parse_request(HEADER | {"sampling": {rule.name: value}})
         assert (refused.value.code, refused.value.field) == ("bad_request", f"sampling.{rule.name}"), value
     for value in [rule.most] if rule.above_least else [rule.least, rule.most]:

@@ -11,6 +11,7 @@ TIMEOUT_S = 60.0
 
 Connect = Callable[..., Any]
 Serve = Callable[..., ScriptedWorker]
+SetClock = Callable[[float], None]
 
 
 def only_generate(handler: Any) -> Any:

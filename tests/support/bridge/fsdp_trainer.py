@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.support.bridge.file_memory import FileMemory, lend_from, share_from
 from tests.support.bridge.harness import TinyModel, new_tensors
 from tests.support.worker.harness import tensors
-from trainer_bridge.publish import publisher as publisher_module
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.trainer_ranks import TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice
@@ -110,7 +109,7 @@ def train_fsdp(order: dict[str, Any]) -> None:
     model = sharded_model(mesh, device)
     seen: dict[str, Any] = {"versions": [], "transports": [], "errors": [], "fetched": [], "packed": []}
     seen |= {"requested": []}
-    publisher_module._ABORT_S = 20.0  # for which a worker on a busy machine may take to answer
+    WeightPublisher.abort_s = 20.0  # for which a worker on a busy machine may take to answer
     at = [0]
     watch(seen, at, dies_in=2 if fault == "die in group" and rank == 1 else 0)
     if fault == "corrupt" and rank == 1:
@@ -188,7 +187,7 @@ def counting_step(version: int) -> int:
 
 
 def train_tensor_parallel(order: dict[str, Any]) -> None:
-    """One rank of a tensor-parallel trainer on CPUs: so many updates by gloo, one after the other.
+    """One rank of a tensor-parallel trainer on CPUs: it sends several updates by gloo, one after the other.
 
     They are the tiny model's, whose seeds are their versions, or with `counting` those of the checkpoints that count.
     """

@@ -39,9 +39,9 @@ rollout_kernels.SamplingRows = Rows  # type: ignore[misc]
 # Everything below is made from the table when it is imported.
 from rollout.engine.step.row_state import FIRST_FLOAT_RULE, FLOAT_RULES  # noqa: E402
 from rollout.service.requests.schema import parse_request  # noqa: E402
-from rollout.service.service_error import ServiceError  # noqa: E402
 from tests.support.engine.harness import Bench, load  # noqa: E402
 from trainer_bridge.client.generate_request import plan_request  # noqa: E402
+from trainer_bridge.wire.errors import RolloutError  # noqa: E402
 
 
 def main(checkpoint: Path) -> None:
@@ -55,7 +55,7 @@ def main(checkpoint: Path) -> None:
     assert sampling.rules["floor_penalty"] == 2.5
     try:
         parse_request({**header, "sampling": {"floor_penalty": 9.5}})
-    except ServiceError as error:
+    except RolloutError as error:
         assert error.field == "sampling.floor_penalty"
         print("schema")
 

@@ -9,7 +9,7 @@ import numpy as np
 from rollout.models.vision_spec import TowerFamily, TowerSpec
 from rollout.service.served_model import ServedModel
 from tests.support.service.harness import MODEL
-from trainer_bridge.wire.media import media_hash
+from trainer_bridge.wire.media_hash import media_hash
 
 PLACEHOLDER, PATCH = 299, 8
 TOWER = TowerSpec(

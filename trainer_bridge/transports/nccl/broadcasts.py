@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 
 import torch
@@ -60,14 +59,14 @@ class Broadcasts:
         self._over = threading.Event()
         self._stop = threading.Event()
         self._lock = threading.Lock()  # after `_stop` the thread keeps no group
-        self._moved_s = time.monotonic()
+        self._moved_s = self._rules.clock()
 
     def run(self, watch: dist.Store) -> None:
         """Return when everything is sent or `error` is set. `watch` is a client of the store."""
         thread = threading.Thread(target=self._main, name="weights-group", daemon=True)
         thread.start()
         while not self._over.wait(0.02):
-            still_s = time.monotonic() - self._moved_s
+            still_s = self._rules.clock() - self._moved_s
             if self._rules.closing.is_set():
                 self.error = "the publisher was closed"
             elif (gone := given_up(watch)) is not None:
@@ -114,10 +113,8 @@ class Broadcasts:
             raise
 
     def _join(self) -> BroadcastGroup:
-        place, device = self._place, self._payload.device
-        return BroadcastGroup(
-            self._store, place.name, place.rank, place.size, self._address, device, self._rules.stall_s
-        )
+        device, timeout_s = self._payload.device, self._rules.stall_s
+        return self._kept.join(self._store, self._place, self._address, device, timeout_s)
 
     def _broadcast(self, group: BroadcastGroup, runs: Runs) -> None:
         payload, buffers = self._payload, [group.buffer(runs.buffer_bytes) for _ in range(group.buffers)]
@@ -149,12 +146,12 @@ class Broadcasts:
         for part in pending:
             part.wait(self._stop)
         self.sent += 1
-        self._moved_s = time.monotonic()
+        self._moved_s = self._rules.clock()
         if self._place.rank:
             self._store.set(f"at/{self._place.rank}", str(self.sent))
 
     def _pack(self, bucket: Bucket, index: int, buffer: torch.Tensor, own: dict[int, torch.Tensor]) -> None:
-        self._moved_s = time.monotonic()
+        self._moved_s = self._rules.clock()
         for part in bucket.parts:
             self.order.append((index, part.root))
             if part.root != self._place.rank:
@@ -164,6 +161,6 @@ class Broadcasts:
                 self._payload.pack_pieces(part.pieces, buffer, part.columns)
             else:
                 self._payload.start_bucket(index, data)
-            self._moved_s = time.monotonic()
+            self._moved_s = self._rules.clock()
             with self._payload.on_side_stream():
                 own[index] = fingerprint(data)

@@ -12,13 +12,17 @@ from __future__ import annotations
 import threading
 import time
 
+import torch
+import torch.distributed as dist
+
 from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupSeat, begin_ending
 
 
 class KeptGroup:
-    """The group that a member keeps. Any thread, one update at a time."""
+    """The group that a member keeps. Any thread, one update at a time. `group_type` are the groups that it joins."""
 
-    def __init__(self) -> None:
+    def __init__(self, group_type: type[BroadcastGroup] = BroadcastGroup) -> None:
+        self._group_type = group_type
         self._lock = threading.Lock()
         self._kept: tuple[GroupSeat, BroadcastGroup] | None = None
         self._ending: list[threading.Thread] = []
@@ -28,6 +32,12 @@ class KeptGroup:
         """The group's name; empty if no group is kept."""
         kept = self._kept
         return "" if kept is None else kept[0].name
+
+    def join(
+        self, store: dist.Store, seat: GroupSeat, address: str, device: torch.device, timeout_s: float
+    ) -> BroadcastGroup:
+        """Meet the other members of a group. Raises `GroupError` if not all of them join within `timeout_s`."""
+        return self._group_type(store, seat.name, seat.rank, seat.size, address, device, timeout_s)
 
     def keep(self, place: GroupSeat, group: BroadcastGroup) -> None:
         """Keep a group with nothing in flight until the next `take`; leave the one kept before."""

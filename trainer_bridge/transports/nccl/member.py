@@ -125,7 +125,7 @@ class Member:
 
     def _join(self, store: dist.TCPStore, place: GroupSeat) -> BroadcastGroup:
         address = address_towards(*self._where)
-        return BroadcastGroup(store, place.name, place.rank, place.size, address, self._device, self._timeout_s)
+        return self._kept.join(store, place, address, self._device, self._timeout_s)
 
     def _take_buckets(self, group: BroadcastGroup, store: dist.Store, rank: int, runs: Runs) -> None:
         manifest = self._incoming.manifest

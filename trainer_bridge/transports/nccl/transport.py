@@ -43,6 +43,7 @@ from trainer_bridge.transports.nccl.broadcasts import Broadcasts
 from trainer_bridge.transports.nccl.group import (
     END_S,
     REACH_S,
+    BroadcastGroup,
     GroupError,
     GroupSeat,
     StoreServer,
@@ -55,7 +56,7 @@ from trainer_bridge.transports.nccl.group import (
 )
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.member import Member
-from trainer_bridge.transports.nccl.ranks import OtherRanks
+from trainer_bridge.transports.nccl.trainer_ranks import OtherRanks
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, ConnectionLost, RolloutError, WeightsRejected
 
@@ -73,12 +74,18 @@ class NcclReceiver(TransportReceiver):
 
     name = "nccl"
 
-    def __init__(self, device: torch.device, timeout_s: float, wake: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        timeout_s: float,
+        wake: Callable[[], object],
+        group_type: type[BroadcastGroup] = BroadcastGroup,
+    ) -> None:
         self.on_device = device.type == "cuda"
         self._device, self._timeout_s, self._wake = device, timeout_s, wake
         self._member: Member | None = None
         self._members: list[Member] = []  # whose threads have not ended
-        self._kept = KeptGroup()
+        self._kept = KeptGroup(group_type)
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Check that the publisher's store can be reached and start to join. Raises `BadRequest`."""
@@ -158,15 +165,18 @@ class NcclSender(TransportSender):
     name = "nccl"
     why = "from device to device"
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    def __init__(self, endpoints: Sequence[str], group_type: type[BroadcastGroup] = BroadcastGroup) -> None:
         self._endpoints = endpoints
         self._server: StoreServer | None = None
-        self._kept = KeptGroup()
+        self._kept = KeptGroup(group_type)
         self._kept_with: Members = ()
         self._others: OtherRanks | None = None
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
         """Open the store of this update; a later round of `begin` uses the same one."""
+        backend = "nccl" if payload.device.type == "cuda" else "gloo"
+        if backend == "nccl" and not dist.is_nccl_available():
+            raise RolloutError("prepare: this trainer's torch has no NCCL; use auto or zmq")
         if self._server is None or self._others is None:
             self._others = OtherRanks(payload)
             try:
@@ -175,7 +185,6 @@ class NcclSender(TransportSender):
             except (OSError, RuntimeError) as error:
                 raise RolloutError(f"prepare: no store can be opened: {error!s:.200}; use the transport zmq") from error
         where = {"hosts": self._server.hosts, "port": self._server.port}
-        backend = "nccl" if payload.device.type == "cuda" else "gloo"
         return {**where, "backend": backend, "devices": self._others.devices}
 
     def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""The part of the clients, their streams and their sessions that waits for nothing: both clients inherit it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from trainer_bridge.client.core import MAKE_CLIENTS, ClientCall, ClientCore
+from trainer_bridge.client.generate_request import GenerateFields, StreamKind
+from trainer_bridge.client.journal import Fsync
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.client.resume import ResumePolicy, ResumingCore
+from trainer_bridge.process_bound import ProcessBound
+from trainer_bridge.wire.keys import ClientCurve
+
+
+class ClientFace(ProcessBound):
+    """A client without the calls that wait. `RolloutClient` describes the arguments."""
+
+    _instead = MAKE_CLIENTS
+    _readable_after_fork = frozenset({"endpoints", "_core"})
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        client: str | None = None,
+        timeout_s: float | None = None,
+        connect_timeout_s: float | None = None,
+        curve: ClientCurve | None = None,
+        resume: bool = False,
+        resume_timeout_s: float = 600.0,
+        resume_max_faults: int = 8,
+        journal: str | os.PathLike[str] | None = None,
+        journal_fsync: Fsync = "never",
+        acknowledge: bool | None = None,
+        heartbeat_s: float = 10.0,
+    ) -> None:
+        policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
+        if journal is not None and acknowledge is None:
+            acknowledge = True
+        given = (endpoints, client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
+        resumes = resume or journal is not None
+        self._core = ResumingCore(policy, *given) if resumes else ClientCore(*given)
+        self._prepare_to_wait()
+
+    def _prepare_to_wait(self) -> None:
+        """Make what the client waits with. The constructor calls it once the connections are there."""
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All endpoints except the ones that are being removed."""
+        return tuple(self._core.endpoints)
+
+    def add(self, endpoint: str) -> None:
+        """Add a worker. It gets requests once its weights are as new as the weights of the other workers.
+
+        An endpoint that is being removed stays instead. Raises ValueError for one that is there already.
+        """
+        self._core.add(endpoint)
+
+    def remove(self, endpoint: str, mode: Literal["drain", "now"] = "drain") -> None:
+        """Send nothing new to a worker; returns at once. Its sessions continue on other workers.
+
+        With `drain` requests in flight there end there; with `now` they fail with `ConnectionLost`, or, if this client
+        resumes, continue on other workers. The worker itself goes on. Raises ValueError for the last endpoint.
+        """
+        self._core.remove(endpoint, mode)
+
+    def end_session(self, session: str) -> None:
+        """Free a session's KV on its worker. Does not wait for the reply.
+
+        A later turn of the session may go to another endpoint.
+        """
+        self._core.end_session(session)
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Drop requests from the journal, once their results are stored elsewhere. ValueError for one in flight."""
+        self._core.forget(ids)
+
+    def journaled(self) -> dict[str, bool]:
+        """Every request id in the journal, oldest first: True if its result is there."""
+        return self._core.journaled()
+
+
+class StreamView(ProcessBound):
+    """One streamed request, apart from waiting: its id, its endpoint, its chunks."""
+
+    _instead = "read it in its process, and pass its chunks or its result"
+    _readable_after_fork = frozenset({"id", "endpoint", "result", "partials", "_call"})
+
+    def __init__(self, client: ClientFace, call: ClientCall, kind: StreamKind) -> None:
+        self._client = client
+        self._call = call
+        self._kind = kind
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self._call.target or self._call.id
+
+    @property
+    def endpoint(self) -> str:
+        """Where it runs; empty for a request that waits for its first worker."""
+        return self._call.endpoint
+
+    @property
+    def result(self) -> GenerateResult | None:
+        """The whole result, once it has come."""
+        return self._call.result
+
+    def partials(self) -> list[Completion]:
+        """The completions so far, each joined from its chunks."""
+        assert self._call.assembler is not None
+        return self._call.assembler.partials()
+
+    def close(self) -> None:
+        """Stop reading; cancels the request, unless it is detached or was attached to."""
+        self._client._core.abandon(self._call)
+
+    def _item(self, chunk: Chunk) -> Any:
+        """What the stream yields for a chunk: the chunk, or the whole completion that it ends."""
+        return chunk if self._kind == "tokens" else self._call.joined(chunk.index)
+
+
+class SessionView(ProcessBound):
+    """A session apart from its turns."""
+
+    _instead = MAKE_CLIENTS
+    _readable_after_fork = frozenset({"id", "lease_s"})
+
+    def __init__(self, client: ClientFace, session_id: str, lease_s: float | None) -> None:
+        self.id = session_id
+        self.lease_s = lease_s
+        self._client = client
+
+    def end(self) -> None:
+        """Have the worker give back what it holds; does not wait for it."""
+        self._client.end_session(self.id)
+
+    def _turn(self, fields: GenerateFields) -> GenerateFields:
+        """The fields of a turn."""
+        return {**fields, "session": self.id, "session_lease_s": self.lease_s}
