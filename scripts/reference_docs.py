@@ -4,7 +4,7 @@
     python -m scripts.reference_docs --write    writes them
 
 A page is one function in `PAGES`. Of `protocol.md` only the table of the sampling rules is made from the code, of
-`gateway.md` the tables of the flags and of fields that other servers have.
+`gateway.md` the table of the flags.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
 from rollout.service.errors import ErrorCode
 from rollout.settings_sources import SettingKey, setting_keys
+from scripts.gateway_reference import endpoints_page
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
@@ -358,7 +359,7 @@ def protocol_page() -> str:
 
 
 def gateway_page() -> str:
-    """The page as it is, with the tables of flags and of other servers' fields made anew."""
+    """The page as it is, with the table of the flags made anew."""
     from rollout.gateway.settings import declared
 
     text = (FOLDER / _GATEWAY_PAGE).read_text(encoding="utf-8")
@@ -366,36 +367,7 @@ def gateway_page() -> str:
         (f"`--{name.replace('_', '-')}`", "" if default in (None, ()) else f"`{str(default).lower()}`", meaning)
         for name, _, meaning, default in declared()
     ]
-    text = _with_table(text, "flags", ("flag", "default", "meaning"), flags)
-    return _with_table(text, "ignored fields", ("field", "accepted in", "why it changes nothing"), _ignored_fields())
-
-
-def _ignored_fields() -> list[tuple[str, ...]]:
-    """Fields that the gateway accepts with any value: name, places, reason."""
-    from rollout.gateway import admin, chat, completions, generate, groups, sampling, sglang
-
-    places = {
-        "/v1/completions": completions.CompletionBody,
-        "/v1/chat/completions": chat.ChatBody,
-        "/inference/v1/generate": generate.GenerateBody,
-        "its sampling_params": generate.GenerateParams,
-        "/generate": sglang.GenerateBody,
-        "its sampling_params ": sglang.SglangParams,
-        "stream_options": sampling.StreamOptions,
-        "json_schema": sampling.JsonSchema,
-        "/update_weights": admin.UpdateBody,
-        "/update_weights_from_distributed": groups.TensorsBody,
-        "/init_weight_transfer_engine": groups.InitInfo,
-        "/v1/load_lora_adapter": admin.AdapterBody,
-        "/reset_prefix_cache": admin.ResetBody,
-        "/collective_rpc": admin.RpcBody,
-        "/abort_request": sglang.AbortBody,
-    }
-    found: dict[tuple[str, str], list[str]] = {}
-    for place, body in places.items():
-        for name, why in body.ignored.items():
-            found.setdefault((name, why), []).append(place.strip())
-    return [(f"`{name}`", ", ".join(dict.fromkeys(where)), why) for (name, why), where in found.items()]
+    return _with_table(text, "flags", ("flag", "default", "meaning"), flags)
 
 
 def _with_table(text: str, name: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -458,6 +430,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "api.md": api_page,
     "protocol.md": protocol_page,
     _GATEWAY_PAGE: gateway_page,
+    "endpoints.md": endpoints_page,
 }
 
 

@@ -15,9 +15,9 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from rollout.gateway.access import read_keys
 from rollout.gateway.app import make_app
-from rollout.gateway.connection import connection_class
+from rollout.gateway.http.access import read_keys
+from rollout.gateway.http.client_connections import IN_USE_S, connection_class
 from rollout.gateway.settings import GatewaySettings
 from rollout.process.announce import say, withdraw, write_whole
 from rollout.process.garbage_collection import collect_and_freeze
@@ -70,11 +70,17 @@ def worker_client(settings: GatewaySettings, curve: ClientCurve | None = None) -
     )
 
 
-def uvicorn_config(settings: GatewaySettings, app: Starlette, grace_s: int) -> uvicorn.Config:
-    """How uvicorn serves a gateway. At the end, requests that run have `grace_s` seconds."""
+def uvicorn_config(
+    settings: GatewaySettings, app: Starlette, grace_s: int, in_use_s: float = IN_USE_S
+) -> uvicorn.Config:
+    """How uvicorn serves a gateway. At the end, running requests have `grace_s` seconds.
+
+    `in_use_s` is as for `connection_class`.
+    """
+    patience_s = max(settings.body_s, settings.send_s)
     return uvicorn.Config(
         app,
-        http=connection_class(max(settings.body_s, settings.send_s), settings.keep_alive_s, settings.max_connections),
+        http=connection_class(patience_s, settings.keep_alive_s, settings.max_connections, in_use_s),
         timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type] # a time of the event loop
         log_config=None,
         access_log=False,

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout.gateway.access import is_loopback, read_keys
+from rollout.gateway.http.access import is_loopback, read_keys
 from rollout.gateway.settings import GatewaySettings
 from tests.support.gateway.harness import gateway
 from tests.support.patience import PATIENCE_S

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollout.gateway.messages import Rendering, prompt_of
-from rollout.gateway.text import Text
-from rollout.gateway.views import Views
+from rollout.gateway.answers.views import Views
+from rollout.gateway.prompts.chat_messages import Rendering, prompt_of
+from rollout.gateway.prompts.text import Text
 from rollout.service.text.codec import TextCodec
 from tests.support.gateway.chat_templates import FAMILIES, tokenizer_with
 from trainer_bridge.client.results import Completion
@@ -22,7 +22,7 @@ renderers = pytest.importorskip("renderers", reason="make test-integrations inst
 import numpy as np  # noqa: E402
 from renderers import configs  # noqa: E402
 
-from rollout.gateway.sampling import OpenAiBody  # noqa: E402
+from rollout.gateway.prompts.sampling import OpenAiBody  # noqa: E402
 
 #: The module and the configuration of a family's renderer. That of gpt-oss downloads a vocabulary.
 RENDERERS = {

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from pydantic_core import from_json
 
+from rollout.gateway.answers.views import Views
 from rollout.gateway.formats.choice import Formats
-from rollout.gateway.json_text import json_text
-from rollout.gateway.sampling import OpenAiBody
-from rollout.gateway.text import Text, shown_text
-from rollout.gateway.views import Views
+from rollout.gateway.http.json_text import json_text
+from rollout.gateway.prompts.sampling import OpenAiBody
+from rollout.gateway.prompts.text import Text, shown_text
 from rollout.service.text.codec import TextCodec
 from tests.support.gateway.chat_templates import FAMILIES, tokenizer_of
 from trainer_bridge.client.results import Completion

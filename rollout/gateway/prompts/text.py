@@ -1,0 +1,238 @@
+"""The tokenizer of a gateway. Prompts are rendered and tokenized on a thread of their own; the event loop goes on.
+
+The token ids of a prompt are thus known before it is sent, and so is what `return_token_ids` and `echo` show. Text of
+completions comes from the worker, except where special tokens are to be seen, or a format of answers needs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollout.gateway.formats.chat_turns import ChatTurns
+from rollout.gateway.formats.choice import Choice, Formats
+from rollout.gateway.http.http_errors import HttpError, bad_request
+from rollout.gateway.prompts.sampling import SamplingBody
+from rollout.gateway.prompts.token_bytes import TokenBytes
+from rollout.service.errors import ServiceError
+from rollout.service.text.codec import TextCodec, check_chars, load_text_codec
+from rollout.service.text.detokenizer import Detokenizer
+from trainer_bridge.client.results import Completion
+
+_T = TypeVar("_T")
+_MAX_CHARS = 8 << 20
+_MAX_DECODED = 1 << 20  # tokens of one call of `decode`
+_MAX_TEMPLATES = 16  # of requests
+
+
+class Text:
+    """A tokenizer and its chat template, or neither (`codec` None): then only token ids can be used."""
+
+    def __init__(self, codec: TextCodec | None, folder: Path | None = None) -> None:
+        self._codec = codec
+        self.folder = folder  # of the model
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._turns: OrderedDict[str | None, ChatTurns] = OrderedDict()  # by the template of the request
+        self._bytes = None if codec is None else TokenBytes(codec.tokenizer)
+
+    @classmethod
+    def load(cls, model: str | None) -> Text:
+        """The tokenizer of a folder or hub id, or of no model at all. Raises ValueError if it cannot be read."""
+        if model is None:
+            return cls(None)
+        folder = Path(model).expanduser()
+        if not folder.is_dir():
+            from rollout.models.checkpoint_folder import resolve_folder
+
+            folder = resolve_folder(model, None, weights=False)
+        return cls(load_text_codec(folder), folder)
+
+    @property
+    def there(self) -> bool:
+        """True if there is a tokenizer."""
+        return self._codec is not None
+
+    def formats(self, tools: str, reasoning: str) -> Formats:
+        """The formats of answers that the flags name. Raises ValueError for those that cannot be used."""
+        codec = self._codec
+        if codec is None or not codec.has_chat_template:
+            if tools in ("auto", "none") and reasoning in ("auto", "none"):
+                return Formats()
+            if codec is None:
+                raise ValueError("--tool-parser and --reasoning-parser need a tokenizer: name one with --model")
+        own = getattr(codec.tokenizer, "response_template", None)
+        return Choice(self.turns(None), own, codec.special_tokens).formats(tools, reasoning)
+
+    async def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text; with `special` also the special tokens that the tokenizer adds."""
+        codec = self.codec("prompt")
+        if len(text) > _MAX_CHARS:
+            raise bad_request(f"the prompt has {len(text)} characters; send at most {_MAX_CHARS}", "prompt")
+        return await self.on_thread(lambda: (codec.encode(text) if special else codec.encode_rendered(text)).tolist())
+
+    async def decode(self, token_ids: list[int], special: bool = True) -> str:
+        """Text of token ids; with `special` also the special tokens."""
+        codec = self.codec("tokens")
+        if len(token_ids) > _MAX_DECODED:
+            raise bad_request(f"send at most {_MAX_DECODED} tokens", "tokens")
+        return await self.on_thread(lambda: shown_text(codec, token_ids) if special else codec.decode(token_ids))
+
+    def turns(self, template: str | None) -> ChatTurns:
+        """What is known of the model's chat template, or of one in a request. Called on the thread, or at the start."""
+        found = self._turns.get(template)
+        if found is None:
+            codec = self.codec("messages")
+
+            def render(messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]) -> str:
+                text = codec.render_chat(messages, None if tools is None else list(tools), dict(options), template)
+                check_chars(text, _MAX_CHARS, "messages")
+                return text
+
+            found = self._turns[template] = ChatTurns(render, list(codec.special_tokens))
+            if len(self._turns) > _MAX_TEMPLATES:
+                self._turns.popitem(last=False)
+        self._turns.move_to_end(template)
+        return found
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, of a special token those of its text; without a tokenizer those of `token_id:N`."""
+        return f"token_id:{token_id}".encode() if self._bytes is None else self._bytes[token_id]
+
+    def from_worker(self, body: SamplingBody, shown: frozenset[int] = frozenset()) -> bool:
+        """True if the worker writes the text of completions.
+
+        It does not write special tokens, of which these may be `shown`, and it does write tokens that ended them.
+        """
+        return self.there and body.skip_special_tokens and not shown and not body.stop_token_ids
+
+    def pieces(self, body: SamplingBody, keep_stop: bool, shown: frozenset[int] = frozenset()) -> TextPieces:
+        """The text of one completion in pieces: the worker's, or made here; empty without a tokenizer."""
+        codec = self._codec
+        if codec is None or self.from_worker(body, shown):
+            return TextPieces(keep_stop)
+        special = codec.special_tokens
+        visible = {name: token for name, token in special.items() if token in shown or not body.skip_special_tokens}
+        hidden = frozenset(special.values()).difference(visible.values())
+        return OwnPieces(codec, hidden, list(visible), shown, body.stop, keep_stop)
+
+    def codec(self, field: str) -> TextCodec:
+        """The tokenizer. Raises `HttpError` without one; `field` is what asks for it."""
+        if self._codec is None:
+            raise bad_request(
+                "this gateway has no tokenizer: send token ids, or start it with --model FOLDER", field or None
+            )
+        return self._codec
+
+    async def on_thread(self, call: Callable[[], _T]) -> _T:
+        """The result of a call that may take long. Raises `HttpError` for a `ServiceError`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except ServiceError as error:
+            raise HttpError(400, str(error), error.field) from error
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def shown_text(codec: TextCodec, token_ids: Sequence[int]) -> str:
+    """The text of tokens with special ones."""
+    return str(codec.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+class TextPieces:
+    """The worker's text of one completion."""
+
+    def __init__(self, keep_stop: bool) -> None:
+        self._keep_stop = keep_stop
+
+    def take(self, part: Completion) -> str:
+        """The text that new tokens add; the last part has a finish reason."""
+        text = part.text or ""
+        return text + part.stop if self._keep_stop and isinstance(part.stop, str) else text
+
+    def end(self, part: Completion) -> str:
+        """The text of the token that ended the completion, if it may be a mark of the format of answers."""
+        return ""
+
+
+class OwnPieces(TextPieces):
+    """The text of one completion, made here: with some special tokens, and without the token that ended it.
+
+    `hidden` are tokens without text, `visible` the texts of special tokens that are shown, `marks` the special tokens
+    of the format of answers. The worker finds stop strings, in the text without special tokens. As many characters as a
+    stop string has are kept back, so that it is never shown.
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        hidden: frozenset[int],
+        visible: Sequence[str],
+        marks: frozenset[int],
+        stop: Sequence[str],
+        keep_stop: bool,
+    ) -> None:
+        super().__init__(keep_stop)
+        self._codec = codec
+        self._hidden = hidden
+        self._marks = marks
+        self._detokenizer = Detokenizer(self._decode)
+        longest_first = sorted(filter(None, visible), key=len, reverse=True)
+        self._visible = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._reach = max(map(len, stop), default=0)
+        self._kept = ""
+
+    def take(self, part: Completion) -> str:
+        """The text that new tokens add; the last part has a finish reason."""
+        tokens = part.token_ids.tolist()
+        stop = part.stop if part.finish_reason == "stop" else None
+        if isinstance(stop, int) and not self._keep_stop:
+            tokens = tokens[:-1]
+        self._kept += self._detokenizer.feed(tokens[:-1])
+        before = len(self._plain())
+        self._kept += self._detokenizer.feed(tokens[-1:])
+        if part.finish_reason is None:
+            end = self._place(max(0, len(self._plain()) - self._reach))
+        else:
+            self._kept += self._detokenizer.finish()
+            end = self._end_before(stop, before) if isinstance(stop, str) else len(self._kept)
+        text, self._kept = self._kept[:end], self._kept[end:]
+        return text
+
+    def end(self, part: Completion) -> str:
+        """The text of the token that ended the completion, if it may be a mark of the format of answers."""
+        if part.finish_reason != "stop" or part.stop not in self._marks or self._keep_stop:
+            return ""
+        return self._decode([part.stop])
+
+    def _end_before(self, stop: str, before: int) -> int:
+        """Where the text ends that has a stop string, whose last character is behind `before` in the plain text."""
+        found = self._plain().find(stop, max(0, before - len(stop) + 1))
+        if found < 0:
+            return len(self._kept)
+        return self._place(found + (len(stop) if self._keep_stop else 0))
+
+    def _plain(self) -> str:
+        """The kept text without special tokens."""
+        return self._visible.sub("", self._kept)
+
+    def _place(self, characters: int) -> int:
+        """The place in the kept text before which there are so many characters without special tokens."""
+        place = 0
+        for part in self._visible.split(self._kept):
+            if self._visible.fullmatch(part):
+                place += len(part)
+            elif characters <= len(part):
+                return place + characters
+            else:
+                place, characters = place + len(part), characters - len(part)
+        return place
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return shown_text(self._codec, [token for token in token_ids if token not in self._hidden])
