@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollout.gateway.answers.text_pieces import text_pieces
 from rollout.gateway.answers.views import Views
 from rollout.gateway.prompts.chat_messages import Rendering, prompt_of
 from rollout.gateway.prompts.text import Text
@@ -85,8 +86,8 @@ class Side:
         """What this gateway shows of an answer."""
         formats = self.text.formats("auto", "auto")
         cut = formats.cuts[True]
-        pieces = self.text.pieces(
-            OpenAiBody.take({}).model_copy(update={"stop_token_ids": [1 << 30]}), False, cut.shown
+        pieces = text_pieces(
+            self.text, OpenAiBody.take({}).model_copy(update={"stop_token_ids": [1 << 30]}), False, cut.shown
         )
         numbers = np.zeros(len(tokens), np.float32)
         ended = tokens[-1] in self.renderer.get_stop_token_ids()

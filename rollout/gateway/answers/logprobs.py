@@ -122,7 +122,7 @@ class LogprobFormat:
 
 @dataclass(slots=True)
 class TextOffsets:
-    """Where the text of each token begins, in characters. `count`: of the text so far."""
+    """The place at which the text of each token begins. `count`: the characters before the next token."""
 
     count: int = 0
     _decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _Utf8("replace"))
@@ -204,7 +204,7 @@ async def prompt_entries(
 ) -> Json:
     """Log-probs of a prompt as vLLM has them: null, or `{"id": {"logprob", "rank", "decoded_token"}, ...}`.
 
-    Made in a thread: of a long prompt they are millions of numbers, and the event loop serves others meanwhile.
+    They are made in a thread: a long prompt has millions of numbers, and the event loop must not wait for them.
     """
 
     def text() -> str:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.gateway.answers.text_pieces import TextPieces
 from rollout.gateway.formats.calls import NotACall, demanded_calls
 from rollout.gateway.formats.regions import Region
 from rollout.gateway.formats.segments import Piece, Segments
-from rollout.gateway.prompts.text import TextPieces
 from trainer_bridge.client.results import Completion
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A completion that is constrained to be calls: of this function its arguments, or a list of calls."""
+    """A completion that must be calls: the arguments of this function, or for None a list of calls."""
 
     function: str | None
 
@@ -84,7 +84,7 @@ class Views:
         """The text that tokens add, and that of the token that ended the completion."""
         try:
             return self._text.take(part), self._text.end(part)
-        # Tokenizers raise errors of many types, for ids that they do not know among others.
+        # Tokenizers raise errors of many types, such as for unknown ids.
         except Exception as error:
             self._lose("text", error)
             return "", ""

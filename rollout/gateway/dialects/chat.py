@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
+from rollout.gateway.answers.text_pieces import from_worker, text_pieces
 from rollout.gateway.answers.views import Demand, Views
 from rollout.gateway.dialects.answer_facts import end_facts, now, prompt_facts, usage, version_runs
 from rollout.gateway.dialects.call import Call, StreamedChunk
@@ -134,12 +135,12 @@ async def complete_chat(request: HttpRequest[ChatBody]) -> Any:
             cut = cut.without_reasoning()
         else:
             fields["constraint"] = fields["constraint"] | {"after": after}
-    fields |= {"return_text": model.text.from_worker(body, cut.shown), "logprobs": body.top_logprobs}
+    fields |= {"return_text": from_worker(model.text, body, cut.shown), "logprobs": body.top_logprobs}
     prompt = TokenRequest(chat.token_ids, fields, body.n, media=chat.media)
     call = Call(gateway, request.id("chatcmpl-", body.request_id), [prompt], session, body.worker_names("messages"))
 
     def views() -> Views:
-        pieces = model.text.pieces(body, body.include_stop_str_in_output, cut.shown)
+        pieces = text_pieces(model.text, body, body.include_stop_str_in_output, cut.shown)
         most_calls = None if body.parallel_tool_calls else 1
         return Views(pieces, cut.regions, body.tools or (), chat.begun, body.demand, most_calls)
 

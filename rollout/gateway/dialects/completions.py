@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from rollout.gateway.answers.logprobs import LogprobFormat, TextOffsets
+from rollout.gateway.answers.text_pieces import from_worker, text_pieces
 from rollout.gateway.answers.views import Views
 from rollout.gateway.dialects.answer_facts import end_facts, now, prompt_facts, usage, version_runs
 from rollout.gateway.dialects.call import Call, StreamedChunk
@@ -49,7 +50,7 @@ async def complete(request: HttpRequest[CompletionBody]) -> Any:
     fields["logprobs"] = body.logprobs or 0
     if scored:
         fields["prompt_top_logprobs"] = max(body.logprobs or 0, body.prompt_logprobs or 0)
-    fields["return_text"] = text.from_worker(body)
+    fields["return_text"] = from_worker(text, body)
     prompts = [
         await text.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
         for prompt in body.prompts
@@ -138,4 +139,4 @@ class _Answer:
         return choice
 
     def _views(self) -> Views:
-        return Views(self._gateway.model.text.pieces(self._body, self._body.include_stop_str_in_output))
+        return Views(text_pieces(self._gateway.model.text, self._body, self._body.include_stop_str_in_output))

@@ -1,4 +1,4 @@
-"""Whether the gateway can serve, what it serves, and its metrics."""
+"""The endpoints about the gateway itself: health, model, configuration and metrics."""
 
 from __future__ import annotations
 

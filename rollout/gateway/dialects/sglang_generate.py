@@ -15,6 +15,7 @@ from pydantic import Field
 
 from rollout.gateway.answers import routed_experts
 from rollout.gateway.answers.logprobs import finite
+from rollout.gateway.answers.text_pieces import from_worker, text_pieces
 from rollout.gateway.answers.views import Views
 from rollout.gateway.dialects.answer_facts import end_facts, fault
 from rollout.gateway.dialects.call import Call
@@ -168,7 +169,7 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
     requests = []
     for prompt, each in zip(prompts, params, strict=True):
         ids = await text.encode(prompt) if isinstance(prompt, str) else prompt
-        fields = each.worker_fields("sampling_params.") | common | {"return_text": text.from_worker(each)}
+        fields = each.worker_fields("sampling_params.") | common | {"return_text": from_worker(text, each)}
         requests.append(TokenRequest(ids, fields, each.n))
     rid = body.rid if isinstance(body.rid, str) else None
     names = params[0].worker_names("text" if body.input_ids is None else "input_ids", "sampling_params.")
@@ -198,9 +199,9 @@ class _Answer:
         return answers
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of the stream; each has the whole completion so far.
+        """The events of the stream. Each has the whole text and all tokens of its completion up to this event.
 
-        The last event of a completion comes with the end of its request, whose cached tokens and times it has.
+        The last event of a completion comes at the end of its request, and has the request's cached tokens and times.
         """
         requests = self._call.requests
         texts = [[""] * request.n for request in requests]
@@ -265,7 +266,7 @@ class _Answer:
                     meta["input_top_logprobs"] = self._prompt_tops(result.prompt_tops)
         if self._body.return_routed_experts:
             start = self._body.routed_experts_start_len
-            meta["routed_experts"] = routed_experts.raw(routed_experts.expert_array(completion)[start:])
+            meta["routed_experts"] = routed_experts.raw(completion, start)
         return {"text": text, "output_ids": completion.token_ids.tolist(), "meta_info": meta}
 
     def _prompt_logprobs(self, prompt: list[int], logprobs: np.ndarray) -> list[list[Any]]:
@@ -283,7 +284,7 @@ class _Answer:
     def _views(self, place: int) -> Views:
         params = self._params[place]
         keep_stop = params.no_stop_trim or params.include_stop_str_in_output
-        return Views(self._gateway.model.text.pieces(params, keep_stop))
+        return Views(text_pieces(self._gateway.model.text, params, keep_stop))
 
 
 def _finish(completion: Completion, params: SglangParams) -> dict[str, Any] | None:

@@ -37,8 +37,13 @@ from trainer_bridge.client.results import Completion
 from trainer_bridge.wire.media import PIXEL_TYPES
 
 _PIXELS: dict[str, np.dtype[Any]] = {name: dtype for dtype, name in PIXEL_TYPES.items()}
-#: A completion's experts, from a position on, as the answer has them.
+#: The experts of a completion, from a position on, in the form of an answer.
 ShowExperts = Callable[[Completion, int], Any]
+_FORMS: dict[ExpertFormat, ShowExperts | None] = {
+    "off": None,
+    "npy": routed_experts.npy,
+    "object": routed_experts.described,
+}
 
 
 class GenerateParams(SamplingBody):
@@ -69,22 +74,6 @@ class GenerateBody(Body):
     cache_salt: CacheSalt | None = None
     return_token_ids: bool = False
     return_weight_versions: bool = False
-
-
-def vllm_experts(setting: ExpertFormat) -> ShowExperts | None:
-    """How `/inference/v1/generate` shows experts, by the setting `routed_experts`."""
-    match setting:
-        case "off":
-            return None
-        case "npy":
-            return lambda completion, start: routed_experts.npy(routed_experts.expert_array(completion)[start:])
-        case "object":
-            return lambda completion, start: routed_experts.described(routed_experts.expert_array(completion), start)
-
-
-def skyrl_experts(completion: Completion, start: int) -> Any:
-    """SkyRL: nested lists of integers."""
-    return routed_experts.expert_array(completion)[start:].tolist()
 
 
 class MediaBody(Body):
@@ -118,12 +107,12 @@ def media_of(items: list[dict[str, Any]]) -> tuple[MediaItem, ...]:
 
 async def generate(request: HttpRequest[GenerateBody]) -> Any:
     """Complete token ids. The flag `--routed-experts` says whether the answer has experts."""
-    return await _generate(request, vllm_experts(request.gateway.settings.routed_experts))
+    return await _generate(request, _FORMS[request.gateway.settings.routed_experts])
 
 
 async def generate_with_experts(request: HttpRequest[GenerateBody]) -> Any:
     """Complete token ids. The answer has the experts of all tokens as nested lists."""
-    return await _generate(request, skyrl_experts)
+    return await _generate(request, routed_experts.nested)
 
 
 async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None) -> Any:

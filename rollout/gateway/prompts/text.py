@@ -1,13 +1,11 @@
 """The tokenizer of a gateway. Prompts are rendered and tokenized on a thread of their own; the event loop goes on.
 
-The token ids of a prompt are thus known before it is sent, and so is what `return_token_ids` and `echo` show. Text of
-completions comes from the worker, except where special tokens are to be seen, or a format of answers needs them.
+So the gateway knows the token ids of a prompt before it sends the prompt: `return_token_ids` and `echo` show them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,17 +15,14 @@ from typing import Any, TypeVar
 from rollout.gateway.formats.chat_turns import ChatTurns
 from rollout.gateway.formats.choice import Choice, Formats
 from rollout.gateway.http.http_errors import HttpError, bad_request
-from rollout.gateway.prompts.sampling import SamplingBody
 from rollout.gateway.prompts.token_bytes import TokenBytes
 from rollout.service.errors import ServiceError
 from rollout.service.text.codec import TextCodec, check_chars, load_text_codec
-from rollout.service.text.detokenizer import Detokenizer
-from trainer_bridge.client.results import Completion
 
 _T = TypeVar("_T")
 _MAX_CHARS = 8 << 20
 _MAX_DECODED = 1 << 20  # tokens of one call of `decode`
-_MAX_TEMPLATES = 16  # of requests
+_MAX_TEMPLATES = 16  # chat templates of requests that are kept
 
 
 class Text:
@@ -103,23 +98,6 @@ class Text:
         """The bytes of one token, of a special token those of its text; without a tokenizer those of `token_id:N`."""
         return f"token_id:{token_id}".encode() if self._bytes is None else self._bytes[token_id]
 
-    def from_worker(self, body: SamplingBody, shown: frozenset[int] = frozenset()) -> bool:
-        """True if the worker writes the text of completions.
-
-        It does not write special tokens, of which these may be `shown`, and it does write tokens that ended them.
-        """
-        return self.there and body.skip_special_tokens and not shown and not body.stop_token_ids
-
-    def pieces(self, body: SamplingBody, keep_stop: bool, shown: frozenset[int] = frozenset()) -> TextPieces:
-        """The text of one completion in pieces: the worker's, or made here; empty without a tokenizer."""
-        codec = self._codec
-        if codec is None or self.from_worker(body, shown):
-            return TextPieces(keep_stop)
-        special = codec.special_tokens
-        visible = {name: token for name, token in special.items() if token in shown or not body.skip_special_tokens}
-        hidden = frozenset(special.values()).difference(visible.values())
-        return OwnPieces(codec, hidden, list(visible), shown, body.stop, keep_stop)
-
     def codec(self, field: str) -> TextCodec:
         """The tokenizer. Raises `HttpError` without one; `field` is what asks for it."""
         if self._codec is None:
@@ -143,96 +121,3 @@ class Text:
 def shown_text(codec: TextCodec, token_ids: Sequence[int]) -> str:
     """The text of tokens with special ones."""
     return str(codec.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-class TextPieces:
-    """The worker's text of one completion."""
-
-    def __init__(self, keep_stop: bool) -> None:
-        self._keep_stop = keep_stop
-
-    def take(self, part: Completion) -> str:
-        """The text that new tokens add; the last part has a finish reason."""
-        text = part.text or ""
-        return text + part.stop if self._keep_stop and isinstance(part.stop, str) else text
-
-    def end(self, part: Completion) -> str:
-        """The text of the token that ended the completion, if it may be a mark of the format of answers."""
-        return ""
-
-
-class OwnPieces(TextPieces):
-    """The text of one completion, made here: with some special tokens, and without the token that ended it.
-
-    `hidden` are tokens without text, `visible` the texts of special tokens that are shown, `marks` the special tokens
-    of the format of answers. The worker finds stop strings, in the text without special tokens. As many characters as a
-    stop string has are kept back, so that it is never shown.
-    """
-
-    def __init__(
-        self,
-        codec: TextCodec,
-        hidden: frozenset[int],
-        visible: Sequence[str],
-        marks: frozenset[int],
-        stop: Sequence[str],
-        keep_stop: bool,
-    ) -> None:
-        super().__init__(keep_stop)
-        self._codec = codec
-        self._hidden = hidden
-        self._marks = marks
-        self._detokenizer = Detokenizer(self._decode)
-        longest_first = sorted(filter(None, visible), key=len, reverse=True)
-        self._visible = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-        self._reach = max(map(len, stop), default=0)
-        self._kept = ""
-
-    def take(self, part: Completion) -> str:
-        """The text that new tokens add; the last part has a finish reason."""
-        tokens = part.token_ids.tolist()
-        stop = part.stop if part.finish_reason == "stop" else None
-        if isinstance(stop, int) and not self._keep_stop:
-            tokens = tokens[:-1]
-        self._kept += self._detokenizer.feed(tokens[:-1])
-        before = len(self._plain())
-        self._kept += self._detokenizer.feed(tokens[-1:])
-        if part.finish_reason is None:
-            end = self._place(max(0, len(self._plain()) - self._reach))
-        else:
-            self._kept += self._detokenizer.finish()
-            end = self._end_before(stop, before) if isinstance(stop, str) else len(self._kept)
-        text, self._kept = self._kept[:end], self._kept[end:]
-        return text
-
-    def end(self, part: Completion) -> str:
-        """The text of the token that ended the completion, if it may be a mark of the format of answers."""
-        if part.finish_reason != "stop" or part.stop not in self._marks or self._keep_stop:
-            return ""
-        return self._decode([part.stop])
-
-    def _end_before(self, stop: str, before: int) -> int:
-        """Where the text ends that has a stop string, whose last character is behind `before` in the plain text."""
-        found = self._plain().find(stop, max(0, before - len(stop) + 1))
-        if found < 0:
-            return len(self._kept)
-        return self._place(found + (len(stop) if self._keep_stop else 0))
-
-    def _plain(self) -> str:
-        """The kept text without special tokens."""
-        return self._visible.sub("", self._kept)
-
-    def _place(self, characters: int) -> int:
-        """The place in the kept text before which there are so many characters without special tokens."""
-        place = 0
-        for part in self._visible.split(self._kept):
-            if self._visible.fullmatch(part):
-                place += len(part)
-            elif characters <= len(part):
-                return place + characters
-            else:
-                place, characters = place + len(part), characters - len(part)
-        return place
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return shown_text(self._codec, [token for token in token_ids if token not in self._hidden])

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rollout.gateway.answers.text_pieces import TextPieces
 from rollout.gateway.answers.views import Views
 from rollout.gateway.formats.regions import Mark, Region
-from rollout.gateway.prompts.text import TextPieces
 from tests.support.gateway.cuts import format_of
 from trainer_bridge.client.results import Completion, FinishReason
 
