@@ -317,7 +317,7 @@ def test_a_request_has_a_limit_of_images(served: Any) -> None:
 
 def test_a_request_has_a_limit_of_patches(served: Any) -> None:
     _, _, _, folder = served
-    images, url = Images.load(folder, None, most_patches=2 * 36), data_url(encoded(24, 24))
+    images, url = Images.load(folder.parent / "model", None, most_patches=2 * 36), data_url(encoded(24, 24))
     assert images is not None
     try:
         assert len(asyncio.run(images.process([(url, "first"), (url, "second")]))) == 2
