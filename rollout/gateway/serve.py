@@ -1,4 +1,4 @@
-"""Runs a gateway: its socket, its client of the workers, uvicorn, and the end."""
+"""Runs a gateway: binds the socket, makes the client of the workers, runs uvicorn, and ends it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer_bridge.wire.keys import ClientCurve
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_OTHER_FILES = 128  # connections to workers, libraries, weights
+_OTHER_FILES = 128  # for connections to workers, libraries and weights
 _GRACE_S = 5
 
 
@@ -48,7 +48,7 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
 
     config = uvicorn_config(settings, make_app(settings, keys, pool, curve), _GRACE_S)
     server = _Server(config, url, settings.ready_file)
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has ended
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn sends itself the signal again once it has ended
         signal.signal(number, signal.SIG_IGN)
     try:
         server.run(sockets=[listening])
@@ -59,7 +59,7 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
 
 
 def worker_client(settings: GatewaySettings, curve: ClientCurve | None = None) -> AsyncRolloutClient:
-    """The gateway's client of the workers: what it waits for a lost worker at most is three heartbeats."""
+    """The gateway's client of the workers. It waits at most three heartbeats for a worker that is lost."""
     return AsyncRolloutClient(
         settings.endpoints,
         curve=curve,
@@ -94,7 +94,7 @@ def uvicorn_config(
 
 
 def _most_connections(settings: GatewaySettings) -> int:
-    """`max_connections`, or as many as this process may have files for."""
+    """`max_connections`, or fewer if this process may not open that many files."""
     limit = raise_limit(what="a gateway")
     room = settings.max_connections if limit == resource.RLIM_INFINITY else limit - _OTHER_FILES
     if room < settings.max_connections:
@@ -120,7 +120,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which says when it is ready."""
+    """uvicorn's server, which announces when it is ready."""
 
     def __init__(self, config: uvicorn.Config, url: str, ready_file: str | None) -> None:
         super().__init__(config)
@@ -128,7 +128,7 @@ class _Server(uvicorn.Server):
         self._ready_file = ready_file
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the end; at once while no worker has answered yet."""
+        """Begin to shut down; exit at once if no worker has answered yet."""
         super().handle_exit(sig, frame)
         if not self.started:
             raise SystemExit(0)

@@ -1,13 +1,13 @@
-"""The settings of a gateway: one declaration each, from which the flags of `rollout gateway` are made."""
+"""The settings of a gateway. Each is declared once; the flags of `rollout gateway` are made from the declarations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-#: Which log-prob of a sampled token is shown; see `logprobs.py`.
+#: The log-prob of a sampled token that answers show; see `logprobs.py`.
 LogprobMode = Literal["policy", "processed", "raw"]
-#: How `/inference/v1/generate` shows the experts of tokens; see `experts.py`.
+#: The form in which `/inference/v1/generate` shows the experts of tokens; see `routed_experts.py`.
 ExpertFormat = Literal["off", "npy", "object"]
 
 

@@ -3,7 +3,7 @@
     <|im_start|>user QUESTION <|im_end|> <|im_start|>assistant ANSWER <|im_end|> <|im_start|>user ...
                                          header, then `begun`         `after` begins here, or behind the end of the turn
 
-Nothing is known of a template but what it renders: fine-tunes change templates and keep their names.
+Only what a template renders is known of it: fine-tunes change templates and keep their names.
 """
 
 from __future__ import annotations

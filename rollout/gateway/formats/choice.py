@@ -1,4 +1,4 @@
-"""Which formats a model uses: what the flags name, or what its own files show.
+"""Chooses the formats of a model: those that the flags name, or that its own files show.
 
 `auto` renders an answer with the model's chat template, and takes the format that reads reasoning and call out of it
 again. A response template that the tokenizer brings comes first. What no format reads is not guessed.
@@ -40,8 +40,8 @@ class Cut:
 class Formats:
     """The formats of a model's answers.
 
-    `tools`, `reasoning`: their names; None: there are none. `cuts`: of answers without and with calls. `answer_after`:
-    the text behind which a constraint begins, None if it is not known.
+    `tools`, `reasoning`: the names of the formats; None: there is none. `cuts`: the cut of answers without calls, and
+    that of answers with calls. `answer_after`: the text after which a constraint begins, None if it is not known.
     """
 
     tools: str | None = None

@@ -48,7 +48,7 @@ class ValueScan:
         return bool(self.spans) and not (self._quote or self._depth or self.junk)
 
     def run(self, text: str, end: int, final: bool, values: int | None = None) -> None:
-        """Go on to `end`, or until there are so many `values`.
+        """Go on to `end`, or until the number of whole values is `values`.
 
         Unless `final`, what may be the beginning of a mark at the end waits.
         """

@@ -1,8 +1,8 @@
-"""Who may use the gateway: bearer tokens, and the rule for addresses.
+"""Access to the gateway: bearer tokens, and the addresses that need them.
 
 A gateway that other hosts can reach needs tokens: its requests can pause workers and change their weights. Only
-`/health` and `/ping` answer without one, because routers and probes send none. A gateway without tokens refuses what a
-browser sends for a web page: any page could reach a loopback address.
+`/health` and `/ping` answer without a token, because routers and probes send none. A gateway without tokens refuses the
+requests of web pages: any page in a browser could reach a loopback address.
 """
 
 from __future__ import annotations
@@ -75,5 +75,5 @@ class AccessRule:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) != 1 or given[0][:7].lower() != b"bearer ":
             return False
-        # Every key is compared: the time says nothing about which one fits.
+        # Every key is compared, so the time does not tell which key fits.
         return any([hmac.compare_digest(given[0][7:].strip(), key) for key in self._keys])

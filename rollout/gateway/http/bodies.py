@@ -100,7 +100,7 @@ def _first_error(error: ValidationError, fields: dict[str, Any], place: str) -> 
 
 
 def _within(value: Any, path: tuple[int | str, ...]) -> list[int | str]:
-    """The parts of a path that are in the value. The others name the types of which pydantic has tried each."""
+    """The parts of a path that are in the value. The other parts name the types that pydantic has tried."""
     found = []
     for part in path:
         try:

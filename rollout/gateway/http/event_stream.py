@@ -1,7 +1,7 @@
-"""Answers that end with their client: JSON, and server-sent events.
+"""Answers in JSON and as server-sent events, whose work ends when the client leaves.
 
-A client that disconnects ends the work for it, also while it waits for its first token. A client that reads nothing for
-`send_s` seconds is cut off, so that unread events cannot fill the memory.
+A client may leave at any time, also before its first token. A client that reads nothing for `send_s` seconds is cut
+off, so that unread events cannot fill the memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HEADERS_S = 1.0
 _DONE = b"data: [DONE]\n\n"
 
 
-class ClientGone(HttpError):  # noqa: N818 -- no error of ours
-    """The client has left; this error has no reader."""
+class ClientGone(HttpError):  # noqa: N818 -- the gateway made no error
+    """The client has left. The error is sent to no one."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client has left")
@@ -45,7 +45,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def _race(receive: Receive, work: Coroutine[Any, Any, _T], *ends: Coroutine[Any, Any, None]) -> _T:
-    """The result of `work`, or `ClientGone` if the client leaves, or one of `ends` ends, before it."""
+    """The result of `work`. Raises `ClientGone` if the client leaves first, or one of `ends` returns first."""
     task = asyncio.ensure_future(work)
     others = [asyncio.ensure_future(each) for each in (_left(receive), *ends)]
     try:
@@ -67,9 +67,9 @@ async def _left(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events: the values of a generator as JSON, and `[DONE]` at the end.
 
-    A worker refuses a request at once, if it does. So an error within `HEADERS_S` is an ordinary error, with its
-    status. Then, or with the first event, the headers are sent: a client knows that its request waits. A later error is
-    an event with OpenAI's error body, after which the stream ends without `[DONE]`.
+    A worker that refuses a request does so at once. So an error within `HEADERS_S` is an ordinary error, with its
+    status. After that time, or with the first event, the headers are sent: the client knows that its request waits. A
+    later error is an event with OpenAI's error body, and the stream ends without `[DONE]`.
     """
 
     media_type = "text/event-stream"
@@ -86,7 +86,7 @@ class EventStream(Response):
         try:
             await _race(receive, self._run(send), self._unread())
         except ClientGone:
-            pass  # the answer has no reader
+            pass  # no one reads the answer
         finally:
             await self._events.aclose()
 
@@ -109,7 +109,7 @@ class EventStream(Response):
                 await self._send(send, _body(f"data: {json_text(event)}\n\n".encode()))
                 event = await anext(self._events, None)
             await self._send(send, _body(_DONE))
-        # The status is sent; the reader finds every later error in the stream.
+        # The status is sent already, so every later error goes into the stream.
         except Exception as error:
             await self._send(send, _body(f"data: {json_text(http_error(error).body())}\n\n".encode()))
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})

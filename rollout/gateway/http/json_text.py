@@ -1,7 +1,7 @@
-"""JSON text of answers: `Json` in a value is text that is ready, and goes into the answer as it is.
+"""JSON text of answers. A `Json` inside a value is JSON text already, and goes into the answer as it is.
 
-An event of a stream is small, and there are thousands a second: most of it is such text. Half of a surrogate pair, for
-which UTF-8 has no bytes, becomes U+FFFD.
+Streams have thousands of small events a second, which consist mostly of such text. Half of a surrogate pair becomes
+U+FFFD: UTF-8 has no bytes for it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _encoded(value: Any) -> str:
 
 
 def whole(value: Any) -> Any:
-    """The value with texts that can be encoded. Raises RecursionError for one that is nested too deeply."""
+    """The value with texts that UTF-8 can encode. Raises RecursionError for a value that is nested too deeply."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""Workers that were started again get what the others have: weights, adapters, and a pause or sleep that lasts.
+"""A restarted worker gets what the other workers have: weights, adapters, and a pause or sleep that lasts.
 
     worker is started again --> older weights, no adapters, not paused
                                    |  folder of the last update, load_adapter, pause or sleep
                                    v
                                 as the others
 
-The gateway remembers what it was told itself. Weights from a folder are read again, if the folder is as it was; weights
-that came another way are not kept, and `/health` and the log say what can be done.
+The gateway remembers the orders that it was given. Weights from a folder are read again, if the folder has not changed.
+Weights that came another way are not kept; then `/health` and the log say what an operator can do.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CatchUp:
                 )
 
     async def _repeat_orders(self, endpoint: str, status: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
-        """Give a new worker the orders that the others were given before."""
+        """Give a new worker the orders that the other workers have had."""
         orders: list[tuple[str, dict[str, Any]]] = []
         lasting = self._workers.lasting
         if lasting and status["state"] == "serving" and all(each["state"] in ("paused", "asleep") for each in others):

@@ -78,7 +78,7 @@ class Control:
         return any(status["state"] == "asleep" for status in await self._workers.known(fresh=True))
 
     async def abort(self, request_id: str | None) -> int:
-        """End a request of this gateway, or all, with their tokens so far; how many there were."""
+        """End a request of this gateway, or all, with the tokens that they have; returns their number."""
         return await self._workers.abort(request_id)
 
     # --- adapters ----------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Control:
         await self._order("unload_adapter", have, name=name)
 
     def _having(self, name: str) -> tuple[list[str], list[str]]:
-        """The endpoints of the workers that have an adapter, and of the others."""
+        """The endpoints of the workers that have an adapter, and of those that lack it."""
         have: list[str] = []
         lack: list[str] = []
         for state in self._workers.watch.states():
@@ -143,8 +143,8 @@ class Control:
     ) -> int:
         """Let `publish` bring weights to all workers as `version` or the next one; returns that version.
 
-        If some workers have this version already, only the others get it. Without a `folder` the weights cannot be sent
-        again to a worker that is restarted.
+        Workers that have this version already do not get it again. Without a `folder` the weights cannot be sent again
+        to a worker that is restarted.
         """
         workers, watch = self._workers, self._workers.watch
         async with workers.publishing:
@@ -165,9 +165,9 @@ class Control:
             return wanted
 
     def _without(self, update: Published) -> tuple[str, ...]:
-        """The endpoints of the workers that need an update: of all, or of those that have not taken it yet.
+        """The endpoints of all workers; if some have this version already, of the workers that lack it.
 
-        Raises `HttpError` if the others have this version from another folder.
+        Raises `HttpError` if the version is in use from another folder.
         """
         watch, endpoints = self._workers.watch, self._workers.pool.endpoints
         versions = {state.endpoint: (state.status or {}).get("weights_version", -1) for state in watch.states()}

@@ -31,7 +31,7 @@ class FolderUpdates:
         self._update_s = update_s
         self._curve = curve
         self._one_at_a_time = asyncio.Lock()
-        self._last: _Publication | None = None  # goes on if its caller has given it up
+        self._last: _Publication | None = None  # it goes on if its caller is cancelled
 
     async def find(self, folder: str, field: str) -> WeightsFolder:
         """A folder of weights, by its path or by its path below the root. Raises `HttpError`."""
@@ -107,7 +107,7 @@ class _Publication:
         self._over = False
 
     def run(self, work: Coroutine[Any, Any, PublishHandle]) -> asyncio.Future[PublishHandle]:
-        """The future result of `work`, whether or not anybody waits for it."""
+        """The future result of `work`, which runs whether or not its caller waits."""
         self._work = asyncio.ensure_future(work)
         self._work.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._work

@@ -5,9 +5,9 @@
     update      -->    gather  part 0, 1, ...         -->  receives what the trainer broadcasts now
     (finish)    -->    begin and commit               -->  swaps the gathered tensors in, between two steps
 
-Dialects without a `finish` (SGLang, AReaL) finish with the part that makes the update whole. Tensors that it may lack,
-such as correction biases and draft models, might still follow: during a pause it waits for them, until generation
-continues. Requests go on meanwhile.
+Dialects without a `finish` (SGLang, AReaL) finish with the part that makes the update whole. An update may lack some
+tensors, such as correction biases and draft models. During a pause it waits for them until generation continues.
+Requests go on meanwhile.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class GroupUpdates:
         self._update_s = update_s
         self._control = control
         self._one_at_a_time = asyncio.Lock()
-        self._rows: Rows = []  # of the update that is being gathered
+        self._rows: Rows = []  # the tensors of the update that is being gathered
         self._parts = 0
-        self._missing: list[str] = []  # some of the tensors that it lacks
-        self._left_out: list[str] = []  # some of the tensors that it lacks and may lack
-        self._waiting: tuple[Any] | None = None  # the version of a whole update that waits for these
+        self._missing: list[str] = []  # some of the tensors that the update lacks and needs
+        self._left_out: list[str] = []  # some of the tensors that the update lacks and does not need
+        self._waiting: tuple[Any] | None = None  # the version of a whole update that waits for `_left_out`
 
     async def join(self, group: str, meeting: dict[str, Any], rank_offset: int, world_size: int) -> None:
         """Let all workers meet a trainer's group; returns when they have. Drops an unfinished update."""

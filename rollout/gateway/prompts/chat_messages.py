@@ -25,13 +25,13 @@ from rollout.service.text.codec import TextCodec
 from trainer_bridge.client.media import MediaItem
 
 _MAX_MESSAGES = 65_536
-#: What NeMo Gym keeps in messages beside the tokens.
+#: The fields of messages in which NeMo Gym keeps tokens and log-probs.
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "generation_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """The prompt of a conversation. `begun`: what it has of the answer already, such as an open `<think>`."""
+    """The prompt of a conversation. `begun`: the part of the answer that the prompt has, such as `<think>`."""
 
     token_ids: list[int]
     begun: str

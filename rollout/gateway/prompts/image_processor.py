@@ -26,12 +26,12 @@ from rollout.gateway.http.http_errors import bad_request
 from trainer_bridge.client.media import MediaItem
 from trainer_bridge.wire.media import media_hash
 
-#: What Pillow may open; the others have had more faults, or are no pictures.
+#: Formats that Pillow may open. Its other formats have had more faults, or are no pictures.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _MOST_IMAGES = 64
-_MOST_PIXELS = 64 << 20  # of a picture, before it is resized
+_MOST_PIXELS = 64 << 20  # pixels of a picture before it is resized
 _MOST_FILE_BYTES = 64 << 20
-MOST_PATCHES = 262_144  # of all images of a request: a small file may hold a large picture
+MOST_PATCHES = 262_144  # patches of all images of a request: a small file may hold a large picture
 
 #: What Pillow does to a picture with this EXIF tag of its orientation.
 _TURNS = {

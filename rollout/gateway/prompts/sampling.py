@@ -1,4 +1,4 @@
-"""Sampling fields of vLLM's and OpenAI's requests, and what they are for a worker."""
+"""Sampling fields of vLLM's and OpenAI's requests, and the arguments of `generate` that are made of them."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class StreamOptions(Body):
         return cls() if fields is None else cls.take(fields, "stream_options.")
 
     def usage_so_far(self, prompt_tokens: int, chunk: Chunk) -> dict[str, Any]:
-        """What an event of this chunk has with `continuous_usage_stats`: the tokens of its own completion so far."""
+        """The field that `continuous_usage_stats` adds to an event: the tokens of its completion up to this chunk."""
         if not (self.include_usage and self.continuous_usage_stats):
             return {}
         tokens = chunk.offset + len(chunk.part)

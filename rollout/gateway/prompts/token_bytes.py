@@ -1,7 +1,7 @@
 """The bytes of single tokens, as the vocabulary has them.
 
-Decoding a token alone loses what it is: a part of a character becomes U+FFFD, and some decoders drop a space at the
-start. So the bytes are read from the tokens themselves, which vocabularies write in one of two ways:
+A token that is decoded alone may lose bytes: a part of a character becomes U+FFFD, and some decoders drop a first
+space. So the bytes are read from the tokens themselves, which vocabularies write in one of two ways:
 
     byte level   every byte is a printable character (GPT-2)
     pieces       text with U+2581 for a space, and <0xNN> for single bytes (SentencePiece)
@@ -18,7 +18,7 @@ _SPACE = "\u2581"
 
 
 def _byte_characters() -> dict[str, int]:
-    """The byte of each character of a byte-level vocabulary: a printable one stands for itself, others follow 255."""
+    """The byte of each character of a byte-level vocabulary: printable bytes are themselves, other bytes follow 255."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}

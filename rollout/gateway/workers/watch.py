@@ -23,13 +23,13 @@ from trainer_bridge.wire.errors import AccessRefused, RolloutError
 log = logging.getLogger(__name__)
 
 _ASK_EVERY_S, _LOOK_EVERY_S = 0.5, 0.25
-#: Who asks how workers are now waits no longer, and not for a worker that has left a question unanswered for so long.
+#: The longest wait for the states of now. There is no wait for a worker with a question unanswered for this time.
 _PROMPT_S = 0.05
 _UNREACHED_S = 5.0  # after which the log names a worker that never came
-_LAG_S = 0.5  # if this process is later than that, workers are not silent: their answers have not been read
-#: States in which a worker is in order: paused and sleeping ones go on when they are told to.
+_LAG_S = 0.5  # a process that is later than this has not read the answers: its workers are not silent
+#: States in which a worker is in order. Orders end a pause or a sleep.
 _WELL = ("serving", "paused", "asleep")
-#: How the log names what has happened to a worker.
+#: The lines of the log, by the word for a worker's state.
 _LINES = {
     "lost": "a worker is lost: %s",
     "missing": "a worker does not come: %s",
@@ -53,7 +53,7 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Weights that this gateway has brought to the workers. `folder`: where they are from; None: they are not kept."""
+    """Weights that this gateway has brought to the workers. `folder`: their source; None: they cannot be sent again."""
 
     version: int
     folder: WeightsFolder | None = None
@@ -67,16 +67,16 @@ class _Watched:
     endpoint: str
     since_s: float  # when its connection came or went
     connected: bool = False
-    looked_s: float = -math.inf  # when that was asked
-    newcomer: bool = False  # it was lost, and has not had the weights of the others since
-    status: dict[str, Any] | None = None  # the last one over this connection
-    known: dict[str, Any] | None = None  # the last one over any
-    asked_s: float = -math.inf  # the last time
+    looked_s: float = -math.inf  # when `connected` was looked up
+    newcomer: bool = False  # it was lost, and has not had the newest weights since
+    status: dict[str, Any] | None = None  # the last status over this connection
+    known: dict[str, Any] | None = None  # the last status over any connection
+    asked_s: float = -math.inf  # when it was asked for its status the last time
     answered_s: float = 0.0  # when `status` was asked for
-    questions: dict[int, float] = field(default_factory=dict)  # unanswered ones, and since when
-    error: RolloutError | None = None  # of the last question
+    questions: dict[int, float] = field(default_factory=dict)  # by number, when each unanswered question was asked
+    error: RolloutError | None = None  # the error of the last question
     process: str | None = None  # the worker's own name: host and process id
-    told: str | None = None  # the word of the last line in the log
+    logged: str | None = None  # the word of the last line in the log
 
     def is_prompt(self, now: float) -> bool:
         """Whether it is likely to answer at once."""
@@ -91,9 +91,9 @@ class Watch:
 
     def __init__(self, pool: AsyncRolloutClient, min_version: int, silent_s: float) -> None:
         self.published = Published(min_version)
-        #: Weights that did not come to all workers: published once a worker uses them.
+        #: Weights that did not reach all workers. They count as published once a worker uses them.
         self.attempt: Published | None = None
-        #: By endpoint: what is done about a worker with older weights, or what its operator can do.
+        #: By endpoint, for a worker with older weights: what the gateway does about it, or what an operator can do.
         self.outlook: dict[str, str] = {}
         self._pool = pool
         self._silent_s = silent_s
@@ -139,7 +139,7 @@ class Watch:
         return [worker.known for worker in self._workers if worker.known is not None]
 
     def is_connected(self, endpoint: str) -> bool:
-        """Whether there is a connection to a worker, or was one `_PROMPT_S` ago: each request asks, and looks cost."""
+        """Whether there is a connection to a worker, or was one within `_PROMPT_S`: each request asks this."""
         recent_s = self._loop.time() - _PROMPT_S
         return any(
             (worker.connected and worker.looked_s > recent_s) or self._look_at(worker)
@@ -165,7 +165,7 @@ class Watch:
         return WorkerState(worker.endpoint, None if word else worker.status, word, problem)
 
     def _look_at(self, worker: _Watched) -> bool:
-        """Whether it is connected; what was known of an earlier connection is known no more."""
+        """Whether it is connected now. A change of the connection clears the status."""
         connected, worker.looked_s = self._pool.is_connected(worker.endpoint), self._loop.time()
         if connected != worker.connected:
             worker.connected, worker.since_s, worker.status = connected, self._loop.time(), None
@@ -173,7 +173,7 @@ class Watch:
         return connected
 
     def _lag_s(self, now: float) -> float:
-        """For how long this process has not read answers, if that is worth speaking of."""
+        """For how long this process has not read answers; 0 for a short time."""
         lag_s = now - self._looked_s - _LOOK_EVERY_S
         return lag_s if lag_s > _LAG_S else 0.0
 
@@ -196,7 +196,7 @@ class Watch:
     # --- asking ------------------------------------------------------------------------------------------------------
 
     async def refresh(self, within_s: float = _PROMPT_S) -> None:
-        """Ask for the states of now; a worker that does not answer `within_s` keeps its last one."""
+        """Ask for the states of now. A worker that does not answer `within_s` keeps its last state."""
         now = self._loop.time()
         there = [worker for worker in self._workers if self._look_at(worker)]
         asked = [self._ask(worker) for worker in there if within_s > _PROMPT_S or worker.is_prompt(now)]
@@ -257,13 +257,13 @@ class Watch:
                 log.info("a worker was started again", extra=facts)
             waited_s = self._loop.time() - worker.since_s
             patience_s = {"missing": _UNREACHED_S, "silent": self._silent_s}.get(state.word, 0.0)
-            if state.word == worker.told or waited_s < patience_s:
+            if state.word == worker.logged or waited_s < patience_s:
                 continue
             if state.word:
                 log.warning(_LINES.get(state.word, "a worker is not in order: %s"), state.problem, extra=facts)
             elif not started_again:
-                log.info("a worker is in order%s", "" if worker.told in (None, "missing") else " again", extra=facts)
-            worker.told = state.word
+                log.info("a worker is in order%s", "" if worker.logged in (None, "missing") else " again", extra=facts)
+            worker.logged = state.word
 
 
 def _lost_for(seconds: float) -> str:

@@ -28,10 +28,10 @@ from trainer_bridge.client.media import MediaItem, MediaPrompt
 from trainer_bridge.client.results import Chunk, GenerateResult
 from trainer_bridge.wire.errors import NotFound, Unavailable
 
-#: Seconds for a worker to tell how it is, before an order and after it.
+#: Seconds within which a worker must tell its status before and after an order.
 STATUS_S = 5.0
-_LOOK_S = 1.0  # between two looks whether a worker is still there
-_LEAST_SILENT_S, _SILENT_HEARTBEATS = 2.0, 1.5  # without an answer a worker hangs
+_LOOK_S = 1.0  # between two pings of a worker that carries out an order
+_LEAST_SILENT_S, _SILENT_HEARTBEATS = 2.0, 1.5  # without an answer for the longer time a worker hangs
 _MAX_SESSIONS = 65_536
 
 _T = TypeVar("_T")
@@ -119,7 +119,7 @@ class Workers:
                     stream.close()
 
     async def abort(self, known_id: str | None) -> int:
-        """End a request, or all, with their tokens so far; how many there were. An id may lack its prefix."""
+        """End a request, or all, with the tokens that they have; returns their number. An id may lack its prefix."""
         targets = [
             target
             for name, ids in self._running.items()
@@ -128,7 +128,7 @@ class Workers:
         ]
         outcomes = await asyncio.gather(*map(self.pool.cancel, targets), return_exceptions=True)
         for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, NotFound):  # it has just ended
+            if isinstance(outcome, BaseException) and not isinstance(outcome, NotFound):  # not found: it has just ended
                 raise outcome
         return len(targets)
 
@@ -162,7 +162,7 @@ class Workers:
         return path
 
     async def ask(self) -> list[dict[str, Any]]:
-        """As `known`, after an order or before one: waits for what the workers say now."""
+        """As `known`, but waits for the status of now. For use before and after orders."""
         await self.watch.refresh(STATUS_S)
         return _statuses(self.watch.states())
 
@@ -186,7 +186,7 @@ class Workers:
             await asyncio.sleep(_LOOK_S)
 
     async def _ping(self, endpoint: str) -> None:
-        with suppress(Unavailable):  # it is there, and busy
+        with suppress(Unavailable):  # the worker is there, and busy
             await self.pool.control("ping", endpoint=endpoint)
 
     # --- counting ----------------------------------------------------------------------------------------------------
