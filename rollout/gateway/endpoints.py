@@ -174,7 +174,7 @@ def _answering(gateway: Gateway, endpoint: Endpoint) -> Callable[[Request], Awai
 
 
 async def _taken(settings: GatewaySettings, takes: type[Body] | None, request: Request) -> Any:
-    """What a request brings, as this class. Raises `HttpError`."""
+    """The body or the parameters of a request, as this class. Raises `HttpError`."""
     if takes is None:
         return None
     if issubclass(takes, Query):

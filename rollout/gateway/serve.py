@@ -73,7 +73,7 @@ def worker_client(settings: GatewaySettings, curve: ClientCurve | None = None) -
 def uvicorn_config(
     settings: GatewaySettings, app: Starlette, grace_s: int, in_use_s: float = IN_USE_S
 ) -> uvicorn.Config:
-    """How uvicorn serves a gateway. At the end, running requests have `grace_s` seconds.
+    """The settings of uvicorn for a gateway. At the end, running requests have `grace_s` seconds.
 
     `in_use_s` is as for `connection_class`.
     """

@@ -30,7 +30,7 @@ _NEVER = -9999.0  # the log-prob of a token that cannot be drawn
 
 @dataclass(frozen=True, slots=True)
 class LogprobFormat:
-    """How the log-probs of an answer look. `top`: likeliest tokens at each position. `token_bytes` shows a token."""
+    """The form of an answer's log-probs. `top`: likeliest tokens at each position. `token_bytes`: a token's bytes."""
 
     mode: LogprobMode
     top: int
@@ -158,7 +158,7 @@ def _token_fields(token: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """What is known of a token of a prompt."""
+    """The log-probs at one token of a prompt."""
 
     logprob: float
     rank: int | None  # None: not asked for
@@ -182,7 +182,7 @@ class PromptToken:
 
 
 def _prompt_tokens(token_ids: list[int], result: GenerateResult, most: int) -> list[PromptToken | None]:
-    """What a result has of each token of its prompt, with at most `most` of the likeliest ones.
+    """The log-probs at each token of a prompt, with at most `most` of the likeliest tokens.
 
     None for the first token, and for tokens that were not computed because the request was ended before.
     """

@@ -98,7 +98,7 @@ class OwnPieces(TextPieces):
         return self._decode([part.stop])
 
     def _end_before(self, stop: str, before: int) -> int:
-        """Where the text ends that has a stop string, whose last character is behind `before` in the plain text."""
+        """The place at which the text ends. The stop string ends after `before` in the plain text."""
         found = self._plain().find(stop, max(0, before - len(stop) + 1))
         if found < 0:
             return len(self._kept)

@@ -72,7 +72,7 @@ class Views:
         return piece
 
     def facts(self, part: Completion) -> dict[str, Any]:
-        """What an answer says of its views; only the last part does."""
+        """The field by which an answer names its missing views; only the last part has it."""
         return {"missing_views": self.missing} if part.finish_reason is not None and self.missing else {}
 
     @property
@@ -81,7 +81,7 @@ class Views:
         return not (self._said or self.calls)
 
     def _text_of(self, part: Completion) -> tuple[str, str]:
-        """The text that tokens add, and that of the token that ended the completion."""
+        """The text that tokens add, and the text of the token that ended the completion."""
         try:
             return self._text.take(part), self._text.end(part)
         # Tokenizers raise errors of many types, such as for unknown ids.

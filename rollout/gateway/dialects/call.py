@@ -20,7 +20,7 @@ from trainer_bridge.wire.errors import RolloutError
 
 @dataclass(frozen=True, slots=True)
 class StreamedChunk:
-    """New tokens of one completion of the prompt at `place` among those of the call."""
+    """New tokens of one completion. `place`: the place of its prompt in the call."""
 
     place: int
     chunk: Chunk

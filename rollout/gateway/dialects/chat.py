@@ -212,7 +212,7 @@ class _Answer:
         return self._call.events(head, self._body.stream_options, event)
 
     def _delta(self, views: Views, part: Completion) -> dict[str, Any]:
-        """What new tokens add to the message."""
+        """The part of the message that new tokens add."""
         earlier = views.calls
         piece = views.take(part)
         delta: dict[str, Any] = {}
@@ -225,7 +225,7 @@ class _Answer:
         return delta
 
     def _facts(self, part: Completion, views: Views, start: int) -> dict[str, Any]:
-        """What a choice, or the new tokens of one, has beside its text."""
+        """The fields of a choice, or of its new tokens, apart from its text."""
         facts: dict[str, Any] = {
             "logprobs": self._logprobs.content(part) if self._body.logprobs else None,
             **end_facts(part, self._body),

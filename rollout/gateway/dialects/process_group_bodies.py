@@ -153,7 +153,7 @@ class FinishBody(Body):
 
 @dataclass(slots=True)
 class TransferState:
-    """What calls leave for the calls after them."""
+    """The state between the calls of an update."""
 
     #: Of AReaL's `/areal_set_update_weight_meta`: the tensors that the next update brings.
     announced: TensorsBody | None = None

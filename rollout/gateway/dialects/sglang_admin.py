@@ -20,7 +20,7 @@ class PauseBody(Body):
 
     @property
     def order(self) -> PauseMode:
-        """What becomes of running requests. Raises `HttpError` for an unknown mode."""
+        """The mode of the pause. Raises `HttpError` for an unknown one."""
         modes: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
         if self.mode not in modes:
             raise bad_request(f"use {', '.join(modes)}", "mode")

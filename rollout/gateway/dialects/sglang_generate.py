@@ -232,7 +232,7 @@ class _Answer:
     def _shown(
         self, place: int, completion: Completion, text: str, views: Views, result: GenerateResult | None
     ) -> dict[str, Any]:
-        """The answer for one completion; `result` is that of its request, None while this goes on."""
+        """The answer for one completion. `result`: the result of its request, None while the request goes on."""
         request, params = self._call.requests[place], self._params[place]
         several = len(self._call.requests) > 1 or params.n > 1
         # Without tokens it is the version that has scored the prompt.

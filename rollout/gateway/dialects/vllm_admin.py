@@ -25,7 +25,7 @@ class PauseQuery(Query):
 
     @property
     def order(self) -> PauseMode:
-        """What becomes of running requests. Raises `HttpError` for an unknown mode."""
+        """The mode of the pause. Raises `HttpError` for an unknown one."""
         modes: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
         mode = "wait" if self.wait_for_inflight_requests else self.mode
         if mode not in modes:

@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 _THOUGHT, _ANSWER = "probe thought", "probe answer"
 _ARGUMENTS: Mapping[str, Any] = {"city": "K\u00f6ln", "days": 3}
-_THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)  # by the names that templates have
+_THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)  # the names in templates
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is looked for in answers. `shown`: ids of the special tokens that it needs."""
+    """The regions that answers are searched for. `shown`: ids of the special tokens that the text must have for it."""
 
     regions: tuple[Region, ...] = ()
     shown: frozenset[int] = frozenset()
@@ -97,7 +97,7 @@ class Choice:
         """The fields of the response template that has both formats."""
         fields: dict[str, Mapping[str, Any]] = {}
         for name in (calls, thoughts):
-            if name == OWN:  # also regions of content, and whatever else it has
+            if name == OWN:  # also regions of content and of other kinds
                 fields |= {field: spec for field, spec in self._own.items() if kind_of(field) == "content"}
             elif name == "gpt_oss":  # every message is on a channel
                 fields |= REASONING[name]

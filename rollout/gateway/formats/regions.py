@@ -42,7 +42,7 @@ class Mark:
         return match, len(text)
 
     def begin_at_end(self, text: str, start: int) -> int:
-        """Where a mark begins that the end of the text cuts off; the end of the text if there is none."""
+        """The place of a mark that the end of the text cuts off; the end of the text if there is no such mark."""
         match = self.pattern.search(text, start, partial=True)
         return match.start() if match is not None and match.partial else len(text)
 
@@ -82,7 +82,7 @@ class Region:
 
 
 def kind_of(name: str) -> Kind:
-    """Where a field of a response template goes."""
+    """The kind of region that a field of a response template declares."""
     return _KINDS.get(name, "content")
 
 

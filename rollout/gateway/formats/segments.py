@@ -29,7 +29,7 @@ _NOT_WHOLE = "it is not a whole value"
 
 @dataclass(slots=True)
 class Piece:
-    """What text adds to an answer."""
+    """The parts of an answer that text adds."""
 
     reasoning: str = ""
     content: str = ""
@@ -83,7 +83,7 @@ class Segments:
         return any(region.kind == "reasoning" and not (region.once and over) for region in self.regions)
 
     def feed(self, text: str, last: bool) -> Piece:
-        """What new text adds; with `last` nothing waits any more."""
+        """The parts that new text adds. With `last` no text waits for more text."""
         self._text += text
         piece = Piece()
         self._advance(piece, last)
@@ -200,7 +200,7 @@ class Segments:
             self._tell(self._region, piece, text)
 
     def _end_of_calls(self, region: Region, last: bool) -> tuple[int, int] | None:
-        """Where the values of the region end, and where the region does; None if that is still to come.
+        """The places at which the values of the region and the region itself end; None if the end has not arrived.
 
         Raises `NotACall` if a value cannot be whole.
         """

@@ -40,7 +40,7 @@ class RenderedChat:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """How a request wants its messages rendered."""
+    """The fields of a request that say how to render its messages."""
 
     tools: list[dict[str, Any]] | None
     options: dict[str, Any]
@@ -50,7 +50,7 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """The tokens of an earlier answer, at this place among the messages, with those of its prompt before them."""
+    """The tokens of an earlier answer and of its prompt. `place`: the place of the answer among the messages."""
 
     place: int
     prompt: list[int]
@@ -215,7 +215,7 @@ def _call(call: Any, field: str, as_text: bool) -> dict[str, Any]:
 
 
 def _drawn_tokens(messages: list[dict[str, Any]]) -> _Drawn | None:
-    """The tokens of the last message that carries those of its answer."""
+    """The tokens of the last answer that brings its tokens; None if no answer does."""
     for place in range(len(messages) - 1, -1, -1):
         message = messages[place]
         if message["role"] != "assistant" or message.get("generation_token_ids") is None:

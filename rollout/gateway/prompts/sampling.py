@@ -224,7 +224,7 @@ StreamOptionsField = Annotated[StreamOptions, BeforeValidator(StreamOptions.of)]
 
 
 class OpenAiBody(SamplingBody):
-    """What `/v1/completions` and `/v1/chat/completions` share."""
+    """The fields that `/v1/completions` and `/v1/chat/completions` share."""
 
     ignored: ClassVar = SamplingBody.ignored | {
         "user": "OpenAI's name of an end user",

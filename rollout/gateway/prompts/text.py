@@ -1,6 +1,7 @@
-"""The tokenizer of a gateway. Prompts are rendered and tokenized on a thread of their own; the event loop goes on.
+"""The tokenizer of a gateway. It works on a thread of its own, and the event loop goes on.
 
-So the gateway knows the token ids of a prompt before it sends the prompt: `return_token_ids` and `echo` show them.
+The gateway tokenizes prompts itself, so it knows their token ids before a worker does: `return_token_ids` and `echo`
+show them.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ class Text:
 
     def __init__(self, codec: TextCodec | None, folder: Path | None = None) -> None:
         self._codec = codec
-        self.folder = folder  # of the model
+        self.folder = folder  # the model's folder
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
-        self._turns: OrderedDict[str | None, ChatTurns] = OrderedDict()  # by the template of the request
+        self._turns: OrderedDict[str | None, ChatTurns] = (
+            OrderedDict()
+        )  # by the request's template, None for the model's
         self._bytes = None if codec is None else TokenBytes(codec.tokenizer)
 
     @classmethod
@@ -78,7 +81,7 @@ class Text:
         return await self.on_thread(lambda: shown_text(codec, token_ids) if special else codec.decode(token_ids))
 
     def turns(self, template: str | None) -> ChatTurns:
-        """What is known of the model's chat template, or of one in a request. Called on the thread, or at the start."""
+        """The turns of the model's chat template, or of a request's. Called on the thread, or at the start."""
         found = self._turns.get(template)
         if found is None:
             codec = self.codec("messages")
@@ -95,7 +98,7 @@ class Text:
         return found
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, of a special token those of its text; without a tokenizer those of `token_id:N`."""
+        """The bytes of one token; for a special token the bytes of its text, without a tokenizer of `token_id:N`."""
         return f"token_id:{token_id}".encode() if self._bytes is None else self._bytes[token_id]
 
     def codec(self, field: str) -> TextCodec:

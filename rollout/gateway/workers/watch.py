@@ -1,4 +1,4 @@
-"""What a gateway knows of its workers. Endpoints that only ask for state read it here, and never wait for a worker.
+"""The states of all workers, as the gateway knows them. Endpoints that only ask for state never wait for a worker.
 
     Watch --status, again and again--> every worker
       |---> states: what is known now

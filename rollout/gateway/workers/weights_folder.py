@@ -20,7 +20,7 @@ class WeightsFolder:
     files: tuple[tuple[str, int, int], ...]
 
     def problem(self) -> str:
-        """Why these weights cannot be read again; empty if they can. Looks at the files."""
+        """The reason why these weights cannot be read again, by a look at the files; empty if they can."""
         try:
             changed = _marks(self.path, [name for name, _, _ in self.files]) != self.files
         except OSError:

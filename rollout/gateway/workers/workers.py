@@ -50,7 +50,7 @@ class TokenRequest:
 
 @dataclass(slots=True)
 class Counts:
-    """What the gateway has done since its start."""
+    """The requests since the start of the gateway."""
 
     requests: int = 0
     refused: int = 0
@@ -280,7 +280,7 @@ def _statuses(states: list[WorkerState]) -> list[dict[str, Any]]:
 
 
 def _problems(states: list[WorkerState], endpoints: Sequence[str] = ()) -> str:
-    """Why workers, or those at these endpoints, are not in order."""
+    """The problems of all workers, or of the workers at these endpoints."""
     return "; ".join(f"{s.endpoint}: {s.problem}" for s in states if not endpoints or s.endpoint in endpoints)
 
 
