@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import trainer_bridge
 from rollout.config.gateway_settings import GatewayFile
-from rollout.gateway.errors import from_worker
+from rollout.gateway.http.http_errors import from_worker
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fallback.held import HELD
@@ -32,6 +32,7 @@ from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, ta
 from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
 from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
+from scripts.gateway_reference import endpoints_page
 from trainer_bridge.wire.errors import SENT_BY_WORKERS, RolloutError
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
@@ -422,41 +423,11 @@ def protocol_page() -> str:
 
 
 def gateway_page() -> str:
-    """The flags of `rollout gateway`, and the fields of other servers that it ignores."""
+    """The flags of `rollout gateway`."""
     keys = [key for key in setting_keys(GatewayFile) if key.path not in POSITIONAL]
     flags = [(f"`{key.flag}`", _shown_default(key), key.field.description or "") for key in keys]
     lines = [_GATEWAY_INTRODUCTION, "", "## Flags", "", *_table(("flag", "default", "meaning"), flags)]
-    heads = ("field", "accepted in", "why it changes nothing")
-    lines += ["", "## Fields that are ignored", "", *_table(heads, _ignored_fields())]
     return "\n".join(lines) + "\n"
-
-
-def _ignored_fields() -> list[tuple[str, ...]]:
-    """Fields that the gateway accepts with any value: name, places, reason."""
-    from rollout.gateway import admin, chat, completions, generate, groups, sampling, sglang
-
-    places = {
-        "/v1/completions": completions.CompletionBody,
-        "/v1/chat/completions": chat.ChatBody,
-        "/inference/v1/generate": generate.GenerateBody,
-        "its sampling_params": generate.GenerateParams,
-        "/generate": sglang.GenerateBody,
-        "its sampling_params ": sglang.SglangParams,
-        "stream_options": sampling.StreamOptions,
-        "json_schema": sampling.JsonSchema,
-        "/update_weights": admin.UpdateBody,
-        "/update_weights_from_distributed": groups.TensorsBody,
-        "/init_weight_transfer_engine": groups.InitInfo,
-        "/v1/load_lora_adapter": admin.AdapterBody,
-        "/reset_prefix_cache": admin.ResetBody,
-        "/collective_rpc": admin.RpcBody,
-        "/abort_request": sglang.AbortBody,
-    }
-    found: dict[tuple[str, str], list[str]] = {}
-    for place, body in places.items():
-        for name, why in body.ignored.items():
-            found.setdefault((name, why), []).append(place.strip())
-    return [(f"`{name}`", ", ".join(dict.fromkeys(where)), why) for (name, why), where in found.items()]
 
 
 def _with_table(text: str, name: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -521,6 +492,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "models.md": models_page,
     "protocol.md": protocol_page,
     "settings.md": settings_page,
+    "endpoints.md": endpoints_page,
 }
 
 

@@ -1,14 +1,11 @@
-"""The application: which path is answered by what, and its life from the first status of a worker to its close."""
+"""The application: its life from the first status of a worker to its close, and its answer to an unknown path."""
 
 from __future__ import annotations
 
 import asyncio
 import difflib
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,32 +16,22 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway.access import AccessRule
-from rollout.gateway.admin import Admin
-from rollout.gateway.answers import ClientGone
-from rollout.gateway.catch_up import CatchUp
-from rollout.gateway.chat import Chat, detokenize, tokenize
-from rollout.gateway.completions import Completions
-from rollout.gateway.control import Control
-from rollout.gateway.errors import HttpError, answer_error
-from rollout.gateway.folder_updates import FolderUpdates
-from rollout.gateway.gateway import Gateway
-from rollout.gateway.generate import Generate, skyrl_experts, vllm_experts
-from rollout.gateway.group_updates import GroupUpdates
-from rollout.gateway.groups import Groups
-from rollout.gateway.health import Health
-from rollout.gateway.images import Images
-from rollout.gateway.sglang import SglangAdmin, SglangGenerate
-from rollout.gateway.text import Text
-from rollout.gateway.workers import RolloutPool, Workers
-from rollout.model_name import readable_name
+from rollout.gateway.dialects.handling import Gateway
+from rollout.gateway.dialects.process_group_bodies import TransferState
+from rollout.gateway.endpoints import routes
+from rollout.gateway.http.access import AccessRule
+from rollout.gateway.http.http_errors import HttpError, answer_error
+from rollout.gateway.orders.catch_up import CatchUp
+from rollout.gateway.orders.control import Control
+from rollout.gateway.orders.folder_updates import FolderUpdates
+from rollout.gateway.orders.group_updates import GroupUpdates
+from rollout.gateway.prompts.served_model import ServedModel
+from rollout.gateway.workers.workers import Workers
+from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.wire.errors import RolloutError, Unavailable
 from trainer_bridge.wire.keys import ClientCurve
 
-log = logging.getLogger(__name__)
-
-Handler = Callable[[Request], Awaitable[Response]]
-#: Endpoints of OpenAI that clients ask for, and what is served in their place.
+#: Endpoints of OpenAI that are not served, and what to do instead.
 _NOT_SERVED = {
     "/v1/responses": "use /v1/chat/completions; ",
     "/v1/embeddings": "this gateway only generates; ",
@@ -55,7 +42,7 @@ _ASK_AGAIN_S = 0.05
 def make_app(
     settings: GatewaySettings,
     keys: tuple[bytes, ...],
-    pool: Callable[[], RolloutPool],
+    pool: Callable[[], AsyncRolloutClient],
     curve: ClientCurve | None = None,
 ) -> Starlette:
     """The application. `pool` makes the client of the workers, on the event loop."""
@@ -64,22 +51,24 @@ def make_app(
     async def life(app: Starlette) -> AsyncIterator[None]:
         client = pool()
         workers = Workers(client, settings)
+        folder_updates = FolderUpdates(settings.weights_root, settings.update_s, curve)
         tasks = [asyncio.ensure_future(workers.watch.run())]
-        gateway: Gateway | None = None
+        model: ServedModel | None = None
         try:
-            gateway = await _start(settings, workers, curve)
-            tasks.append(asyncio.ensure_future(CatchUp(workers, gateway.updates).run()))
-            app.router.routes.extend(_routes(gateway))
+            model = ServedModel.load(await _first_status(workers, settings.start_s), settings)
+            tasks.append(asyncio.ensure_future(CatchUp(workers, folder_updates).run()))
+            control = Control(workers, model.names, folder_updates)
+            group_updates = GroupUpdates(client, control, settings.update_s)
+            gateway = Gateway(settings, workers, model, control, group_updates, TransferState())
+            app.router.routes.extend(routes(gateway))
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if gateway is not None:
-                await gateway.updates.close()
-                gateway.text.close()
-                if gateway.images is not None:
-                    gateway.images.close()
+            await folder_updates.close()
+            if model is not None:
+                model.close()
             await client.close()
 
     handlers: dict[Any, Any] = {HttpError: answer_error, RolloutError: answer_error, HTTPException: _http_exception}
@@ -88,128 +77,16 @@ def make_app(
     return Starlette(lifespan=life, exception_handlers=handlers, middleware=middleware)
 
 
-async def _start(settings: GatewaySettings, workers: Workers, curve: ClientCurve | None) -> Gateway:
-    """The gateway, once a worker has answered. Raises `Unavailable` if none does in time."""
-    end_s = asyncio.get_running_loop().time() + settings.start_s
+async def _first_status(workers: Workers, within_s: float) -> dict[str, Any]:
+    """The status of a worker, once one has answered. Raises `Unavailable` if none does in time."""
+    end_s = asyncio.get_running_loop().time() + within_s
     while True:
         try:
-            status = (await workers.known())[0]
-            break
+            return (await workers.known())[0]
         except Unavailable:
             if asyncio.get_running_loop().time() > end_s:
                 raise
             await asyncio.sleep(_ASK_AGAIN_S)
-    model = settings.model
-    if model is None and Path(status["model"]).expanduser().is_dir():
-        model = status["model"]
-    text = Text.load(model)
-    if not text.there:
-        log.warning("there is no tokenizer: only token ids can be sent and received; name one with --model")
-    images = None
-    if text.folder is not None and "media" in (status.get("capabilities") or ()):
-        images = Images.load(text.folder, settings.images_root)
-    return Gateway(
-        settings,
-        workers,
-        text,
-        settings.served_model_name or tuple(dict.fromkeys((readable_name(status["model"]), status["model"]))),
-        status["max_context_tokens"],
-        FolderUpdates(settings.weights_root, settings.update_s, curve),
-        text.formats(settings.tool_parser, settings.reasoning_parser),
-        images,
-    )
-
-
-def _routes(gateway: Gateway) -> list[Route]:
-    control = Control(gateway)
-    health, chat = Health(gateway), Chat(gateway)
-    updates = GroupUpdates(gateway, control)
-    groups = Groups(gateway, updates)
-    admin, sglang = Admin(gateway, control, groups), SglangAdmin(gateway, control, updates)
-    generate = Generate(gateway, vllm_experts(gateway))
-    skyrl = Generate(gateway, skyrl_experts)
-    gets: dict[str, Handler] = {
-        "/health": health.health,
-        "/health_generate": health.health_generate,
-        "/ping": health.ping,
-        "/version": health.version,
-        "/v1/models": health.models,
-        "/metrics": health.metrics,
-        "/server_info": health.server_info,
-        "/get_server_info": health.server_info,
-        "/get_world_size": admin.get_world_size,
-        "/is_paused": admin.is_paused,
-        "/is_sleeping": admin.is_sleeping,
-        "/weight_info": admin.weight_info,
-        "/get_weight_version": sglang.weight_version,
-        "/weight_version": sglang.weight_version,
-        "/get_model_info": sglang.model_info,
-        "/model_info": sglang.model_info,
-        "/v1/loads": sglang.loads,
-        "/get_load": sglang.loads,
-        "/flush_cache": sglang.flush_cache,
-    }
-    posts: dict[str, Handler] = {
-        "/v1/completions": Completions(gateway).__call__,
-        "/v1/chat/completions": chat.__call__,
-        "/v1/chat/completions/render": chat.render,
-        "/inference/v1/generate": generate.__call__,
-        "/skyrl/v1/generate": skyrl.__call__,
-        "/generate": SglangGenerate(gateway).__call__,
-        "/tokenize": partial(tokenize, gateway),
-        "/detokenize": partial(detokenize, gateway),
-        "/ping": health.ping,
-        "/pause": admin.pause,
-        "/resume": admin.resume,
-        "/sleep": admin.sleep,
-        "/wake_up": admin.wake_up,
-        "/reset_prefix_cache": admin.reset_prefix_cache,
-        "/abort_requests": admin.abort_requests,
-        "/v1/load_lora_adapter": admin.load_adapter,
-        "/load_lora_adapter": admin.load_adapter_in_place,
-        "/skyrl/v1/load_lora_adapter": admin.load_adapter_in_place,
-        "/v1/unload_lora_adapter": admin.unload_adapter,
-        "/update_weights": admin.update_weights,
-        "/areal_update_weights": admin.update_weights,
-        "/areal_pause_generation": admin.areal_pause,
-        "/areal_continue_generation": sglang.resume,
-        "/collective_rpc": admin.collective_rpc,
-        "/finish_session": admin.finish_session,
-        "/pause_generation": sglang.pause,
-        "/continue_generation": sglang.resume,
-        "/abort_request": sglang.abort,
-        "/flush_cache": sglang.flush_cache,
-        "/release_memory_occupation": sglang.release_memory,
-        "/resume_memory_occupation": sglang.resume_memory,
-        "/update_weights_from_disk": sglang.update_from_disk,
-        "/init_weights_update_group": groups.join,
-        "/update_weights_from_distributed": groups.update,
-        "/destroy_weights_update_group": groups.leave,
-        "/areal_init_weights_update_group": groups.join,
-        "/areal_set_update_weight_meta": groups.announce,
-        "/areal_update_weights_xccl": groups.update_announced,
-        "/init_weight_transfer_engine": groups.init_engine,
-        "/shutdown_weight_transfer_engine": groups.shut_engine_down,
-        "/start_weight_update": groups.start,
-        "/finish_weight_update": groups.finish,
-    }
-    for name in ("/init_broadcaster", "/update_weights_from_tensor"):
-        posts[name] = admin.process_group
-    return [Route(path, _plain(handler), methods=["GET"]) for path, handler in gets.items()] + [
-        Route(path, _plain(handler), methods=["POST"]) for path, handler in posts.items()
-    ]
-
-
-def _plain(handler: Handler) -> Handler:
-    """The handler as a function: Starlette takes bound methods and partials for other things."""
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientGone as gone:
-            return gone.response()  # it has no reader
-
-    return endpoint
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""Runs a gateway: its socket, its client of the workers, uvicorn, and the end."""
+"""Runs a gateway: binds the socket, makes the client of the workers, runs uvicorn, and ends it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway.access import read_keys
 from rollout.gateway.app import make_app
-from rollout.gateway.connection import connection_class
+from rollout.gateway.http.access import read_keys
+from rollout.gateway.http.client_connections import IN_USE_S, connection_class
 from rollout.process.announce import say, withdraw, write_whole
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up
@@ -29,7 +29,7 @@ from trainer_bridge.wire.keys import ClientCurve
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_OTHER_FILES = 128  # connections to workers, libraries, weights
+_OTHER_FILES = 128  # for connections to workers, libraries and weights
 _GRACE_S = 5
 
 
@@ -47,7 +47,7 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
 
     config = uvicorn_config(settings, make_app(settings, keys, pool, curve), _GRACE_S)
     server = _Server(config, url, settings.ready_file)
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has ended
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn sends itself the signal again once it has ended
         signal.signal(number, signal.SIG_IGN)
     try:
         server.run(sockets=[listening])
@@ -58,7 +58,7 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
 
 
 def worker_client(settings: GatewaySettings, curve: ClientCurve | None = None) -> AsyncRolloutClient:
-    """The gateway's client of the workers: what it waits for a lost worker at most is three heartbeats."""
+    """The gateway's client of the workers. It waits at most three heartbeats for a worker that is lost."""
     return AsyncRolloutClient(
         settings.endpoints,
         curve=curve,
@@ -69,11 +69,17 @@ def worker_client(settings: GatewaySettings, curve: ClientCurve | None = None) -
     )
 
 
-def uvicorn_config(settings: GatewaySettings, app: Starlette, grace_s: int) -> uvicorn.Config:
-    """How uvicorn serves a gateway. At the end, requests that run have `grace_s` seconds."""
+def uvicorn_config(
+    settings: GatewaySettings, app: Starlette, grace_s: int, in_use_s: float = IN_USE_S
+) -> uvicorn.Config:
+    """The settings of uvicorn for a gateway. At the end, running requests have `grace_s` seconds.
+
+    `in_use_s` is as for `connection_class`.
+    """
+    patience_s = max(settings.body_s, settings.send_s)
     return uvicorn.Config(
         app,
-        http=connection_class(max(settings.body_s, settings.send_s), settings.keep_alive_s, settings.max_connections),
+        http=connection_class(patience_s, settings.keep_alive_s, settings.max_connections, in_use_s),
         timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type] # a time of the event loop
         log_config=None,
         access_log=False,
@@ -87,7 +93,7 @@ def uvicorn_config(settings: GatewaySettings, app: Starlette, grace_s: int) -> u
 
 
 def _most_connections(settings: GatewaySettings) -> int:
-    """`max_connections`, or as many as this process may have files for."""
+    """`max_connections`, or fewer if this process may not open that many files."""
     limit = raise_limit(what="a gateway")
     room = settings.max_connections if limit == resource.RLIM_INFINITY else limit - _OTHER_FILES
     if room < settings.max_connections:
@@ -113,7 +119,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which says when it is ready."""
+    """uvicorn's server, which announces when it is ready."""
 
     def __init__(self, config: uvicorn.Config, url: str, ready_file: str | None) -> None:
         super().__init__(config)
@@ -121,7 +127,7 @@ class _Server(uvicorn.Server):
         self._ready_file = ready_file
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the end; at once while no worker has answered yet."""
+        """Begin to shut down; exit at once if no worker has answered yet."""
         super().handle_exit(sig, frame)
         if not self.started:
             raise SystemExit(0)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway.access import is_loopback, read_keys
+from rollout.gateway.http.access import is_loopback, read_keys
 from tests.support.gateway.harness import gateway
 from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import rollout, subprocess_environment, until

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway import connection
+from rollout.gateway.http.client_connections import IN_USE_S
 from rollout.gateway.serve import uvicorn_config
 from tests.support.gateway.harness import served
 from tests.support.patience import PATIENCE_S
@@ -29,7 +28,7 @@ GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 @contextlib.contextmanager
-def serving(**limits: Any) -> Iterator[tuple[uvicorn.Server, tuple[str, int]]]:
+def serving(in_use_s: float = IN_USE_S, **limits: Any) -> Iterator[tuple[uvicorn.Server, tuple[str, int]]]:
     """A server with a gateway's connections; what it answers does not matter."""
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -37,7 +36,8 @@ def serving(**limits: Any) -> Iterator[tuple[uvicorn.Server, tuple[str, int]]]:
             await PlainTextResponse("well")(scope, receive, send)
 
     settings = GatewaySettings(endpoints=("tcp://127.0.0.1:1",), **limits)
-    with served(uvicorn_config(settings, Starlette(routes=[Mount("/", answer)]), grace_s=1)) as found:
+    app = Starlette(routes=[Mount("/", answer)])
+    with served(uvicorn_config(settings, app, grace_s=1, in_use_s=in_use_s)) as found:
         yield found
 
 
@@ -85,9 +85,8 @@ def test_no_request_of_a_pool_is_lost_after_a_rest() -> None:
             assert asyncio.run(twice(address, rest_s)) == [200] * 100
 
 
-def test_the_connection_that_is_idle_for_the_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_IN_USE_S", 0.2)
-    with serving(max_connections=3) as (server, address), contextlib.ExitStack() as stack:
+def test_the_connection_that_is_idle_for_the_longest_makes_room() -> None:
+    with serving(in_use_s=0.2, max_connections=3) as (server, address), contextlib.ExitStack() as stack:
         clients = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
         begins, longest, shortest = clients
         assert ask(longest) and ask(shortest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps
 
-from rollout.gateway import images
+from rollout.gateway.http.http_errors import HttpError
+from rollout.gateway.prompts.image_processor import Images
 from scripts.check.fuzz_gateway import batter
 from tests.support.gateway.harness import gateway
 from tests.support.gateway.hostile_images import data_url, encoded, image_part, item_of, png_header, traffic
@@ -306,16 +308,24 @@ def test_a_gateway_of_a_model_of_text_refuses_images(client: httpx.Client) -> No
     assert answer.status_code == 400 and answer.json()["param"] == "messages.0.content.0.image_url.url"
 
 
-def test_images_have_limits(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_has_a_limit_of_images(served: Any) -> None:
     _, client, _, _ = served
-    part = image_part(data_url(encoded(24, 24)))
-    for parts, limit, param in (
-        ([part] * 65, 262_144, "messages"),
-        ([part] * 3, 2 * 36, "messages.0.content.2.image_url.url"),
-    ):
-        monkeypatch.setattr(images, "_MOST_PATCHES", limit)
-        answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}], **LIMITS})
-        assert (answer.status_code, answer.json()["param"]) == (400, param), answer.text
+    parts = [image_part(data_url(encoded(24, 24)))] * 65
+    answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}], **LIMITS})
+    assert (answer.status_code, answer.json()["param"]) == (400, "messages"), answer.text
+
+
+def test_a_request_has_a_limit_of_patches(served: Any) -> None:
+    _, _, _, folder = served
+    images, url = Images.load(folder.parent / "model", None, most_patches=2 * 36), data_url(encoded(24, 24))
+    assert images is not None
+    try:
+        assert len(asyncio.run(images.process([(url, "first"), (url, "second")]))) == 2
+        with pytest.raises(HttpError) as refused:
+            asyncio.run(images.process([(url, "first"), (url, "second"), (url, "third")]))
+    finally:
+        images.close()
+    assert (refused.value.status, refused.value.param) == (400, "third")
 
 
 def hostile(served: Any, seed: int, count: int) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollout.gateway.messages import Rendering, prompt_of
-from rollout.gateway.text import Text
-from rollout.gateway.views import Views
+from rollout.gateway.answers.text_pieces import text_pieces
+from rollout.gateway.answers.views import Views
+from rollout.gateway.prompts.chat_messages import Rendering, prompt_of
+from rollout.gateway.prompts.text import Text
 from rollout.service.text.codec import TextCodec
 from tests.support.gateway.chat_templates import FAMILIES, tokenizer_with
 from trainer_bridge.client.results import Completion
@@ -22,7 +23,7 @@ renderers = pytest.importorskip("renderers", reason="make test-integrations inst
 import numpy as np  # noqa: E402
 from renderers import configs  # noqa: E402
 
-from rollout.gateway.sampling import OpenAiBody  # noqa: E402
+from rollout.gateway.prompts.sampling import OpenAiBody  # noqa: E402
 
 #: The module and the configuration of a family's renderer. That of gpt-oss downloads a vocabulary.
 RENDERERS = {
@@ -85,8 +86,8 @@ class Side:
         """What this gateway shows of an answer."""
         formats = self.text.formats("auto", "auto")
         cut = formats.cuts[True]
-        pieces = self.text.pieces(
-            OpenAiBody.take({}).model_copy(update={"stop_token_ids": [1 << 30]}), False, cut.shown
+        pieces = text_pieces(
+            self.text, OpenAiBody.take({}).model_copy(update={"stop_token_ids": [1 << 30]}), False, cut.shown
         )
         numbers = np.zeros(len(tokens), np.float32)
         ended = tokens[-1] in self.renderer.get_stop_token_ids()

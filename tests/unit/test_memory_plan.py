@@ -14,11 +14,13 @@ import torch
 
 from rollout.config import EngineSettings, ModelSettings, Settings, WeightsSettings
 from rollout.engine.device.streams import CpuDevice
+from rollout.engine.features.adapters.memory import AdapterMemory
+from rollout.engine.features.images.encoder import image_buffer_bytes
 from rollout.engine.kv.allocator import pages_for
+from rollout.engine.schedule.feature import find
 from rollout.engine.sizing import (
     PoolSize,
     Target,
-    image_buffer_bytes,
     kv_dtype,
     page_bytes_of,
     state_pool_bytes,
@@ -29,12 +31,14 @@ from rollout.models import load_model
 from rollout.weights.staging import parameter_bytes
 from scripts.bench.shapes import write_checkpoint
 from tests.support.engine.harness import Bench
+from tests.support.engine.images import encoder_of
 from tests.support.models import fallback, images
 from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.every_family import EVERY_FAMILY
 from tests.support.models.families import make_checkpoint
 from tests.support.models.hybrids import make_hybrid
 from tests.support.models.mtp_layers import make_predicting
+from tests.support.settings import settings_of
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[2] / "scripts" / "bench" / "results"
@@ -54,7 +58,8 @@ class Told(CpuDevice):
 
 def settings_for(folder: Path, model: dict[str, Any] | None = None, **engine: Any) -> Settings:
     return Settings(
-        model=ModelSettings(path=str(folder), **{"device": "cpu", **(model or {})}), engine=EngineSettings(**engine)
+        model=ModelSettings(path=str(folder), **{"device": "cpu", **(model or {})}),
+        engine=settings_of(EngineSettings, **engine),
     )
 
 
@@ -205,7 +210,8 @@ def test_the_parts_of_a_plan_are_as_large_as_what_an_engine_allocates(tmp_path):
     bench = Bench(load_model(settings.model, CPU, folder=tmp_path).model, page_size=16, **engine)
     step = bench.engine.executor.step
     plan = plan_memory(settings, Machine("cpu", 1 << 34, Target("cpu")), tmp_path)
-    assert step.adapters is not None and plan.adapters == step.adapters.nbytes
+    adapters = find(step.features, AdapterMemory)
+    assert adapters is not None and plan.adapters == adapters.slots.nbytes
     assert plan.states == sum(tensor.nbytes for tensor in step.kv.states.tensors)
     assert plan.kv_pool == sum(tensor.nbytes for tensor in step.kv.tensors)
     bench.close()
@@ -218,7 +224,7 @@ def test_the_buffer_for_images_is_counted(tmp_path):
     model = load_model(settings.model, CPU, folder=tmp_path).model
     bench = Bench(model, image_tokens=100, image_patches=64)
     plan = plan_memory(settings, Machine("cpu", 1 << 34, Target("cpu")), tmp_path)
-    assert plan.images == bench.engine.executor.step.encoder.buffer_PW.nbytes
+    assert plan.images == encoder_of(bench).buffer_PW.nbytes
     assert plan.images == image_buffer_bytes(settings.engine, model.tower.spec, model.embed.dtype)
     assert plan.weights == weight_bytes(model)
     bench.close()

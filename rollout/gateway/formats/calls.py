@@ -19,7 +19,7 @@ from rollout.gateway.formats.values import MOST_NESTED
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class NotACall(Exception):  # noqa: N818 -- it is no error: models write what they like
+class NotACall(Exception):  # noqa: N818 -- no error: a model may write any text
     """A text is no call; the message says why."""
 
 
@@ -54,7 +54,7 @@ def calls_in(region: Region, texts: Sequence[str], tools: Sequence[Mapping[str, 
             found = parse_response(text, region.alone, prefix="", tools=[dict(tool) for tool in tools]).get(
                 "tool_calls"
             )
-        # The parser raises errors of many types, for what a model writes and for schemas that are none.
+        # The parser raises errors of many types, for texts of models and for wrong schemas.
         except Exception as error:
             raise NotACall(f"it cannot be read ({type(error).__name__})") from error
         calls += [call for value in (found if isinstance(found, list) else [found]) for call in _calls(value)]

@@ -1,9 +1,9 @@
-"""What a chat template writes around the messages, found by rendering short conversations with it.
+"""Finds what a chat template writes around messages, by rendering short conversations.
 
     <|im_start|>user QUESTION <|im_end|> <|im_start|>assistant ANSWER <|im_end|> <|im_start|>user ...
                                          header, then `begun`         `after` begins here, or behind the end of the turn
 
-Nothing is known of a template but what it renders: fine-tunes change templates and keep their names.
+Only what a template renders is known of it: fine-tunes change templates and keep their names.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ PROBE_TOOL: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template takes tool calls: with ids of this form, arguments as JSON text or as a map, and this content."""
+    """The form of tool calls in a template: ids, arguments as JSON text or as a map, and the content beside them."""
 
     call_id: str
     as_text: bool
-    content: str | None  # of a message that has calls alone
+    content: str | None  # the content of a message that has calls alone
 
 
 #: Some templates ask for an id of nine characters, others for one with the function's name.
@@ -78,7 +78,7 @@ class ChatTurns:
         self._header: str | None = None
 
     def text(self, messages: list[Message], tools: Tools, options: Mapping[str, Any]) -> str:
-        """What the template writes for messages. Raises `RolloutError` if it refuses them."""
+        """The text that the template writes for messages. Raises `RolloutError` if it refuses them."""
         return self._render(messages, tools, options)
 
     # --- content and calls of messages -------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class ChatTurns:
         return found
 
     def call_form(self) -> CallForm | None:
-        """How messages have tool calls; None if the template shows none."""
+        """The form of tool calls in messages; None if the template does not show calls."""
         if isinstance(self._call_form, bool):
             self._call_form = next(filter(self._shows_call, _CALL_FORMS), None)
         return self._call_form
@@ -123,7 +123,7 @@ class ChatTurns:
         return text is not None and _MARK in text and f'\\"{_MARK}' not in text  # else the text is quoted once more
 
     def render(self, messages: list[Message], tools: Tools = None, **options: Any) -> str | None:
-        """What the template writes for messages, without asking for an answer; None if it refuses them."""
+        """The text that the template writes for messages, without asking for an answer; None if it refuses them."""
         try:
             return self._render(messages, tools, {"add_generation_prompt": False, **options})
         except RolloutError:
@@ -141,7 +141,7 @@ class ChatTurns:
         return self._header
 
     def answer(self, message: Message, tools: Tools = None) -> str | None:
-        """What the template writes for an answer to a question, from its header on; None if it refuses it."""
+        """The text that the template writes for an answer, after its header; None if it refuses the answer."""
         bare, text = self.render([self.question()], tools), self.render([self.question(), message], tools)
         if bare is None or text is None:
             return None
@@ -149,7 +149,7 @@ class ChatTurns:
         return answer[answer.find(header) + len(header) :] if header in answer else answer
 
     def begun(self, prompt: str) -> str:
-        """What a prompt has of the answer already, such as an open `<think>`."""
+        """The part of the answer that a prompt has, such as an open `<think>`."""
         header = self.header()
         place = prompt.rfind(header) if header.strip() else -1
         return prompt[place + len(header) :] if place >= 0 else ""
@@ -162,7 +162,7 @@ class ChatTurns:
         tools: Tools,
         options: Mapping[str, Any],
     ) -> str | None:
-        """What a conversation has after the answer at `place`, which the model ended with the token `stop`.
+        """The text of a conversation after the answer at `place`, which the model ended with the token `stop`.
 
         `stop` is its text, "" for an answer without one. What the token stands for is not repeated, so a prompt that
         goes on with this text has each turn's end once. None if the template does not show where the answer ends.
@@ -178,7 +178,7 @@ class ChatTurns:
     def _rest(
         self, whole: str, last: str, stop: str, before: list[Message], tools: Tools, alone: Mapping[str, Any]
     ) -> str:
-        """What `whole` has after an answer. `last`: the same conversation if it ended with the answer."""
+        """The text of `whole` after an answer. `last`: the text of the conversation if it ended with the answer."""
         said = self._common(whole, last)  # the rest of the answer, such as its calls, and the end of its turn
         rest = whole[len(said) :]
         if stop and (place := said.rfind(stop)) >= 0:
@@ -199,7 +199,7 @@ class ChatTurns:
         return None if place < 0 else text[place + len(_MARK) :]
 
     def _common(self, one: str, other: str) -> str:
-        """What two texts begin with; a special token is never cut."""
+        """The common beginning of two texts. A special token is never cut."""
         same: list[str] = []
         for mine, theirs in zip(self._special.split(one), self._special.split(other), strict=False):
             if mine != theirs:
@@ -211,7 +211,7 @@ class ChatTurns:
 
 
 def _thoughts_in(text: str) -> int:
-    """Where the first mark of reasoning is, of any format; the end of the text if there is none."""
+    """The place of the first mark of reasoning in any format; the end of the text if there is none."""
     regions = [region for fields in REASONING.values() for region in compile_regions(fields)]
     marks = [mark for region in regions for mark in (region.open, region.close) if mark is not None]
     found = [mark.pattern.search(text) for mark in marks]
@@ -219,7 +219,7 @@ def _thoughts_in(text: str) -> int:
 
 
 def _overlap(text: str, other: str) -> int:
-    """How much of the end of a text is the beginning of the other one."""
+    """The length of the longest end of a text with which the other text begins."""
     lengths = range(min(len(text), len(other)), 0, -1)
     return next((length for length in lengths if text.endswith(other[:length])), 0)
 

@@ -1,4 +1,4 @@
-"""Which formats a model uses: what the flags name, or what its own files show.
+"""Chooses the formats of a model: those that the flags name, or that its own files show.
 
 `auto` renders an answer with the model's chat template, and takes the format that reads reasoning and call out of it
 again. A response template that the tokenizer brings comes first. What no format reads is not guessed.
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 _THOUGHT, _ANSWER = "probe thought", "probe answer"
 _ARGUMENTS: Mapping[str, Any] = {"city": "K\u00f6ln", "days": 3}
-_THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)  # by the names that templates have
+_THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)  # the names in templates
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is looked for in answers. `shown`: ids of the special tokens that it needs."""
+    """The regions that answers are searched for. `shown`: ids of the special tokens that the text must have for it."""
 
     regions: tuple[Region, ...] = ()
     shown: frozenset[int] = frozenset()
@@ -40,8 +40,8 @@ class Cut:
 class Formats:
     """The formats of a model's answers.
 
-    `tools`, `reasoning`: their names; None: there are none. `cuts`: of answers without and with calls. `answer_after`:
-    the text behind which a constraint begins, None if it is not known.
+    `tools`, `reasoning`: the names of the formats; None: there is none. `cuts`: the cut of answers without calls, and
+    that of answers with calls. `answer_after`: the text after which a constraint begins, None if it is not known.
     """
 
     tools: str | None = None
@@ -97,7 +97,7 @@ class Choice:
         """The fields of the response template that has both formats."""
         fields: dict[str, Mapping[str, Any]] = {}
         for name in (calls, thoughts):
-            if name == OWN:  # also regions of content, and whatever else it has
+            if name == OWN:  # also regions of content and of other kinds
                 fields |= {field: spec for field, spec in self._own.items() if kind_of(field) == "content"}
             elif name == "gpt_oss":  # every message is on a channel
                 fields |= REASONING[name]

@@ -1,4 +1,4 @@
-"""Regions: what of a format is looked for in text, compiled from the fields of a response template."""
+"""Regions: the marks of a format that text is searched for, compiled from the fields of a response template."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Mark:
         return match, len(text)
 
     def begin_at_end(self, text: str, start: int) -> int:
-        """Where a mark begins that the end of the text cuts off; the end of the text if there is none."""
+        """The place of a mark that the end of the text cuts off; the end of the text if there is no such mark."""
         match = self.pattern.search(text, start, partial=True)
         return match.start() if match is not None and match.partial else len(text)
 
@@ -75,14 +75,14 @@ class Region:
     close: Mark | None
     once: bool
     content: str  # the name of transformers' parser of it
-    arguments: Mapping[str, Any]  # of that parser
-    value_begin: Any  # of tagged values: the last place at which one begins; None of others
-    value_end: Any  # and at which one ends
+    arguments: Mapping[str, Any]  # the arguments of that parser
+    value_begin: Any  # for tagged values the pattern of the last place at which a value begins; else None
+    value_end: Any  # for tagged values the pattern of the place at which a value ends; else None
     alone: Any  # a response template of this region that ends with its text
 
 
 def kind_of(name: str) -> Kind:
-    """Where a field of a response template goes."""
+    """The kind of region that a field of a response template declares."""
     return _KINDS.get(name, "content")
 
 

@@ -23,13 +23,13 @@ from rollout.gateway.formats.values import MOST_NESTED, ValueScan
 
 _MOST_ENDS = 16  # marks inside of values at which a call does not end
 _MOST_WITHDRAWN = 32  # marks after which there was no call; then the rest is content
-_MOST_CHARS = 1 << 20  # of a region of calls
+_MOST_CHARS = 1 << 20  # characters of a region of calls
 _NOT_WHOLE = "it is not a whole value"
 
 
 @dataclass(slots=True)
 class Piece:
-    """What text adds to an answer."""
+    """The parts of an answer that text adds."""
 
     reasoning: str = ""
     content: str = ""
@@ -45,17 +45,17 @@ class Segments:
         self._calls = next((region for region in regions if region.kind == "calls"), None)
         self._tools = tools
         self._text = begun
-        self._at = 0  # the text before it is out
-        self._foreign = 0  # the text before it is the prompt's
+        self._at = 0  # the text before this place is out
+        self._foreign = 0  # the text before this place is the prompt's
         self._region: Region | None = None
-        self._opened_at = 0  # the mark of the region begins
-        self._body_at = 0  # and ends
-        self._searched = 0  # no mark that ends the region begins before it
+        self._opened_at = 0  # where the mark that opened the region begins
+        self._body_at = 0  # where that mark ends
+        self._searched = 0  # no mark that ends the region begins before this place
         self._scan: ValueScan | None = None
         self._ends = 0  # marks that did not end the region
         self._unclosed: Region | None = None  # the reasoning in which the region of calls began
         self._withdrawn = 0
-        self._space = ""  # it waits for what follows
+        self._space = ""  # white space that waits for the text after it
         self._said = False  # there is content
         self._reasoned = False
         self._after_call = False
@@ -83,7 +83,7 @@ class Segments:
         return any(region.kind == "reasoning" and not (region.once and over) for region in self.regions)
 
     def feed(self, text: str, last: bool) -> Piece:
-        """What new text adds; with `last` nothing waits any more."""
+        """The parts that new text adds. With `last` no text waits for more text."""
         self._text += text
         piece = Piece()
         self._advance(piece, last)
@@ -200,7 +200,7 @@ class Segments:
             self._tell(self._region, piece, text)
 
     def _end_of_calls(self, region: Region, last: bool) -> tuple[int, int] | None:
-        """Where the values of the region end, and where the region does; None if that is still to come.
+        """The places at which the values of the region and the region itself end; None if the end has not arrived.
 
         Raises `NotACall` if a value cannot be whole.
         """
@@ -271,7 +271,7 @@ class Segments:
             self._say(piece, text)
 
     def _say(self, piece: Piece, text: str) -> None:
-        """Content. White space at its end waits: before a call, and before reasoning at the beginning, it is none."""
+        """Add content. White space at its end waits: it is dropped before a call, and before the first reasoning."""
         told = text.rstrip()
         if told:
             piece.content += self._space + told
@@ -287,7 +287,7 @@ class Segments:
             self._drop(self._at - 1)
 
     def _drop(self, cut: int) -> None:
-        """Drop so many characters, which are out."""
+        """Drop the first `cut` characters, which are out."""
         self._text = self._text[cut:]
         self._at -= cut
         self._searched = max(self._searched - cut, self._at)

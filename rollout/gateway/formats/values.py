@@ -1,4 +1,4 @@
-"""Where the values of a call end: brackets outside of quoted strings, and tags that are closed."""
+"""Finds where the values of a call end, by their brackets outside of quoted strings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ValueScan:
     """
 
     def __init__(self, start: int, quotes: Mapping[str, str]) -> None:
-        self.spans: list[tuple[int, int]] = []  # of the whole values
+        self.spans: list[tuple[int, int]] = []  # places of the whole values
         self.most_nested = 0  # levels
         self.junk = False  # there is something else between the values
         self._at = self._begin = start
@@ -48,13 +48,13 @@ class ValueScan:
         return bool(self.spans) and not (self._quote or self._depth or self.junk)
 
     def run(self, text: str, end: int, final: bool, values: int | None = None) -> None:
-        """Go on to `end`, or until there are so many `values`.
+        """Go on to `end`, or until the number of whole values is `values`.
 
         Unless `final`, what may be the beginning of a mark at the end waits.
         """
         stop = end if final else end - self._reach
         before = -1
-        while before < self._at < stop and not self.junk:  # a backslash waits for what it escapes
+        while before < self._at < stop and not self.junk:  # a backslash waits for the character after it
             if self.most_nested > MOST_NESTED or (values is not None and len(self.spans) >= values):
                 return
             before = self._at

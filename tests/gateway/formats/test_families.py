@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout.gateway.formats.chat_turns import CallForm, ChatTurns
 from rollout.gateway.formats.choice import Formats
-from rollout.gateway.messages import Rendering, prompt_of
-from rollout.gateway.text import Text, shown_text
+from rollout.gateway.prompts.chat_messages import Rendering, prompt_of
+from rollout.gateway.prompts.text import Text, shown_text
 from rollout.service.text.codec import TextCodec
 from tests.support.gateway.chat_templates import FAMILIES, families_with, tokenizer_of, tokenizer_with
 from tests.support.gateway.cuts import cut

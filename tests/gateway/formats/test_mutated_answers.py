@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from pydantic_core import from_json
 
+from rollout.gateway.answers.text_pieces import text_pieces
+from rollout.gateway.answers.views import Views
 from rollout.gateway.formats.choice import Formats
-from rollout.gateway.json_text import json_text
-from rollout.gateway.sampling import OpenAiBody
-from rollout.gateway.text import Text, shown_text
-from rollout.gateway.views import Views
+from rollout.gateway.http.json_text import json_text
+from rollout.gateway.prompts.sampling import OpenAiBody
+from rollout.gateway.prompts.text import Text, shown_text
 from rollout.service.text.codec import TextCodec
 from tests.support.gateway.chat_templates import FAMILIES, tokenizer_of
 from trainer_bridge.client.results import Completion
@@ -151,7 +152,7 @@ def check(text: Text, formats: Formats, said: str, family: str, chance: random.R
     cut = formats.cuts[chance.random() < 0.95]
 
     def views() -> Views:
-        return Views(text.pieces(body, False, cut.shown), cut.regions, TOOLS, begun)
+        return Views(text_pieces(text, body, False, cut.shown), cut.regions, TOOLS, begun)
 
     whole = joined(views(), [completion(tokens, stop, True)])
     assert "text" not in whole["missing"] and "message" not in whole["missing"], whole["missing"]

@@ -10,7 +10,7 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 from trl import chat_template_utils as trl_templates
 
-from rollout.gateway.text import Text
+from rollout.gateway.prompts.text import Text
 from rollout.service.text.codec import TextCodec
 from tests.support.gateway.chat_templates import tokenizer_of
 from tests.support.gateway.cuts import cut

@@ -11,8 +11,7 @@ from rollout_kernels.parallel import TensorGroup
 from rollout_kernels.sampling import VocabShard
 
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.features.scores.buffers import ScoreBuffers
-from rollout.engine.step_output import Scores
+from rollout.engine.features.scores.buffers import ScoreBuffers, Scores
 from tests.support.parallel.ranks import Ranks
 
 ROWS = 12

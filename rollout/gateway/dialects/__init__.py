@@ -1,0 +1,1 @@
+"""The bodies and handlers of all endpoints, a module for each group of endpoints."""

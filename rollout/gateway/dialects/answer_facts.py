@@ -1,0 +1,79 @@
+"""What the answers of several dialects say of a completion beside its text: how it ended, its tokens, its versions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rollout.gateway.answers.logprobs import prompt_entries
+from rollout.gateway.dialects.handling import Gateway
+from rollout.gateway.http.http_errors import HttpError
+from rollout.gateway.prompts.sampling import SamplingBody
+from trainer_bridge.client.results import Completion, GenerateResult
+
+
+def now() -> int:
+    """Unix time, for `created`."""
+    return int(time.time())
+
+
+def usage(results: list[GenerateResult]) -> dict[str, Any]:
+    """OpenAI's `usage` of all results."""
+    prompt = sum(result.prompt_tokens for result in results)
+    tokens = sum(len(completion) for result in results for completion in result.completions)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": tokens,
+        "total_tokens": prompt + tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results)},
+    }
+
+
+def fault(completion: Completion) -> HttpError | None:
+    """The error of a completion that a fault has ended."""
+    if completion.finish_reason == "error":
+        return HttpError(500, f"the completion ended by a fault: {completion.error}")
+    if completion.finish_reason == "cancelled" and completion.error is not None:
+        return HttpError(503, f"the worker ended: {completion.error}", retry_s=1.0)
+    return None
+
+
+def end_facts(part: Completion, body: SamplingBody) -> dict[str, Any]:
+    """How a completion ended, in vLLM's words; null while it goes on.
+
+    `stop_reason` is a stop string or token of the request; the model's own end of a turn has none. A completion that a
+    fault has ended keeps its tokens and has an `error`: the other completions of the request may be whole.
+    """
+    own = isinstance(part.stop, int) and part.stop not in body.stop_token_ids
+    facts = {"finish_reason": _finish_reason(part), "stop_reason": None if own else part.stop}
+    failed = fault(part)
+    return facts if failed is None else facts | {"error": str(failed)}
+
+
+def _finish_reason(completion: Completion) -> str | None:
+    if fault(completion) is not None:
+        return "error"
+    reasons = {"cancelled": "abort", "stale": "abort", "deadline": "length"}
+    reason = completion.finish_reason
+    return None if reason is None else reasons.get(reason, reason)
+
+
+def version_runs(part: Completion, start: int = 0) -> list[dict[str, int]]:
+    """Runs of tokens with one weights version: `[{"version", "start", "end"}]`, with `end` exclusive."""
+    runs = []
+    for version, count in part.versions:
+        runs.append({"version": version, "start": start, "end": start + count})
+        start += count
+    return runs
+
+
+async def prompt_facts(
+    gateway: Gateway, prompt: list[int], result: GenerateResult, most: int | None, versions: bool, ids: bool
+) -> dict[str, Any]:
+    """What an answer says of its prompt: log-probs with the `most` likeliest tokens, their version, the token ids."""
+    facts: dict[str, Any] = {}
+    if most is not None:
+        facts["prompt_logprobs"] = await prompt_entries(prompt, result, most, gateway.model.text.token_bytes)
+    if versions and result.prompt_version is not None:
+        facts["prompt_weight_version"] = result.prompt_version
+    return facts | {"prompt_token_ids": prompt} if ids else facts

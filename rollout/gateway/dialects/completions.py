@@ -1,0 +1,142 @@
+"""`/v1/completions`: text or token ids, one prompt or several, with `n`, `echo`, log-probs and streaming."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from rollout.gateway.answers.logprobs import LogprobFormat, TextOffsets
+from rollout.gateway.answers.text_pieces import from_worker, text_pieces
+from rollout.gateway.answers.views import Views
+from rollout.gateway.dialects.answer_facts import end_facts, now, prompt_facts, usage, version_runs
+from rollout.gateway.dialects.call import Call, StreamedChunk
+from rollout.gateway.dialects.handling import HttpRequest
+from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.prompts.sampling import MAX_TOP, OpenAiBody, TokenId
+from rollout.gateway.workers.workers import TokenRequest
+from trainer_bridge.client.results import Completion
+
+_MAX_PROMPTS = 4096
+
+
+class CompletionBody(OpenAiBody):
+    """The body of `/v1/completions`."""
+
+    switched_off: ClassVar = OpenAiBody.switched_off | {"logprobs_mode": (None,)}
+
+    prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    echo: bool = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts."""
+        if isinstance(self.prompt, str) or all(isinstance(part, int) for part in self.prompt):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+async def complete(request: HttpRequest[CompletionBody]) -> Any:
+    """Complete texts or token ids."""
+    body, gateway, text = request.body, request.gateway, request.gateway.model.text
+    session, place = request.placement()
+    fields = await gateway.openai_fields(body) | place
+    scored = body.echo and body.logprobs is not None
+    if body.stream and (scored or body.prompt_logprobs is not None):
+        raise bad_request("a stream has no log-probs of the prompt; remove 'stream'", "stream")
+    fields["logprobs"] = body.logprobs or 0
+    if scored:
+        fields["prompt_top_logprobs"] = max(body.logprobs or 0, body.prompt_logprobs or 0)
+    fields["return_text"] = from_worker(text, body)
+    prompts = [
+        await text.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+        for prompt in body.prompts
+    ]
+    echoed = [await text.decode(prompt) if body.echo else "" for prompt in prompts]
+    requests = [TokenRequest(prompt, fields, body.n) for prompt in prompts]
+    call = Call(gateway, request.id("cmpl-", body.request_id), requests, session, body.worker_names("prompt"))
+    answer = _Answer(call, body, echoed)
+    return answer.events() if body.stream else await answer.whole()
+
+
+class _Answer:
+    """The answer to a call. `echoed`: the text before each completion, prompt by prompt."""
+
+    def __init__(self, call: Call, body: CompletionBody, echoed: list[str]) -> None:
+        gateway = call.gateway
+        self._call = call
+        self._gateway = gateway
+        self._body = body
+        self._echoed = echoed
+        self._head = {
+            "id": call.id,
+            "object": "text_completion",
+            "created": now(),
+            "model": body.model or gateway.model.names[0],
+        }
+        self._logprobs: LogprobFormat | None = None
+        if body.logprobs is not None:
+            self._logprobs = gateway.logprob_format(body.logprobs, body.return_tokens_as_token_ids)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer without streaming."""
+        results, body = await self._call.whole(), self._body
+        choices: list[dict[str, Any]] = []
+        for request, result, echoed in zip(self._call.requests, results, self._echoed, strict=True):
+            for completion in result.completions:
+                choice = self._choice(completion, self._views(), len(choices), 0, TextOffsets(len(echoed)))
+                choice["text"] = echoed + choice["text"]
+                if body.echo and self._logprobs is not None:
+                    before = await asyncio.to_thread(self._logprobs.prompt_columns, request.prompt, result)
+                    choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
+                versions, ids = body.return_weight_versions, body.return_token_ids
+                choices.append(
+                    choice
+                    | await prompt_facts(self._gateway, request.prompt, result, body.prompt_logprobs, versions, ids)
+                )
+        return self._head | {"choices": choices, "usage": usage(results)}
+
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of the stream."""
+        requests, body = self._call.requests, self._body
+        views = [[self._views() for _ in range(request.n)] for request in requests]
+        offsets = [
+            [TextOffsets(len(echoed)) for _ in range(request.n)]
+            for request, echoed in zip(requests, self._echoed, strict=True)
+        ]
+        begun: set[tuple[int, int]] = set()
+
+        def event(each: StreamedChunk) -> dict[str, Any]:
+            place, chunk, index = each.place, each.chunk, each.chunk.index
+            shown = place * requests[place].n + index
+            choice = self._choice(chunk.part, views[place][index], shown, chunk.offset, offsets[place][index])
+            if (place, index) not in begun:
+                begun.add((place, index))
+                choice["text"] = self._echoed[place] + choice["text"]
+                if body.return_token_ids:
+                    choice["prompt_token_ids"] = requests[place].prompt
+            return {"choices": [choice]}
+
+        return self._call.events(self._head, body.stream_options, event)
+
+    def _choice(self, part: Completion, views: Views, index: int, start: int, offsets: TextOffsets) -> dict[str, Any]:
+        """A choice, or the new tokens of one."""
+        body = self._body
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": views.take(part).content,
+            "logprobs": None if self._logprobs is None else self._logprobs.columns(part, offsets),
+            **end_facts(part, body),
+            **views.facts(part),
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = part.token_ids.tolist()
+        if body.return_weight_versions:
+            choice["weight_versions"] = version_runs(part, start)
+        return choice
+
+    def _views(self) -> Views:
+        return Views(text_pieces(self._gateway.model.text, self._body, self._body.include_stop_str_in_output))

@@ -1,0 +1,90 @@
+"""What every handler gets: one request, read and checked, and the parts of the gateway that answer it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rollout.config.gateway_settings import GatewaySettings
+from rollout.gateway.answers.logprobs import LogprobFormat
+from rollout.gateway.dialects.process_group_bodies import TransferState
+from rollout.gateway.http.bodies import Body
+from rollout.gateway.http.http_errors import HttpError, bad_request
+from rollout.gateway.orders.control import Control
+from rollout.gateway.orders.group_updates import GroupUpdates
+from rollout.gateway.prompts.sampling import OpenAiBody
+from rollout.gateway.prompts.served_model import ServedModel
+from rollout.gateway.workers.workers import Workers
+
+_MAX_ID = 128
+B = TypeVar("B", bound=Body)
+C = TypeVar("C", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """The parts of a gateway."""
+
+    settings: GatewaySettings
+    workers: Workers
+    model: ServedModel
+    control: Control
+    group_updates: GroupUpdates
+    transfers: TransferState
+
+    async def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a request names as its model, None for the model itself. Raises `HttpError` (404)."""
+        if model is None or model in self.model.names:
+            return None
+        for fresh in (False, True):  # an adapter may be new
+            for status in await self.workers.known(fresh):
+                if any(adapter["name"] == model for adapter in status.get("adapters") or ()):
+                    return model
+        raise HttpError(
+            404, f"the model {model!r:.200} does not exist; use {self.model.names[0]!r} or a loaded adapter", "model"
+        )
+
+    async def openai_fields(self, body: OpenAiBody) -> dict[str, Any]:
+        """The arguments of `generate` for an OpenAI request, apart from log-probs."""
+        adapter = await self.adapter_of(body.model)
+        return body.worker_fields() | {"adapter": adapter, "priority": -body.priority, "cache_salt": body.cache_salt}
+
+    def logprob_format(self, top: int, by_id: bool) -> LogprobFormat:
+        """The format of log-probs for a request."""
+        return LogprobFormat(self.settings.logprobs, top, self.model.text.token_bytes, by_id)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest(Generic[B]):
+    """One request of a client. `body`: its JSON body or its URL's parameters, whichever the endpoint takes."""
+
+    gateway: Gateway
+    body: B
+    path: str
+    headers: Mapping[str, str]
+
+    def with_body(self, body: C) -> HttpRequest[C]:
+        """The same request with another body."""
+        return HttpRequest(self.gateway, body, self.path, self.headers)
+
+    def placement(self) -> tuple[str | None, dict[str, Any]]:
+        """The session of the request, and the arguments of `generate` that name a worker. Raises `HttpError`."""
+        session = self.headers.get("x-session-id")
+        if session is not None and not 1 <= len(session) <= _MAX_ID:
+            raise bad_request(f"send 1 to {_MAX_ID} characters", "X-Session-ID")
+        rank = self.headers.get("x-data-parallel-rank")
+        if rank is None:
+            return session, {}
+        endpoints = self.gateway.workers.pool.endpoints
+        if not (rank.isascii() and rank.isdigit() and len(rank) < 6 and int(rank) < len(endpoints)):
+            raise bad_request(f"send the number of a worker, 0 to {len(endpoints) - 1}", "X-data-parallel-rank")
+        return None, {"endpoint": endpoints[int(rank)]}
+
+    def id(self, prefix: str, given: str | None) -> str:
+        """The id by which the client knows the request: `given` in the body, or in `X-Request-Id`, or a new one."""
+        found = given or self.headers.get("x-request-id") or uuid.uuid4().hex
+        if len(found) > _MAX_ID:
+            raise bad_request(f"send at most {_MAX_ID} characters", "X-Request-Id")
+        return f"{prefix}{found}"

@@ -1,0 +1,159 @@
+"""The endpoints about the gateway itself: health, model, configuration and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.responses import PlainTextResponse, Response
+
+from rollout import __version__
+from rollout.gateway.dialects.answer_facts import now
+from rollout.gateway.dialects.handling import Gateway, HttpRequest
+from rollout.gateway.http.http_errors import HttpError
+from trainer_bridge.wire.errors import with_endpoint
+
+_PING_S = 10.0
+_LOGPROB_MODES = {"policy": "policy_logprobs", "processed": "processed_logprobs", "raw": "raw_logprobs"}
+
+
+async def health(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Tell whether a worker is in order and has the fleet's weights; otherwise status 503 with the reasons."""
+    watch = request.gateway.workers.watch
+    states = watch.states()
+    problems = {state.endpoint: state.problem for state in states if state.problem}
+    if len(problems) == len(states):
+        raise HttpError(503, "; ".join(with_endpoint(*problem) for problem in problems.items()))
+    return {"status": "ok", "workers": len(states), "unhealthy": problems, "min_version": watch.floor(states)}
+
+
+async def health_generate(request: HttpRequest[Any]) -> dict[str, Any]:
+    """As `/health`, and wait until the loop of every healthy worker has answered."""
+    answer = await health(request)
+    workers = request.gateway.workers
+    well = [state.endpoint for state in workers.watch.states() if not state.problem]
+    await asyncio.gather(*(workers.pool.control("ping", endpoint=each, timeout_s=_PING_S) for each in well))
+    return answer
+
+
+async def ping(request: HttpRequest[Any]) -> None:
+    """Answer: the gateway's process runs."""
+
+
+async def models(request: HttpRequest[Any]) -> dict[str, Any]:
+    """List the names of the model, and the loaded adapters."""
+    gateway, model = request.gateway, request.gateway.model
+    names = gateway.settings.served_model_name or model.names[:1]
+    cards = [_card(name, gateway.workers.model_path, None, model.context_tokens) for name in names]
+    adapters: dict[str, None] = {}
+    for status in gateway.workers.watch.last_known():
+        adapters |= dict.fromkeys(adapter["name"] for adapter in status.get("adapters") or ())
+    cards += [_card(name, name, model.names[0], model.context_tokens) for name in adapters]
+    return {"object": "list", "data": cards}
+
+
+async def version(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Tell the version of this package."""
+    return {"version": __version__}
+
+
+async def server_info(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Tell what TRL reads of vLLM's configuration, what slime reads of SGLang's, and the state of the workers."""
+    gateway, model = request.gateway, request.gateway.model
+    statuses = await gateway.workers.known()
+    adapters = [status for status in statuses if status.get("adapters") is not None]
+    shown = ("worker", "state", "weights_version", "rows", "queue", "capabilities")
+    return {
+        "vllm_config": {
+            "model_config": {
+                "model": gateway.workers.model_path,
+                "max_model_len": model.context_tokens,
+                "dtype": statuses[0].get("dtype"),
+                "logprobs_mode": _LOGPROB_MODES[gateway.settings.logprobs],
+            },
+            "parallel_config": {
+                "world_size": 1,
+                "tensor_parallel_size": 1,
+                "data_parallel_size": len(gateway.workers.pool.endpoints),
+            },
+            "lora_config": {} if adapters else None,
+            "weight_transfer_config": {"backend": "nccl"},
+        },
+        "model_path": gateway.workers.model_path,
+        "served_model_name": model.names[0],
+        "context_length": model.context_tokens,
+        "dtype": statuses[0].get("dtype"),
+        "tp_size": 1,
+        "dp_size": len(gateway.workers.pool.endpoints),
+        "weight_version": str(min(status["weights_version"] for status in statuses)),
+        "workers": [{name: status[name] for name in shown} for status in statuses],
+    }
+
+
+async def metrics(request: HttpRequest[Any]) -> Response:
+    """Give the metrics as Prometheus text, with vLLM's names and ours."""
+    text = "".join(f"{line}\n" for line in _metric_lines(request.gateway))
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+def _metric_lines(gateway: Gateway) -> Iterator[str]:
+    workers, model = gateway.workers, _quoted(gateway.model.names[0])
+    counts, states = workers.counts, workers.watch.states()
+    yield from _family("rollout_gateway_in_flight", "gauge", [("", workers.in_flight)])
+    yield from _family("rollout_gateway_requests_total", "counter", [("", counts.requests)])
+    yield from _family("rollout_gateway_refused_total", "counter", [("", counts.refused)])
+    yield from _family("rollout_gateway_sessions", "gauge", [("", len(workers.sessions))])
+    yield from _family("rollout_gateway_min_version", "gauge", [("", workers.watch.floor(states))])
+    rows: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    for engine, state in enumerate(states):
+        labels = f'{{engine="{engine}",model_name="{model}"}}'
+        rows.setdefault(("rollout_gateway_worker_up", "gauge"), []).append((labels, int(state.status is not None)))
+        rows.setdefault(("rollout_gateway_worker_in_order", "gauge"), []).append((labels, int(not state.problem)))
+        for name, kind, value in _values(state.status):
+            rows.setdefault((name, kind), []).append((labels, value))
+        if state.status is not None:
+            pages = state.status["pages"]["total"]
+            shown = f'{{engine="{engine}",model_name="{model}",num_gpu_blocks="{pages}"}}'
+            rows.setdefault(("vllm:cache_config_info", "gauge"), []).append((shown, 1))
+    for (name, kind), samples in rows.items():
+        yield from _family(name, kind, samples)
+
+
+def _values(status: dict[str, Any] | None) -> Iterator[tuple[str, str, float]]:
+    """Names, kinds and values of a worker's metrics."""
+    if status is None:
+        return
+    pages = status["pages"]
+    yield "vllm:num_requests_running", "gauge", status["rows"]["running"]
+    yield "vllm:num_requests_waiting", "gauge", status["queue"]["waiting"]
+    yield "vllm:kv_cache_usage_perc", "gauge", pages["used"] / pages["total"] if pages["total"] else 0.0
+    yield "vllm:num_preemptions_total", "counter", status["preemptions"]
+    yield "vllm:generation_tokens_total", "counter", status["tokens"]
+    yield "rollout_worker_weights_version", "gauge", status["weights_version"]
+    yield "rollout_worker_tokens_per_s", "gauge", status["tokens_per_s"]
+    for name, value in status.get("metrics", {}).items():
+        if isinstance(value, (int, float)):
+            yield "rollout_" + name.replace("/", "_"), "gauge", value
+
+
+def _family(name: str, kind: str, samples: list[tuple[str, float]]) -> Iterator[str]:
+    yield f"# TYPE {name} {kind}"
+    for labels, value in samples:
+        yield f"{name}{labels} {value}"
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _card(name: str, root: str, parent: str | None, context: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": now(),
+        "owned_by": "rollout",
+        "root": root,
+        "parent": parent,
+        "max_model_len": context,
+    }

@@ -1,0 +1,181 @@
+"""The bodies of the endpoints that update weights through a process group, and what a call leaves for later calls."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from rollout.gateway.http.bodies import Body
+from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.orders.group_updates import Rows
+
+_ID_BYTES = 128
+_GIB = 1 << 30
+_WHOLE = 1 << 62  # packed bytes: all tensors of a part in one broadcast
+
+TensorName = Annotated[str, Field(min_length=1, max_length=512)]
+Dim = Annotated[int, Field(ge=0, lt=1 << 50)]
+Shape = Annotated[list[Dim], Field(max_length=8)]
+Address = Annotated[str, Field(min_length=1, max_length=255)]
+GroupName = Annotated[str, Field(min_length=1, max_length=128)]
+Rank = Annotated[int, Field(ge=0, lt=1 << 16)]
+WorldSize = Annotated[int, Field(ge=2, lt=1 << 16)]
+_GROUP = "weight_update_group"
+
+
+class GroupBody(Body):
+    """The body of `/init_weights_update_group`; AReaL sends the port as a string."""
+
+    master_address: Address
+    master_port: int | str
+    rank_offset: Rank
+    world_size: WorldSize
+    group_name: GroupName = _GROUP
+    backend: str = "nccl"
+
+    @property
+    def meeting(self) -> dict[str, Any]:
+        """Where and how the workers meet the trainer. Raises `HttpError` for a wrong port."""
+        given = self.master_port
+        port = int(given) if isinstance(given, int) or (given.isascii() and given.isdigit() and len(given) < 6) else 0
+        if not 1 <= port < 1 << 16:
+            raise bad_request("send the port of the trainer's store, 1 to 65535", "master_port")
+        host = self.master_address.removeprefix("[").removesuffix("]")
+        return {"kind": "torch", "backend": self.backend, "host": host, "port": port}
+
+
+class GroupNameBody(Body):
+    """The body of `/destroy_weights_update_group`."""
+
+    may_be_empty: ClassVar = True
+
+    group_name: GroupName = _GROUP
+
+
+class TensorsBody(Body):
+    """The body of `/update_weights_from_distributed` and `/areal_set_update_weight_meta`."""
+
+    ignored: ClassVar = {
+        "flush_cache": "KV of older weights is never used",
+        "torch_empty_cache": "nothing is flushed",
+        "abort_all_requests": "an update aborts nothing",
+        "selector": "there is one model",
+    }
+
+    names: list[TensorName] = Field(min_length=1)
+    dtypes: list[str]
+    shapes: list[Shape]
+    group_name: GroupName = _GROUP
+    weight_version: int | str | None = None
+    load_format: Literal["flattened_bucket"] | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """Name, dtype and shape of each tensor. Raises `HttpError` for lists of different lengths."""
+        return _rows(self.names, self.dtypes, self.shapes, "dtypes")
+
+    @property
+    def packed_bytes(self) -> int | None:
+        """Bytes of one broadcast of packed tensors; None: each tensor has a broadcast of its own."""
+        return None if self.load_format is None else _WHOLE
+
+
+class InitInfo(Body):
+    """`init_info` of `/init_weight_transfer_engine`: vLLM's NCCL engine."""
+
+    ignored: ClassVar = {"packed_num_buffers": "how many broadcasts are in flight changes nothing on the wire"}
+
+    master_address: Address | None = None
+    master_port: int | None = Field(None, ge=1, lt=1 << 16)
+    nccl_unique_id_b64: str | None = None
+    rank_offset: Rank
+    world_size: WorldSize
+    packed: bool = False
+    packed_buffer_size_bytes: int = Field(_GIB, ge=1, le=_WHOLE)
+
+    @property
+    def meeting(self) -> dict[str, Any]:
+        """Where and how the workers meet the trainer. Raises `HttpError` unless there is exactly one way."""
+        meeting: dict[str, Any] = {"kind": "vllm", "backend": "nccl"}
+        address = self.master_address, self.master_port
+        if self.nccl_unique_id_b64 is not None and address == (None, None):
+            return meeting | {"nccl_id": _nccl_id(self.nccl_unique_id_b64)}
+        if self.nccl_unique_id_b64 is None and None not in address:
+            return meeting | {"host": self.master_address, "port": self.master_port}
+        raise bad_request(
+            "send master_address and master_port, or nccl_unique_id_b64 alone", "init_info.master_address"
+        )
+
+
+class InitBody(Body):
+    """The body of `/init_weight_transfer_engine`."""
+
+    init_info: dict[str, Any]
+
+
+class UpdateInfo(Body):
+    """`update_info` of vLLM's `/update_weights`. Empty lists: the tensors of the call before.
+
+    vLLM before 0.28 says here, and not at the init, whether tensors are packed.
+    """
+
+    ignored: ClassVar = InitInfo.ignored
+
+    names: list[TensorName] = []
+    dtype_names: list[str] = []
+    shapes: list[Shape] = []
+    packed: bool | None = None
+    packed_buffer_size_bytes: int | None = Field(None, ge=1, le=_WHOLE)
+
+    def rows(self, place: str) -> Rows:
+        """Name, dtype and shape of each tensor. `place`: where these fields stand in the request, for errors."""
+        return _rows(self.names, self.dtype_names, self.shapes, f"{place}dtype_names")
+
+
+class StartBody(Body):
+    """The body of `/start_weight_update`."""
+
+    may_be_empty: ClassVar = True
+    switched_off: ClassVar = {"is_checkpoint_format": (None, True)}
+
+
+class FinishBody(Body):
+    """The body of `/finish_weight_update`."""
+
+    may_be_empty: ClassVar = True
+
+    weight_version: int | str | None = None
+
+
+@dataclass(slots=True)
+class TransferState:
+    """The state between the calls of an update."""
+
+    #: Of AReaL's `/areal_set_update_weight_meta`: the tensors that the next update brings.
+    announced: TensorsBody | None = None
+    #: Of vLLM's engine: how it was initialized, whether an update was started, and the tensors of its last call.
+    engine: InitInfo | None = None
+    started: bool = False
+    tensors: Rows = field(default_factory=list)
+
+
+def _rows(names: list[str], dtypes: list[str], shapes: list[list[int]], place: str) -> Rows:
+    if not len(names) == len(dtypes) == len(shapes):
+        raise bad_request(f"send a dtype and a shape for each of the {len(names)} names", place)
+    plain = [dtype.removeprefix("torch.") for dtype in dtypes]
+    return [list(row) for row in zip(names, plain, shapes, strict=True)]
+
+
+def _nccl_id(given: str) -> str:
+    """The id in hexadecimal."""
+    try:
+        nccl_id = base64.b64decode(given, validate=True)
+    except (binascii.Error, ValueError):
+        nccl_id = b""
+    if len(nccl_id) != _ID_BYTES:
+        raise bad_request(f"send {_ID_BYTES} bytes in base64", "init_info.nccl_unique_id_b64")
+    return nccl_id.hex()

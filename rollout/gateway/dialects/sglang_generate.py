@@ -1,0 +1,302 @@
+"""SGLang's `/generate`, as slime uses it: texts or token ids.
+
+The answer to one prompt is an object, to several prompts or `n` > 1 a list of objects. Every event of a stream has the
+whole text up to this event, as in SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from rollout.gateway.answers import routed_experts
+from rollout.gateway.answers.logprobs import finite
+from rollout.gateway.answers.text_pieces import from_worker, text_pieces
+from rollout.gateway.answers.views import Views
+from rollout.gateway.dialects.answer_facts import end_facts, fault
+from rollout.gateway.dialects.call import Call
+from rollout.gateway.dialects.handling import HttpRequest
+from rollout.gateway.http.bodies import Body
+from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, MAX_TOP, Int32, SamplingBody, TokenId
+from rollout.gateway.workers.workers import TokenRequest
+from trainer_bridge.client.results import Completion, GenerateResult
+from trainer_bridge.wire.prompt_tops import PromptTops
+
+_MAX_PROMPTS = 4096
+_STREAM_EVERY = 16  # tokens of an event: each event repeats all earlier text
+
+
+class SglangParams(SamplingBody):
+    """The `sampling_params` of a request, for one prompt."""
+
+    switched_off: ClassVar = SamplingBody.switched_off | {
+        "stop_regex": (None, []),
+        "custom_params": (None, {}),
+        "structural_tag": (None,),
+        "stream_interval": (None,),
+    }
+
+    max_new_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    min_new_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
+    sampling_seed: int | None = Field(None, ge=0, lt=2**63)
+    no_stop_trim: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def response_constraint(self, place: str) -> dict[str, Any] | None:
+        """SGLang's constraints."""
+        kinds = (("json_schema", self.json_schema), ("regex", self.regex), ("grammar", self.ebnf))
+        given = {name: value for name, value in kinds if value is not None}
+        if len(given) > 1:
+            raise bad_request("send one of json_schema, regex and ebnf", place + next(iter(given)))
+        return given or None
+
+    def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
+        """As for `SamplingBody`."""
+        names = super().worker_names(prompt, place)
+        names |= {
+            ours: place + theirs
+            for ours, theirs in (
+                ("sampling.seed", "sampling_seed"),
+                ("max_tokens", "max_new_tokens"),
+                ("stop.min_tokens", "min_new_tokens"),
+            )
+            if getattr(self, theirs)
+        }
+        if self.response_constraint(place) is not None:
+            names |= {f"constraint.{kind}": place + kind for kind in ("json_schema", "regex")}
+            names["constraint.grammar"] = f"{place}ebnf"
+        return names
+
+    def worker_fields(self, place: str = "") -> dict[str, Any]:
+        """The arguments of `generate`."""
+        fields = super().worker_fields(place)
+        for ours, theirs in (("seed", "sampling_seed"), ("max_tokens", "max_new_tokens")):
+            if getattr(self, theirs) is not None:
+                fields[ours] = getattr(self, theirs)
+        if self.min_new_tokens:
+            fields["stop"]["min_tokens"] = self.min_new_tokens
+        return fields
+
+
+class SglangBody(Body):
+    """The body of `/generate`."""
+
+    ignored: ClassVar = {"log_metrics": "metrics are always counted; routers add the field"}
+    switched_off: ClassVar = {
+        "return_text_in_logprobs": (None, False),
+        "return_bytes": (None, False),
+        "bootstrap_host": (None,),
+        "bootstrap_port": (None,),
+        "bootstrap_room": (None,),
+        "image_data": (None, []),
+        "video_data": (None, []),
+        "audio_data": (None, []),
+        "input_embeds": (None,),
+        "return_hidden_states": (None, False),
+        "token_ids_logprob": (None,),
+        "session_params": (None,),
+        "custom_logit_processor": (None,),
+        "model": (None,),  # sglang-router adds these
+        "background": (None, False),
+        "no_logs": (None, False),
+        "return_entropy": (None, False),
+    }
+
+    text: str | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = None
+    input_ids: list[TokenId] | Annotated[list[list[TokenId]], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = (
+        None
+    )
+    sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
+    rid: str | list[str] | None = None
+    return_logprob: bool = False
+    logprob_start_len: Int32 = -1
+    top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP)
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = Field(0, ge=0, le=MAX_TOKEN_ID)
+    stream: bool = False
+    lora_path: str | None = None
+    priority: Int32 = 0
+
+    @property
+    def several(self) -> bool:
+        """True if the answer is a list."""
+        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts."""
+        if (self.text is None) == (self.input_ids is None):
+            raise bad_request("send exactly one of 'text' and 'input_ids'", "text")
+        given: Any = self.text if self.text is not None else self.input_ids
+        return list(given) if self.several else [given]
+
+    def params(self, count: int) -> list[SglangParams]:
+        """The sampling parameters of each prompt."""
+        if isinstance(self.sampling_params, dict):
+            return [SglangParams.take(self.sampling_params, "sampling_params.")] * count
+        if len(self.sampling_params) != count:
+            raise bad_request(f"send parameters for each of the {count} prompts", "sampling_params")
+        given = enumerate(self.sampling_params)
+        return [SglangParams.take(params, f"sampling_params.{place}.") for place, params in given]
+
+
+async def generate(request: HttpRequest[SglangBody]) -> Any:
+    """Complete texts or token ids. The answer to one prompt is an object, to several prompts a list."""
+    body, gateway, text = request.body, request.gateway, request.gateway.model.text
+    prompts = body.prompts
+    params = body.params(len(prompts))
+    session = request.headers.get("x-smg-routing-key") or None
+    found, place = request.placement()
+    scored = body.return_logprob and body.logprob_start_len >= 0
+    common: dict[str, Any] = place | {
+        "adapter": await gateway.adapter_of(body.lora_path),
+        "priority": body.priority,
+        "logprobs": body.top_logprobs_num if body.return_logprob else 0,
+        "prompt_logprobs": scored,
+        "return_routing": "all" if body.return_routed_experts else False,
+    }
+    if scored and body.top_logprobs_num:
+        common["prompt_top_logprobs"] = body.top_logprobs_num
+    if body.stream and (scored or body.return_routed_experts):
+        raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
+    requests = []
+    for prompt, each in zip(prompts, params, strict=True):
+        ids = await text.encode(prompt) if isinstance(prompt, str) else prompt
+        fields = each.worker_fields("sampling_params.") | common | {"return_text": from_worker(text, each)}
+        requests.append(TokenRequest(ids, fields, each.n))
+    rid = body.rid if isinstance(body.rid, str) else None
+    names = params[0].worker_names("text" if body.input_ids is None else "input_ids", "sampling_params.")
+    answer = _Answer(Call(gateway, request.id("", rid), requests, found or session, names), body, params)
+    if body.stream:
+        return answer.events()
+    answers = await answer.whole()
+    return answers if body.several or params[0].n > 1 else answers[0]
+
+
+class _Answer:
+    """The answers to a call."""
+
+    def __init__(self, call: Call, body: SglangBody, params: list[SglangParams]) -> None:
+        self._call = call
+        self._gateway = call.gateway
+        self._body = body
+        self._params = params
+
+    async def whole(self) -> list[dict[str, Any]]:
+        """The answers without streaming, prompt by prompt."""
+        answers = []
+        for place, result in enumerate(await self._call.whole()):
+            for completion in result.completions:
+                views = self._views(place)
+                answers.append(self._shown(place, completion, views.take(completion).content, views, result))
+        return answers
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of the stream. Each has the whole text and all tokens of its completion up to this event.
+
+        The last event of a completion comes at the end of its request, and has the request's cached tokens and times.
+        """
+        requests = self._call.requests
+        texts = [[""] * request.n for request in requests]
+        views = [[self._views(place) for _ in range(request.n)] for place, request in enumerate(requests)]
+        ended: list[tuple[int, Completion]] = []
+        async with aclosing(self._call.chunks(_STREAM_EVERY)) as found:
+            async for each in found:
+                place, index = each.place, each.chunk.index
+                texts[place][index] += views[place][index].take(each.chunk.part).content
+                whole = next(part for part in each.stream.partials() if part.index == index)
+                if each.chunk.finish_reason is not None:
+                    ended.append((place, whole))
+                else:
+                    yield self._event(place, whole, texts[place][index], views[place][index], None)
+        for place, whole in ended:
+            result = self._call.results[place]
+            yield self._event(place, whole, texts[place][whole.index], views[place][whole.index], result)
+
+    def _event(
+        self, place: int, completion: Completion, text: str, views: Views, result: GenerateResult | None
+    ) -> dict[str, Any]:
+        event = self._shown(place, completion, text, views, result)
+        requests = self._call.requests
+        if self._body.several or requests[place].n > 1:
+            event["index"] = sum(request.n for request in requests[:place]) + completion.index
+        return event
+
+    def _shown(
+        self, place: int, completion: Completion, text: str, views: Views, result: GenerateResult | None
+    ) -> dict[str, Any]:
+        """The answer for one completion. `result`: the result of its request, None while the request goes on."""
+        request, params = self._call.requests[place], self._params[place]
+        several = len(self._call.requests) > 1 or params.n > 1
+        # Without tokens it is the version that has scored the prompt.
+        version = None if result is None else result.prompt_version
+        if completion.versions:
+            version = completion.versions[-1][0]
+        meta: dict[str, Any] = {
+            "id": f"{self._call.id}-{place}-{completion.index}" if several else self._call.id,
+            "finish_reason": _finish(completion, params),
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": len(completion),
+            "cached_tokens": 0 if result is None else result.cached_tokens,
+            "weight_version": None if version is None else str(version),
+            "weight_versions": [list(run) for run in completion.versions],
+            **views.facts(completion),
+        }
+        if result is not None:
+            meta["e2e_latency"] = result.timing.total_s
+        if self._body.return_logprob:
+            form = self._gateway.logprob_format(self._body.top_logprobs_num, by_id=True)
+            tokens = completion.token_ids.tolist()
+            pairs = zip(form.sampled(completion), tokens, strict=True)
+            meta["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
+            if self._body.top_logprobs_num:
+                meta["output_top_logprobs"] = [
+                    [[value, token, None] for token, value in top.items()] for top in form.likeliest(completion)
+                ]
+            if result is not None and result.prompt_logprobs is not None:
+                meta["input_token_logprobs"] = self._prompt_logprobs(request.prompt, result.prompt_logprobs)
+                if result.prompt_tops is not None:
+                    meta["input_top_logprobs"] = self._prompt_tops(result.prompt_tops)
+        if self._body.return_routed_experts:
+            start = self._body.routed_experts_start_len
+            meta["routed_experts"] = routed_experts.raw(completion, start)
+        return {"text": text, "output_ids": completion.token_ids.tolist(), "meta_info": meta}
+
+    def _prompt_logprobs(self, prompt: list[int], logprobs: np.ndarray) -> list[list[Any]]:
+        start = self._body.logprob_start_len
+        return [[finite(float(logprobs[position])), prompt[position], None] for position in range(start, len(prompt))]
+
+    def _prompt_tops(self, tops: PromptTops) -> list[list[list[Any]] | None]:
+        start = self._body.logprob_start_len
+        rows = zip(tops.ids[start:].tolist(), tops.logprobs[start:].tolist(), strict=True)
+        return [
+            None if ids[0] < 0 else [[finite(value), token, None] for token, value in zip(ids, values, strict=True)]
+            for ids, values in rows
+        ]
+
+    def _views(self, place: int) -> Views:
+        params = self._params[place]
+        keep_stop = params.no_stop_trim or params.include_stop_str_in_output
+        return Views(text_pieces(self._gateway.model.text, params, keep_stop))
+
+
+def _finish(completion: Completion, params: SglangParams) -> dict[str, Any] | None:
+    """SGLang's finish reason: null while the completion goes on."""
+    match end_facts(completion, params)["finish_reason"]:
+        case None:
+            return None
+        case "stop":
+            return {"type": "stop", "matched": completion.stop}
+        case "length":
+            return {"type": "length", "length": len(completion)}
+        case "error":
+            return {"type": "abort", "message": str(fault(completion))}
+        case _:
+            return {"type": "abort", "message": "the request was aborted"}

@@ -1,0 +1,1 @@
+"""HTTP itself, whatever the dialect: connections, access, bodies, errors, JSON and streams of events."""

@@ -1,0 +1,119 @@
+"""Errors of the gateway, with OpenAI's body.
+
+    {"error": {"message": ..., "type": ..., "param": FIELD or null, "code": STATUS}, "object": "error", ...}
+
+The four fields also stand at the top level, as older vLLM releases have them. An error of a worker keeps its message;
+its code decides the status.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trainer_bridge.wire.errors import RolloutError
+
+log = logging.getLogger(__name__)
+
+#: Status by the code of a `RolloutError`. The status of other codes is 500.
+_STATUS = {
+    **dict.fromkeys(("bad_message", "bad_request", "too_long"), 400),
+    "not_found": 404,
+    **dict.fromkeys(("duplicate", "media_needed", "weights_rejected", "weights_replaced"), 409),
+    "overloaded": 429,
+    **dict.fromkeys(("connection_lost", "access_refused", "resume_failed", "protocol_error"), 502),
+    "unavailable": 503,
+    "timeout": 504,
+}
+#: OpenAI's type of an error by its status.
+_KINDS = {
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    501: "NotImplementedError",
+    502: "BadGatewayError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+#: HTTP's names of the fields that workers' errors name. What follows a name stays: `stop.strings.0` is `stop.0`.
+Names = Mapping[str, str]
+_NAMES: Names = {"sampling": "", "stop": "", "stop.strings": "stop", "stop.token_ids": "stop_token_ids"}
+
+
+class HttpError(Exception):
+    """An answer that is an error. `param` names the field at fault."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, *, retry_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.kind = _KINDS.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+        self.retry_s = retry_s
+
+    def body(self) -> dict[str, Any]:
+        """The body of the answer, for `json.dumps`."""
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
+        return {"error": error, "object": "error", **error}
+
+    def response(self) -> Response:
+        """The answer."""
+        headers = {} if self.retry_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_s)))}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return Response(to_json(self.body()), self.status, headers, media_type="application/json")
+
+
+def bad_request(message: str, param: str | None = None) -> HttpError:
+    """Status 400."""
+    return HttpError(400, message, param)
+
+
+def from_worker(error: RolloutError, names: Names = _NAMES) -> HttpError:
+    """The answer to a worker's error."""
+    status = _STATUS.get(error.code, 500)
+    message, param = str(error), _param(error.field, names)
+    if param is not None:
+        message = message.replace(repr(error.field), repr(param))
+    if error.code == "too_long":  # clients find this error by its first words
+        message = f"this model's maximum context length is exceeded: {message}"
+    retry_s = error.retry_after_s
+    if retry_s is None and status in (429, 503):
+        retry_s = 1.0
+    return HttpError(status, message, param, retry_s=retry_s)
+
+
+def _param(field: str | None, names: Names) -> str | None:
+    """HTTP's name of the field of a worker's error. The longest known beginning of the field is replaced."""
+    if field is None:
+        return None
+    parts = field.split(".")
+    for count in range(len(parts), 0, -1):
+        known = names.get(".".join(parts[:count]))
+        if known is not None:
+            return ".".join([known, *parts[count:]]).strip(".")
+    return field
+
+
+def http_error(error: Exception) -> HttpError:
+    """The answer to any exception of a handler. An unforeseen one is logged."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, RolloutError):
+        return from_worker(error)
+    log.error("a request failed in the gateway", exc_info=error)
+    return HttpError(500, "a fault in the gateway; its log has the trace")
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler of exceptions."""
+    return http_error(error).response()

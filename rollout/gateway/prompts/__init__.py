@@ -1,0 +1,1 @@
+"""From the fields of a request to token ids, images and sampling arguments."""

@@ -1,0 +1,270 @@
+"""Sampling fields of vLLM's and OpenAI's requests, and the arguments of `generate` that are made of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from rollout.gateway.http.bodies import Body
+from rollout.gateway.http.http_errors import bad_request
+from trainer_bridge.client.results import Chunk
+
+MAX_TOKEN_ID = 2**31 - 1
+MAX_TOP = 20  # likeliest tokens at each position
+_LARGEST_VOCABULARY = 1 << 24  # AReaL sends a top_k of 1e8, which means all tokens
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+Int32 = Annotated[int, Field(ge=-MAX_TOKEN_ID, le=MAX_TOKEN_ID)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+#: JSON texts whose outermost value is an object, in xgrammar's EBNF.
+_JSON_OBJECT = r"""
+root ::= object
+object ::= "{" ws (pair (ws "," ws pair)*)? ws "}"
+pair ::= string ws ":" ws value
+array ::= "[" ws (value (ws "," ws value)*)? ws "]"
+value ::= object | array | string | number | "true" | "false" | "null"
+string ::= "\"" char* "\""
+char ::= [^"\\\x00-\x1f] | "\\" (["\\/bfnrt] | "u" hex hex hex hex)
+hex ::= [0-9a-fA-F]
+number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [+-]? [0-9]+)?
+ws ::= [ \t\n]?
+""".strip()
+
+
+def _strings(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one constraint."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
+    switched_off: ClassVar = dict.fromkeys(
+        ("disable_fallback", "disable_any_whitespace", "disable_additional_properties"), (None, False)
+    ) | dict.fromkeys(("whitespace_pattern", "structural_tag"), (None,))
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def constraint(self, place: str) -> dict[str, Any]:
+        """The worker's `constraint`. Raises `HttpError` unless there is exactly one."""
+        given: list[dict[str, Any]] = [
+            {name: value}
+            for name, value in (
+                ("json_schema", self.json_ if isinstance(self.json_, str | None) else json.dumps(self.json_)),
+                ("regex", self.regex),
+                ("choices", self.choice),
+                ("grammar", self.grammar),
+                ("grammar", _JSON_OBJECT if self.json_object else None),
+            )
+            if value is not None
+        ]
+        if len(given) != 1:
+            raise bad_request("give exactly one of json, regex, choice, grammar and json_object", place)
+        return given[0]
+
+
+class JsonSchema(Body):
+    """The `json_schema` of a `response_format`. `strict` changes nothing: the schema is always enforced."""
+
+    ignored: ClassVar = {"description": "for readers", "strict": "a schema is always enforced"}
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
+
+    name: str = ""
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    def constraint(self, place: str) -> dict[str, Any] | None:
+        """The worker's `constraint`, None for plain text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"grammar": _JSON_OBJECT}
+        return {"json_schema": json.dumps(JsonSchema.take(self.json_schema, f"{place}json_schema.").schema_)}
+
+
+class SamplingBody(Body):
+    """Sampling fields that OpenAI's endpoints and vLLM's `sampling_params` share. The worker checks ranges."""
+
+    switched_off: ClassVar = {
+        "best_of": (None, 1),
+        "use_beam_search": (None, False),
+        "length_penalty": (None, 1.0, 1),
+        "early_stopping": (None, False),
+        "bad_words": (None, []),
+        "truncate_prompt_tokens": (None,),
+        "logits_processors": (None, []),
+        "thinking_token_budget": (None,),
+        "repetition_detection": (None,),
+        "logprob_token_ids": (None,),
+        "flat_logprobs": (None, False),
+        "extra_args": (None, {}),
+        "vllm_xargs": (None, {}),
+    }
+    ignored: ClassVar = {
+        "output_kind": "the answer has every token exactly once, streamed or not",
+        "spaces_between_special_tokens": "the tokenizer's own rule holds",
+        "detokenize": "an endpoint has text or not",
+    }
+
+    n: int = Field(1, ge=1, le=1024)
+    temperature: Number = 1.0
+    top_p: Number = 1.0
+    top_k: Int32 = 0
+    min_p: Number = 0.0
+    repetition_penalty: Number = 1.0
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    logit_bias: dict[str, Number] | None = None
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    min_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
+    stop: Annotated[list[str], BeforeValidator(_strings)] = []
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    allowed_token_ids: list[TokenId] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    def worker_fields(self, place: str = "") -> dict[str, Any]:
+        """The arguments of `generate` for these fields. `place` goes in front of names in errors."""
+        fields: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k > _LARGEST_VOCABULARY else self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": None if self.seed in (None, -1) else self.seed % 2**63,  # -1: none, as in vLLM
+            "max_tokens": self.max_tokens,
+            "stop": {
+                "strings": self.stop,
+                "token_ids": self.stop_token_ids,
+                "ignore_eos": self.ignore_eos,
+                "min_tokens": self.min_tokens,
+            },
+            "constraint": self._constraint(place),
+        }
+        if self.logit_bias:
+            fields["logit_bias"] = self.logit_bias
+        if self.prompt_logprobs is not None:
+            fields["prompt_top_logprobs"] = self.prompt_logprobs
+        return fields
+
+    def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
+        """The fields of a request by the worker's names for them, for errors. `prompt`: what has the prompt."""
+        within, tokens = place.removesuffix("."), f"{place}allowed_token_ids"
+        names = {"prompt": prompt, "sampling": within, "stop": within, "max_tokens": f"{place}max_tokens"}
+        names |= {"stop.strings": f"{place}stop", "stop.token_ids": f"{place}stop_token_ids"}
+        if self.allowed_token_ids is not None:
+            return names | {"constraint": tokens, "constraint.token_ids": tokens}
+        kinds = {"json_schema": "json", "regex": "regex", "choices": "choice", "grammar": "grammar"}
+        given = {f"constraint.{kind}": f"{place}structured_outputs.{name}" for kind, name in kinds.items()}
+        return names | {"constraint": f"{place}structured_outputs"} | given
+
+    def response_constraint(self, place: str) -> dict[str, Any] | None:
+        """The constraint of a `response_format`; endpoints that have this field say so."""
+        return None
+
+    def _constraint(self, place: str) -> dict[str, Any] | None:
+        given = {
+            "structured_outputs": None
+            if self.structured_outputs is None
+            else StructuredOutputs.take(self.structured_outputs, f"{place}structured_outputs.").constraint(
+                f"{place}structured_outputs"
+            ),
+            "response_format": self.response_constraint(place),
+            "allowed_token_ids": None if self.allowed_token_ids is None else {"token_ids": self.allowed_token_ids},
+        }
+        found = {name: constraint for name, constraint in given.items() if constraint is not None}
+        if len(found) > 1:
+            names = " and ".join(found)
+            raise bad_request(f"{names} cannot be combined; send one of them", place + list(found)[-1])
+        return next(iter(found.values()), None)
+
+
+class StreamOptions(Body):
+    """OpenAI's `stream_options`."""
+
+    ignored: ClassVar = {"include_obfuscation": "OpenAI's padding of events"}
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @classmethod
+    def of(cls, fields: Any) -> StreamOptions:
+        """The options of a body. Raises `HttpError`."""
+        return cls() if fields is None else cls.take(fields, "stream_options.")
+
+    def usage_so_far(self, prompt_tokens: int, chunk: Chunk) -> dict[str, Any]:
+        """The field that `continuous_usage_stats` adds to an event: the tokens of its completion up to this chunk."""
+        if not (self.include_usage and self.continuous_usage_stats):
+            return {}
+        tokens = chunk.offset + len(chunk.part)
+        total = prompt_tokens + tokens
+        return {"usage": {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": total}}
+
+
+StreamOptionsField = Annotated[StreamOptions, BeforeValidator(StreamOptions.of)]
+
+
+class OpenAiBody(SamplingBody):
+    """The fields that `/v1/completions` and `/v1/chat/completions` share."""
+
+    ignored: ClassVar = SamplingBody.ignored | {
+        "user": "OpenAI's name of an end user",
+    }
+    switched_off: ClassVar = SamplingBody.switched_off | {
+        "kv_transfer_params": (None,),
+        "metadata": (None, {}),
+        "store": (None, False),
+        "service_tier": (None, "auto", "default"),
+        "guided_json": (None,),
+        "guided_regex": (None,),
+        "guided_choice": (None,),
+        "guided_grammar": (None,),
+        "suffix": (None, ""),
+        "prompt_embeds": (None,),
+        "no_stop_trim": (None, False),  # vllm-router and sglang-router add this field and the next one
+        "return_hidden_states": (None, False),
+    }
+
+    model: str | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=128)
+    priority: Int32 = 0
+    cache_salt: CacheSalt | None = None
+    stream: bool = False
+    stream_options: StreamOptionsField = StreamOptions()
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    return_weight_versions: bool = False
+    add_special_tokens: bool = True
+    response_format: dict[str, Any] | None = None
+
+    def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
+        """As for `SamplingBody`."""
+        names = super().worker_names(prompt, place)
+        if self.response_format is not None:
+            names |= {"constraint": "response_format", "constraint.json_schema": "response_format.json_schema.schema"}
+        return names
+
+    def response_constraint(self, place: str) -> dict[str, Any] | None:
+        """The constraint of `response_format`."""
+        if self.response_format is None:
+            return None
+        return ResponseFormat.take(self.response_format, "response_format.").constraint("response_format.")

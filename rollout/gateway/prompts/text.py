@@ -1,0 +1,126 @@
+"""The tokenizer of a gateway. It works on a thread of its own, and the event loop goes on.
+
+The gateway tokenizes prompts itself, so it knows their token ids before a worker does: `return_token_ids` and `echo`
+show them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollout.gateway.formats.chat_turns import ChatTurns
+from rollout.gateway.formats.choice import Choice, Formats
+from rollout.gateway.http.http_errors import HttpError, bad_request
+from rollout.gateway.prompts.token_bytes import TokenBytes
+from rollout.service.text.codec import TextCodec, check_chars, load_text_codec
+from trainer_bridge.wire.errors import RolloutError
+
+_T = TypeVar("_T")
+_MAX_CHARS = 8 << 20
+_MAX_DECODED = 1 << 20  # tokens of one call of `decode`
+_MAX_TEMPLATES = 16  # chat templates of requests that are kept
+
+
+class Text:
+    """A tokenizer and its chat template, or neither (`codec` None): then only token ids can be used."""
+
+    def __init__(self, codec: TextCodec | None, folder: Path | None = None) -> None:
+        self._codec = codec
+        self.folder = folder  # the model's folder
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._turns: OrderedDict[str | None, ChatTurns] = (
+            OrderedDict()
+        )  # by the request's template, None for the model's
+        self._bytes = None if codec is None else TokenBytes(codec.tokenizer)
+
+    @classmethod
+    def load(cls, model: str | None) -> Text:
+        """The tokenizer of a folder or hub id, or of no model at all. Raises ValueError if it cannot be read."""
+        if model is None:
+            return cls(None)
+        folder = Path(model).expanduser()
+        if not folder.is_dir():
+            from rollout.models.checkpoint_folder import resolve_folder
+
+            folder = resolve_folder(model, None, weights=False)
+        return cls(load_text_codec(folder), folder)
+
+    @property
+    def there(self) -> bool:
+        """True if there is a tokenizer."""
+        return self._codec is not None
+
+    def formats(self, tools: str, reasoning: str) -> Formats:
+        """The formats of answers that the flags name. Raises ValueError for those that cannot be used."""
+        codec = self._codec
+        if codec is None or not codec.has_chat_template:
+            if tools in ("auto", "none") and reasoning in ("auto", "none"):
+                return Formats()
+            if codec is None:
+                raise ValueError("--tool-parser and --reasoning-parser need a tokenizer: name one with --model")
+        own = getattr(codec.tokenizer, "response_template", None)
+        return Choice(self.turns(None), own, codec.special_tokens).formats(tools, reasoning)
+
+    async def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text; with `special` also the special tokens that the tokenizer adds."""
+        codec = self.codec("prompt")
+        if len(text) > _MAX_CHARS:
+            raise bad_request(f"the prompt has {len(text)} characters; send at most {_MAX_CHARS}", "prompt")
+        return await self.on_thread(lambda: (codec.encode(text) if special else codec.encode_rendered(text)).tolist())
+
+    async def decode(self, token_ids: list[int], special: bool = True) -> str:
+        """Text of token ids; with `special` also the special tokens."""
+        codec = self.codec("tokens")
+        if len(token_ids) > _MAX_DECODED:
+            raise bad_request(f"send at most {_MAX_DECODED} tokens", "tokens")
+        return await self.on_thread(lambda: shown_text(codec, token_ids) if special else codec.decode(token_ids))
+
+    def turns(self, template: str | None) -> ChatTurns:
+        """The turns of the model's chat template, or of a request's. Called on the thread, or at the start."""
+        found = self._turns.get(template)
+        if found is None:
+            codec = self.codec("messages")
+
+            def render(messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]) -> str:
+                text = codec.render_chat(messages, None if tools is None else list(tools), dict(options), template)
+                check_chars(text, _MAX_CHARS, "messages")
+                return text
+
+            found = self._turns[template] = ChatTurns(render, list(codec.special_tokens))
+            if len(self._turns) > _MAX_TEMPLATES:
+                self._turns.popitem(last=False)
+        self._turns.move_to_end(template)
+        return found
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token; for a special token the bytes of its text, without a tokenizer of `token_id:N`."""
+        return f"token_id:{token_id}".encode() if self._bytes is None else self._bytes[token_id]
+
+    def codec(self, field: str) -> TextCodec:
+        """The tokenizer. Raises `HttpError` without one; `field` is what asks for it."""
+        if self._codec is None:
+            raise bad_request(
+                "this gateway has no tokenizer: send token ids, or start it with --model FOLDER", field or None
+            )
+        return self._codec
+
+    async def on_thread(self, call: Callable[[], _T]) -> _T:
+        """The result of a call that may take long. Raises `HttpError` for a `RolloutError`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except RolloutError as error:
+            raise HttpError(400, str(error), error.field) from error
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def shown_text(codec: TextCodec, token_ids: Sequence[int]) -> str:
+    """The text of tokens with special ones."""
+    return str(codec.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

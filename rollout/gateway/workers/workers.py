@@ -1,0 +1,291 @@
+"""The workers of a gateway: requests to them, their states, and the sessions that they hold.
+
+    handlers --> Workers --> AsyncRolloutClient, which balances the fleet --> workers
+                    +------> Watch (what is known of each worker)
+
+A request enters by `generate`, `generate_all` or `stream`, which count it, may refuse it (429) or hold it (a pause that
+waits), and cancel it at the worker when the handler's task is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from rollout.config.gateway_settings import GatewaySettings
+from rollout.gateway.http.http_errors import HttpError
+from rollout.gateway.workers.watch import Watch, WorkerState
+from trainer_bridge.client.asynchronous import AsyncRolloutClient, AsyncStream
+from trainer_bridge.client.media import MediaItem, MediaPrompt
+from trainer_bridge.client.results import Chunk, GenerateResult
+from trainer_bridge.wire.errors import NotFound, Unavailable
+
+#: Seconds within which a worker must tell its status before and after an order.
+STATUS_S = 5.0
+_LOOK_S = 1.0  # between two pings of a worker that carries out an order
+_LEAST_SILENT_S, _SILENT_HEARTBEATS = 2.0, 1.5  # without an answer for the longer time a worker hangs
+_MAX_SESSIONS = 65_536
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """A prompt as token ids, and the arguments of `AsyncRolloutClient.generate`."""
+
+    prompt: list[int]
+    fields: dict[str, Any]
+    n: int = 1
+    media: tuple[MediaItem, ...] = ()
+    request_id: str = field(default_factory=lambda: f"gateway-{uuid.uuid4().hex}")
+
+
+@dataclass(slots=True)
+class Counts:
+    """The requests since the start of the gateway."""
+
+    requests: int = 0
+    refused: int = 0
+
+
+class Workers:
+    """All workers of a gateway."""
+
+    def __init__(self, pool: AsyncRolloutClient, settings: GatewaySettings) -> None:
+        self.pool = pool
+        self.counts = Counts()
+        self.in_flight = 0  # completions
+        silent_s = max(_LEAST_SILENT_S, _SILENT_HEARTBEATS * settings.heartbeat_s)
+        self.watch = Watch(pool, settings.min_version, silent_s)
+        self.publishing = asyncio.Lock()  # held while the weights of a worker change
+        self.lasting: tuple[str, dict[str, Any]] | None = None  # a pause or sleep that has not ended, and its fields
+        self.adapters: dict[str, str] = {}  # paths of the adapters that this gateway has loaded, by name
+        self.sessions = Sessions(pool, settings.session_s)
+        self._most = settings.max_in_flight
+        self._resumes = settings.resumes
+        self._running: dict[str, set[str]] = {}  # ids at workers, by the id that the client knows
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, known_id: str, request: TokenRequest, session: str | None) -> GenerateResult:
+        """The result of one request. Raises `RolloutError` and `HttpError`."""
+        async with self._counted(known_id, [request]):
+            with self.sessions.turn(session, request.n) as turn:
+                result: GenerateResult = await self.pool.generate(**_arguments(request), **turn)
+                return result
+
+    async def generate_all(
+        self, known_id: str, requests: list[TokenRequest], session: str | None
+    ) -> list[GenerateResult]:
+        """The results of several requests, in order. The first error ends all.
+
+        Requests that do not fit into a worker's queue are sent again later. Raises as `generate`.
+        """
+        if len(requests) == 1:
+            return [await self.generate(known_id, requests[0], session)]
+        results: dict[int, GenerateResult] = {}
+        async with self._counted(known_id, requests):
+            outcomes = self.pool.generate_as_completed([_arguments(request) for request in requests])
+            async with aclosing(outcomes) as settled:
+                async for outcome in settled:
+                    results[outcome.index] = outcome.unwrap()
+        return [results[index] for index in range(len(requests))]
+
+    @asynccontextmanager
+    async def stream(
+        self, known_id: str, request: TokenRequest, every: int, session: str | None
+    ) -> AsyncIterator[AsyncStream[Chunk]]:
+        """The chunks of one request, at least `every` tokens each. Leaving the block cancels it."""
+        async with self._counted(known_id, [request]):
+            with self.sessions.turn(session, request.n) as turn:
+                stream = await self.pool.generate(
+                    **_arguments(request), **turn, stream="tokens", stream_every=every, join_chunks=True
+                )
+                try:
+                    yield stream
+                finally:
+                    stream.close()
+
+    async def abort(self, known_id: str | None) -> int:
+        """End a request, or all, with the tokens that they have; returns their number. An id may lack its prefix."""
+        targets = [
+            target
+            for name, ids in self._running.items()
+            for target in ids
+            if known_id in (None, name, name.partition("-")[2])
+        ]
+        outcomes = await asyncio.gather(*map(self.pool.cancel, targets), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, NotFound):  # not found: it has just ended
+                raise outcome
+        return len(targets)
+
+    # --- pauses ------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Hold new requests, and return when the running ones have ended."""
+        self._open.clear()
+        await self._idle.wait()
+
+    def admit(self) -> None:
+        """Let requests in again."""
+        self._open.set()
+
+    # --- states ------------------------------------------------------------------------------------------------------
+
+    async def states(self, fresh: bool = False) -> list[WorkerState]:
+        """The state of every worker, at most half a second old; with `fresh` of now, where workers answer at once."""
+        if fresh:
+            await self.watch.refresh()
+        return self.watch.states()
+
+    async def known(self, fresh: bool = False) -> list[dict[str, Any]]:
+        """The statuses of the workers that answer. Raises `Unavailable` if none does."""
+        return _statuses(await self.states(fresh))
+
+    @property
+    def model_path(self) -> str:
+        """The model as the workers name it: a folder or a hub id."""
+        path: str = self.watch.last_known()[0]["model"]
+        return path
+
+    async def ask(self) -> list[dict[str, Any]]:
+        """As `known`, but waits for the status of now. For use before and after orders."""
+        await self.watch.refresh(STATUS_S)
+        return _statuses(self.watch.states())
+
+    async def unless_lost(self, work: Coroutine[Any, Any, _T], endpoints: Sequence[str]) -> _T:
+        """The result of `work`; raises `ConnectionLost` once one of these workers is lost meanwhile."""
+        working = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._until_lost(endpoints))
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                watching.result()  # raises
+            return await working
+        finally:
+            working.cancel()
+            watching.cancel()
+
+    async def _until_lost(self, endpoints: Sequence[str]) -> NoReturn:
+        """Raise `ConnectionLost` once one of these workers is lost."""
+        while True:
+            await asyncio.gather(*map(self._ping, endpoints))
+            await asyncio.sleep(_LOOK_S)
+
+    async def _ping(self, endpoint: str) -> None:
+        with suppress(Unavailable):  # the worker is there, and busy
+            await self.pool.control("ping", endpoint=endpoint)
+
+    # --- counting ----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _counted(self, known_id: str, requests: list[TokenRequest]) -> AsyncIterator[None]:
+        weight = sum(request.n for request in requests)
+        if weight > self._most:
+            raise HttpError(400, f"the request has {weight} completions, more than --max-in-flight ({self._most})")
+        self._check_reachable(requests)
+        if self.in_flight + weight > self._most:
+            self.counts.refused += 1
+            raise HttpError(429, f"{self.in_flight} completions are in flight; try again later", retry_s=1.0)
+        ids = {request.request_id for request in requests}
+        self.in_flight += weight
+        try:
+            await self._open.wait()
+            self._idle.clear()
+            self.counts.requests += 1
+            self._running.setdefault(known_id, set()).update(ids)
+            yield
+        finally:
+            self.in_flight -= weight
+            if known_id in self._running:
+                self._running[known_id] -= ids
+                if not self._running[known_id]:
+                    del self._running[known_id]
+            if not self._running:
+                self._idle.set()
+
+    def _check_reachable(self, requests: list[TokenRequest]) -> None:
+        """Raise `Unavailable` if requests are not resumed and no worker can take these: they would only wait."""
+        named = requests[0].fields.get("endpoint")
+        endpoints = self.pool.endpoints if named is None else (named,)
+        if not self._resumes and not any(map(self.watch.is_connected, endpoints)):
+            raise Unavailable(f"no worker can be reached: {_problems(self.watch.states(), endpoints)}")
+
+
+class Sessions:
+    """The conversations that clients name by `X-Session-ID`, whose KV the pool keeps at one worker each.
+
+    One turn at a time uses the session's own KV. Other requests of the session, and those for several completions, go
+    where the pool finds their prompt.
+    """
+
+    def __init__(self, pool: AsyncRolloutClient, idle_s: float) -> None:
+        self._pool = pool
+        self._idle_s = idle_s
+        self._used: OrderedDict[str, float] = OrderedDict()  # when, the oldest first
+        self._busy: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    @contextmanager
+    def turn(self, session: str | None, n: int) -> Iterator[dict[str, Any]]:
+        """The fields of a request of this session."""
+        if session is None or n > 1 or session in self._busy:
+            yield {}
+            return
+        self._forget_old()
+        self._busy.add(session)
+        try:
+            yield {"session": session}
+        finally:
+            self._busy.discard(session)
+            self._used[session] = time.monotonic()
+            self._used.move_to_end(session)
+
+    def end(self, session: str) -> bool:
+        """Forget a session and free its KV; False if it is unknown."""
+        if self._used.pop(session, None) is None:
+            return False
+        self._pool.end_session(session)
+        return True
+
+    def _forget_old(self) -> None:
+        limit = time.monotonic() - self._idle_s
+        while self._used:
+            session, used_s = next(iter(self._used.items()))
+            if used_s > limit and len(self._used) < _MAX_SESSIONS:
+                return
+            self.end(session)
+
+
+def _statuses(states: list[WorkerState]) -> list[dict[str, Any]]:
+    statuses = [state.status for state in states if state.status is not None]
+    if not statuses:
+        raise Unavailable(f"no worker answers: {_problems(states)}")
+    return statuses
+
+
+def _problems(states: list[WorkerState], endpoints: Sequence[str] = ()) -> str:
+    """The problems of all workers, or of the workers at these endpoints."""
+    return "; ".join(f"{s.endpoint}: {s.problem}" for s in states if not endpoints or s.endpoint in endpoints)
+
+
+def _arguments(request: TokenRequest) -> dict[str, Any]:
+    prompt: Any = request.prompt
+    if request.media:
+        prompt = MediaPrompt(np.array(request.prompt, np.int32), request.media)
+    return {"prompt": prompt, "n": request.n, "request_id": request.request_id, **request.fields}

@@ -1,0 +1,65 @@
+"""The table of endpoints is unique, documented and served; the folders of the gateway import no folder above them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollout.gateway.endpoints import ENDPOINTS, Endpoint
+
+ROOT = Path(__file__).parents[2]
+GATEWAY = ROOT / "rollout" / "gateway"
+
+
+def section(page: str, title: str) -> str:
+    """The text below a heading, up to the next one."""
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", (ROOT / "docs" / page).read_text(), re.M | re.S)
+    assert found is not None
+    return found[1]
+
+
+def test_each_path_has_one_row() -> None:
+    named = [(method, path) for endpoint in ENDPOINTS for method in endpoint.methods for path in endpoint.paths]
+    assert len(named) == len(set(named))
+
+
+def paths_in(table: str) -> set[str]:
+    """The paths in the first column of a table."""
+    cells = re.findall(r"^\| (.*?) \|", table, re.M)
+    code = [text for cell in cells for text in re.findall(r"`(?:GET |POST )?(\S*/[^` ?]*)", cell)]
+    return {text.replace("...", "/v1/chat/completions") for text in code}
+
+
+def test_the_page_of_the_gateway_names_every_endpoint_and_no_other() -> None:
+    offered, _, refused = section("gateway.md", "Endpoints").partition("**Refused**")
+    served = {path for endpoint in ENDPOINTS for path in endpoint.paths}
+    assert paths_in(offered) <= served
+    assert {endpoint.paths[0] for endpoint in ENDPOINTS} <= paths_in(offered) | paths_in(refused)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
+def test_an_endpoint_is_served_under_all_its_names(client: httpx.Client, endpoint: Endpoint) -> None:
+    """A method that the row does not name tells the methods that are served, and orders nothing."""
+    for path in endpoint.paths:
+        answer = client.request("DELETE", path)
+        assert answer.status_code == 405, answer.text
+        assert set(answer.headers["Allow"].split(", ")) & set(endpoint.methods)
+
+
+def test_folders_import_no_folder_above_them() -> None:
+    order = re.findall(r"^\| `(\w+)` \|", section("design/gateway.md", "The way of a request"), re.M)
+    folders = {init.parent.name for init in GATEWAY.glob("*/__init__.py")}
+    assert sorted(order) == sorted(folders)
+    wrong = []
+    for file in GATEWAY.glob("*/*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollout.gateway."):
+                target = str(node.module).split(".")[2]
+                below = order[order.index(file.parent.name) :]
+                if target not in below and target != "settings":
+                    wrong.append(f"{file.relative_to(ROOT)} imports {node.module}")
+    assert not wrong
