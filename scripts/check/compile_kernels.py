@@ -36,7 +36,7 @@ from rollout_kernels.attention.triton_gathered_items import prefill_items
 from rollout_kernels.attention.triton_latent_decode import decode_latents, plan_latent_work
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.common import triton_math
-from rollout_kernels.delta import Spans, triton_conv, triton_norm, triton_rule
+from rollout_kernels.delta import Spans, triton_conv, triton_rule
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
@@ -360,7 +360,7 @@ def linear_attention(rows: int) -> Iterator[Case]:
         yield f"delta, {name}: conv", lambda g=(mixed, weight, conv_state, spans): triton_conv.short_conv(*g)
         yield f"delta, {name}: rule", lambda g=given: triton_rule.gated_delta(*g)
         normed = (out, z.unflatten(1, (heads, dim)), empty(dim), 1e-6)
-        yield f"delta, {name}: norm", lambda g=normed: triton_norm.gated_norm(*g)
+        yield f"delta, {name}: norm", lambda g=normed: triton_rule.gated_norm(*g)
 
 
 def latent_attention(rows: int) -> Iterator[Case]:

@@ -1,4 +1,6 @@
-"""`gated_delta` on a GPU: one launch for a decode step, two for a prefill. States and sums are float32.
+"""`gated_delta` on a GPU: one launch for a decode step, two for a prefill; and `gated_norm`: one more for any step.
+
+States and sums are float32.
 
     decode     step      a program for each row, value head and block of values: reads and writes its part of the state
                          once
@@ -9,6 +11,7 @@
                          chunk's triangular system for two right sides, so that u = U - W S for any state S before it
                scan      a program for each row, value head and block of values: goes through the row's chunks with its
                          part of the state in registers, and writes the outputs
+    any        norm      a program for each head of a token
 
 Programs that start together read memory that lies together: the first axis of a grid is the part of a state, or the
 head of a chunk. A program takes pieces of 128 bytes of a state's 64 KB. If the other pieces were read much later, the
@@ -486,3 +489,37 @@ def gated_delta(
         num_stages=1,
     )
     return out_THV
+
+
+@triton.jit
+def _gated_norm_kernel(
+    out_ptr, z_ptr, weight_ptr, result_ptr, stride_z, eps, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+):
+    token, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H  # neighbours start together
+    v = tl.arange(0, BLOCK)
+    live = v < V
+    x = tl.load(out_ptr + (token * H + head) * V + v, mask=live, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + token * stride_z + head * V + v, mask=live, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + v, mask=live, other=0.0).to(tl.float32)
+    x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / V + eps)) * weight * (z / (1.0 + tl.exp(-z)))
+    tl.store(result_ptr + (token * H + head) * V + v, narrow(x, result_ptr.dtype.element_ty), mask=live)
+
+
+def gated_norm(out_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `rollout_kernels.delta.gated_norm`; the heads of `z_THV` lie side by side."""
+    tokens, heads, width = out_THV.shape
+    assert out_THV.is_contiguous() and z_THV.stride(1) == width and z_THV.stride(2) == 1
+    result_TV = torch.empty(tokens, heads * width, dtype=z_THV.dtype, device=z_THV.device)
+    _gated_norm_kernel[(tokens * heads,)](
+        out_THV,
+        z_THV,
+        weight_V,
+        result_TV,
+        z_THV.stride(0),
+        eps,
+        H=heads,
+        V=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return result_TV
