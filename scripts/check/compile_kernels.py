@@ -56,6 +56,7 @@ from rollout_kernels.step.ngrams import MOST_EQUAL, REACH
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from rollout.process.compiling import watch_compilations
 from trainer_bridge.transports.triton_fingerprint import add_words
 
 PAGE = 16
@@ -421,9 +422,11 @@ def _weights(experts: int, outputs: int, inputs: int, format: formats.Format, ha
 def compile_instead(capability: int, seen: Callable[[Any, float], None]) -> None:
     """From now on, compile kernels instead of launching them. `seen` collects each with its seconds."""
     triton.runtime.driver.set_active(OfflineDriver(capability))  # type: ignore[arg-type]
+    watch_compilations()  # as a worker does; then Triton writes the constants of each kernel as JSON
     # Compile the wait for the previous kernel, too.
+    follow_options = triton_math.follow_options
     for module in list(sys.modules.values()):
-        if getattr(module, "follow_options", None) is triton_math.follow_options:
+        if getattr(module, "follow_options", None) is follow_options:
             module.follow_options = lambda device: {"launch_pdl": True}  # type: ignore[attr-defined]
 
     # It refuses the device of tensors without memory.

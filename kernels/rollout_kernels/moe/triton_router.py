@@ -62,10 +62,7 @@ class Record:
 
 
 class Choice(NamedTuple):
-    """What the kernels that choose experts are compiled for; from `choice_of`.
-
-    A field that a kernel uses as a shape, or passes on, is first assigned to a `tl.constexpr`: Triton 3.6 needs this.
-    """
+    """What the kernels that choose experts are compiled for; from `choice_of`."""
 
     E: int  # experts, without shared ones
     E2: int  # length of a program's vectors of experts: a power of two
