@@ -315,7 +315,7 @@ def routing_outputs(tokens: int, choice: Choice, device: torch.device, out: Rout
 
 def output_arguments(out: Routing, record: Record | None, tokens: int) -> tuple[torch.Tensor | int | None, ...]:
     """The kernels' arguments for their results: experts, weights, record, its slots, tokens, stride of the record."""
-    kept, slots, stride = (None, None, 0)
+    kept, slots, stride = None, None, 0
     if record is not None:
         kept, slots, stride = record.experts_RK, record.slots_T, record.experts_RK.stride(0)
     return out.experts_TK, out.weights_TK, kept, slots, tokens, stride
