@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_kernels.delta import Spans, rule, triton_conv, triton_norm, triton_rule
+from rollout_kernels.delta import Spans, rule, triton_conv, triton_rule
 from rollout_kernels.delta.triton_rule import StepTile
 
 from rollout.models.spec import DeltaNetSpec
@@ -92,7 +92,7 @@ def measure(shape: str, rows: int, read: float, copy: float, tiles: bool) -> lis
         return triton_rule.gated_delta(layer.mixed_TC, *gates, layer.recurrent_NHKV, spans, spec.beta_scale, tile)
 
     def norm(layer: Layer) -> None:
-        triton_norm.gated_norm(out_THV, layer.z_THV, norm_V, spec.eps)
+        triton_rule.gated_norm(out_THV, layer.z_THV, norm_V, spec.eps)
 
     state_bytes = 2 * (first.recurrent_NHKV[1:].nbytes)
     conv_bytes = 2 * first.conv_NCW[1:].nbytes + 2 * first.mixed_TC.nbytes

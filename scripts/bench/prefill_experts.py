@@ -53,8 +53,8 @@ import torch
 import torch.nn.functional as F
 from rollout_kernels.attention.gluon_prefill import gathered_attention
 from rollout_kernels.attention.triton_gather_kv import gather_kv, gathered_rows
+from rollout_kernels.attention.triton_gathered_items import block_count, prefill_items
 from rollout_kernels.attention.triton_prefill import prefill_attention
-from rollout_kernels.attention.triton_prefill_items import block_count, prefill_items
 from rollout_kernels.moe import gluon_experts, triton_router
 from rollout_kernels.moe.dispatch import GroupedPlan, run_experts
 from rollout_kernels.moe.triton_group_pairs import group_pairs

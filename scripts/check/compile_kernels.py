@@ -32,11 +32,11 @@ from rollout_kernels.attention.gluon_prefill import HEAD_DIM, gathered_attention
 from rollout_kernels.attention.segments import SEGMENT_WORDS
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 from rollout_kernels.attention.triton_gather_kv import gather_kv
+from rollout_kernels.attention.triton_gathered_items import prefill_items
 from rollout_kernels.attention.triton_latent_decode import decode_latents, plan_latent_work
 from rollout_kernels.attention.triton_prefill import prefill_attention
-from rollout_kernels.attention.triton_prefill_items import prefill_items
 from rollout_kernels.common import triton_math
-from rollout_kernels.delta import Spans, triton_conv, triton_norm, triton_rule
+from rollout_kernels.delta import Spans, triton_conv, triton_rule
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
@@ -51,11 +51,12 @@ from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_redu
 from rollout_kernels.sampling import VocabShard, triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
 from rollout_kernels.sampling.triton_draw import draw_and_advance
-from rollout_kernels.step import triton_begin, triton_drafts, triton_ngrams
+from rollout_kernels.step import triton_begin, triton_ngrams, triton_verify
 from rollout_kernels.step.ngrams import MOST_EQUAL, REACH
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from rollout.process.compiling import watch_compilations
 from trainer_bridge.transports.triton_fingerprint import add_words
 
 PAGE = 16
@@ -184,10 +185,10 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
             guessed = "" if guesses is None else ", guesses"
             yield (
                 f"set drafts up{also}{guessed}",
-                lambda a=(drafts, verified, paths, *own, guesses): triton_drafts.set_up_drafts(*a, last=0, length=1),
+                lambda a=(drafts, verified, paths, *own, guesses): triton_verify.set_up_drafts(*a, last=0, length=1),
             )
     accepting = (verified, row_ids, ints(rows), ints(257, dtype=long), state[0], ints(rows))
-    yield "accept drafts", lambda: triton_drafts.accept_drafts(*accepting, last=0, length=1)
+    yield "accept drafts", lambda: triton_verify.accept_drafts(*accepting, last=0, length=1)
     searched = row_ids, state[0], ints(257, 1024), ints(4096, PAGE), ints(257, 3, dtype=long)
     limits = {"last": 0, "length": 1, "most_equal": MOST_EQUAL, "reach": REACH}
     yield "guess by n-grams", lambda: triton_ngrams.guess_by_ngrams(*searched, **limits)
@@ -360,7 +361,7 @@ def linear_attention(rows: int) -> Iterator[Case]:
         yield f"delta, {name}: conv", lambda g=(mixed, weight, conv_state, spans): triton_conv.short_conv(*g)
         yield f"delta, {name}: rule", lambda g=given: triton_rule.gated_delta(*g)
         normed = (out, z.unflatten(1, (heads, dim)), empty(dim), 1e-6)
-        yield f"delta, {name}: norm", lambda g=normed: triton_norm.gated_norm(*g)
+        yield f"delta, {name}: norm", lambda g=normed: triton_rule.gated_norm(*g)
 
 
 def latent_attention(rows: int) -> Iterator[Case]:
@@ -421,9 +422,11 @@ def _weights(experts: int, outputs: int, inputs: int, format: formats.Format, ha
 def compile_instead(capability: int, seen: Callable[[Any, float], None]) -> None:
     """From now on, compile kernels instead of launching them. `seen` collects each with its seconds."""
     triton.runtime.driver.set_active(OfflineDriver(capability))  # type: ignore[arg-type]
+    watch_compilations()  # as a worker does; then Triton writes the constants of each kernel as JSON
     # Compile the wait for the previous kernel, too.
+    follow_options = triton_math.follow_options
     for module in list(sys.modules.values()):
-        if getattr(module, "follow_options", None) is triton_math.follow_options:
+        if getattr(module, "follow_options", None) is follow_options:
             module.follow_options = lambda device: {"launch_pdl": True}  # type: ignore[attr-defined]
 
     # It refuses the device of tensors without memory.

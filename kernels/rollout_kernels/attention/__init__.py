@@ -8,7 +8,7 @@ triton_decode_combine  what a program does with its results, and how the results
 triton_prefill         prefill on a GPU: chunks of prompts
 latent                 the ops of multi-head latent attention; `triton_latent_decode` is decode on a GPU
 gathered               prefill on Hopper where blocks of queries see many keys: `triton_gather_kv` copies contexts from
-                       pages, `triton_prefill_items` lists blocks, `gluon_prefill` attends
+                       pages, `triton_gathered_items` lists blocks, `gluon_prefill` attends
 """
 
 from rollout_kernels.attention.paged import (

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 
 from rollout_kernels.attention.triton_gather_kv import MOST_CHUNKS, TILE, gather_kv, gathered_rows
-from rollout_kernels.attention.triton_prefill_items import BLOCK, block_count, prefill_items
+from rollout_kernels.attention.triton_gathered_items import BLOCK, block_count, prefill_items
 from rollout_kernels.common.device import is_hopper, multiprocessors
 
 #: Rows of keys and values that are gathered at most: of eight KV heads, they take 512 MiB.

@@ -9,7 +9,7 @@ before it, and computes the softmax while the tensor cores work on the sums. Wit
 products in turns, so that one computes its softmax while the products of the other run. Tiles are taken from the
 diagonal down, so only the first tiles need a mask; with a window all of them have one.
 
-Programs are persistent and take the items of `triton_prefill_items`, the longest first, in turns: in the order
+Programs are persistent and take the items of `triton_gathered_items`, the longest first, in turns: in the order
 0 .. P - 1, P - 1 .. 0 and so on.
 
 Legend: T tokens, B blocks of queries, W words of an item, H query heads, G KV heads, D head dimension, N gathered rows,
@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rollout_kernels.attention.triton_gather_kv import TILE
-from rollout_kernels.attention.triton_prefill_items import BLOCK, ITEM_WORDS
+from rollout_kernels.attention.triton_gathered_items import BLOCK, ITEM_WORDS
 from rollout_kernels.common.gluon_copy import load_tile
 
 #: The head dimension that the kernel takes.

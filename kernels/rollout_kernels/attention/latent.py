@@ -21,7 +21,6 @@ dimension of a head's values, Q queries of a span.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -115,6 +114,7 @@ def expanded_attention(
     kv_b_HYR: torch.Tensor,
     *,
     scale: float,
+    bytes_at_once: int = _EXPANDED_BYTES,
 ) -> torch.Tensor:
     """Causal attention of the queries at the last positions of one row's context, by expanded keys; returns [Q, H, V].
 
@@ -125,6 +125,7 @@ def expanded_attention(
         context_len: C, these queries included.
         kv_b_HYR: products of each head with the latent, Y = N + V: of keys, then of values.
         scale: factor of the scores.
+        bytes_at_once: of keys and values that are expanded at once; those of one head at least.
     """
     # Here and not above: it imports torch._dynamo, which takes a second and which nothing else here needs.
     from torch.nn.attention.bias import causal_lower_right
@@ -136,7 +137,8 @@ def expanded_attention(
     latent_CL = cache_PS1L.index_select(0, pages_N).flatten(0, 2)[:context_len]
     causal = causal_lower_right(len(q_QHX), context_len)
     out = []
-    for some in _head_blocks(heads, context_len * 2 * dim * latent_CL.element_size()):
+    at_once = max(1, bytes_at_once // (context_len * 2 * dim * latent_CL.element_size()))
+    for some in (slice(first, first + at_once) for first in range(0, heads, at_once)):
         kv_hCY = torch.matmul(latent_CL[:, :rank], kv_b_HYR[some].transpose(1, 2))
         turned_hCD = latent_CL[:, rank:].expand(len(kv_hCY), -1, -1)
         k_hCX, v_hCV = torch.cat((kv_hCY[..., :nope], turned_hCD), dim=-1), kv_hCY[..., nope:]
@@ -146,10 +148,3 @@ def expanded_attention(
         out_1hQX = F.scaled_dot_product_attention(q_hQX[None], k_hCX[None], v_hCX[None], causal, scale=scale)
         out.append(out_1hQX[0, ..., : v_hCV.shape[2]].transpose(0, 1))
     return torch.cat(out, dim=1)
-
-
-def _head_blocks(heads: int, head_bytes: int) -> Iterator[slice]:
-    """Slices of heads whose keys and values are expanded at once."""
-    size = max(1, _EXPANDED_BYTES // head_bytes)
-    for start in range(0, heads, size):
-        yield slice(start, min(start + size, heads))

@@ -17,6 +17,7 @@ S page size, L slots for parts.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,12 +27,16 @@ from rollout_kernels.attention.segments import SHARED_TILES
 from rollout_kernels.attention.triton_decode_combine import (
     HIDDEN,
     LOG2_E,
-    combine_kernel,
+    Destination,
+    Heads,
+    combine_parts,
+    empty_results,
     read_item,
     score_factors,
     softcapped,
     store_item,
     weigh,
+    work_arguments,
 )
 from rollout_kernels.attention.triton_decode_fp8 import decode_codes_kernel
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
@@ -41,6 +46,25 @@ from rollout_kernels.common.triton_math import dot, follow, follow_options, narr
 _COMBINED_VALUES, _COMBINED_PARTS = 3072, 8
 #: Up to this many rows, latency dominates the time of attention.
 _FEW_ROWS = 4
+
+
+class _Inputs(NamedTuple):
+    """In a kernel: what `_attend` reads. `k_base` and `v_base` point to the KV head in the first page."""
+
+    q_ptr: Any
+    k_base: Any
+    v_base: Any
+    sinks_ptr: Any
+    table_ptr: Any
+    lens_ptr: Any
+    scale_log2: Any
+    softcap_log2: Any
+    window: Any
+    stride_q_row: Any
+    stride_q_head: Any
+    stride_page: Any
+    stride_slot: Any
+    stride_table: Any
 
 
 @triton.jit(do_not_specialize=["rows", "window", "stride_table"])
@@ -68,19 +92,13 @@ def _decode_kernel(
     stride_slot,
     stride_kv_head,
     stride_table,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_OWN: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_I: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
@@ -89,126 +107,87 @@ def _decode_kernel(
     follow()
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
+    given = _Inputs(
+        q_ptr, k_base, v_base, sinks_ptr, table_ptr, lens_ptr, scale_log2, softcap_log2, window,
+        stride_q_row, stride_q_head, stride_page, stride_slot, stride_table,
+    )  # fmt: skip
+    to = Destination(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
     for i in range(first, last):
-        row, begin, end, first_slot, count, length, sharing, place = read_item(items_ptr, i)
-        if BLOCK_OWN == BLOCK_M:
-            _attend(
-                q_ptr, k_base, v_base, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr,
-                lens_ptr, rows, scale_log2, softcap_log2, window, stride_q_row, stride_q_head, stride_page,
-                stride_slot, stride_table, kv_head, row, begin, end, first_slot, count, length, sharing, place,
-                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, SOFTCAP, FUSED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
-            )  # fmt: skip
-        elif sharing > 1:
-            _attend(
-                q_ptr, k_base, v_base, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr,
-                lens_ptr, rows, scale_log2, softcap_log2, window, stride_q_row, stride_q_head, stride_page,
-                stride_slot, stride_table, kv_head, row, begin, end, first_slot, count, length, sharing, place,
-                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, SOFTCAP, FUSED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
-            )  # fmt: skip
+        item = read_item(items_ptr, i)
+        if BLOCK_OWN == BLOCK_M or item.sharing > 1:
+            sharing = item.sharing
+            _attend(given, to, item, sharing, kv_head, HEADS, PAGE_SIZE, HAS_WINDOW, SOFTCAP, BLOCK_M, BLOCK_N)
         else:  # one row's heads alone: a smaller tile is faster
-            _attend(
-                q_ptr, k_base, v_base, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr,
-                lens_ptr, rows, scale_log2, softcap_log2, window, stride_q_row, stride_q_head, stride_page,
-                stride_slot, stride_table, kv_head, row, begin, end, first_slot, count, length, 1, place,
-                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, SOFTCAP, FUSED, BLOCK_OWN, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
-            )  # fmt: skip
+            _attend(given, to, item, 1, kv_head, HEADS, PAGE_SIZE, HAS_WINDOW, SOFTCAP, BLOCK_OWN, BLOCK_N)
 
 
 @triton.jit
 def _attend(
-    q_ptr,
-    k_base,
-    v_base,
-    sinks_ptr,
-    table_ptr,
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    slots_ptr,
-    arrivals_ptr,
-    lens_ptr,
-    rows,
-    scale_log2,
-    softcap_log2,
-    window,
-    stride_q_row,
-    stride_q_head,
-    stride_page,
-    stride_slot,
-    stride_table,
-    kv_head,
-    row,
-    begin,
-    end,
-    first_slot,
-    count,
-    length,
+    given,
+    to,
+    item,
     sharing,
-    place,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
+    kv_head,
+    HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_I: tl.constexpr,
 ):
-    """One item, for the `BLOCK_M` query heads of its `sharing` rows."""
+    """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `Destination`."""
+    D: tl.constexpr = HEADS.D
+    GROUP: tl.constexpr = HEADS.GROUP
+    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
+    BLOCK_G: tl.constexpr = HEADS.BLOCK_G
+    row, length = item.row, item.length
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP
     shared_row = m // BLOCK_G
     is_head = (m % BLOCK_G)[:, None] < GROUP
     q_row = (row + shared_row)[:, None]
-    q_at = q_row.to(tl.int64) * stride_q_row + (head + m % BLOCK_G)[:, None] * stride_q_head + d[None, :]
+    q_at = q_row.to(tl.int64) * given.stride_q_row + (head + m % BLOCK_G)[:, None] * given.stride_q_head + d[None, :]
     is_q = is_head & (shared_row < sharing)[:, None] & (d[None, :] < D)
-    q = tl.load(q_ptr + q_at, mask=is_q, other=0.0)
+    q = tl.load(given.q_ptr + q_at, mask=is_q, other=0.0)
     if HAS_WINDOW:  # which begins at another position in each row
-        context = tl.load(lens_ptr + row + shared_row, mask=shared_row < sharing, other=2147483647).to(tl.int32)
+        context = tl.load(given.lens_ptr + row + shared_row, mask=shared_row < sharing, other=2147483647).to(tl.int32)
         oldest = tl.min(context, 0)
-    table = table_ptr + row.to(tl.int64) * stride_table
+    table = given.table_ptr + row.to(tl.int64) * given.stride_table
     peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if sinks_ptr is not None:  # only the first part of a row counts the sinks
-        sink = tl.load(sinks_ptr + head + m % BLOCK_G, mask=m % BLOCK_G < GROUP, other=0.0).to(tl.float32)
-        peak = tl.where(place == 0, sink * LOG2_E, peak)
-        total += tl.where((place == 0) & (tl.arange(0, BLOCK_N) == 0)[None, :], 1.0, 0.0)
+    if given.sinks_ptr is not None:  # only the first part of a row counts the sinks
+        sink = tl.load(given.sinks_ptr + head + m % BLOCK_G, mask=m % BLOCK_G < GROUP, other=0.0).to(tl.float32)
+        peak = tl.where(item.place == 0, sink * LOG2_E, peak)
+        total += tl.where((item.place == 0) & (tl.arange(0, BLOCK_N) == 0)[None, :], 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = item.begin * BLOCK_N + tl.arange(0, BLOCK_N)
     page = tl.load(table + n // PAGE_SIZE, mask=n < length, other=0)
-    for tile in range(begin, end):
+    for tile in range(item.begin, item.end):
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        at = page.to(tl.int64) * stride_page + (n % PAGE_SIZE) * stride_slot
+        at = page.to(tl.int64) * given.stride_page + (n % PAGE_SIZE) * given.stride_slot
         live = (n < length)[:, None]
         if HAS_WINDOW:
-            live = live & (n >= oldest - window)[:, None]
+            live = live & (n >= oldest - given.window)[:, None]
         if BLOCK_D != D:
             live = live & (d[None, :] < D)
-        k = tl.load(k_base + at[:, None] + d[None, :], mask=live, other=0.0)
-        v = tl.load(v_base + at[:, None] + d[None, :], mask=live, other=0.0)
+        k = tl.load(given.k_base + at[:, None] + d[None, :], mask=live, other=0.0)
+        v = tl.load(given.v_base + at[:, None] + d[None, :], mask=live, other=0.0)
         # Prefetch the next tile's pages while this tile is computed.
         next_n = n + BLOCK_N
         page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
-        score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
+        score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * given.scale_log2
         if SOFTCAP:
-            score = softcapped(score, softcap_log2)
+            score = softcapped(score, given.softcap_log2)
         visible = (n < length)[None, :]
         if HAS_WINDOW:
-            visible = visible & (n[None, :] >= context[:, None] - window)
+            visible = visible & (n[None, :] >= context[:, None] - given.window)
         score = tl.where(visible, score, HIDDEN)
         weight, keep, total, peak = weigh(score, peak, total)
         acc = dot(narrow(weight, v.dtype), v, acc * keep[:, None])
     sum_M = tl.sum(total, 1)
     result = acc / sum_M[:, None]
-    store_item(
-        out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows, row, kv_head, first_slot, count, sharing, place,
-        result, peak + tl.log2(sum_M), H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
-    )  # fmt: skip
+    store_item(to, item, sharing, kv_head, result, peak + tl.log2(sum_M), HEADS, BLOCK_M)
 
 
 def default_decode_config(
@@ -279,14 +258,11 @@ def decode_attention(
     assert work.window == window and work.arrivals_BG.shape == (rows, kv_heads)
     config, group = work.config, heads // kv_heads
     shares = work.first.shape[0] - 1
-    device = q_BHD.device
-    out_BHD = torch.empty(rows, heads, dim, dtype=q_BHD.dtype, device=device)
-    part_LHD = torch.empty(work.slots, heads, dim, dtype=torch.float32, device=device)
-    lse_LH = torch.empty(work.slots, heads, dtype=torch.float32, device=device)
     coded = scales_P2GS is not None
     block_g, block_d = triton.next_power_of_2(group), max(64 if coded else 16, triton.next_power_of_2(dim))
-    sizes = {"H": heads, "D": dim, "GROUP": group, "BLOCK_G": block_g, "BLOCK_D": block_d}
-    sizes["BLOCK_I"] = min(max(_COMBINED_VALUES // (block_g * block_d), 1), _COMBINED_PARTS)
+    block_i = min(max(_COMBINED_VALUES // (block_g * block_d), 1), _COMBINED_PARTS)
+    sizes = Heads(heads, dim, group, block_g, block_d, block_i, config.fused)
+    results = empty_results(q_BHD, sizes, work)
     caches, variants = (k_cache_PSGD, v_cache_PSGD), {}
     third: torch.Tensor | None = sinks_H
     factors: tuple[float, ...] = score_factors(scale, softcap)
@@ -302,13 +278,7 @@ def decode_attention(
         *caches,
         third,
         page_table_BP,
-        out_BHD,
-        part_LHD,
-        lse_LH,
-        work.items,
-        work.first,
-        work.slots_2B,
-        work.arrivals_BG,
+        *work_arguments(results, work),
         context_lens_B,
         rows,
         *factors,
@@ -317,21 +287,16 @@ def decode_attention(
         q_BHD.stride(1),
         *caches[0].stride()[:3],
         page_table_BP.stride(0),
+        HEADS=sizes,
         PAGE_SIZE=page_size,
         HAS_WINDOW=window is not None,
-        FUSED=config.fused,
         BLOCK_M=max(config.block_m, block_g),
         BLOCK_OWN=max(config.block_own or config.block_m, block_g),
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
-        **follow_options(device),
-        **sizes,
+        **follow_options(q_BHD.device),
         **variants,
     )
-    if not config.fused:
-        combine_kernel[(kv_heads, rows)](
-            part_LHD, lse_LH, out_BHD, work.slots_2B, rows, **follow_options(device), **sizes
-        )
-    return out_BHD
+    return combine_parts(results, sizes, work)

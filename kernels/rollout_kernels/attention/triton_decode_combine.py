@@ -11,12 +11,14 @@ tile.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.attention.triton_decode_plan import ITEM_WORDS
-from rollout_kernels.common.triton_math import follow, narrow
+from rollout_kernels.attention.triton_decode_plan import ITEM_WORDS, DecodeWork
+from rollout_kernels.common.triton_math import follow, follow_options, narrow
 
 #: Score of a hidden position. It is finite, so what sees no position of a tile stays finite.
 HIDDEN = tl.constexpr(-1e30)
@@ -24,13 +26,57 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 _WORDS = tl.constexpr(ITEM_WORDS)
 
 
+class Heads(NamedTuple):
+    """What the kernels that write results are compiled for. In attention over latents a block of heads is a KV head."""
+
+    H: int  # query heads
+    D: int  # dimension of a head's result
+    GROUP: int  # query heads of a KV head
+    BLOCK_G: int  # powers of two, at least the group and the dimension
+    BLOCK_D: int
+    BLOCK_I: int  # parts that are combined at once
+    FUSED: bool  # the last program of a row combines its parts
+
+
+class Results(NamedTuple):
+    """The output, and memory for parts in L slots."""
+
+    out_BHD: torch.Tensor  # in the dtype of the queries
+    part_LHD: torch.Tensor  # float32
+    lse_LH: torch.Tensor  # float32
+
+
+class Destination(NamedTuple):
+    """In a kernel: where results go."""
+
+    out_ptr: Any
+    part_ptr: Any
+    lse_ptr: Any
+    slots_ptr: Any
+    arrivals_ptr: Any
+    rows: Any
+
+
+class Item(NamedTuple):
+    """In a kernel: the words of an item, see `ITEM_WORDS`."""
+
+    row: Any
+    begin: Any
+    end: Any
+    first_slot: Any
+    count: Any
+    length: Any
+    sharing: Any
+    place: Any
+
+
 @triton.jit
 def read_item(items_ptr, i):
-    """Item `i`: its words, see `ITEM_WORDS`."""
-    item = items_ptr + i * _WORDS
-    return (
-        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5),
-        tl.load(item + 6), tl.load(item + 7),
+    """Item `i`."""
+    at = items_ptr + i * _WORDS
+    return Item(
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
+        tl.load(at + 6), tl.load(at + 7),
     )  # fmt: skip
 
 
@@ -62,25 +108,17 @@ def weigh(score_MN, peak_M, total_MN):
 
 
 @triton.jit
-def _combine(
-    part_ptr,
-    lse_ptr,
-    out_ptr,
-    row,
-    head,
-    first_slot,
-    count,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
+def _combine(out_ptr, part_ptr, lse_ptr, row, head, first_slot, count, HEADS: tl.constexpr):
     """Combine the parts of one row for the query heads of one KV head, weighted by their sums, and write the output.
 
     Every thread adds up its own elements of all parts, whatever the number of parts.
     """
+    H: tl.constexpr = HEADS.H
+    D: tl.constexpr = HEADS.D
+    GROUP: tl.constexpr = HEADS.GROUP
+    BLOCK_G: tl.constexpr = HEADS.BLOCK_G
+    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
+    BLOCK_I: tl.constexpr = HEADS.BLOCK_I
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     here = (g[:, None] < GROUP) & (d[None, :] < D)
@@ -113,166 +151,113 @@ def _combine(
 
 
 @triton.jit
-def store_item(
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    slots_ptr,
-    arrivals_ptr,
-    rows,
-    row,
-    kv_head,
-    first_slot,
-    count,
-    sharing,
-    place,
-    result_MD,
-    lse_M,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    FUSED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    """Write an item's normalised result: to the output, or as a part. The last item of a row combines its parts."""
+def store_item(to, item, sharing, kv_head, result_MD, lse_M, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Write an item's normalised result: to the output, or as a part. The last item of a row combines its parts.
+
+    `to` is a `Destination`. `sharing` is the item's, or 1 where the caller knows this when the kernel is compiled.
+    """
     if sharing > 1:
-        _store_shared(
-            out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows, row, kv_head, sharing, place, result_MD, lse_M,
-            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
-        )  # fmt: skip
+        _store_shared(to, item, sharing, kv_head, result_MD, lse_M, HEADS, BLOCK_M)
     else:
-        _store_own(
-            out_ptr, part_ptr, lse_ptr, arrivals_ptr, row, kv_head, first_slot, count, place, result_MD, lse_M,
-            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
-        )  # fmt: skip
+        _store_own(to, item, kv_head, result_MD, lse_M, HEADS, BLOCK_M)
 
 
 @triton.jit
-def _store_shared(
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    slots_ptr,
-    arrivals_ptr,
-    rows,
-    row,
-    kv_head,
-    sharing,
-    place,
-    result_MD,
-    lse_M,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    FUSED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
+def _store_shared(to, item, sharing, kv_head, result_MD, lse_M, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
     """The rows of the item arrive together; their slots and numbers of parts are the plan's."""
+    H: tl.constexpr = HEADS.H
+    D: tl.constexpr = HEADS.D
+    GROUP: tl.constexpr = HEADS.GROUP
+    BLOCK_G: tl.constexpr = HEADS.BLOCK_G
     BLOCK_R: tl.constexpr = BLOCK_M // BLOCK_G
+    row = item.row
     head = kv_head * GROUP
     m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, HEADS.BLOCK_D)
     head_M = head + m % BLOCK_G
     live = (m % BLOCK_G < GROUP) & (m // BLOCK_G < sharing)
-    slot_M = (tl.load(slots_ptr + row + m // BLOCK_G, mask=live, other=0) + place).to(tl.int64)
+    slot_M = (tl.load(to.slots_ptr + row + m // BLOCK_G, mask=live, other=0) + item.place).to(tl.int64)
     part_at = slot_M[:, None] * (H * D) + head_M[:, None] * D + d[None, :]
-    tl.store(part_ptr + part_at, result_MD, mask=live[:, None] & (d[None, :] < D))
-    tl.store(lse_ptr + slot_M * H + head_M, lse_M, mask=live)
-    if FUSED:
+    tl.store(to.part_ptr + part_at, result_MD, mask=live[:, None] & (d[None, :] < D))
+    tl.store(to.lse_ptr + slot_M * H + head_M, lse_M, mask=live)
+    if HEADS.FUSED:
         r = tl.arange(0, BLOCK_R)
         there = r < sharing
-        arrivals = arrivals_ptr + (row + r) * (H // GROUP) + kv_head
-        counts = tl.load(slots_ptr + rows + row + r, mask=there, other=0)
+        arrivals = to.arrivals_ptr + (row + r) * (H // GROUP) + kv_head
+        counts = tl.load(to.slots_ptr + to.rows + row + r, mask=there, other=0)
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals, 1, mask=there, sem="acq_rel")
         complete = there & (arrived == counts - 1)
         tl.debug_barrier()
         for k in range(sharing):
             if tl.max(((r == k) & complete).to(tl.int32), 0) == 1:
-                _combine(
-                    part_ptr, lse_ptr, out_ptr, row + k, head,
-                    tl.load(slots_ptr + row + k), tl.load(slots_ptr + rows + row + k),
-                    H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
-                )  # fmt: skip
+                first_slot, count = tl.load(to.slots_ptr + row + k), tl.load(to.slots_ptr + to.rows + row + k)
+                _combine(to.out_ptr, to.part_ptr, to.lse_ptr, row + k, head, first_slot, count, HEADS)
         tl.store(arrivals, tl.zeros([BLOCK_R], tl.int32), mask=complete)
 
 
 @triton.jit
-def _store_own(
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    arrivals_ptr,
-    row,
-    kv_head,
-    first_slot,
-    count,
-    place,
-    result_MD,
-    lse_M,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    FUSED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
+def _store_own(to, item, kv_head, result_MD, lse_M, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
     """One row: the query heads are the first of the tile."""
+    H: tl.constexpr = HEADS.H
+    D: tl.constexpr = HEADS.D
+    GROUP: tl.constexpr = HEADS.GROUP
+    row = item.row
     head = kv_head * GROUP
     m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, HEADS.BLOCK_D)
     here = (m[:, None] < GROUP) & (d[None, :] < D)
     at = (head + m[:, None]) * D + d[None, :]
-    if count == 1:
-        out = narrow(result_MD, out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
+    if item.count == 1:
+        out = narrow(result_MD, to.out_ptr.dtype.element_ty)
+        tl.store(to.out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
     else:
-        slot = tl.cast(first_slot + place, tl.int64)
-        tl.store(part_ptr + slot * (H * D) + at, result_MD, mask=here)
-        tl.store(lse_ptr + slot * H + head + m, lse_M, mask=m < GROUP)
-        if FUSED:
-            arrival = arrivals_ptr + row * (H // GROUP) + kv_head
+        slot = tl.cast(item.first_slot + item.place, tl.int64)
+        tl.store(to.part_ptr + slot * (H * D) + at, result_MD, mask=here)
+        tl.store(to.lse_ptr + slot * H + head + m, lse_M, mask=m < GROUP)
+        if HEADS.FUSED:
+            arrival = to.arrivals_ptr + row * (H // GROUP) + kv_head
             # All threads have written before one of them counts this part; it then sees the other programs' parts.
             tl.debug_barrier()
             arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
-            if arrived == count - 1:
+            if arrived == item.count - 1:
                 tl.debug_barrier()
-                _combine(
-                    part_ptr, lse_ptr, out_ptr, row, head, first_slot, count,
-                    H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
-                )  # fmt: skip
+                _combine(to.out_ptr, to.part_ptr, to.lse_ptr, row, head, item.first_slot, item.count, HEADS)
                 tl.store(arrival, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def combine_kernel(
-    part_ptr,
-    lse_ptr,
-    out_ptr,
-    slots_ptr,
-    rows,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
+def combine_kernel(part_ptr, lse_ptr, out_ptr, slots_ptr, rows, HEADS: tl.constexpr):
     """One program for each row and KV head combines the row's parts, if it has several."""
     row = tl.program_id(1)
     follow()
     count = tl.load(slots_ptr + rows + row)
     if count > 1:
-        head = tl.program_id(0) * GROUP
-        _combine(
-            part_ptr, lse_ptr, out_ptr, row, head, tl.load(slots_ptr + row), count,
-            H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
-        )  # fmt: skip
+        head = tl.program_id(0) * HEADS.GROUP
+        _combine(out_ptr, part_ptr, lse_ptr, row, head, tl.load(slots_ptr + row), count, HEADS)
+
+
+def empty_results(q_BHD: torch.Tensor, heads: Heads, work: DecodeWork) -> Results:
+    """Memory for the results of these queries."""
+    device = q_BHD.device
+    return Results(
+        torch.empty(len(q_BHD), heads.H, heads.D, dtype=q_BHD.dtype, device=device),
+        torch.empty(work.slots, heads.H, heads.D, dtype=torch.float32, device=device),
+        torch.empty(work.slots, heads.H, dtype=torch.float32, device=device),
+    )
+
+
+def work_arguments(results: Results, work: DecodeWork) -> tuple[torch.Tensor, ...]:
+    """The decode kernels' arguments for results and plan."""
+    return *results, work.items, work.first, work.slots_2B, work.arrivals_BG
+
+
+def combine_parts(results: Results, heads: Heads, work: DecodeWork) -> torch.Tensor:
+    """The output, after a launch that combines the parts of rows, unless the decode kernel did so."""
+    out_BHD, part_LHD, lse_LH = results
+    if not heads.FUSED:
+        rows = len(out_BHD)
+        combine_kernel[(heads.H // heads.GROUP, rows)](
+            part_LHD, lse_LH, out_BHD, work.slots_2B, rows, HEADS=heads, **follow_options(out_BHD.device)
+        )
+    return out_BHD

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rollout_kernels.attention.triton_decode_combine import HIDDEN, read_item, store_item, weigh
+from rollout_kernels.attention.triton_decode_combine import HIDDEN, Destination, read_item, store_item, weigh
 from rollout_kernels.common.triton_fp8 import operand
 from rollout_kernels.common.triton_math import INTERPRETED, dot, follow, narrow
 
@@ -87,20 +87,19 @@ def decode_codes_kernel(
     stride_slot,
     stride_kv_head,
     stride_table,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_OWN: tl.constexpr,  # not used: shared tiles are no larger
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_I: tl.constexpr,
 ):
     """As `_decode_kernel`, but `k_ptr`, `v_ptr` and their strides count words."""
+    H: tl.constexpr = HEADS.H
+    D: tl.constexpr = HEADS.D
+    GROUP: tl.constexpr = HEADS.GROUP
+    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
+    BLOCK_G: tl.constexpr = HEADS.BLOCK_G
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
     W: tl.constexpr = BLOCK_D // 4
@@ -119,8 +118,10 @@ def decode_codes_kernel(
     follow()
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
+    to = Destination(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
     for i in range(first, last):
-        row, begin, end, first_slot, count, length, sharing, place = read_item(items_ptr, i)
+        item = read_item(items_ptr, i)
+        row, length, sharing = item.row, item.length, item.sharing
         q_row = (row + shared_row)[:, None]
         q_at = (
             q_ptr + q_row.to(tl.int64) * stride_q_row + (head + m % BLOCK_G)[:, None] * stride_q_head + 4 * w[None, :]
@@ -142,9 +143,9 @@ def decode_codes_kernel(
         acc_1 = tl.zeros([BLOCK_M, W], tl.float32)
         acc_2 = tl.zeros([BLOCK_M, W], tl.float32)
         acc_3 = tl.zeros([BLOCK_M, W], tl.float32)
-        n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
+        n = item.begin * BLOCK_N + tl.arange(0, BLOCK_N)
         page = tl.load(table + n // PAGE_SIZE, mask=n < length, other=0)
-        for tile in range(begin, end):
+        for tile in range(item.begin, item.end):
             n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             at = page.to(tl.int64) * stride_page + (n % PAGE_SIZE) * stride_slot
             some_see = n < length
@@ -183,7 +184,4 @@ def decode_codes_kernel(
         sum_M = tl.sum(total, 1)
         acc = tl.join(tl.join(acc_0, acc_2), tl.join(acc_1, acc_3)).reshape(BLOCK_M, BLOCK_D)
         result = acc * (largest / (sum_M * _ROOM))[:, None]
-        store_item(
-            out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows, row, kv_head, first_slot, count, sharing, place,
-            result, peak + tl.log2(sum_M), H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
-        )  # fmt: skip
+        store_item(to, item, sharing, kv_head, result, peak + tl.log2(sum_M), HEADS, BLOCK_M)

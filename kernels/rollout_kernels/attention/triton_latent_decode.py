@@ -20,11 +20,15 @@ import triton.language as tl
 
 from rollout_kernels.attention.triton_decode_combine import (
     HIDDEN,
-    combine_kernel,
+    Destination,
+    Heads,
+    combine_parts,
+    empty_results,
     read_item,
     score_factors,
     store_item,
     weigh,
+    work_arguments,
 )
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
 from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
@@ -52,19 +56,16 @@ def _latent_kernel(
     stride_page,
     stride_slot,
     stride_table,
-    H: tl.constexpr,
-    R: tl.constexpr,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
-    GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_I: tl.constexpr,
 ):
+    R: tl.constexpr = HEADS.D
+    BLOCK_R: tl.constexpr = HEADS.BLOCK_D
+    GROUP: tl.constexpr = HEADS.GROUP
     block = tl.program_id(0)
     share = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
@@ -77,8 +78,10 @@ def _latent_kernel(
     follow()
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
+    to = Destination(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
     for i in range(first, last):
-        row, begin, end, first_slot, count, length, _, place = read_item(items_ptr, i)
+        item = read_item(items_ptr, i)
+        row, length = item.row, item.length
         q_row = q_ptr + row.to(tl.int64) * stride_q_row + head_at
         q_MR = tl.load(q_row + r[None, :], mask=is_head & is_r, other=0.0)
         q_MD = tl.load(q_row + R + d[None, :], mask=is_head & is_d, other=0.0)
@@ -86,9 +89,9 @@ def _latent_kernel(
         peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc_MR = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
+        n = item.begin * BLOCK_N + tl.arange(0, BLOCK_N)
         page = tl.load(table + n // PAGE_SIZE, mask=n < length, other=0)
-        for tile in range(begin, end):
+        for tile in range(item.begin, item.end):
             n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             at = cache_ptr + (page.to(tl.int64) * stride_page + (n % PAGE_SIZE) * stride_slot)[:, None]
             live = (n < length)[:, None]
@@ -103,10 +106,7 @@ def _latent_kernel(
             weight, keep, total, peak = weigh(score, peak, total)
             acc_MR = dot(narrow(weight, latent_NR.dtype), latent_NR, acc_MR * keep[:, None])
         sum_M = tl.sum(total, 1)
-        store_item(
-            out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows, row, block, first_slot, count, 1, place,
-            acc_MR / sum_M[:, None], peak + tl.log2(sum_M), H, R, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_R, BLOCK_I,
-        )  # fmt: skip
+        store_item(to, item, 1, block, acc_MR / sum_M[:, None], peak + tl.log2(sum_M), HEADS, BLOCK_M)
 
 
 def heads_at_once(heads: int) -> int:
@@ -153,27 +153,19 @@ def decode_latents(
         work: the result of `plan_latent_work`. Launches that share a plan must follow each other on one stream.
     """
     rows, heads, width = q_BHL.shape
-    group, config, device = heads_at_once(heads), work.config, q_BHL.device
+    group, config = heads_at_once(heads), work.config
     blocks = heads // group
     assert q_BHL.stride(2) == 1 and cache_PS1L.stride(3) == 1 and page_table_BP.stride(1) == 1
     assert cache_PS1L.dtype == q_BHL.dtype and cache_PS1L.shape[2:] == (1, width)
     assert work.arrivals_BG.shape == (rows, blocks) and len(context_lens_B) == rows
-    out_BHR = torch.empty(rows, heads, rank, dtype=q_BHL.dtype, device=device)
-    part_LHR = torch.empty(work.slots, heads, rank, dtype=torch.float32, device=device)
-    lse_LH = torch.empty(work.slots, heads, dtype=torch.float32, device=device)
-    block_r = max(16, triton.next_power_of_2(rank))
-    sizes = {"H": heads, "GROUP": group, "BLOCK_G": triton.next_power_of_2(group), "BLOCK_I": 1}
+    block_g, block_r = triton.next_power_of_2(group), max(16, triton.next_power_of_2(rank))
+    sizes = Heads(heads, rank, group, block_g, block_r, 1, config.fused)
+    results = empty_results(q_BHL, sizes, work)
     _latent_kernel[(blocks, work.first.shape[0] - 1)](
         q_BHL,
         cache_PS1L,
         page_table_BP,
-        out_BHR,
-        part_LHR,
-        lse_LH,
-        work.items,
-        work.first,
-        work.slots_2B,
-        work.arrivals_BG,
+        *work_arguments(results, work),
         rows,
         score_factors(scale, None)[0],
         q_BHL.stride(0),
@@ -181,29 +173,14 @@ def decode_latents(
         cache_PS1L.stride(0),
         cache_PS1L.stride(1),
         page_table_BP.stride(0),
-        R=rank,
+        HEADS=sizes,
         D=width - rank,
         PAGE_SIZE=cache_PS1L.shape[1],
-        FUSED=config.fused,
         BLOCK_M=_MOST_HEADS,
         BLOCK_N=config.block_n,
-        BLOCK_R=block_r,
         BLOCK_D=max(16, triton.next_power_of_2(width - rank)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **follow_options(device),
-        **sizes,
+        **follow_options(q_BHL.device),
     )
-    if not config.fused:
-        combine_kernel[(blocks, rows)](
-            part_LHR,
-            lse_LH,
-            out_BHR,
-            work.slots_2B,
-            rows,
-            D=rank,
-            BLOCK_D=block_r,
-            **follow_options(device),
-            **sizes,
-        )
-    return out_BHR
+    return combine_parts(results, sizes, work)

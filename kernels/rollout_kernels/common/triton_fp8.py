@@ -1,4 +1,4 @@
-"""e4m3 codes inside kernels: encode float32 values, and decode codes into operands of the tensor cores.
+"""e4m3 codes and e8m0 scales inside kernels: encode float32 values, and decode codes, also into operands of products.
 
 Encoding uses integer arithmetic, and divisions round to nearest. So a value gets the same code on a GPU, in Triton's
 interpreter and in torch (`fp8`).
@@ -46,3 +46,10 @@ def operand(codes, dtype: tl.constexpr):
         return half
     else:
         return narrow(half.to(tl.float32), dtype)
+
+
+@triton.jit
+def power_of_two(code):
+    """The value of an e8m0 code, 2^(code - 127). 255 (NaN) becomes infinity."""
+    # Code 0 is 2^-127, a subnormal float32, which a shift of the code into the exponent cannot represent.
+    return tl.maximum(code.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)

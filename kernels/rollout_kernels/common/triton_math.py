@@ -11,6 +11,12 @@ Launches overlap by programmatic dependent launch (Hopper and later), within one
 Before its wait, a kernel may prefetch only data that no kernel writes (weights), or that was complete before its
 predecessor could start; the latter it reads past the L1 cache. It writes nothing before its wait. A kernel that calls
 `let_next_begin` before its own wait (norms, streamed products) leaves its successor only weights to prefetch.
+
+Kernels of a family get what they are compiled for as one constant, a named tuple such as `Choice` of the routers, and
+pass pointers to device functions in named tuples that they make themselves. Triton 3.6 sets two limits on a constant:
+
+    fields are numbers      Triton writes them as JSON when a compilation is watched, and cannot write a dtype
+    `E: tl.constexpr = C.E` before a field is a shape, the end of a `static_range` or an argument of a function
 """
 
 from __future__ import annotations

@@ -2,15 +2,14 @@
 
 spans    which tokens of a step go through which state
 conv     `short_conv`: the convolution before it, and its torch twin
-rule     `gated_delta`: the recurrence, one token or many at a time, and its torch twin
+rule     `gated_delta`: the recurrence, one token or many at a time, and `gated_norm`: norm and gate of its output; both
+         with their torch twins
 drafts   the same for decode steps in which rows have drafts, and how states catch up with the accepted ones
-norm     `gated_norm`: norm and gate of its output
 """
 
 from rollout_kernels.delta.conv import short_conv
 from rollout_kernels.delta.drafts import catch_up, drafted_conv, drafted_delta
-from rollout_kernels.delta.norm import gated_norm
-from rollout_kernels.delta.rule import gated_delta
+from rollout_kernels.delta.rule import gated_delta, gated_norm
 from rollout_kernels.delta.spans import CHUNK, DraftInputs, Spans
 
 __all__ = [

@@ -12,6 +12,8 @@ the decay d_i = g_1 + ... + g_i since the chunk began:
     o_i = exp(d_i) q_i S + sum_{j<=i} exp(d_i - d_j) (q_i k_j) u_j
     S  <- exp(d_last) S + sum_j exp(d_last - d_j) k_j u_j
 
+`gated_norm` is what follows: the norm and the gate of the outputs.
+
 Legend: T tokens, B rows, N places, H value heads, G key heads, K and V dimensions of a key and a value, C the width of
 queries, keys and values side by side, I tokens of a chunk.
 """
@@ -22,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, Spans
+from rollout_kernels.norm_rope.elementwise import rms_norm
 
 
 def gated_delta(
@@ -76,6 +79,16 @@ def gated_delta(
         state_NHKV.index_copy_(0, place_1, state_HKV[None])
         start = end
     return out_THV.to(mixed_TC.dtype)
+
+
+def gated_norm(out_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm(out) * silu(z)`, each head on its own; computed in float32, [T, H V] in the dtype of `z_THV`."""
+    if out_THV.is_cuda:
+        from rollout_kernels.delta.triton_rule import gated_norm as on_gpu
+
+        return on_gpu(out_THV, z_THV, weight_V, eps)
+    normed_THV = rms_norm(out_THV.float(), weight_V.float(), eps)
+    return (normed_THV * F.silu(z_THV.float())).to(z_THV.dtype).flatten(1)
 
 
 def gates_of(

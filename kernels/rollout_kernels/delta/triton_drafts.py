@@ -21,17 +21,23 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_math import narrow
-from rollout_kernels.delta.spans import UNIT_EPS, DraftInputs, Spans
+from rollout_kernels.delta.spans import DraftInputs, Spans
 from rollout_kernels.delta.triton_conv import CHANNELS, input_or_state, silu
 from rollout_kernels.delta.triton_rule import (
     LARGE_TILE,
     SMALL_TILE,
+    Gates,
     StepTile,
     advance,
+    head_sizes,
     key_and_value,
+    load_state,
+    one_token,
+    padded,
+    rule_arguments,
+    state_tile,
     step_tile,
-    token_gates,
-    unit_query,
+    store_output,
 )
 
 
@@ -112,38 +118,26 @@ def _rule_kernel(
     stride_a,
     scale,
     beta_scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    EPS: tl.constexpr,
 ):
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     length = tl.load(behind_ptr + row) + 1
     if length > 0:
-        k = tl.arange(0, BLOCK_K)
+        k = tl.arange(0, HEADS.BLOCK_K)
         v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-        place = tl.load(places_ptr + row)
-        known_k = k < tl.where(tl.load(positions_ptr + row) > 0, K, 0)  # a token at position 0 reads no state
-        in_state = (k < K)[:, None] & (v < V)[None, :]
-        tile = state_ptr + (place * H + head) * (K * V) + k[:, None] * V + v[None, :]
-        state = tl.load(tile, mask=known_k[:, None] & (v < V)[None, :], other=0.0)
+        gates = Gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, stride_b, stride_a, beta_scale)
+        place, position = tl.load(places_ptr + row), tl.load(positions_ptr + row)
+        state, tile, in_state = load_state(state_ptr, place, position, head, k, v, HEADS)
         for j in range(0, length):
             token = row + j
-            heads = mixed_ptr + token * (2 * G * K + H * V)
-            q = unit_query(heads, head, scale, H, G, K, BLOCK_K, EPS)
-            key, value = key_and_value(heads, head, v, H, G, K, V, BLOCK_K, EPS)
-            beta, decay = token_gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, token, head, stride_b, stride_a, beta_scale)
-            state = advance(state, key, value, beta, decay)
-            out = tl.sum(state * q[:, None], 0)
+            state, out, beta, decay = one_token(state, mixed_ptr, gates, token, head, v, scale, HEADS)
             tl.store(tile, state, mask=in_state & (j == 0))
-            tl.store(out_ptr + (token * H + head) * V + v, narrow(out, out_ptr.dtype.element_ty), mask=v < V)
-            gates = gates_ptr + (tl.load(places_ptr + token) - first) * (2 * H) + head
+            store_output(out_ptr, token, head, v, out, HEADS)
+            kept = gates_ptr + (tl.load(places_ptr + token) - first) * (2 * HEADS.H) + head
             keeps = (j > 0) & (tl.program_id(0) == 0)
-            tl.store(gates, beta, mask=keeps)
-            tl.store(gates + H, decay, mask=keeps)
+            tl.store(kept, beta, mask=keeps)
+            tl.store(kept + HEADS.H, decay, mask=keeps)
 
 
 @triton.jit
@@ -159,37 +153,31 @@ def _catch_up_kernel(
     first,
     places,
     drafts,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
+    HEADS: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SHARE: tl.constexpr,
     PAST: tl.constexpr,
-    EPS: tl.constexpr,
 ):
     m, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     row, step_place = tl.load(verified_ptr + 4 * m), tl.load(verified_ptr + 4 * m + 1)
     accepted = tl.load(accepted_ptr + step_place)
     if accepted > 0:
-        blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+        blocks: tl.constexpr = (HEADS.V + BLOCK_V - 1) // BLOCK_V
         head = tl.program_id(0) // blocks
-        k = tl.arange(0, BLOCK_K)
+        k = tl.arange(0, HEADS.BLOCK_K)
         v = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-        in_state = (k < K)[:, None] & (v < V)[None, :]
         place, kept = layer * places + row, layer * drafts
         rows_ptr += step_place + 1
-        tile = state_ptr + (place * H + head) * (K * V) + k[:, None] * V + v[None, :]
+        tile, in_state = state_tile(state_ptr, place, head, k, v, HEADS)
         state = tl.load(tile, mask=in_state, other=0.0)
         for j in range(0, accepted):
             draft = kept + tl.load(rows_ptr + j) - first
-            key, value = key_and_value(mixed_ptr + draft * C, head, v, H, G, K, V, BLOCK_K, EPS)
-            gates = gates_ptr + draft * (2 * H) + head
-            state = advance(state, key, value, tl.load(gates), tl.load(gates + H))
+            key, value = key_and_value(mixed_ptr + draft * C, head, v, HEADS)
+            gates = gates_ptr + draft * (2 * HEADS.H) + head
+            state = advance(state, key, value, tl.load(gates), tl.load(gates + HEADS.H))
         tl.store(tile, state, mask=in_state)
         # A share of the channels: what the convolution saw last, the accepted drafts included.
         c = tl.program_id(0) * SHARE + tl.arange(0, BLOCK_C)
@@ -250,19 +238,15 @@ def drafted_delta(
 ) -> torch.Tensor:
     """As `rollout_kernels.delta.drafted_delta`. `step_tile` is the default `tile`."""
     count, (_, heads, key_dim, value_dim) = len(mixed_TC), state_NHKV.shape
-    assert mixed_TC.is_contiguous() and state_NHKV.is_contiguous() and a_log_H.dtype == torch.float32
-    assert b_TH.stride(1) == a_TH.stride(1) == 1 and dt_bias_H.dtype == torch.float32
+    sizes, gates, strides = rule_arguments(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV)
     assert kept.gates_D2H.is_contiguous()
     out_THV = torch.empty(count, heads, value_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
     if tile is None:
         tile = SMALL_TILE if spans.one_by_one else step_tile(count * heads, value_dim)
-    block_v = min(_most(value_dim), tile.values)
+    block_v = min(padded(value_dim), tile.values)
     _rule_kernel[(triton.cdiv(value_dim, block_v), heads, count)](
         mixed_TC,
-        b_TH,
-        a_TH,
-        a_log_H,
-        dt_bias_H,
+        *gates,
         state_NHKV,
         spans.places_B,
         spans.positions_T,
@@ -270,17 +254,11 @@ def drafted_delta(
         out_THV,
         kept.gates_D2H,
         kept.first,
-        b_TH.stride(0),
-        a_TH.stride(0),
+        *strides,
         key_dim**-0.5,
         beta_scale,
-        H=heads,
-        G=_key_heads(mixed_TC.shape[1], heads, key_dim, value_dim),
-        K=key_dim,
-        V=value_dim,
-        BLOCK_K=_most(key_dim),
+        HEADS=sizes,
         BLOCK_V=block_v,
-        EPS=UNIT_EPS,
         num_warps=tile.num_warps,
         enable_fp_fusion=not spans.one_by_one,
     )
@@ -302,7 +280,7 @@ def catch_up(
     assert all(tensor.is_contiguous() for tensor in (state_LNHKV, conv_LNCW, *kept[:3], verified_M4))
     rows = len(verified_M4)
     tile = SMALL_TILE if one_by_one else LARGE_TILE
-    block_v = min(_most(value_dim), tile.values)
+    block_v = min(padded(value_dim), tile.values)
     parts = heads * triton.cdiv(value_dim, block_v)
     share = triton.cdiv(channels, parts)
     _catch_up_kernel[(parts, rows, layers)](
@@ -315,26 +293,13 @@ def catch_up(
         kept.first,
         places,
         kept.inputs_DC.shape[1],
-        H=heads,
-        G=_key_heads(channels, heads, key_dim, value_dim),
-        K=key_dim,
-        V=value_dim,
+        HEADS=head_sizes(channels, heads, key_dim, value_dim),
         C=channels,
         W=past + 1,
-        BLOCK_K=_most(key_dim),
         BLOCK_V=block_v,
         BLOCK_C=triton.next_power_of_2(share),
         SHARE=share,
         PAST=triton.next_power_of_2(past),
-        EPS=UNIT_EPS,
         num_warps=tile.num_warps,
         enable_fp_fusion=not one_by_one,
     )
-
-
-def _most(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
-
-
-def _key_heads(channels: int, heads: int, key_dim: int, value_dim: int) -> int:
-    return (channels - heads * value_dim) // (2 * key_dim)

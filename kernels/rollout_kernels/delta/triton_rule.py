@@ -1,4 +1,6 @@
-"""`gated_delta` on a GPU: one launch for a decode step, two for a prefill. States and sums are float32.
+"""`gated_delta` on a GPU: one launch for a decode step, two for a prefill; and `gated_norm`: one more for any step.
+
+States and sums are float32.
 
     decode     step      a program for each row, value head and block of values: reads and writes its part of the state
                          once
@@ -9,6 +11,7 @@
                          chunk's triangular system for two right sides, so that u = U - W S for any state S before it
                scan      a program for each row, value head and block of values: goes through the row's chunks with its
                          part of the state in registers, and writes the outputs
+    any        norm      a program for each head of a token
 
 Programs that start together read memory that lies together: the first axis of a grid is the part of a state, or the
 head of a chunk. A program takes pieces of 128 bytes of a state's 64 KB. If the other pieces were read much later, the
@@ -28,7 +31,7 @@ queries, keys and values side by side, I tokens of a chunk.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -60,6 +63,29 @@ def step_tile(states: int, value_dim: int) -> StepTile:
     return SMALL_TILE if few else LARGE_TILE
 
 
+class Heads(NamedTuple):
+    """The sizes that the kernels of the rule are compiled for."""
+
+    H: int  # value heads
+    G: int  # key heads
+    K: int  # dimension of a key
+    V: int  # dimension of a value
+    BLOCK_K: int  # length of a program's vectors of a key: a power of two
+    EPS: float  # added to the squared length of queries and keys
+
+
+class Gates(NamedTuple):
+    """In a kernel: what beta and the decay of all tokens are made of."""
+
+    b_ptr: Any
+    a_ptr: Any
+    a_log_ptr: Any
+    dt_bias_ptr: Any
+    stride_b: Any
+    stride_a: Any
+    beta_scale: Any
+
+
 @triton.jit
 def _tf32_dot(a, b):
     return tl.dot(a, b, input_precision="tf32")
@@ -78,41 +104,55 @@ def _decay(a, a_log, dt_bias):
 
 
 @triton.jit
-def unit_query(
-    heads, head, scale, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EPS: tl.constexpr
-):
-    """The query of a token's value head, of length `scale`; `heads` points to what the token is mixed of."""
-    k = tl.arange(0, BLOCK_K)
-    q = tl.load(heads + head // (H // G) * K + k, mask=k < K, other=0.0).to(tl.float32)
-    return q * (scale / tl.sqrt(tl.sum(q * q, 0) + EPS))
+def unit_query(mixed, head, scale, HEADS: tl.constexpr):
+    """The query of a token's value head, of length `scale`; `mixed` points to the token's queries, keys and values."""
+    k = tl.arange(0, HEADS.BLOCK_K)
+    key_head = head // (HEADS.H // HEADS.G)
+    q = tl.load(mixed + key_head * HEADS.K + k, mask=k < HEADS.K, other=0.0).to(tl.float32)
+    return q * (scale / tl.sqrt(tl.sum(q * q, 0) + HEADS.EPS))
 
 
 @triton.jit
-def key_and_value(
-    heads,
-    head,
-    v,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EPS: tl.constexpr,
-):
+def key_and_value(mixed, head, v, HEADS: tl.constexpr):
     """The key of a token's value head, of unit length, and a part of its value."""
-    k = tl.arange(0, BLOCK_K)
-    key = tl.load(heads + (G + head // (H // G)) * K + k, mask=k < K, other=0.0).to(tl.float32)
-    value = tl.load(heads + 2 * G * K + head * V + v, mask=v < V, other=0.0).to(tl.float32)
-    return key * (1.0 / tl.sqrt(tl.sum(key * key, 0) + EPS)), value
+    k = tl.arange(0, HEADS.BLOCK_K)
+    keys = mixed + (HEADS.G + head // (HEADS.H // HEADS.G)) * HEADS.K
+    key = tl.load(keys + k, mask=k < HEADS.K, other=0.0).to(tl.float32)
+    values = mixed + 2 * HEADS.G * HEADS.K + head * HEADS.V
+    value = tl.load(values + v, mask=v < HEADS.V, other=0.0).to(tl.float32)
+    return key * (1.0 / tl.sqrt(tl.sum(key * key, 0) + HEADS.EPS)), value
 
 
 @triton.jit
-def token_gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, token, head, stride_b, stride_a, beta_scale):
+def _token_gates(gates, token, head):
     """Beta and the decay of a token's value head."""
-    b = tl.load(b_ptr + token * stride_b + head).to(tl.float32)
-    a = tl.load(a_ptr + token * stride_a + head).to(tl.float32)
-    g = _decay(a, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head))
-    return beta_scale / (1.0 + tl.exp(-b)), tl.exp(g)
+    b = tl.load(gates.b_ptr + token * gates.stride_b + head).to(tl.float32)
+    a = tl.load(gates.a_ptr + token * gates.stride_a + head).to(tl.float32)
+    g = _decay(a, tl.load(gates.a_log_ptr + head), tl.load(gates.dt_bias_ptr + head))
+    return gates.beta_scale / (1.0 + tl.exp(-b)), tl.exp(g)
+
+
+@triton.jit
+def state_tile(state_ptr, place, head, k, v, HEADS: tl.constexpr):
+    """Pointers to a part of a head's state [K, V], and which of them are in it."""
+    in_state = (k < HEADS.K)[:, None] & (v < HEADS.V)[None, :]
+    tile = state_ptr + (place * HEADS.H + head) * (HEADS.K * HEADS.V) + k[:, None] * HEADS.V + v[None, :]
+    return tile, in_state
+
+
+@triton.jit
+def load_state(state_ptr, place, position, head, k, v, HEADS: tl.constexpr):
+    """A part of a head's state before a token, then as `state_tile`. A token at position 0 reads no state."""
+    known_k = k < tl.where(position > 0, HEADS.K, 0)
+    tile, in_state = state_tile(state_ptr, place, head, k, v, HEADS)
+    return tl.load(tile, mask=known_k[:, None] & (v < HEADS.V)[None, :], other=0.0), tile, in_state
+
+
+@triton.jit
+def store_output(out_ptr, token, head, v, out, HEADS: tl.constexpr):
+    """Write a part of the output of a token's value head."""
+    at = out_ptr + (token * HEADS.H + head) * HEADS.V + v
+    tl.store(at, narrow(out, out_ptr.dtype.element_ty), mask=v < HEADS.V)
 
 
 @triton.jit
@@ -124,34 +164,14 @@ def advance(state, key, value, beta, decay):
 
 
 @triton.jit
-def _one_token(
-    state,
-    mixed_ptr,
-    b_ptr,
-    a_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
-    token,
-    head,
-    v,
-    stride_b,
-    stride_a,
-    scale,
-    beta_scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EPS: tl.constexpr,
-):
-    """A part of a head's state after this token, and the outputs of that part."""
-    heads = mixed_ptr + token * (2 * G * K + H * V)
-    q = unit_query(heads, head, scale, H, G, K, BLOCK_K, EPS)
-    key, value = key_and_value(heads, head, v, H, G, K, V, BLOCK_K, EPS)
-    beta, decay = token_gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, token, head, stride_b, stride_a, beta_scale)
+def one_token(state, mixed_ptr, gates, token, head, v, scale, HEADS: tl.constexpr):
+    """A part of a head's state after a token, the outputs of that part, beta and the decay. `gates` is `Gates`."""
+    mixed = mixed_ptr + token * (2 * HEADS.G * HEADS.K + HEADS.H * HEADS.V)
+    q = unit_query(mixed, head, scale, HEADS)
+    key, value = key_and_value(mixed, head, v, HEADS)
+    beta, decay = _token_gates(gates, token, head)
     state = advance(state, key, value, beta, decay)
-    return state, tl.sum(state * q[:, None], 0)
+    return state, tl.sum(state * q[:, None], 0), beta, decay
 
 
 @triton.jit
@@ -169,28 +189,18 @@ def _step_kernel(
     stride_a,
     scale,
     beta_scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    EPS: tl.constexpr,
 ):
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, HEADS.BLOCK_K)
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    live_k, live_v = k < K, v < V
-    place = tl.load(places_ptr + row)
-    known_k = k < tl.where(tl.load(positions_ptr + row) > 0, K, 0)  # a token at position 0 reads no state
-    tile = state_ptr + (place * H + head) * (K * V) + k[:, None] * V + v[None, :]
-    state = tl.load(tile, mask=known_k[:, None] & live_v[None, :], other=0.0)
-    state, out = _one_token(
-        state, mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, row, head, v, stride_b, stride_a, scale, beta_scale,
-        H, G, K, V, BLOCK_K, EPS,
-    )  # fmt: skip
-    tl.store(tile, state, mask=live_k[:, None] & live_v[None, :])
-    tl.store(out_ptr + (row * H + head) * V + v, narrow(out, out_ptr.dtype.element_ty), mask=live_v)
+    gates = Gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, stride_b, stride_a, beta_scale)
+    place, position = tl.load(places_ptr + row), tl.load(positions_ptr + row)
+    state, tile, in_state = load_state(state_ptr, place, position, head, k, v, HEADS)
+    state, out, _beta, _decay = one_token(state, mixed_ptr, gates, row, head, v, scale, HEADS)
+    tl.store(tile, state, mask=in_state)
+    store_output(out_ptr, row, head, v, out, HEADS)
 
 
 @triton.jit
@@ -209,40 +219,36 @@ def _walk_kernel(
     stride_a,
     scale,
     beta_scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    EPS: tl.constexpr,
 ):
     row, head = tl.program_id(2), tl.program_id(1)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, HEADS.BLOCK_K)
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    start = tl.load(starts_ptr + row).to(tl.int64)
-    length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
-    place = tl.load(places_ptr + row)
-    known_k = k < tl.where(tl.load(positions_ptr + start) > 0, K, 0)  # a token at position 0 reads no state
-    tile = state_ptr + (place * H + head) * (K * V) + k[:, None] * V + v[None, :]
-    state = tl.load(tile, mask=known_k[:, None] & (v < V)[None, :], other=0.0)
+    gates = Gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, stride_b, stride_a, beta_scale)
+    start, length = _span(starts_ptr, row)
+    place, position = tl.load(places_ptr + row), tl.load(positions_ptr + start)
+    state, tile, in_state = load_state(state_ptr, place, position, head, k, v, HEADS)
     for token in range(0, length):
-        state, out = _one_token(
-            state, mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, start + token, head, v, stride_b, stride_a, scale,
-            beta_scale, H, G, K, V, BLOCK_K, EPS,
-        )  # fmt: skip
-        at = (start + token) * H + head
-        tl.store(out_ptr + at * V + v, narrow(out, out_ptr.dtype.element_ty), mask=v < V)
-    tl.store(tile, state, mask=(k < K)[:, None] & (v < V)[None, :])
+        state, out, _beta, _decay = one_token(state, mixed_ptr, gates, start + token, head, v, scale, HEADS)
+        store_output(out_ptr, start + token, head, v, out, HEADS)
+    tl.store(tile, state, mask=in_state)
 
 
 @triton.jit
-def _chunk_gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, token, live, head, stride_b, stride_a, beta_scale):
+def _span(starts_ptr, row):
+    """The first token of a row in the step, int64, and its number of tokens, int32."""
+    start = tl.load(starts_ptr + row).to(tl.int64)
+    return start, (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
+
+
+@triton.jit
+def _chunk_gates(gates, token, live, head):
     """Beta of a chunk's tokens, and the logarithm of the decay since the chunk began."""
-    b = tl.load(b_ptr + token * stride_b + head, mask=live, other=0.0).to(tl.float32)
-    a = tl.load(a_ptr + token * stride_a + head, mask=live, other=0.0).to(tl.float32)
-    g = _decay(a, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head))
-    beta = tl.where(live, beta_scale / (1.0 + tl.exp(-b)), 0.0)
+    b = tl.load(gates.b_ptr + token * gates.stride_b + head, mask=live, other=0.0).to(tl.float32)
+    a = tl.load(gates.a_ptr + token * gates.stride_a + head, mask=live, other=0.0).to(tl.float32)
+    g = _decay(a, tl.load(gates.a_log_ptr + head), tl.load(gates.dt_bias_ptr + head))
+    beta = tl.where(live, gates.beta_scale / (1.0 + tl.exp(-b)), 0.0)
     return beta, tl.cumsum(tl.where(live, g, 0.0), 0)
 
 
@@ -275,31 +281,30 @@ def _prepare_kernel(
     stride_a,
     scale,
     beta_scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     BLOCK: tl.constexpr,
-    EPS: tl.constexpr,
 ):
+    H: tl.constexpr = HEADS.H
+    G: tl.constexpr = HEADS.G
+    K: tl.constexpr = HEADS.K
+    V: tl.constexpr = HEADS.V
     row, head = tl.program_id(1), tl.program_id(0)
     first = tl.program_id(2) * I
-    start = tl.load(starts_ptr + row).to(tl.int64)
-    length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
+    start, length = _span(starts_ptr, row)
     if first < length:
-        i, k, v = tl.arange(0, I), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+        i, k, v = tl.arange(0, I), tl.arange(0, HEADS.BLOCK_K), tl.arange(0, BLOCK_V)
         token = start + first + i
         live = first + i < length
         live_k, live_v = live[:, None] & (k < K)[None, :], live[:, None] & (v < V)[None, :]
-        beta, d = _chunk_gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, token, live, head, stride_b, stride_a, beta_scale)
+        gates = Gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, stride_b, stride_a, beta_scale)
+        beta, d = _chunk_gates(gates, token, live, head)
         width: tl.constexpr = 2 * G * K + H * V
-        key = _unit_rows(mixed_ptr, token, width, (G + head // (H // G)) * K + k, live_k, EPS)
+        key = _unit_rows(mixed_ptr, token, width, (G + head // (H // G)) * K + k, live_k, HEADS.EPS)
         decays = _decays_between(d, i, i)
         at = token[:, None] * H + head
-        q = _unit_rows(mixed_ptr, token, width, head // (H // G) * K + k, live_k, EPS) * scale
+        q = _unit_rows(mixed_ptr, token, width, head // (H // G) * K + k, live_k, HEADS.EPS) * scale
         tl.store(scores_ptr + at * I + i[None, :], _tf32_dot(q, tl.trans(key)) * decays, mask=live[:, None])
         below = i[:, None] > i[None, :]
         system = tl.where(below, beta[:, None] * _dot(key, tl.trans(key)) * decays, 0.0)
@@ -343,44 +348,66 @@ def _scan_kernel(
     stride_b,
     stride_a,
     scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
-    EPS: tl.constexpr,
 ):
+    H: tl.constexpr = HEADS.H
+    G: tl.constexpr = HEADS.G
+    K: tl.constexpr = HEADS.K
+    V: tl.constexpr = HEADS.V
     row, head = tl.program_id(2), tl.program_id(1)
-    i, k = tl.arange(0, I), tl.arange(0, BLOCK_K)
+    i, k = tl.arange(0, I), tl.arange(0, HEADS.BLOCK_K)
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    start = tl.load(starts_ptr + row).to(tl.int64)
-    length = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
-    place = tl.load(places_ptr + row)
-    known_k = k < tl.where(tl.load(positions_ptr + start) > 0, K, 0)  # a token at position 0 reads no state
-    in_state = (k < K)[:, None] & (v < V)[None, :]
-    tile = state_ptr + (place * H + head) * (K * V) + k[:, None] * V + v[None, :]
-    state = tl.load(tile, mask=known_k[:, None] & (v < V)[None, :], other=0.0)
+    start, length = _span(starts_ptr, row)
+    gates = Gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, stride_b, stride_a, 1.0)
+    place, position = tl.load(places_ptr + row), tl.load(positions_ptr + start)
+    state, tile, in_state = load_state(state_ptr, place, position, head, k, v, HEADS)
     width: tl.constexpr = 2 * G * K + H * V
     key_head = head // (H // G)
     for first in range(0, length, I):
         token = start + first + i
         live = first + i < length
         live_k, live_v = live[:, None] & (k < K)[None, :], live[:, None] & (v < V)[None, :]
-        _, d = _chunk_gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, token, live, head, stride_b, stride_a, 1.0)
+        _, d = _chunk_gates(gates, token, live, head)
         last = tl.sum(tl.where(i == I - 1, d, 0.0), 0)
         at = token[:, None] * H + head
         w = tl.load(w_ptr + at * K + k[None, :], mask=live_k, other=0.0)
         u = tl.load(u_ptr + at * V + v[None, :], mask=live_v, other=0.0) - _tf32_dot(w, state)
-        q = _unit_rows(mixed_ptr, token, width, key_head * K + k, live_k, EPS)
+        q = _unit_rows(mixed_ptr, token, width, key_head * K + k, live_k, HEADS.EPS)
         out = _tf32_dot(q * (scale * tl.exp(d))[:, None], state)
         scores = tl.load(scores_ptr + at * I + i[None, :], mask=live[:, None], other=0.0)
         out += _tf32_dot(scores, u)
         tl.store(out_ptr + at * V + v[None, :], narrow(out, out_ptr.dtype.element_ty), mask=live_v)
-        key = _unit_rows(mixed_ptr, token, width, (G + key_head) * K + k, live_k, EPS)
+        key = _unit_rows(mixed_ptr, token, width, (G + key_head) * K + k, live_k, HEADS.EPS)
         state = state * tl.exp(last) + _tf32_dot(tl.trans(key * tl.exp(last - d)[:, None]), u)
     tl.store(tile, state, mask=in_state)
+
+
+def padded(dim: int) -> int:
+    """Length of a program's vectors of a dimension."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def head_sizes(channels: int, heads: int, key_dim: int, value_dim: int) -> Heads:
+    """The sizes of heads whose queries, keys and values take this number of channels."""
+    key_heads = (channels - heads * value_dim) // (2 * key_dim)
+    return Heads(heads, key_heads, key_dim, value_dim, padded(key_dim), UNIT_EPS)
+
+
+def rule_arguments(
+    mixed_TC: torch.Tensor,
+    b_TH: torch.Tensor,
+    a_TH: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    state_NHKV: torch.Tensor,
+) -> tuple[Heads, tuple[torch.Tensor, ...], tuple[int, int]]:
+    """What the launches of the rule have in common: sizes, tensors of the gates, strides of `b_TH` and `a_TH`."""
+    assert mixed_TC.is_contiguous() and state_NHKV.is_contiguous() and a_log_H.dtype == torch.float32
+    assert b_TH.stride(1) == a_TH.stride(1) == 1 and dt_bias_H.dtype == torch.float32
+    sizes = head_sizes(mixed_TC.shape[1], *state_NHKV.shape[1:])
+    return sizes, (b_TH, a_TH, a_log_H, dt_bias_H), (b_TH.stride(0), a_TH.stride(0))
 
 
 def gated_delta(
@@ -396,19 +423,13 @@ def gated_delta(
 ) -> torch.Tensor:
     """As `rollout_kernels.delta.gated_delta`; a prefill needs `spans.starts_B1`. `step_tile` is the default `tile`."""
     count, (_, heads, key_dim, value_dim) = len(mixed_TC), state_NHKV.shape
-    key_heads = (mixed_TC.shape[1] - heads * value_dim) // (2 * key_dim)
-    assert mixed_TC.is_contiguous() and state_NHKV.is_contiguous() and a_log_H.dtype == torch.float32
-    assert b_TH.stride(1) == a_TH.stride(1) == 1 and dt_bias_H.dtype == torch.float32
+    sizes, gates, strides = rule_arguments(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV)
     out_THV = torch.empty(count, heads, value_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
-    gates = (b_TH, a_TH, a_log_H, dt_bias_H)
-    strides = (b_TH.stride(0), a_TH.stride(0))
-    block_k, most_v = max(16, triton.next_power_of_2(key_dim)), max(16, triton.next_power_of_2(value_dim))
-    sizes = {"H": heads, "G": key_heads, "K": key_dim, "V": value_dim, "BLOCK_K": block_k, "EPS": UNIT_EPS}
     scale, rows = key_dim**-0.5, len(spans.places_B)
     if spans.lengths is None or spans.one_by_one:
         if tile is None:
             tile = SMALL_TILE if spans.one_by_one else step_tile(rows * heads, value_dim)
-        block_v = min(most_v, tile.values)
+        block_v = min(padded(value_dim), tile.values)
         kernel, starts = (_walk_kernel, (spans.starts_B1,)) if spans.one_by_one else (_step_kernel, ())
         kernel[(triton.cdiv(value_dim, block_v), heads, rows)](
             mixed_TC,
@@ -421,10 +442,10 @@ def gated_delta(
             *strides,
             scale,
             beta_scale,
+            HEADS=sizes,
             BLOCK_V=block_v,
             num_warps=tile.num_warps,
             enable_fp_fusion=not spans.one_by_one,
-            **sizes,
         )
         return out_THV
     w_THK = torch.empty(count, heads, key_dim, dtype=torch.float32, device=mixed_TC.device)
@@ -440,14 +461,14 @@ def gated_delta(
         *strides,
         scale,
         beta_scale,
-        BLOCK_V=most_v,
+        HEADS=sizes,
+        BLOCK_V=padded(value_dim),
         I=CHUNK,
         BLOCK=_BLOCK,
         num_warps=8,
         num_stages=1,
-        **sizes,
     )
-    block_v = min(most_v, _SCAN_VALUES)
+    block_v = min(padded(value_dim), _SCAN_VALUES)
     _scan_kernel[(triton.cdiv(value_dim, block_v), heads, rows)](
         mixed_TC,
         *gates,
@@ -461,10 +482,44 @@ def gated_delta(
         out_THV,
         *strides,
         scale,
+        HEADS=sizes,
         BLOCK_V=block_v,
         I=CHUNK,
         num_warps=8,
         num_stages=1,
-        **sizes,
     )
     return out_THV
+
+
+@triton.jit
+def _gated_norm_kernel(
+    out_ptr, z_ptr, weight_ptr, result_ptr, stride_z, eps, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+):
+    token, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H  # neighbours start together
+    v = tl.arange(0, BLOCK)
+    live = v < V
+    x = tl.load(out_ptr + (token * H + head) * V + v, mask=live, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + token * stride_z + head * V + v, mask=live, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + v, mask=live, other=0.0).to(tl.float32)
+    x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / V + eps)) * weight * (z / (1.0 + tl.exp(-z)))
+    tl.store(result_ptr + (token * H + head) * V + v, narrow(x, result_ptr.dtype.element_ty), mask=live)
+
+
+def gated_norm(out_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `rollout_kernels.delta.gated_norm`; the heads of `z_THV` lie side by side."""
+    tokens, heads, width = out_THV.shape
+    assert out_THV.is_contiguous() and z_THV.stride(1) == width and z_THV.stride(2) == 1
+    result_TV = torch.empty(tokens, heads * width, dtype=z_THV.dtype, device=z_THV.device)
+    _gated_norm_kernel[(tokens * heads,)](
+        out_THV,
+        z_THV,
+        weight_V,
+        result_TV,
+        z_THV.stride(0),
+        eps,
+        H=heads,
+        V=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return result_TV

@@ -7,7 +7,6 @@
     triton_scored_router    the same for routers with sigmoids, biases, groups
     dispatch                the layer on a GPU: which kernels it uses, with which configuration (`table.json`)
     triton_warp_experts     experts for few tokens: one warp for each output
-    triton_warp_lanes       what a lane of such a warp does with its bytes of weights
     triton_group_pairs      tokens sorted by the expert that they chose
     triton_grouped_experts  experts for many tokens: tiles of tokens that share an expert
     triton_padded_groups    the same with rows of their own, which the copy engine loads and stores

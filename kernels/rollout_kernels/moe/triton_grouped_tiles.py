@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rollout_kernels.common.triton_fp8 import power_of_two
 from rollout_kernels.common.triton_math import INTERPRETED, dot, narrow
-from rollout_kernels.moe.triton_warp_lanes import power_of_two
 
 
 @triton.jit

@@ -18,12 +18,14 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import follow, follow_options, last_to_arrive, narrow
 from rollout_kernels.moe.formats import NO_SHARED, Shared
 from rollout_kernels.moe.triton_router import (
+    Outputs,
     Record,
     Routing,
+    choice_of,
     choose,
-    places,
-    record_arguments,
+    output_arguments,
     routing_outputs,
+    warps_of,
 )
 
 #: The most tokens for which this is faster: a token's residual and parts are read once for every `_BLOCK_E` experts.
@@ -74,18 +76,13 @@ def _norm_router_kernel(
     eps,
     H: tl.constexpr,
     H2: tl.constexpr,
-    E: tl.constexpr,
-    E2: tl.constexpr,
-    TOP_K: tl.constexpr,
+    CHOICE: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PARTS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    RECORD: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
 ):
-    ROWS: tl.constexpr = E + 1 if GATED else E
+    E: tl.constexpr = CHOICE.E
+    ROWS: tl.constexpr = E + CHOICE.GATED
     block = tl.program_id(0)
     token = tl.program_id(1)
     e = block * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -113,30 +110,14 @@ def _norm_router_kernel(
     logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
     tl.store(logits_ptr + token * ROWS + e, narrow(logits, dtype).to(tl.float32), mask=e < ROWS)
     if last_to_arrive(arrived_ptr + token):
-        every = tl.arange(0, E2)
+        every = tl.arange(0, CHOICE.E2)
         # Bypass the L1 cache, because programs on other multiprocessors wrote these logits.
         written = tl.load(logits_ptr + token * ROWS + every, mask=every < E, other=0.0, cache_modifier=".cg")
         gate = tl.full([], 0.0, tl.float32)
-        if GATED:
+        if CHOICE.GATED:
             gate = tl.load(logits_ptr + token * ROWS + E, cache_modifier=".cg")
-        choose(
-            written,
-            token,
-            experts_ptr,
-            weights_ptr,
-            record_ptr,
-            slots_ptr,
-            record_stride,
-            E,
-            E2,
-            TOP_K,
-            RENORMALIZE,
-            RECORD,
-            False,
-            gate,
-            SHARED,
-            GATED,
-        )
+        to = Outputs(experts_ptr, weights_ptr, record_ptr, slots_ptr, record_stride)
+        choose(written, token, gate, to, CHOICE, False)
 
 
 def norm_route(
@@ -168,15 +149,13 @@ def norm_route(
         shared: as for `moe_route`.
     """
     tokens, hidden = residual_TH.shape
-    rows = router_EH.shape[0]
-    experts = rows - shared.gated
-    assert tokens <= MOST_TOKENS <= scratch.arrived_T.numel()
-    assert scratch.logits_TE.shape[1] == rows and 0 < top_k <= experts
+    logits = router_EH.shape[0]
+    choice = choice_of(logits, top_k, renormalize, record, shared)
+    assert tokens <= MOST_TOKENS <= scratch.arrived_T.numel() and scratch.logits_TE.shape[1] == logits
     assert residual_TH.is_contiguous() and parts_STH.is_contiguous() and router_EH.is_contiguous()
-    routing = routing_outputs(tokens, top_k + shared.experts, residual_TH.device, None)
+    routing = routing_outputs(tokens, choice, residual_TH.device)
     out = NormRouting(torch.empty_like(residual_TH), torch.empty_like(residual_TH), routing)
-    kept, slots, stride = record_arguments(record, experts)
-    _norm_router_kernel[(triton.cdiv(rows, _BLOCK_E), tokens)](
+    _norm_router_kernel[(triton.cdiv(logits, _BLOCK_E), tokens)](
         residual_TH,
         parts_STH,
         norm_H,
@@ -185,26 +164,15 @@ def norm_route(
         out.x_TH,
         scratch.logits_TE,
         scratch.arrived_T,
-        routing.experts_TK,
-        routing.weights_TK,
-        kept,
-        slots,
-        tokens,
-        stride,
+        *output_arguments(routing, record, tokens),
         eps,
         H=hidden,
         H2=triton.next_power_of_2(hidden),
-        E=experts,
-        E2=places(experts),
-        TOP_K=top_k,
+        CHOICE=choice,
         BLOCK_E=_BLOCK_E,
         PARTS=parts_STH.shape[0],
-        RENORMALIZE=renormalize,
-        RECORD=record is not None,
         UNIT_OFFSET=unit_offset,
-        SHARED=shared.experts,
-        GATED=shared.gated,
-        num_warps=8 if experts > 256 else 4,
+        num_warps=warps_of(choice),
         **follow_options(residual_TH.device),
     )
     return out

@@ -18,6 +18,7 @@ Legend: T tokens, S parts, E experts, K experts a token, H hidden, R rows of a r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,28 @@ class Record:
     slots_T: torch.Tensor
 
 
+class Choice(NamedTuple):
+    """What the kernels that choose experts are compiled for; from `choice_of`."""
+
+    E: int  # experts, without shared ones
+    E2: int  # length of a program's vectors of experts: a power of two
+    TOP_K: int  # experts of a token, without shared ones
+    RENORMALIZE: bool
+    RECORD: bool
+    SHARED: int  # experts from E on that come last
+    GATED: bool  # shared experts are weighted by the sigmoid of one more logit, else by 1
+
+
+class Outputs(NamedTuple):
+    """In a kernel: where it writes the choices of all tokens."""
+
+    experts_ptr: Any
+    weights_ptr: Any
+    record_ptr: Any  # None without a record, as `slots_ptr`
+    slots_ptr: Any
+    record_stride: Any
+
+
 @triton.jit
 def order_of(logits, e, E2: tl.constexpr, SHORT: tl.constexpr):
     """An integer for each expert, larger for experts that come earlier: by logit (NaN last), then by index.
@@ -93,84 +116,87 @@ def place_of(order, E2: tl.constexpr):
 
 
 @triton.jit
-def store_choices(
-    token,
-    e,
-    place,
-    chosen,
-    weight,
-    gate,
-    experts_ptr,
-    weights_ptr,
-    record_ptr,
-    slots_ptr,
-    record_stride,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    RECORD: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Write the chosen experts of a token with their weights, then the shared ones, and the record."""
-    CHOICES: tl.constexpr = TOP_K + SHARED
-    out = token * CHOICES + place
-    tl.store(experts_ptr + out, e, mask=chosen)
-    tl.store(weights_ptr + out, weight, mask=chosen)
-    for each in tl.static_range(SHARED):
-        last = token * CHOICES + TOP_K + each
-        tl.store(experts_ptr + last, E + each)
-        if GATED:
-            tl.store(weights_ptr + last, 1.0 / (1.0 + tl.exp(-gate)))
-        else:
-            tl.store(weights_ptr + last, 1.0)
-    if RECORD:
-        slot = tl.load(slots_ptr + token)
-        if slot >= 0:
-            kept = record_ptr + slot * record_stride + place
-            tl.store(kept, e.to(record_ptr.dtype.element_ty), mask=chosen)
+def sum_logits(parts_ptr, token, tokens, e, PARTS: tl.constexpr, CHOICE: tl.constexpr):
+    """The sums over parts of a token's logits [E2] and of the logit of its gate, float32; 0 where there is none.
+
+    `e` are the numbers below E2.
+    """
+    E: tl.constexpr = CHOICE.E
+    E2: tl.constexpr = CHOICE.E2
+    ROWS: tl.constexpr = E + CHOICE.GATED
+    logits = tl.zeros([E2], tl.float32)
+    gate = tl.full([], 0.0, tl.float32)
+    for part in tl.static_range(PARTS):
+        at = parts_ptr + (part * tokens + token) * ROWS
+        logits += tl.load(at + e, mask=e < E, other=0.0).to(tl.float32)
+        if CHOICE.GATED:
+            gate += tl.load(at + E).to(tl.float32)
+    return logits, gate
 
 
 @triton.jit
-def choose(
-    logits,
-    token,
-    experts_ptr,
-    weights_ptr,
-    record_ptr,
-    slots_ptr,
-    record_stride,
-    E: tl.constexpr,
-    E2: tl.constexpr,
-    TOP_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    RECORD: tl.constexpr,
-    SHORT: tl.constexpr = False,
-    gate=0.0,
-    SHARED: tl.constexpr = 0,
-    GATED: tl.constexpr = False,
-):
+def softmax_terms(logits, live):
+    """The terms of a softmax over the last axis, before their division by their sum; 0 where not `live`.
+
+    `logits` are -inf where not `live`.
+    """
+    known = tl.where(logits == logits, logits, float("-inf"))
+    # Finite even if all logits are NaN, so that padding gets no weight.
+    largest = tl.maximum(tl.max(known, axis=-1, keep_dims=True), -3e38)
+    return tl.where(live, tl.exp(logits - largest), 0.0)
+
+
+@triton.jit
+def sum_of_chosen(weight, chosen):
+    """The sum of the weights of chosen experts over the last axis, which is kept with length 1."""
+    # NaN counts even if its expert was not chosen, as in a softmax over all experts.
+    return tl.sum(tl.where(chosen | (weight != weight), weight, 0.0), axis=-1, keep_dims=True)
+
+
+@triton.jit
+def store_choices(token, e, place, chosen, weight, gate, to, CHOICE: tl.constexpr):
+    """Write the chosen experts of a token with their weights, then the shared ones, and the record.
+
+    `to` is `Outputs`; `gate` is the logit of the shared experts' gate.
+    """
+    E: tl.constexpr = CHOICE.E
+    TOP_K: tl.constexpr = CHOICE.TOP_K
+    SHARED: tl.constexpr = CHOICE.SHARED
+    out = token * (TOP_K + SHARED) + place
+    tl.store(to.experts_ptr + out, e, mask=chosen)
+    tl.store(to.weights_ptr + out, weight, mask=chosen)
+    for each in tl.static_range(SHARED):
+        last = token * (TOP_K + SHARED) + TOP_K + each
+        tl.store(to.experts_ptr + last, E + each)
+        if CHOICE.GATED:
+            tl.store(to.weights_ptr + last, 1.0 / (1.0 + tl.exp(-gate)))
+        else:
+            tl.store(to.weights_ptr + last, 1.0)
+    if CHOICE.RECORD:
+        slot = tl.load(to.slots_ptr + token)
+        if slot >= 0:
+            kept = to.record_ptr + slot * to.record_stride + place
+            tl.store(kept, e.to(to.record_ptr.dtype.element_ty), mask=chosen)
+
+
+@triton.jit
+def choose(logits, token, gate, to, CHOICE: tl.constexpr, SHORT: tl.constexpr):
     """Choose the experts of one token from its float32 logits [E2]; an expert's place is the number of earlier ones.
 
-    SHORT: see `order_of`. SHARED: so many experts from E on come last, weighted by the sigmoid of `gate` if GATED, else
-    by 1.
+    `gate` and `to` are as for `store_choices`. SHORT: see `order_of`.
     """
+    E2: tl.constexpr = CHOICE.E2
     e = tl.arange(0, E2)
-    logits = tl.where(e < E, logits, float("-inf"))
-    order = order_of(logits, e, E2, SHORT)
-    place = place_of(order, E2)
-    chosen = (place < TOP_K) & (e < E)
-    # Finite even if all logits are NaN, so that padding gets no weight.
-    largest = tl.maximum(tl.max(tl.where(logits == logits, logits, float("-inf"))), -3e38)
-    weight = tl.where(e < E, tl.exp(logits - largest), 0.0)
-    if RENORMALIZE:
-        # NaN counts even if its expert was not chosen, as in a softmax over all experts.
-        weight = weight / tl.sum(tl.where(chosen | (weight != weight), weight, 0.0))
+    live = e < CHOICE.E
+    logits = tl.where(live, logits, float("-inf"))
+    place = place_of(order_of(logits, e, E2, SHORT), E2)
+    chosen = (place < CHOICE.TOP_K) & live
+    weight = softmax_terms(logits, live)
+    if CHOICE.RENORMALIZE:
+        weight = weight / sum_of_chosen(weight, chosen)
     else:
         weight = weight / tl.sum(weight)
-    store_choices(
-        token, e, place, chosen, weight, gate,
-        experts_ptr, weights_ptr, record_ptr, slots_ptr, record_stride, E, TOP_K, RECORD, SHARED, GATED,
-    )  # fmt: skip
+    store_choices(token, e, place, chosen, weight, gate, to, CHOICE)
 
 
 @triton.jit(do_not_specialize=["tokens", "record_stride"])
@@ -182,45 +208,18 @@ def _choose_kernel(
     slots_ptr,
     tokens,
     record_stride,
-    E: tl.constexpr,
-    E2: tl.constexpr,
-    TOP_K: tl.constexpr,
+    CHOICE: tl.constexpr,
     PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    RECORD: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
 ):
     token = tl.program_id(0)
-    e = tl.arange(0, E2)
-    ROWS: tl.constexpr = E + 1 if GATED else E
+    e = tl.arange(0, CHOICE.E2)
     follow()
-    logits = tl.zeros([E2], tl.float32)
-    gate = tl.full([], 0.0, tl.float32)
-    for part in tl.static_range(PARTS):
-        at = parts_ptr + (part * tokens + token) * ROWS
-        logits += tl.load(at + e, mask=e < E, other=0.0).to(tl.float32)
-        if GATED:
-            gate += tl.load(at + E).to(tl.float32)
-    choose(
-        narrow(logits, DTYPE).to(tl.float32),
-        token,
-        experts_ptr,
-        weights_ptr,
-        record_ptr,
-        slots_ptr,
-        record_stride,
-        E,
-        E2,
-        TOP_K,
-        RENORMALIZE,
-        RECORD,
-        DTYPE != tl.float32 and E2 <= _MOST_SHORT,
-        narrow(gate, DTYPE).to(tl.float32),
-        SHARED,
-        GATED,
-    )
+    logits, gate = sum_logits(parts_ptr, token, tokens, e, PARTS, CHOICE)
+    logits, gate = narrow(logits, DTYPE).to(tl.float32), narrow(gate, DTYPE).to(tl.float32)
+    SHORT: tl.constexpr = DTYPE != tl.float32 and CHOICE.E2 <= _MOST_SHORT
+    to = Outputs(experts_ptr, weights_ptr, record_ptr, slots_ptr, record_stride)
+    choose(logits, token, gate, to, CHOICE, SHORT)
 
 
 @triton.jit(do_not_specialize=["tokens", "record_stride"])
@@ -232,20 +231,18 @@ def _choose_many_kernel(
     slots_ptr,
     tokens,
     record_stride,
-    E: tl.constexpr,
-    E2: tl.constexpr,
-    TOP_K: tl.constexpr,
+    CHOICE: tl.constexpr,
     K2: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    RECORD: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
 ):
     """As `choose` for BLOCK_T tokens: in each round the first of the experts that are left."""
-    ROWS: tl.constexpr = E + 1 if GATED else E
+    E: tl.constexpr = CHOICE.E
+    E2: tl.constexpr = CHOICE.E2
+    TOP_K: tl.constexpr = CHOICE.TOP_K
+    SHARED: tl.constexpr = CHOICE.SHARED
+    ROWS: tl.constexpr = E + CHOICE.GATED
     CHOICES: tl.constexpr = TOP_K + SHARED
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E2)[None, :]
@@ -257,14 +254,13 @@ def _choose_many_kernel(
     for part in tl.static_range(PARTS):
         row = parts_ptr + (part * tokens + t) * ROWS
         logits += tl.load(row[:, None] + e, mask=live, other=0.0).to(tl.float32)
-        if GATED:
+        if CHOICE.GATED:
             gate += tl.load(row + E, mask=t < tokens, other=0.0).to(tl.float32)
     logits = tl.where(e < E, narrow(logits, DTYPE).to(tl.float32), float("-inf"))
     SHORT: tl.constexpr = DTYPE != tl.float32 and E2 <= _MOST_SHORT
     order = order_of(logits, e, E2, SHORT)
     last: tl.constexpr = -(2**31) if SHORT else -(2**63)  # after every expert
-    largest = tl.maximum(tl.max(tl.where(logits == logits, logits, float("-inf")), 1), -3e38)
-    weight = tl.where(e < E, tl.exp(logits - largest[:, None]), 0.0)
+    weight = softmax_terms(logits, e < E)
     experts = tl.zeros([BLOCK_T, K2], tl.int32)
     weights = tl.zeros([BLOCK_T, K2], tl.float32)
     left = order
@@ -273,10 +269,8 @@ def _choose_many_kernel(
         experts = tl.where(k == place, tl.sum(tl.where(first, e, 0), 1)[:, None], experts)
         weights = tl.where(k == place, tl.sum(tl.where(first, weight, 0.0), 1)[:, None], weights)
         left = tl.where(first, last, left)
-    if RENORMALIZE:
-        # NaN counts even if its expert was not chosen, as in a softmax over all experts.
-        counts = (left != order) | (weight != weight)
-        weights = weights / tl.sum(tl.where(counts, weight, 0.0), 1)[:, None]
+    if CHOICE.RENORMALIZE:
+        weights = weights / sum_of_chosen(weight, left != order)
     else:
         weights = weights / tl.sum(weight, 1)[:, None]
     kept = (t < tokens)[:, None] & (k < TOP_K)
@@ -285,36 +279,51 @@ def _choose_many_kernel(
     tl.store(weights_ptr + at, weights, mask=kept)
     if SHARED > 0:
         share = tl.full([BLOCK_T], 1.0, tl.float32)
-        if GATED:
+        if CHOICE.GATED:
             share = 1.0 / (1.0 + tl.exp(-narrow(gate, DTYPE).to(tl.float32)))
         for each in tl.static_range(SHARED):
             at = t * CHOICES + TOP_K + each
             tl.store(experts_ptr + at, tl.full([BLOCK_T], E + each, tl.int32), mask=t < tokens)
             tl.store(weights_ptr + at, share, mask=t < tokens)
-    if RECORD:
+    if CHOICE.RECORD:
         slot = tl.load(slots_ptr + t, mask=t < tokens, other=-1)[:, None]
         at = record_ptr + slot * record_stride + k
         tl.store(at, experts.to(record_ptr.dtype.element_ty), mask=kept & (slot >= 0))
 
 
-def routing_outputs(tokens: int, top_k: int, device: torch.device, out: Routing | None) -> Routing:
+def choice_of(logits: int, top_k: int, renormalize: bool, record: Record | None, shared: Shared) -> Choice:
+    """The constants of a choice from this number of logits, which includes that of a gate."""
+    experts = logits - shared.gated
+    assert 0 < top_k <= experts
+    if record is not None:
+        dtype = record.experts_RK.dtype
+        assert dtype in (torch.uint8, torch.uint16, torch.int32) and record.experts_RK.stride(1) == 1
+        assert experts - 1 <= torch.iinfo(dtype).max, f"{experts} experts can't be numbered in {dtype}"
+    return Choice(experts, places(experts), top_k, renormalize, record is not None, shared.experts, shared.gated)
+
+
+def routing_outputs(tokens: int, choice: Choice, device: torch.device, out: Routing | None = None) -> Routing:
     """`out`, or newly allocated memory for a routing."""
+    shape = (tokens, choice.TOP_K + choice.SHARED)
     if out is not None:
-        assert out.experts_TK.shape == out.weights_TK.shape == (tokens, top_k)
+        assert out.experts_TK.shape == out.weights_TK.shape == shape
         assert out.experts_TK.dtype == torch.int32 and out.weights_TK.dtype == torch.float32
         return out
-    experts_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
-    return Routing(experts_TK, torch.empty(tokens, top_k, dtype=torch.float32, device=device))
+    experts_TK = torch.empty(shape, dtype=torch.int32, device=device)
+    return Routing(experts_TK, torch.empty(shape, dtype=torch.float32, device=device))
 
 
-def record_arguments(record: Record | None, experts: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    """The kernels' arguments for a record: tensor, slots, stride of a row."""
-    if record is None:
-        return None, None, 0
-    kept = record.experts_RK
-    assert kept.dtype in (torch.uint8, torch.uint16, torch.int32) and kept.stride(1) == 1
-    assert experts - 1 <= torch.iinfo(kept.dtype).max, f"{experts} experts can't be numbered in {kept.dtype}"
-    return kept, record.slots_T, kept.stride(0)
+def output_arguments(out: Routing, record: Record | None, tokens: int) -> tuple[torch.Tensor | int | None, ...]:
+    """The kernels' arguments for their results: experts, weights, record, its slots, tokens, stride of the record."""
+    kept, slots, stride = None, None, 0
+    if record is not None:
+        kept, slots, stride = record.experts_RK, record.slots_T, record.experts_RK.stride(0)
+    return out.experts_TK, out.weights_TK, kept, slots, tokens, stride
+
+
+def warps_of(choice: Choice) -> int:
+    """Warps of a program that chooses the experts of one token."""
+    return 8 if choice.E > 256 else 4
 
 
 def moe_route(
@@ -384,57 +393,18 @@ def moe_choose(
     The choice does not depend on the number of tokens; with `deterministic` the bits of the weights do not either. The
     twin is `rollout_kernels.route`.
     """
-    parts, tokens, rows = parts_STE.shape
-    experts = rows - shared.gated
-    assert parts_STE.is_contiguous() and 0 < top_k <= experts
-    out = routing_outputs(tokens, top_k + shared.experts, parts_STE.device, out)
-    kept, slots, stride = record_arguments(record, experts)
-    width, options = places(experts), follow_options(parts_STE.device)
+    parts, tokens, logits = parts_STE.shape
+    assert parts_STE.is_contiguous()
+    choice = choice_of(logits, top_k, renormalize, record, shared)
+    out = routing_outputs(tokens, choice, parts_STE.device, out)
+    given = (parts_STE, *output_arguments(out, record, tokens))
+    how = {"CHOICE": choice, "PARTS": parts, "DTYPE": TRITON_DTYPES[dtype], **follow_options(parts_STE.device)}
     if tokens >= MANY_TOKENS and not deterministic:
-        block = max(1, _TILE // width)
-        _choose_many_kernel[(triton.cdiv(tokens, block),)](
-            parts_STE,
-            out.experts_TK,
-            out.weights_TK,
-            kept,
-            slots,
-            tokens,
-            stride,
-            E=experts,
-            E2=width,
-            TOP_K=top_k,
-            K2=triton.next_power_of_2(top_k),
-            BLOCK_T=block,
-            PARTS=parts,
-            DTYPE=TRITON_DTYPES[dtype],
-            RENORMALIZE=renormalize,
-            RECORD=record is not None,
-            SHARED=shared.experts,
-            GATED=shared.gated,
-            num_warps=4,
-            **options,
-        )
-        return out
-    _choose_kernel[(tokens,)](
-        parts_STE,
-        out.experts_TK,
-        out.weights_TK,
-        kept,
-        slots,
-        tokens,
-        stride,
-        E=experts,
-        E2=width,
-        TOP_K=top_k,
-        PARTS=parts,
-        DTYPE=TRITON_DTYPES[dtype],
-        RENORMALIZE=renormalize,
-        RECORD=record is not None,
-        SHARED=shared.experts,
-        GATED=shared.gated,
-        num_warps=8 if experts > 256 else 4,
-        **options,
-    )
+        block = max(1, _TILE // choice.E2)
+        grid = (triton.cdiv(tokens, block),)
+        _choose_many_kernel[grid](*given, **how, K2=triton.next_power_of_2(top_k), BLOCK_T=block, num_warps=4)
+    else:
+        _choose_kernel[(tokens,)](*given, **how, num_warps=warps_of(choice))
     return out
 
 

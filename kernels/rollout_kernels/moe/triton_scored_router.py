@@ -19,14 +19,20 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow
 from rollout_kernels.moe.formats import NO_SHARED, Shared
 from rollout_kernels.moe.triton_router import (
+    Outputs,
     Record,
     Routing,
+    choice_of,
     order_of,
+    output_arguments,
     place_of,
     places,
-    record_arguments,
     routing_outputs,
+    softmax_terms,
     store_choices,
+    sum_logits,
+    sum_of_chosen,
+    warps_of,
 )
 
 #: Added to the sum by which weights are divided.
@@ -85,63 +91,47 @@ def _choose_scored_kernel(
     tokens,
     record_stride,
     scale,
-    E: tl.constexpr,
-    E2: tl.constexpr,
-    TOP_K: tl.constexpr,
+    CHOICE: tl.constexpr,
     PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
     SIGMOID: tl.constexpr,
     LOGIT_BIAS: tl.constexpr,
     SCORE_BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
-    RECORD: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
 ):
     token = tl.program_id(0)
+    E2: tl.constexpr = CHOICE.E2
     e = tl.arange(0, E2)
-    ROWS: tl.constexpr = E + 1 if GATED else E
+    live = e < CHOICE.E
     follow()
-    logits = tl.zeros([E2], tl.float32)
-    gate = tl.full([], 0.0, tl.float32)
-    for part in tl.static_range(PARTS):
-        at = parts_ptr + (part * tokens + token) * ROWS
-        logits += tl.load(at + e, mask=e < E, other=0.0).to(tl.float32)
-        if GATED:
-            gate += tl.load(at + E).to(tl.float32)
+    logits, gate = sum_logits(parts_ptr, token, tokens, e, PARTS, CHOICE)
     logits = narrow(logits, DTYPE).to(tl.float32)
     if LOGIT_BIAS:
-        bias = tl.load(logit_bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+        bias = tl.load(logit_bias_ptr + e, mask=live, other=0.0).to(tl.float32)
         logits = narrow(logits + bias, DTYPE).to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
-        known = tl.where((e < E) & (logits == logits), logits, float("-inf"))
-        # Finite even if all logits are NaN, so that padding gets no weight.
-        powers = tl.where(e < E, tl.exp(logits - tl.maximum(tl.max(known), -3e38)), 0.0)
-        scores = powers / tl.sum(powers)
+        terms = softmax_terms(tl.where(live, logits, float("-inf")), live)
+        scores = terms / tl.sum(terms)
     choice = scores
     if SCORE_BIAS:
-        choice += tl.load(score_bias_ptr + e, mask=e < E, other=0.0)
-    choice = tl.where(e < E, choice, float("-inf"))
+        choice += tl.load(score_bias_ptr + e, mask=live, other=0.0)
+    choice = tl.where(live, choice, float("-inf"))
     if GROUPS > 1:
         choice = _in_best_groups(choice, e, E2, GROUPS, TOP_GROUPS, GROUP_BEST)
     if not SIGMOID and not SCORE_BIAS and GROUPS == 1:
-        choice = tl.where(e < E, logits, float("-inf"))  # in the order of the scores, which may round to equal ones
+        choice = tl.where(live, logits, float("-inf"))  # in the order of the scores, which may round to equal ones
     place = place_of(order_of(choice, e, E2, False), E2)
-    chosen = (place < TOP_K) & (e < E)
-    weight = scores
-    if RENORMALIZE:
-        # NaN counts even if its expert was not chosen, as in a softmax over all experts.
-        weight = weight / (tl.sum(tl.where((chosen | (weight != weight)) & (e < E), weight, 0.0)) + _SUM_EPS)
+    chosen = (place < CHOICE.TOP_K) & live
+    weight = tl.where(live, scores, 0.0)
+    if CHOICE.RENORMALIZE:
+        weight = weight / (sum_of_chosen(weight, chosen) + _SUM_EPS)
     weight *= scale
-    store_choices(
-        token, e, place, chosen, weight, narrow(gate, DTYPE).to(tl.float32),
-        experts_ptr, weights_ptr, record_ptr, slots_ptr, record_stride, E, TOP_K, RECORD, SHARED, GATED,
-    )  # fmt: skip
+    to = Outputs(experts_ptr, weights_ptr, record_ptr, slots_ptr, record_stride)
+    store_choices(token, e, place, chosen, weight, narrow(gate, DTYPE).to(tl.float32), to, CHOICE)
 
 
 def choose_scored(
@@ -167,39 +157,27 @@ def choose_scored(
         record: where to record the experts for replay, or None.
         shared: as for `moe_route`.
     """
-    parts, tokens, rows = parts_STE.shape
-    experts = rows - shared.gated
-    assert parts_STE.is_contiguous() and 0 < rule.top_k <= experts and rule.takes(experts)
+    parts, tokens, logits = parts_STE.shape
+    choice = choice_of(logits, rule.top_k, rule.renormalize, record, shared)
+    assert parts_STE.is_contiguous() and rule.takes(choice.E)
     assert score_bias_E is None or score_bias_E.dtype == torch.float32
-    out = routing_outputs(tokens, rule.top_k + shared.experts, parts_STE.device, None)
-    kept, slots, stride = record_arguments(record, experts)
+    out = routing_outputs(tokens, choice, parts_STE.device)
     _choose_scored_kernel[(tokens,)](
         parts_STE,
         logit_bias_E,
         score_bias_E,
-        out.experts_TK,
-        out.weights_TK,
-        kept,
-        slots,
-        tokens,
-        stride,
+        *output_arguments(out, record, tokens),
         rule.scale,
-        E=experts,
-        E2=places(experts),
-        TOP_K=rule.top_k,
+        CHOICE=choice,
         PARTS=parts,
         DTYPE=TRITON_DTYPES[dtype],
         SIGMOID=rule.scoring == "sigmoid",
         LOGIT_BIAS=logit_bias_E is not None,
         SCORE_BIAS=score_bias_E is not None,
-        RENORMALIZE=rule.renormalize,
         GROUPS=rule.groups,
         TOP_GROUPS=rule.top_groups,
         GROUP_BEST=rule.group_best,
-        RECORD=record is not None,
-        SHARED=shared.experts,
-        GATED=shared.gated,
-        num_warps=8 if experts > 256 else 4,
+        num_warps=warps_of(choice),
         **follow_options(parts_STE.device),
     )
     return out

@@ -2,7 +2,7 @@
 
 begin         `begin_step`: the op and its torch twin
 triton_begin  the same on a GPU
-triton_drafts on a GPU: draft rows before a verify step, accepted drafts after it
+triton_verify on a GPU: draft rows before a verify step, accepted drafts after it
 ngrams        `guess_by_ngrams`, after a step: the op and its torch twin
 triton_ngrams the same on a GPU
 """

@@ -8,7 +8,7 @@
     refuse      before the draw, if a constraint could not be followed along some drafts
     accept      after the draw: of r's drafts, those before the first that differs: d1 = x0, d2 = x1
 
-On a GPU each is one launch (`rollout_kernels.step.triton_drafts`), and some more for penalties, bans and biases.
+On a GPU each is one launch (`rollout_kernels.step.triton_verify`), and some more for penalties, bans and biases.
 
 The decode step in between knows nothing of drafts: each draft row writes the KV of its draft before any row attends,
 and draws with the numbers of its own position, with the token counts that it would have. So x0, and the token after
@@ -40,7 +40,7 @@ def set_up(rows: RowState, step: StepInput) -> None:
     draft_N, owner_N, ahead_N, which_N = step["drafts"].unbind(1)
     features = step.header.features
     if rows.ints.is_cuda:
-        from rollout_kernels.step.triton_drafts import set_up_drafts
+        from rollout_kernels.step.triton_verify import set_up_drafts
 
         column = next(iter(rows.columns.values()), None)
         copied = rows.ints, rows.floats, rows.pages, rows.drafts, column, rows.guesses
@@ -91,7 +91,7 @@ def accept(rows: RowState, step: StepInput, output_4R: torch.Tensor, accepted_R:
     `accepted_R` (int32) gets the number of accepted drafts at the place of each row with drafts.
     """
     if rows.ints.is_cuda:
-        from rollout_kernels.step.triton_drafts import accept_drafts
+        from rollout_kernels.step.triton_verify import accept_drafts
 
         drawn = output_4R[0], rows.drafts, rows.ints, accepted_R
         accept_drafts(step["verified"], step["rows"], *drawn, last=LAST, length=LENGTH)

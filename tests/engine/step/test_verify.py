@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from rollout_kernels.step.triton_drafts import accept_drafts, set_up_drafts
+from rollout_kernels.step.triton_verify import accept_drafts, set_up_drafts
 
 from rollout.engine.sequence.features import PLAIN
 from rollout.engine.step import verify

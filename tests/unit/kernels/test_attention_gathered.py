@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollout_kernels.attention.gluon_prefill import gathered_attention
 from rollout_kernels.attention.triton_gather_kv import TILE, gather_kv, gathered_rows
-from rollout_kernels.attention.triton_prefill_items import block_count, prefill_items
+from rollout_kernels.attention.triton_gathered_items import block_count, prefill_items
 from rollout_kernels.common.fp8 import quantize_heads, values_of
 
 from tests.support.kernels.attention_cases import DEVICE, SCALE, Pool, exact, queries, relative

@@ -72,15 +72,14 @@ def test_the_twin_reads_what_was_written() -> None:
     assert relative(out, exact_latent(q, pool)) < 1e-5
 
 
-@pytest.mark.parametrize("expanded_bytes", [1 << 28, 1])
+@pytest.mark.parametrize("bytes_at_once", [1 << 28, 1])
 @pytest.mark.parametrize("value_dim", [7, 30])
-def test_expanded_keys_give_what_absorbed_queries_give(value_dim, expanded_bytes, monkeypatch) -> None:
+def test_expanded_keys_give_what_absorbed_queries_give(value_dim, bytes_at_once) -> None:
     """A span of 37 queries that ends a context of 61 positions; by all heads at once, and by single ones."""
-    monkeypatch.setattr("rollout_kernels.attention.latent._EXPANDED_BYTES", expanded_bytes)
     heads, nope, context, count = 3, 12, 61, 37
     pool, q = Pool([context], 6, 1, RANK + TURNED, spare=2), queries(count, heads, nope + TURNED)
     kv_b = queries(heads, nope + value_dim, RANK)
-    out = expanded_attention(q, pool.k, pool.table[0], context, kv_b, scale=SCALE)
+    out = expanded_attention(q, pool.k, pool.table[0], context, kv_b, scale=SCALE, bytes_at_once=bytes_at_once)
     latents = pool.contexts[0][0][:, 0].double()
     kv = torch.einsum("cr,hyr->chy", latents[:, :RANK], kv_b.double().cpu())
     turned = latents[:, None, RANK:].expand(-1, heads, -1)

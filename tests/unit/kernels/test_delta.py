@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rollout_kernels import delta
-from rollout_kernels.delta import Spans, triton_conv, triton_norm, triton_rule
+from rollout_kernels.delta import Spans, triton_conv, triton_rule
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLACES = 5
@@ -172,7 +172,7 @@ def test_one_by_one_bits_do_not_depend_on_the_step(rule: str, one_by_one: bool) 
     assert all(equal) == one_by_one
 
 
-@pytest.mark.parametrize("norm", [delta.gated_norm, triton_norm.gated_norm], ids=["twin", "kernel"])
+@pytest.mark.parametrize("norm", [delta.gated_norm, triton_rule.gated_norm], ids=["twin", "kernel"])
 def test_the_gated_norm_is_that_of_each_head(norm: Any) -> None:
     out, wide, weight = on(DEVICE, torch.randn(5, 3, 20), torch.randn(5, 100), torch.randn(20))
     z = wide[:, 20:80].unflatten(1, (3, 20))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from rollout_kernels.attention.triton_decode import decode_attention
-from rollout_kernels.delta import triton_conv, triton_norm, triton_rule
+from rollout_kernels.delta import triton_conv, triton_rule
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.moe.dispatch import moe_plan
 from rollout_kernels.sampling import SamplingRows, truncate
@@ -140,7 +140,7 @@ EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "
 @pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3_5Moe", "Qwen3Next")])
 def test_a_hybrids_logits_do_not_depend_on_batch_chunks_or_recomputation(stem, tmp_path, monkeypatch):
     """By the kernels of linear attention; with gated attention, and with a shared expert."""
-    for name, kernels in (("short_conv", triton_conv), ("gated_delta", triton_rule), ("gated_norm", triton_norm)):
+    for name, kernels in (("short_conv", triton_conv), ("gated_delta", triton_rule), ("gated_norm", triton_rule)):
         monkeypatch.setattr(delta_net, name, getattr(kernels, name))
     experts = {} if stem == "Qwen3_5" else EXPERTS
     make_hybrid(stem, tmp_path, **HYBRID, **experts)

@@ -10,7 +10,7 @@ import torch
 from rollout_kernels.attention import gathered
 from rollout_kernels.attention.gathered import MOST_GATHERED, pays
 from rollout_kernels.attention.triton_gather_kv import MOST_CHUNKS
-from rollout_kernels.attention.triton_prefill_items import block_count, prefill_items
+from rollout_kernels.attention.triton_gathered_items import block_count, prefill_items
 
 from tests.support.kernels.attention_cases import DEVICE
 
