@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from rollout.config import EngineSettings
+from rollout.engine.features.drafts.drafter import device_drafter
 from rollout.engine.kv.allocator import pages_for
-from rollout.engine.speculation.drafter import guesser_of
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.engine.step.row_state import RowState
 from rollout.models.language_model import LanguageModel, native
@@ -230,7 +230,7 @@ def kv_pages(
     with the numbers when `kv_pages` do not fit, or when not even one page for each row fits.
     """
     token_bytes = model.spec.kv_bytes_per_token(dtype)
-    if guesser_of(settings, model) == "ngram":
+    if device_drafter(settings, model) == "ngram":
         token_bytes += torch.int32.itemsize  # the token's id
     page_bytes = token_bytes * settings.page_size
     if settings.kv_pages is not None:

@@ -51,12 +51,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rollout.engine.features.drafts.decode_costs import measure_decode_costs
+from rollout.engine.features.drafts.drafter import device_drafter
+from rollout.engine.features.drafts.feature import Drafting
+from rollout.engine.features.drafts.planner import DraftPlanner
+from rollout.engine.features.drafts.step_costs import StepCosts
+from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.messages import SamplingParams
-from rollout.engine.schedule.speculation import Speculation
-from rollout.engine.speculation.drafter import guesser_of
-from rollout.engine.speculation.step_costs import StepCosts
+from rollout.engine.schedule.feature import find
 from rollout.engine.step import shared_pages
-from rollout.engine.step.decode_costs import measure_decode_costs
 from rollout.settings_sources import SettingsError
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.decode import step_needs
@@ -66,7 +69,7 @@ from scripts.bench.peers.floors import job_floor, step_floor_s
 from scripts.bench.peers.job import Job
 from scripts.bench.peers.ours_engine import OursEngine, engine_settings, speculation_changes, steady_figures
 from scripts.bench.peers.workloads import Work, long_job, nested_prompts
-from scripts.bench.replay_drafter import ReplayDrafter, ReplayGuesses, chance_of
+from scripts.bench.replay_drafter import ReplayDrafter, ReplayOnDevice, chance_of
 from scripts.bench.shapes import SHAPES, StepBytes
 
 MODES = ("auto", "always", "diverge", "nothing", "heads", "unpaid")
@@ -122,12 +125,12 @@ class Bench:
         self._most = args.most
         parts = engine.engine.parts
         self._most_rows = args.draft_rows
-        self._guesser = guesser_of(
+        self._on_device = device_drafter(
             engine_settings(_job(args), args.depth, changes=args.changes), parts.executor.step.model
         )
         step_rows = max(args.rows) + args.draft_rows
         slot = parts.pipeline.free_slots[0]
-        self.costs: StepCosts = measure_decode_costs(parts.executor, slot, step_rows)
+        self.costs: StepCosts = measure_decode_costs(parts.executor, slot, step_rows, self._on_device is not None)
 
     def warm(self, prompts: list[list[int]]) -> None:
         """Leave the prompts in the prefix cache."""
@@ -145,27 +148,29 @@ class Bench:
         )
         costs = copy.deepcopy(self.costs)  # what it learns is forgotten
         if mode in _GUESSED:
-            guesser = self.engine.engine.executor.step.guesser
-            assert guesser is not None, "checked with the arguments"
+            verifier = find(self.engine.engine.executor.step.features, DraftVerifier)
+            assert verifier is not None and verifier.drafter is not None, "checked with the arguments"
             recorded = [plain.tokens[str(i)] for i in range(len(plain.tokens))]
-            speculation = Speculation(None, self._most, self._most_rows, costs, mode == "unpaid", self._guesser)
-            with ReplayGuesses(guesser, recorded, p, self.engine.vocab):
-                run, row = self._run(work, figures, speculation)
+            planner = DraftPlanner(None, self._most, self._most_rows, costs, mode == "unpaid", self._on_device)
+            with ReplayOnDevice(verifier.drafter, recorded, p, self.engine.vocab):
+                run, row = self._run(work, figures, planner)
             return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
-        ngrams = self._guesser if adapts and self._guesser == "ngram" else None
-        speculation = Speculation(drafter, self._most, self._most_rows, costs, adapts, ngrams)
-        run, row = self._run(work, figures, speculation)
+        ngrams = self._on_device if adapts and self._on_device == "ngram" else None
+        planner = DraftPlanner(drafter, self._most, self._most_rows, costs, adapts, ngrams)
+        run, row = self._run(work, figures, planner)
         return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
 
-    def _run(self, work: Work, figures: Figures, speculation: Speculation | None) -> tuple[Recorded, Row]:
+    def _run(self, work: Work, figures: Figures, planner: DraftPlanner | None) -> tuple[Recorded, Row]:
         engine = self.engine.engine
-        counters = engine.roster.counters
-        before = counters.drafted, counters.accepted
-        engine.scheduler.speculation = speculation
+        drafting = find(engine.roster.features, Drafting)
+        assert drafting is not None, "the engine has speculation"
+        counts, nothing = drafting.counts, DraftPlanner(None, self._most, self._most_rows, copy.deepcopy(self.costs))
+        before = counts.drafted, counts.accepted
+        drafting.planner = planner or nothing
         finished = self.engine.generate(work)
-        engine.scheduler.speculation = None
+        drafting.planner = nothing
         row = figures(work, finished)
-        row |= {"drafted": counters.drafted - before[0], "accepted": counters.accepted - before[1]}
+        row |= {"drafted": counts.drafted - before[0], "accepted": counts.accepted - before[1]}
         told = self.engine.completions
         recorded = {key: [token for delta in deltas for token in delta.token_ids] for key, deltas in told.items()}
         logprobs = {key: np.concatenate([delta.logprobs for delta in deltas]) for key, deltas in told.items()}
@@ -286,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts["costs"] = [cost_of(bench.costs, rows, k) for rows in sorted(args.rows) for k in range(args.most + 1)]
     facts |= {"most": args.most, "settings": args.changes, "layers": args.layers}
     if args.draft_model:
-        facts["guess_ms_by_rows"] = {size: round(bench.costs.guess_s(size) * 1e3, 3) for size in table}
+        facts["guess_ms_by_rows"] = {size: round(bench.costs.draft_s(size) * 1e3, 3) for size in table}
     print(json.dumps(facts), flush=True)
     results: list[Row] = []
 

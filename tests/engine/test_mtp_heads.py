@@ -17,7 +17,7 @@ from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEM
 from tests.engine.test_heads import as_captured, completions_by_seed, submit_seeded
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import assert_same
-from tests.support.engine.drafting import replayed_guesses, row_by_row, watch_guesses
+from tests.support.engine.drafting import replayed_drafts, row_by_row, watch_drafts
 from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
@@ -75,7 +75,7 @@ def test_guesses_are_those_of_the_reference(found, monkeypatch, depth):
     reference, folder = found
     fields = {**HEADS, "prefill_chunk_tokens": 8, "pipeline_depth": depth, "speculation_tokens": 4}
     bench = Bench(load(folder, mtp="needed"), **fields)
-    seen = watch_guesses(monkeypatch)
+    seen = watch_drafts(monkeypatch)
     if depth == 2:
         as_captured(monkeypatch)
     known = submit_three(bench, "r", reference.model.config.vocab_size)
@@ -94,14 +94,14 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(found, monkeypatch, wr
     plain.run()
     plain.close()
     if wrong is not None:
-        replayed_guesses(monkeypatch, completions_by_seed(plain), wrong)
+        replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
     bench = Bench(load(found[1], mtp="needed"), **HEADS, max_rows=32, pipeline_depth=depth)
     submit_seeded(bench, vocab)
     run_watched(bench)
     bench.close()
     assert_same(bench, plain, exact=True)
-    counters = bench.engine.roster.counters
-    assert counters.drafted > 200 and counters.accepted > (100 if wrong is not None else 0)
+    drafts = bench.drafts
+    assert drafts.drafted > 200 and drafts.accepted > (100 if wrong is not None else 0)
 
 
 def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, tmp_path, monkeypatch):
@@ -123,9 +123,9 @@ def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, t
         mailbox.ready.names += tuple(reference.prefix + key for key in reference.layout.copies)  # which change nothing
         for _ in range(4):
             bench.engine.tick()
-        assert (roster.version, roster.draft_version) == (version, draft_version)
+        assert (roster.version, bench.drafting.draft_version) == (version, draft_version)
         with monkeypatch.context() as patch:
-            seen = watch_guesses(patch)
+            seen = watch_drafts(patch)
             known = submit_three(bench, f"v{version}-", vocab, 14)
         assert_guessed(expected, known, seen)
     bench.close()
@@ -172,5 +172,5 @@ def test_a_layer_that_has_learnt_the_text_is_right(tmp_path):
     add_tensors(tmp_path, reference.tensors | trained)
     bench = run(load(tmp_path, mtp="needed"), speculation="heads", speculation_tokens=1)
     assert_same(bench, plain)
-    counters = bench.engine.roster.counters
-    assert counters.accepted > 0.8 * counters.drafted > 50, (counters.accepted, counters.drafted)
+    drafts = bench.drafts
+    assert drafts.accepted > 0.8 * drafts.drafted > 50, (drafts.accepted, drafts.drafted)

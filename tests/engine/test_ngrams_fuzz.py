@@ -26,7 +26,7 @@ from tests.support.engine.updates import Mailbox
 from tests.support.kernels.grids import nightly
 from tests.support.models.every_family import EVERY_FAMILY
 from tests.support.models.images import make_model, picture, prompt_with
-from tests.support.ngrams import CheckedGuesses, texts_of
+from tests.support.ngrams import CheckedDrafts, texts_of
 
 #: Too slow on a CPU, or with contexts that are too short.
 _LEFT_OUT = {"Kimi-K2", "Phi3 long"}
@@ -72,7 +72,7 @@ def test_guesses_of_all_families_are_those_of_the_text(name, tmp_path, monkeypat
     """Rows give their pages up, and prompts come in pieces and from the prefix cache."""
     EVERY_FAMILY[name](tmp_path, 0)
     plain = six_without(load(tmp_path), kv_pages=600)
-    checked = CheckedGuesses(monkeypatch, texts_of(plain, PROMPTS))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain, PROMPTS))
     bench = Bench(load(tmp_path), speculation="ngram", prefill_chunk_tokens=16, **_FEW_PAGES)
     submit_six(bench)
     run_watched(bench)
@@ -80,7 +80,8 @@ def test_guesses_of_all_families_are_those_of_the_text(name, tmp_path, monkeypat
     assert_same(bench, plain)
     assert checked.guesses > 60 and checked.wrong == []
     counters = bench.engine.roster.counters
-    assert counters.preemptions > 0 and counters.accepted > 20
+    drafts = bench.drafts
+    assert counters.preemptions > 0 and drafts.accepted > 20
 
 
 def test_codes_of_kv_have_tokens_beside_them(folders, monkeypatch):
@@ -89,14 +90,14 @@ def test_codes_of_kv_have_tokens_beside_them(folders, monkeypatch):
     do_not_measure(monkeypatch)
     fields = {"kv_dtype": "fp8_e4m3", "kv_pages": 600, "max_rows": 6}
     plain = six_without(load(folders[0]), **fields)
-    checked = CheckedGuesses(monkeypatch, texts_of(plain, PROMPTS))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain, PROMPTS))
     bench = Bench(load(folders[0]), speculation="ngram", speculation_rows=12, **fields)
     submit_six(bench)
     bench.run()
     bench.close()
     assert_same(bench, plain, exact=True)
     assert checked.guesses > 60 and checked.wrong == []
-    assert bench.engine.roster.counters.accepted > 20
+    assert bench.drafts.accepted > 20
 
 
 @pytest.mark.parametrize("stem", ["qwen3", *nightly("Qwen3_5")])
@@ -105,7 +106,7 @@ def test_guesses_after_a_sleep_are_those_of_the_text(stem, host_kv_gib, tmp_path
     """Whether the KV was dropped, or went to the host and back."""
     EVERY_FAMILY[stem](tmp_path, 0)
     plain = six_without(load(tmp_path), kv_pages=600)
-    checked = CheckedGuesses(monkeypatch, texts_of(plain, PROMPTS))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain, PROMPTS))
     bench = Sleeping(load(tmp_path), speculation="ngram", host_kv_gib=host_kv_gib, kv_pages=200)
     submit_six(bench)
     for _ in range(2):
@@ -123,7 +124,7 @@ def test_an_engine_that_is_built_again_guesses_from_new_texts_alone(stem, tmp_pa
     """Whatever a fault left in the pages, such as ids that no token has."""
     EVERY_FAMILY[stem](tmp_path, 0)
     plain = six_without(load(tmp_path), kv_pages=600)
-    checked = CheckedGuesses(monkeypatch, texts_of(plain, PROMPTS))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain, PROMPTS))
     bench = Bench(load(tmp_path), speculation="ngram", kv_pages=200)
     submit_six(bench)
     for _ in range(9):
@@ -159,7 +160,7 @@ def test_placeholders_of_images_are_tokens_of_the_text(name, tmp_path, monkeypat
         return bench
 
     plain = run()
-    checked = CheckedGuesses(monkeypatch, texts_of(plain, {each: one.ids for each, one in prompts.items()}))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain, {each: one.ids for each, one in prompts.items()}))
     bench = run(speculation="ngram")
     assert_same(bench, plain)
     assert checked.guesses > 30 and checked.wrong == []
@@ -193,7 +194,7 @@ def whatever_happens(seed: int, load_one: Callable[[], Any], adapters: list[Any]
     )
     play(adapted(bench), asked, plain, rng)
     assert_as_without(bench, plain, asked)
-    assert bench.engine.roster.counters.drafted > 0 or bench.settings.engine.speculation == "auto"
+    assert bench.drafts.drafted > 0 or bench.settings.engine.speculation == "auto"
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 40))])

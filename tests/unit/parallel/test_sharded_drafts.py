@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from rollout.config import ModelSettings
 from rollout.models import load_model
-from tests.support.engine.drafting import drafting, watch_guesses
+from tests.support.engine.drafting import drafting, watch_drafts
 from tests.support.engine.harness import Bench
 from tests.support.kernels.grids import nightly
 from tests.support.models.draft_heads import head_config, random_head, save_head
@@ -61,7 +61,7 @@ def complete(folder: Path, group: TensorGroup | None, drafts: bool = True) -> Fo
     loaded = load_model(settings, CPU, group=group, draft=draft, mtp="needed" if drafts and draft is None else "unused")
     bench = Bench(loaded.model, max_rows=4, speculation="heads" if drafts else "off")
     with pytest.MonkeyPatch.context() as patch:
-        seen = watch_guesses(patch)
+        seen = watch_drafts(patch)
         for number, (name, options) in enumerate(REQUESTS.items()):
             generator = torch.Generator().manual_seed(number)
             prompt = torch.randint(0, loaded.spec.vocab, (9 + 10 * number,), generator=generator).tolist()
@@ -74,7 +74,7 @@ def complete(folder: Path, group: TensorGroup | None, drafts: bool = True) -> Fo
         "tokens": {name: one.token_ids for name, one in done.items()},
         "logprobs": {name: one.raw_logprobs for name, one in done.items()},
         "guesses": [(*ints, *guesses) for ints, _, guesses in seen],
-        "drafted": bench.engine.roster.counters.drafted,
+        "drafted": bench.drafts.drafted,
     }
 
 
@@ -144,7 +144,7 @@ def complete_with_states(folder: Path, group: TensorGroup | None, answers: dict[
     return {
         "tokens": {key: one.token_ids for key, one in done.items()},
         "logprobs": {key: one.raw_logprobs for key, one in done.items()},
-        "accepted": bench.engine.roster.counters.accepted,
+        "accepted": bench.drafts.accepted,
     }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.engine.speculation.acceptance import Acceptance
-from rollout.engine.speculation.step_costs import StepCosts, worthwhile
+from rollout.engine.features.drafts.acceptance import Acceptance
+from rollout.engine.features.drafts.step_costs import StepCosts, worthwhile
 
 
 def chances(p: float, rows: int, most: int = 3) -> np.ndarray:
