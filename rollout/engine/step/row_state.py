@@ -70,7 +70,7 @@ class RowState:
     @staticmethod
     def nbytes(max_rows: int, max_pages: int, vocab: int) -> int:
         """Device memory of the state, bytes."""
-        a_row = INTS * 8 + 8 + FLOATS * 4 + 2 * 4 * max_pages + 4 * vocab + (8 + 4) * MAX_LOGIT_BIAS + 8 * MAX_STOP_IDS
+        a_row = INTS * 8 + FLOATS * 4 + 2 * 4 * max_pages + 4 * vocab + (8 + 4) * MAX_LOGIT_BIAS + 8 * MAX_STOP_IDS
         return (max_rows + 1) * a_row
 
     def clear_padding(self) -> None:
