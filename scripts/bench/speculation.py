@@ -7,15 +7,15 @@ so that a verify step of --most drafts yields an accepted length (AL, the step's
 each number of rows and each context there are these runs:
 
     plain     speculation is off
-    auto      drafts where they pay by acceptance and costs, as `speculation = auto`, which has the device guess by
+    auto      drafts where they pay by acceptance and costs, as `speculation = auto`, which has the device draft by
               n-grams, too, where it has no draft model
     always    drafts in every step, as `speculation = suffix`
     diverge   auto, and after its first wrong token the rest of a path is wrong, too. So it is with real drafters: at a
               pipeline of depth 2 a refused draft costs those of the next step as well
     nothing   auto, and every draft of the host is wrong: the price of a drafter that is never right
-    heads     with --draft-model only: a random EAGLE-3 head guesses after every step, and recorded tokens take the
-              place of its guesses, on the device. So it is `speculation = heads` with a head that is right so often
-    unpaid    auto with what guesses on the device alone, and every guess is wrong: such a head, or else n-grams
+    heads     with --draft-model only: a random EAGLE-3 head drafts after every step, and recorded tokens take the
+              place of its drafts, on the device. So it is `speculation = heads` with a head that is right so often
+    unpaid    auto with the drafter on the device alone, and every draft is wrong: such a head, or else n-grams
 
 `speedup` is tokens a second over those of the plain run, by the wall time between the commits of the first and last
 step with all rows; `al` the tokens that these steps yielded for a row, whatever was asked for. `floor_ms` is the time
@@ -73,7 +73,7 @@ from scripts.bench.replay_drafter import ReplayDrafter, ReplayOnDevice, chance_o
 from scripts.bench.shapes import SHAPES, StepBytes
 
 MODES = ("auto", "always", "diverge", "nothing", "heads", "unpaid")
-_GUESSED = ("heads", "unpaid")
+_BY_DEVICE = ("heads", "unpaid")
 _WARM_TOKENS, _SKIPPED_STEPS, _LEAST_STEPS = 8, 4, 8
 #: Pages that a row needs beside those of its context and its new tokens, in tokens.
 _SPARE_TOKENS = 64
@@ -147,7 +147,7 @@ class Bench:
             mode != "always",
         )
         costs = copy.deepcopy(self.costs)  # what it learns is forgotten
-        if mode in _GUESSED:
+        if mode in _BY_DEVICE:
             verifier = find(self.engine.engine.executor.step.features, DraftVerifier)
             assert verifier is not None and verifier.drafter is not None, "checked with the arguments"
             recorded = [plain.tokens[str(i)] for i in range(len(plain.tokens))]
@@ -366,7 +366,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not args.draft_model and "heads" in args.modes:
         parser.error("the mode heads needs --draft-model")
     if "unpaid" in args.modes and args.changes.get("speculation") in ("off", "suffix"):
-        parser.error("the mode unpaid needs what guesses on the device: no --set speculation=off or suffix")
+        parser.error("the mode unpaid needs a drafter on the device: no --set speculation=off or suffix")
     try:
         for length in args.lengths:
             chance_of(length, args.most)

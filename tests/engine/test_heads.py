@@ -1,4 +1,4 @@
-"""A draft model changes no completion, guesses what its reference says, and its guesses are verified without a wait."""
+"""A draft model changes no completion, drafts what its reference says, and its drafts are verified without a wait."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def drafted(folders, head_folder):
 
 
 def as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have steps read and guess as where these are captured: for fixed numbers of rows, for the longest context."""
+    """Have steps read and draft as where these are captured: for fixed numbers of rows, for the longest context."""
     run = ModelDrafter.run
 
     def run_graphs(self, step, output_4R, accepted_B, kv, after, replays):
@@ -86,11 +86,11 @@ def as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelDrafter, "run", run_graphs)
 
 
-# --- what it guesses -------------------------------------------------------------------------------------------------
+# --- what it drafts -------------------------------------------------------------------------------------------------
 
 
-def reference_guesses(hf_model, head, tokens: list[int], count: int, draw) -> list[int]:
-    """What a head guesses after these tokens: `draw(logits, index of the guess)` is a token."""
+def reference_drafts(hf_model, head, tokens: list[int], count: int, draw) -> list[int]:
+    """What a head drafts after these tokens: `draw(logits, index of the draft)` is a token."""
     config, tensors, _ = head
     with torch.inference_mode():
         states = hf_model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
@@ -120,7 +120,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("head", ["mapped", *nightly("whole")], indirect=True)
 @pytest.mark.parametrize(("depth", "kernels"), [(2, True), *nightly((2, False), (1, False))])
-def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatch, depth, kernels):
+def test_drafts_are_those_of_the_reference(folders, hf_models, head, monkeypatch, depth, kernels):
     """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
     if kernels:
         by_kernels(monkeypatch)
@@ -151,13 +151,13 @@ def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatc
             noise_1V = gumbel_noise(torch.tensor([ints[SEED]]), at, VOCAB)
             return int((logits_1V / floats[TEMPERATURE] + floats[NOISE] * noise_1V).argmax())
 
-        assert guesses == reference_guesses(hf_models[0], head, known[: ints[LENGTH] + 1], len(guesses), draw)
+        assert guesses == reference_drafts(hf_models[0], head, known[: ints[LENGTH] + 1], len(guesses), draw)
         checked += 1
     assert checked > (15 if kernels else 50)
 
 
-def test_guesses_are_truncated_like_draws(drafted, monkeypatch):
-    """With top_k = 1 a sampled row guesses what a greedy one does."""
+def test_drafts_are_truncated_like_draws(drafted, monkeypatch):
+    """With top_k = 1 a sampled row drafts what a greedy one does."""
     found, seen = [], watch_drafts(monkeypatch)
     for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_k": 1}):
         bench = Bench(drafted, **HEADS)
@@ -187,8 +187,8 @@ def changed_logits(logits_1V, ints, known, sampling, stop, index):
 
 
 @pytest.mark.parametrize("kernels", [False, *nightly(True)])
-def test_guesses_heed_penalties_biases_and_bans(folders, hf_models, head, monkeypatch, kernels):
-    """The counts of penalties go on with the guesses, and the rules of one row leave the others alone."""
+def test_drafts_heed_penalties_biases_and_bans(folders, hf_models, head, monkeypatch, kernels):
+    """The counts of penalties go on with the drafts, and the rules of one row leave the others alone."""
     if kernels:
         by_kernels(monkeypatch)
         costs(monkeypatch, {1: 1.0}, {1: 1.0})
@@ -228,7 +228,7 @@ def test_guesses_heed_penalties_biases_and_bans(folders, hf_models, head, monkey
             changed.update({seed} if token != plain else ())
             return token
 
-        assert guesses == reference_guesses(hf_models[0], head, known, len(guesses), draw)
+        assert guesses == reference_drafts(hf_models[0], head, known, len(guesses), draw)
         checked += 1
     assert checked > (8 if kernels else 40) and changed >= {11, 12, 14} and 15 not in changed
 
@@ -309,7 +309,7 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(folders, drafted, monk
     assert drafts.accepted > (100 if wrong is not None else 0)
 
 
-def test_right_guesses_make_as_few_steps_as_they_can(folders, drafted, monkeypatch):
+def test_right_drafts_make_as_few_steps_as_they_can(folders, drafted, monkeypatch):
     plain = Bench(load(folders[0]))
     plain.submit("a", prompt_of(9), 101, sampling=SAMPLED)
     plain.run()
@@ -325,7 +325,7 @@ def test_right_guesses_make_as_few_steps_as_they_can(folders, drafted, monkeypat
     bench.close()
 
 
-def test_a_row_may_have_more_guesses_than_a_step_has_rows(folders, drafted, monkeypatch):
+def test_a_row_may_have_more_drafts_than_a_step_has_rows(folders, drafted, monkeypatch):
     plain = Bench(load(folders[0]))
     plain.submit("a", prompt_of(9), 50, sampling=SAMPLED)
     plain.run()
@@ -338,7 +338,7 @@ def test_a_row_may_have_more_guesses_than_a_step_has_rows(folders, drafted, monk
 
 
 def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted, monkeypatch):
-    """However many drafts were accepted, its guesses lie on pages that the row has, as far as these go."""
+    """However many drafts were accepted, its drafts lie on pages that the row has, as far as these go."""
     plain = Bench(load(folders[0]))
     submit_six(plain)
     plain.run()
@@ -400,7 +400,7 @@ def test_a_swap_between_verify_steps(folders, hf_models, drafted, monkeypatch, k
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(1)])
-def test_cancels_and_stop_strings_amid_guesses_leave_nothing_behind(folders, drafted, monkeypatch, seed):
+def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(folders, drafted, monkeypatch, seed):
     six = Bench(load(folders[0]), kv_pages=600)
     submit_six(six)
     six.run()
@@ -418,7 +418,7 @@ def test_cancels_and_stop_strings_amid_guesses_leave_nothing_behind(folders, dra
         assert completion.token_ids == six.tokens(name, index)[: len(completion.token_ids)]
 
 
-def test_rows_with_adapters_and_turns_of_known_prompts_guess_too(folders, drafted, hf_models, tmp_path_factory):
+def test_rows_with_adapters_and_turns_of_known_prompts_draft_too(folders, drafted, hf_models, tmp_path_factory):
 
     adapters, slots = (
         make_adapters(hf_models[0], folders[0], tmp_path_factory),
@@ -439,8 +439,8 @@ def test_rows_with_adapters_and_turns_of_known_prompts_guess_too(folders, drafte
 
 
 @pytest.mark.parametrize("depth", [2, *nightly(1)])
-def test_rows_with_a_constraint_guess_too(folders, drafted, monkeypatch, depth):
-    """Masks follow right guesses, so steps are saved; wrong ones and those that no mask allows are refused."""
+def test_rows_with_a_constraint_draft_too(folders, drafted, monkeypatch, depth):
+    """Masks follow right drafts, so steps are saved; wrong ones and those that no mask allows are refused."""
     plain = Bench(load(folders[0]))
     submit_constrained(plain)
     plain.submit("a", prompt_of(9), 61, sampling={**SAMPLED, "seed": 70}, constraint=Cycle([X, Y, SIZE]))
@@ -464,7 +464,7 @@ def test_rows_with_a_constraint_guess_too(folders, drafted, monkeypatch, depth):
 
 
 @pytest.mark.parametrize("how", ["raise", *nightly("nothing", "hang")])
-def test_a_constraint_that_fails_along_guesses_changes_no_completion(folders, drafted, monkeypatch, how):
+def test_a_constraint_that_fails_along_drafts_changes_no_completion(folders, drafted, monkeypatch, how):
     only_hangs_are_late(monkeypatch)
     fields = {"mask_s": 0.4} if how == "hang" else {}
 
@@ -508,7 +508,7 @@ def costs(monkeypatch, measured, guesses):
         (0.0, {1: 1.0, 72: 1.0}, {1: 9.0, 8: 9.0}, False),
     ],
 )
-def test_auto_guesses_while_it_pays(folders, drafted, monkeypatch, wrong, measured, guesses, pays):
+def test_auto_drafts_while_it_pays(folders, drafted, monkeypatch, wrong, measured, guesses, pays):
     six = Bench(load(folders[0]), kv_pages=600)
     submit_six(six)
     six.run()
@@ -524,7 +524,7 @@ def test_auto_guesses_while_it_pays(folders, drafted, monkeypatch, wrong, measur
 
 
 def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monkeypatch):
-    """It guesses now and then while that does not pay."""
+    """It drafts now and then while that does not pay."""
     monkeypatch.setattr(planner, "_UNPAID_SHARE", 0.05)
     plain = Bench(load(folders[0]), kv_pages=600)
     plain.submit("a", prompt_of(9), 300, sampling=SAMPLED)
@@ -543,9 +543,9 @@ def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monke
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("length", "guess_s"), [(25, 0.25), (60, 0.25), (12, 0.05)])
-def test_auto_finds_better_guesses_of_short_completions(folders, drafted, monkeypatch, length, guess_s):
-    """What has come of a guess counts when its row ends, which may be before the device guesses again."""
+@pytest.mark.parametrize(("length", "draft_s"), [(25, 0.25), (60, 0.25), (12, 0.05)])
+def test_auto_finds_better_drafts_of_short_completions(folders, drafted, monkeypatch, length, draft_s):
+    """What has come of a draft counts when its row ends, which may be before the device drafts again."""
 
     def submit_many(bench: Bench) -> None:
         for i in range(100):
@@ -555,7 +555,7 @@ def test_auto_finds_better_guesses_of_short_completions(folders, drafted, monkey
     submit_many(plain)
     plain.run()
     replayed_drafts(monkeypatch, completions_by_seed(plain), 0.0)
-    costs(monkeypatch, {1: 1.0, 8: 1.0, 72: 1.5}, {1: guess_s, 8: guess_s})
+    costs(monkeypatch, {1: 1.0, 8: 1.0, 72: 1.5}, {1: draft_s, 8: draft_s})
     bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
     bench.drafting.planner._all_device_rows.note(0, 400)  # all were wrong so far
     submit_many(bench)
@@ -565,7 +565,7 @@ def test_auto_finds_better_guesses_of_short_completions(folders, drafted, monkey
     assert bench.drafts.by_drafter["heads"][1] > 300
 
 
-def test_auto_finds_the_one_row_whose_guesses_are_right(folders, drafted, monkeypatch):
+def test_auto_finds_the_one_row_whose_drafts_are_right(folders, drafted, monkeypatch):
     """All rows are measured while none drafts, not only some."""
     plain = Bench(load(folders[0]), kv_pages=600)
     for i in range(8):
@@ -614,9 +614,9 @@ def test_each_row_takes_the_drafter_that_is_right_more_often(folders, drafted, m
 def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch, six):
     """Its drafts for many rows do not pay, so it makes none; its KV is there when few rows are left."""
     replayed_drafts(monkeypatch, completions_by_seed(six), 0.0)
-    for guess_s, read in ((0.1, After.READ), (9.0, After.NOTHING)):
+    for draft_s, read in ((0.1, After.READ), (9.0, After.NOTHING)):
         with monkeypatch.context() as patched:
-            costs(patched, {1: 1.0, 4: 1.1, 6: 2.0, 72: 72.0}, {1: guess_s, 8: 9.0})
+            costs(patched, {1: 1.0, 4: 1.1, 6: 2.0, 72: 72.0}, {1: draft_s, 8: 9.0})
             bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
             afters, launched = [], bench.engine.scheduler.launched
             patched.setattr(
@@ -639,8 +639,8 @@ def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 30))])
-def test_any_guesses_of_any_rows_give_what_none_give(folders, drafted, hf_models, tmp_path_factory, monkeypatch, seed):
-    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; guesses right, wrong, random."""
+def test_any_drafts_of_any_rows_give_what_none_give(folders, drafted, hf_models, tmp_path_factory, monkeypatch, seed):
+    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; drafts right, wrong, random."""
     rng = random.Random(seed)
     adapters = make_adapters(hf_models[0], folders[0], tmp_path_factory)
     fields, asked = random_work(rng, [None, None, None, [X, Y], [X, Y, SIZE]])
@@ -685,7 +685,7 @@ def test_targets_of_other_families_have_draft_models_too(family, tmp_path, monke
 
 
 def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder, monkeypatch, strict):
-    """Its weights come back with those of the target, and its guesses are the same after both."""
+    """Its weights come back with those of the target, and its drafts are the same after both."""
     plain = Sleeping(load(folders[0]))
     submit_some(plain, prompt_of)
     plain.run()

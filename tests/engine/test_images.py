@@ -329,7 +329,7 @@ def test_drafts_of_rows_with_images_change_no_token(models: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["Qwen3-VL", *nightly(*(name for name in sorted(MODELS) if not name.startswith(("Qwen3-VL", "Qwen3.5"))))]
 )
-def test_a_draft_model_guesses_for_rows_with_images(name, tmp_path, monkeypatch) -> None:
+def test_a_draft_model_drafts_for_rows_with_images(name, tmp_path, monkeypatch) -> None:
     """Beside rows of text; the draft model sees placeholders, and places instead of the axes."""
     target, head = tmp_path / "target", tmp_path / "head"
     reference = make_model(name, target)

@@ -1,6 +1,6 @@
-"""A layer for multi-token prediction of the served checkpoint: it guesses what its reference says, and changes nothing.
+"""A layer for multi-token prediction of the served checkpoint: it drafts what its reference says, and changes nothing.
 
-What else may happen to rows with guesses is in `test_heads` and `test_heads_fuzz`: the engine knows one draft model.
+What else may happen to rows with drafts is in `test_heads` and `test_heads_fuzz`: the engine knows one draft model.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def submit_three(bench: Bench, name: str, vocab: int, tokens: int = 24) -> dict[
     }
 
 
-def assert_guessed(reference: Predicting, known_by_seed: dict[int, list[int]], seen: list) -> None:
-    """What rows guessed at every step is what the reference guesses after their tokens."""
+def assert_drafted(reference: Predicting, known_by_seed: dict[int, list[int]], seen: list) -> None:
+    """What rows drafted at every step is what the reference drafts after their tokens."""
     checked, vocab = 0, reference.model.config.vocab_size
     for ints, floats, guesses in seen:
         known = known_by_seed[ints[SEED]]
@@ -70,7 +70,7 @@ def assert_guessed(reference: Predicting, known_by_seed: dict[int, list[int]], s
 
 
 @pytest.mark.parametrize("depth", [2, *nightly(1)])
-def test_guesses_are_those_of_the_reference(found, monkeypatch, depth):
+def test_drafts_are_those_of_the_reference(found, monkeypatch, depth):
     """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
     reference, folder = found
     fields = {**HEADS, "prefill_chunk_tokens": 8, "pipeline_depth": depth, "speculation_tokens": 4}
@@ -80,7 +80,7 @@ def test_guesses_are_those_of_the_reference(found, monkeypatch, depth):
         as_captured(monkeypatch)
     known = submit_three(bench, "r", reference.model.config.vocab_size)
     bench.close()
-    assert_guessed(reference, known, seen)
+    assert_drafted(reference, known, seen)
 
 
 @pytest.mark.nightly
@@ -127,7 +127,7 @@ def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, t
         with monkeypatch.context() as patch:
             seen = watch_drafts(patch)
             known = submit_three(bench, f"v{version}-", vocab, 14)
-        assert_guessed(expected, known, seen)
+        assert_drafted(expected, known, seen)
     bench.close()
 
 
@@ -152,7 +152,7 @@ def train(reference: Predicting, texts_NT: torch.Tensor, updates: int) -> None:
 
 
 def test_a_layer_that_has_learnt_the_text_is_right(tmp_path):
-    """Its first guess after each token: it has not learnt from its own hidden states."""
+    """Its first draft after each token: it has not learnt from its own hidden states."""
     reference = make_predicting("MiMo", tmp_path)
     vocab, tokens = reference.model.config.vocab_size, 50
     prompts = [[token % vocab for token in prompt_of(8, seed)] for seed in range(4)]

@@ -98,7 +98,7 @@ def submit_eight(bench: Bench) -> None:
         ({"kv_pages": 40, "page_size": PAGE, "host_kv_pages": 512}, True),
     ],
 )
-def test_guesses_are_those_of_the_whole_text(folders, model, monkeypatch, fields, preempted):
+def test_drafts_are_those_of_the_whole_text(folders, model, monkeypatch, fields, preempted):
     """With prompts from the prefix cache, in pieces, and after rows gave their pages up."""
     plain = Bench(load(folders[0]), kv_pages=600)
     submit_eight(plain)
@@ -114,7 +114,7 @@ def test_guesses_are_those_of_the_whole_text(folders, model, monkeypatch, fields
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    assert checked.guesses > 100 and checked.wrong == []
+    assert checked.count > 100 and checked.wrong == []
     counters = bench.engine.roster.counters
     drafts = bench.drafts
     assert (counters.preemptions > 0) is preempted
@@ -148,7 +148,7 @@ def test_auto_takes_both_and_leaves_the_worse_one(model, plain):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_masks_follow_the_guesses_of_rows_with_a_constraint(model, depth):
+def test_masks_follow_the_drafts_of_rows_with_a_constraint(model, depth):
     """The host gets them with the tokens of their step."""
     rows = {}
     for speculation in ("off", "ngram"):
@@ -161,10 +161,10 @@ def test_masks_follow_the_guesses_of_rows_with_a_constraint(model, depth):
     assert rows["off"] == 59 and rows["ngram"] < 20
 
 
-@pytest.mark.parametrize(("guess_s", "later"), [(0.01, True), (9.0, False)])
-def test_auto_runs_plain_steps_while_guesses_do_not_pay(model, monkeypatch, plain, guess_s, later):
-    """Cheap guesses are made now and then, to be compared with the tokens; uploads have nothing of drafts."""
-    do_not_measure(monkeypatch, {1: 1.0, 72: 72.0}, {1: guess_s, 8: guess_s})
+@pytest.mark.parametrize(("draft_s", "later"), [(0.01, True), (9.0, False)])
+def test_auto_runs_plain_steps_while_drafts_do_not_pay(model, monkeypatch, plain, draft_s, later):
+    """Cheap drafts are made now and then, to be compared with the tokens; uploads have nothing of drafts."""
+    do_not_measure(monkeypatch, {1: 1.0, 72: 72.0}, {1: draft_s, 8: draft_s})
     bench = Bench(model, speculation="auto")
     headers, execute = [], bench.engine.executor.execute
     bench.engine.executor.execute = lambda upload, slot: (headers.append(upload.header), execute(upload, slot))
@@ -172,17 +172,17 @@ def test_auto_runs_plain_steps_while_guesses_do_not_pay(model, monkeypatch, plai
     bench.run()
     bench.close()
     assert_same(bench, plain)
-    guessing = [i for i, header in enumerate(headers) if NAME in header.facts]
-    assert 0 < len(guessing) < len(headers) / 4
-    assert all(headers[i].facts[NAME] == ["draft"] for i in guessing)
-    assert any(not headers[i].layout for i in guessing) == later
+    drafting_steps = [i for i, header in enumerate(headers) if NAME in header.facts]
+    assert 0 < len(drafting_steps) < len(headers) / 4
+    assert all(headers[i].facts[NAME] == ["draft"] for i in drafting_steps)
+    assert any(not headers[i].layout for i in drafting_steps) == later
     drafts = {"drafts", "pages", "verified", "paths", "bases"}
     of_drafts = [i for i, header in enumerate(headers) if drafts & header.sections.keys()]
-    assert all(any(0 <= i - before <= 3 for before in guessing) for i in of_drafts)
+    assert all(any(0 <= i - before <= 3 for before in drafting_steps) for i in of_drafts)
 
 
-def test_guesses_that_do_not_pay_keep_no_drafter_from_being_asked(model, monkeypatch):
-    """The drafter rests for seven plans, the device guesses in one of them."""
+def test_drafts_that_do_not_pay_keep_no_drafter_from_being_asked(model, monkeypatch):
+    """The drafter rests for seven plans, the device drafts in one of them."""
     do_not_measure(monkeypatch, {1: 1.0, 72: 72.0}, {1: 0.01, 8: 0.01})
     bench, drafter = drafting(monkeypatch, model, {}, 1.0, speculation="auto")
     asked, path, speculation = [], drafter.path, bench.drafting.planner

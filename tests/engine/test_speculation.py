@@ -654,7 +654,7 @@ class FixedCosts(StepCosts):
 
 
 def do_not_measure(monkeypatch: pytest.MonkeyPatch, measured=None, guesses=None) -> None:
-    """Have engines take steps and guesses to cost what is given, by rows; by default nothing but the step itself."""
+    """Have engines take steps and drafts to cost what is given, by rows; by default nothing but the step itself."""
     costs = FixedCosts(measured or {1: 1.0, 72: 1.0}, padded=False, drafting=guesses or {})
     monkeypatch.setattr("rollout.engine.features.drafts.verifier.measure_decode_costs", lambda *_: costs)
 

@@ -1,4 +1,4 @@
-"""What n-grams of a text expect, by a loop; and engines whose guesses are compared with that."""
+"""What n-grams of a text expect, by a loop; and engines whose drafts are compared with that."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def texts_of(plain: Bench, prompts: Mapping[str, Sequence[int]]) -> dict[int, li
 
 
 class CheckedDrafts:
-    """Compares all guesses of an engine with those of the loop over the whole text, which a plain run has made."""
+    """Compares all drafts of an engine with those of the loop over the whole text, which a plain run has made."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, texts: Mapping[int, Sequence[int]]) -> None:
         self.texts = texts
-        self.guesses = 0
+        self.count = 0
         self.wrong: list[tuple[int, int]] = []  # seeds of rows, and tokens in their pages
         run = NgramDrafter.run
 
@@ -48,7 +48,7 @@ class CheckedDrafts:
                 ints = drafts.rows.ints[row].tolist()
                 if row and ints[SEED] in self.texts and ints[PROMPT]:
                     text = self.texts[ints[SEED]][: ints[LENGTH] + 1]
-                    self.guesses += 1
+                    self.count += 1
                     if drafts.next_RG[row].tolist() != followed(text, drafts.most):
                         self.wrong.append((ints[SEED], ints[LENGTH]))
             return rows_R

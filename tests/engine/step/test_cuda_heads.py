@@ -41,12 +41,12 @@ PREDICTING = {
     "Glm4Moe": partial(make_variant, "Glm4Moe", vocab_size=VOCAB, moe_intermediate_size=128, **FUSED_SIZES),
 }
 #: By seed, length and tokens of a completion.
-Guesses = dict[tuple[int, int, tuple[int, ...]], list[int]]
+Drafted = dict[tuple[int, int, tuple[int, ...]], list[int]]
 
 
 @pytest.fixture(scope="module", params=["EAGLE-3", *PREDICTING])
 def folders(request, tmp_path_factory):
-    """A target and its head; None in its place if the target's own layer guesses."""
+    """A target and its head; None in its place if the target's own layer drafts."""
     base = tmp_path_factory.mktemp("heads")
     if request.param in PREDICTING:
         make_predicting(request.param, base, make=PREDICTING[request.param])
@@ -69,8 +69,8 @@ def run(bench: Bench, submit_all: Callable[[Bench], object] = submit) -> Bench:
     return bench
 
 
-def test_its_guesses_by_kernels_are_those_of_torch(folders, monkeypatch):
-    """Up to rounding: the first guess of greedy rows, over prompts of many tokens and over steps."""
+def test_its_drafts_by_kernels_are_those_of_torch(folders, monkeypatch):
+    """Up to rounding: the first draft of greedy rows, over prompts of many tokens and over steps."""
     found = []
     for fused in (True, False):
         model = load_drafted(folders)
@@ -82,11 +82,11 @@ def test_its_guesses_by_kernels_are_those_of_torch(folders, monkeypatch):
         with monkeypatch.context() as patch:
             if not fused:
                 patch.setattr(ModelDrafter, "_forward", _by_torch)
-            found.append(_guesses(bench, patch, prompts, 40, [0.0] * 5))
-    _assert_equal_first_guesses(*found, share=0.85)
+            found.append(_drafts(bench, patch, prompts, 40, [0.0] * 5))
+    _assert_equal_first_drafts(*found, share=0.85)
 
 
-def _guesses(bench: Bench, patch, prompts: list[list[int]], length: int, temperatures: list[float]) -> Guesses:
+def _drafts(bench: Bench, patch, prompts: list[list[int]], length: int, temperatures: list[float]) -> Drafted:
     """Runs the prompts, one a seed, and closes the bench."""
     seen = watch_drafts(patch)
     for i, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True)):
@@ -97,7 +97,7 @@ def _guesses(bench: Bench, patch, prompts: list[list[int]], length: int, tempera
     return {(ints[SEED], ints[LENGTH], tuple(tokens[ints[SEED]])): guesses for ints, _, guesses in seen}
 
 
-def _assert_equal_first_guesses(one: Guesses, other: Guesses, share: float) -> None:
+def _assert_equal_first_drafts(one: Drafted, other: Drafted, share: float) -> None:
     both = one.keys() & other.keys()
     equal = sum(one[key][0] == other[key][0] for key in both)
     assert len(both) > 50 and equal > share * len(both), (len(both), equal)
@@ -141,15 +141,15 @@ def test_its_steps_are_captured_and_wait_for_nothing(folders, monkeypatch):
     assert compiled == []
 
 
-def test_captured_guesses_are_those_of_eager_steps(folders, monkeypatch):
+def test_captured_drafts_are_those_of_eager_steps(folders, monkeypatch):
     """Up to rounding: these products have another number of rows."""
     found = []
     for graphs in (True, False):
         bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS, cuda_graphs=graphs)
         prompts = [prompt_of(60 + 7 * i, i) for i in range(5)]
         with monkeypatch.context() as patch:
-            found.append(_guesses(bench, patch, prompts, 60, [0.7 * i for i in range(5)]))
-    _assert_equal_first_guesses(*found, share=0.9)
+            found.append(_drafts(bench, patch, prompts, 60, [0.7 * i for i in range(5)]))
+    _assert_equal_first_drafts(*found, share=0.9)
 
 
 #: By seed: sampling, and the stop tokens that are banned for a while.
@@ -180,7 +180,7 @@ def _cycle(stop: int | None = None) -> Cycle:
 
 
 def watch_logits(monkeypatch) -> list[tuple[list[int], list[float], list[int], torch.Tensor]]:
-    """A list that gets, for each row that guesses in an eager step, its row state, guesses and their logits [G, V]."""
+    """A list that gets, for each row that drafts in an eager step, its row state, drafts and their logits [G, V]."""
     seen, logits = [], []
     compute, draft = DraftHead.compute_logits, ModelDrafter.draft
 
@@ -194,18 +194,18 @@ def watch_logits(monkeypatch) -> list[tuple[list[int], list[float], list[int], t
         draft(self, count, *how)
         if self.positions_B.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # at start-up
-        of_guesses_GRV = torch.stack(logits).cpu()
+        of_drafts_GRV = torch.stack(logits).cpu()
         for i, row in enumerate(self._rows_R[:count].tolist()):
             ints, floats = self.rows.ints[row].tolist(), self.rows.floats[row].tolist()
-            seen.append((ints, floats, self.next_RG[row].tolist(), of_guesses_GRV[:, i]))
+            seen.append((ints, floats, self.next_RG[row].tolist(), of_drafts_GRV[:, i]))
 
     monkeypatch.setattr(DraftHead, "compute_logits", compute_logits)
     monkeypatch.setattr(ModelDrafter, "draft", watch)
     return seen
 
 
-def test_guesses_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints(folders, monkeypatch):
-    """A guess is the best token of the draft model's own logits, changed by penalties, biases and bans."""
+def test_drafts_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints(folders, monkeypatch):
+    """A draft is the best token of the draft model's own logits, changed by penalties, biases and bans."""
     fields = {"deterministic": True, "fused_experts": True}
     plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields), submit_ruled)
     bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields)
@@ -240,7 +240,7 @@ def test_guesses_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
-def test_right_and_wrong_guesses_of_rows_with_rules_and_constraints_change_no_bit(folders, monkeypatch, wrong):
+def test_right_and_wrong_drafts_of_rows_with_rules_and_constraints_change_no_bit(folders, monkeypatch, wrong):
     fields = {"deterministic": True, "fused_experts": True}
     plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields), submit_ruled)
     replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)

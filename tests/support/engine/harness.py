@@ -141,8 +141,9 @@ class Bench:
 
     @property
     def drafts(self) -> DraftCounts:
-        """Its totals."""
-        return self.drafting.counts
+        """The totals of drafts; zeros without speculation."""
+        drafting = find(self.engine.roster.features, Drafting)
+        return DraftCounts() if drafting is None else drafting.counts
 
     def tokens(self, name: str, index: int = 0) -> list[int]:
         return self.completions[name, index].token_ids

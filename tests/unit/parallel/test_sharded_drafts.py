@@ -1,6 +1,6 @@
 """Drafts over several ranks: these complete what one rank completes.
 
-Every rank has the whole draft model, and all guess the same tokens. Every rank has a part of the states of linear
+Every rank has the whole draft model, and all draft the same tokens. Every rank has a part of the states of linear
 attention, and all go on after the same drafts.
 """
 
@@ -38,7 +38,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "bias": {"sampling": {"temperature": 0.8, "logit_bias": ((3, 4.0), (75, 4.0))}},
     "min_tokens": {"sampling": {"temperature": 0.8}, "stop": {"token_ids": STOPS, "min_tokens": 6}},
 }
-#: By name: tokens, log-probs, guesses with the place at which they were made.
+#: By name: tokens, log-probs, drafts with the place at which they were made.
 Found = dict[str, Any]
 
 
@@ -83,7 +83,7 @@ def complete_on_a_rank(group: TensorGroup, folder: Path) -> Found:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_guess_the_same_and_complete_what_one_rank_completes(
+def test_ranks_draft_the_same_and_complete_what_one_rank_completes(
     tmp_path: Path, start_ranks: Callable[[int], Ranks], kind: str
 ) -> None:
     make(kind, tmp_path)
@@ -115,7 +115,7 @@ def complete_with_other_logits(group: TensorGroup, folder: Path) -> Found:
 
 
 @pytest.mark.nightly
-def test_guesses_of_rank_0_count_where_logits_differ(tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:
+def test_drafts_of_rank_0_count_where_logits_differ(tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:
     """Products of different GPUs may differ in their last bits."""
     make("mapped", tmp_path)
     plain = complete(tmp_path, None, drafts=False)
