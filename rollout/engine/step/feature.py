@@ -27,6 +27,7 @@ import torch
 
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.sequence.features import Feature
+from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.streams import Orders, Streams
 from rollout.engine.upload import Extra, Header, Staging, StepInput
@@ -49,7 +50,7 @@ class Drawn(NamedTuple):
 
     output_4R: torch.Tensor  # as `Slot.output`
     accepted_R: torch.Tensor  # int32; of a row that draws several tokens, at the place of its first: drafts accepted
-    refused_N: torch.Tensor  # int64: places of drafts without a mask; read where rows have a constraint
+    masks: StepMasks  # of a step whose rows have constraints
 
 
 #: Launches captured work, by its name and the size of the decode steps that it was captured for.

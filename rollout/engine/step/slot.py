@@ -78,14 +78,10 @@ class Slot:
         self.start, self.end = device.event(), device.event()
         self.d2h_start, self.d2h_done = device.event(), device.event()
         self.masks = StepMasks(device, max_rows, vocab)
+        self.drawn = Drawn(self.output, self.accepted, self.masks)
         self.forward_end, self.draw_start = device.event(), device.event()  # of a step whose draw waits for masks
         #: Logits and rows between the two parts of such a step; on the compute stream.
         self.forwarded: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def drawn(self) -> Drawn:
-        """What the step has drawn, for features."""
-        return Drawn(self.output, self.accepted, self.masks.refused)
 
     def input_for(self, upload: Upload) -> StepInput:
         """Where an upload goes on the device."""

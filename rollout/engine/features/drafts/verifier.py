@@ -139,8 +139,8 @@ class DraftVerifier(DeviceFeature):
         header = step.header
         if not header.drafts:
             return
-        if header.features & _CONSTRAIN and len(drawn.refused_N):
-            verify.refuse(self.state, step, drawn.refused_N)
+        if header.features & _CONSTRAIN and len(drawn.masks.refused):
+            verify.refuse(self.state, step, drawn.masks.refused)
         if _after(header) is After.DRAFT:
             drawn.accepted_R.zero_()  # of rows without drafts, too
         verify.accept(rows, self.state, step, drawn.output_4R, drawn.accepted_R)
