@@ -18,6 +18,8 @@ from rollout.engine.device.group_memory import GroupMemory, SleepMemory
 from rollout.engine.device.releasable import HostPages, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice, Device
 from rollout.engine.features.all import FEATURES, MakeFeature
+from rollout.engine.features.drafts.drafter import device_drafter
+from rollout.engine.features.drafts.verifier import DraftVerifier, draft_rows
 from rollout.engine.features.site import Lead, Site
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
@@ -33,11 +35,10 @@ from rollout.engine.loop import Engine
 from rollout.engine.messages import Event
 from rollout.engine.parts import EngineParts, Links, Receiver
 from rollout.engine.schedule.completion import Counters
-from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.schedule.feature import StepFeature, find
 from rollout.engine.schedule.refusal import SchedulerLimits
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
-from rollout.engine.schedule.speculation import Speculation
 from rollout.engine.sizing import (
     DeviceMemory,
     PoolSize,
@@ -55,16 +56,11 @@ from rollout.engine.sizing import (
     states_on_host,
     weight_bytes,
 )
-from rollout.engine.speculation.drafter import DRAFTERS, guesser_of
-from rollout.engine.speculation.step_costs import StepCosts
-from rollout.engine.step.decode_costs import measure_decode_costs
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.feature import DeviceFeature, HostParts
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
-from rollout.engine.step.head_drafts import HeadDrafts
-from rollout.engine.step.ngram_drafts import NgramDrafts
-from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words, verify_words
+from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
 from rollout.engine.step.row_state import RowState
@@ -218,14 +214,13 @@ class _Totals:
     sessions: SessionCounts = field(default_factory=SessionCounts)
     offload: OffloadCounts = field(default_factory=OffloadCounts)
     features: Seq[StepFeature] = ()  # that have totals
-    draft_version: int | None = None  # None: that of the weights
 
     @classmethod
     def of(cls, roster: Roster) -> _Totals:
         """The totals of a roster that a fault ended."""
         allocator = roster.allocator
         counts = allocator.sessions.counts, allocator.offload_books.counts
-        return cls(roster.counters, *counts, roster.features, roster.draft_version)
+        return cls(roster.counters, *counts, roster.features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +228,10 @@ class _Steps:
     """What runs steps, and the bounds of their uploads."""
 
     executor: Executor
-    costs: StepCosts | None  # with speculation
     slots: list[Slot]
     context: int  # longest sequence, tokens
     chunk: int  # most tokens of a prefill step
-    prompt_words: int  # of an upload without drafts
+    words: int  # of an upload
 
 
 def _build_steps(site: Site, memory: _Memory, progress: Progress | None) -> _Steps:
@@ -248,19 +242,19 @@ def _build_steps(site: Site, memory: _Memory, progress: Progress | None) -> _Ste
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
     features = memory.features
-    guesses = engine.speculation_tokens if guesser_of(engine, model) else 0
     columns = [feature.name for feature in features if feature.row_column]
-    rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, columns, guesses)
+    rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, columns)
+    for feature in features:
+        feature.begin_rows(rows)
     chunk = chunk_tokens(engine, model)
-    prompt_words = slot_words(engine.max_rows, most_pages, context, chunk, features)
-    words = prompt_words + verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
+    words = slot_words(engine.max_rows, most_pages, context, chunk, features)
     peers = model.group.peers if isinstance(model, Decoder) else None
     fault = None if peers is None else peers.fault
-    more = chunk, features, guesses, fault
+    more = chunk, features, fault
     slots = [Slot(device, words, engine.step_rows, vocab, *more) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    executor, costs = _build_executor(site, rows, slots, memory, progress)
-    return _Steps(executor, costs, slots, context, chunk, prompt_words)
+    executor = _build_executor(site, rows, slots, memory, progress)
+    return _Steps(executor, slots, context, chunk, words)
 
 
 def _build_parts(
@@ -269,21 +263,19 @@ def _build_parts(
     settings, model = site.settings, site.model
     engine = settings.engine
     steps = _build_steps(site, memory, progress)
-    executor, slots, prompt_words = steps.executor, steps.slots, steps.prompt_words
+    executor, slots = steps.executor, steps.slots
     spare = sum(feature.spare_words for feature in executor.step.features)
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
         max_context=steps.context,
         chunk_tokens=steps.chunk,
-        upload_words=prompt_words - spare_words(engine.max_rows, spare),
+        upload_words=steps.words - spare_words(engine.max_rows, spare),
         fair_queue=engine.fair_queue,
     )
-    features = _host_features(executor, totals.features)
+    features = _host_features(executor, version, totals.features)
     allocator = _build_allocator(site, executor, features, totals)
-    draft_names = model.draft_names() if isinstance(model, Decoder) else frozenset()
-    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, totals.counters, draft_names, features)
-    roster.draft_version = version if totals.draft_version is None else totals.draft_version
+    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, totals.counters, features)
     mover, books = executor.mover, allocator.offload_books
     offload = None if mover is None else Offload(roster, books, mover, executor.state_mover)
     sizes = None if executor.graphs is None else executor.graphs.sizes
@@ -291,19 +283,9 @@ def _build_parts(
     if step.shares_pages:
         shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
     states = step.kv.states is not None
-    packer = Packer(sizes, shared, _draft_rows(engine), states, features)
-    scheduler = Scheduler(limits, roster, upload_words, _speculation(engine, model, steps.costs))
+    packer = Packer(sizes, shared, states, features)
+    scheduler = Scheduler(limits, roster, upload_words)
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
-
-
-def _speculation(engine: EngineSettings, model: LanguageModel, costs: StepCosts | None) -> Speculation | None:
-    if costs is None:
-        return None
-    adapts = engine.speculation == "auto"
-    make = DRAFTERS.get("suffix" if adapts else engine.speculation)
-    drafter = None if make is None else make(engine.constants.speculation_kept_tokens)
-    most = engine.speculation_tokens, engine.speculation_rows
-    return Speculation(drafter, *most, costs, adapts, guesser_of(engine, model))
 
 
 def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], totals: _Totals) -> PageAllocator:
@@ -322,33 +304,24 @@ def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], t
     return PageAllocator(sessions, prefixes, books, mirrors)
 
 
-def _host_features(executor: Executor, before: Seq[StepFeature]) -> list[StepFeature]:
+def _host_features(executor: Executor, version: int, before: Seq[StepFeature]) -> list[StepFeature]:
     """The features' parts on the host; the totals of those `before` a fault go on."""
     kept = {feature.name: feature for feature in before}
     host_pages = 0 if executor.mover is None else executor.mover.host_memory.pages
-    parts = HostParts(executor.streams, executor.orders, executor.step.kv, host_pages)
+    parts = HostParts(executor.streams, executor.orders, executor.step.kv, host_pages, version)
     made = [feature.host_part(parts, kept.get(feature.name)) for feature in executor.step.features]
     return [feature for feature in made if feature is not None]
 
 
 def _build_executor(
     site: Site, rows: RowState, slots: list[Slot], memory: _Memory, progress: Progress | None
-) -> tuple[Executor, StepCosts | None]:
-    """The device's side: streams, KV pool, captured steps; and what steps cost, for speculation.
-
-    On an error the streams end.
-    """
+) -> Executor:
+    """The device's side: streams, KV pool, captured steps. On an error the streams end."""
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
     context = context_limit(settings.engine, model)
     kv = memory.kv or _allocate_kv(model, _LEAST_PAGES, engine, memory.states)
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
-    guesser: HeadDrafts | NgramDrafts | None = None
-    match guesser_of(engine, model):
-        case "heads":
-            guesser = HeadDrafts(native(model), rows, engine.step_rows, engine.fused_experts)
-        case "ngram":
-            guesser = NgramDrafts(rows)
-    step = DeviceStep(model, forward, kv, rows, engine.deterministic, _shares_pages(site), memory.features, guesser)
+    step = DeviceStep(model, forward, kv, rows, engine.deterministic, _shares_pages(site), memory.features)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else None
     streams = Streams.make(device, [feature.name for feature in memory.features if feature.own_stream])
@@ -361,9 +334,8 @@ def _build_executor(
         if graph_rows is not None:
             graphs = DecodeGraphs(step, streams.compute, context, graph_rows)
             graphs.capture(slots, progress)
-        costs = None
-        if engine.speculation != "off":
-            costs = measure_decode_costs(Executor(device, streams, step, graphs), slots[0], engine.step_rows)
+        if (verifier := find(step.features, DraftVerifier)) is not None:
+            verifier.measure(Executor(device, streams, step, graphs), slots[0])
         orders = None
         if site.lead is not None:  # from here on the other ranks run what they are ordered to
             words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
@@ -379,7 +351,7 @@ def _build_executor(
         raise
     checked = model.group if engine.check_ranks and isinstance(model, Decoder) and model.group.size > 1 else None
     movers = mover, state_mover
-    return Executor(device, streams, step, graphs, *movers, orders, not site.follows, checked), costs
+    return Executor(device, streams, step, graphs, *movers, orders, not site.follows, checked)
 
 
 def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
@@ -499,7 +471,7 @@ def _allocate_kv(
     memory: ReleasableMemory | None = None,
 ) -> KVCache:
     zeros, dtype = None if memory is None else memory.zeros, kv_dtype(engine, model)
-    tokens = guesser_of(engine, model) == "ngram"
+    tokens = device_drafter(engine, model) == "ngram"
     return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states, tokens)
 
 
@@ -516,9 +488,4 @@ def _states(site: Site) -> StatePool | None:
     facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": needed}
     log.info("states of linear attention", extra=facts)
     of_model = native(model).spec, places, model.embed.dtype, model.embed.device, zeros
-    return StatePool.allocate(*of_model, _draft_rows(engine))
-
-
-def _draft_rows(engine: EngineSettings) -> range:
-    """The rows of the row state for drafts."""
-    return range(engine.max_rows + 1, engine.step_rows + 1)
+    return StatePool.allocate(*of_model, draft_rows(engine))

@@ -10,17 +10,18 @@ sequence (lengths, versions) may be a step newer than the sequence next to it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from rollout.engine.features.adapters.feature import Adapters
+from rollout.engine.features.drafts.counts import DraftCounts
+from rollout.engine.features.drafts.feature import Drafting
 from rollout.engine.loop import Engine
 from rollout.engine.messages import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
 from rollout.engine.schedule.feature import find
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence, State
 from rollout.engine.sequence.sequence_kv import PREFIX_HITS
-from rollout.metrics.definitions import DRAFT_AGES, percent
+from rollout.metrics.definitions import percent
 from rollout.metrics.recording import Recording
 from rollout.metrics.step_timing import StepTiming
 
@@ -78,6 +79,7 @@ class Inspector:
         """Give the meter the values of metrics that the engine keeps, before a report."""
         roster, offload = self._engine.roster, self._offload()
         pool, counters, prefixes = roster.allocator.pool, roster.counters, roster.allocator.prefixes
+        drafting = find(roster.features, Drafting)
         self._engine.meter.set(
             {
                 "rollout/rows": roster.running,
@@ -90,14 +92,7 @@ class Inspector:
                 "kv/prefix_hit_pct": percent(counters.cached_tokens, counters.prompt_tokens),
                 "prefill/tokens_computed": counters.prefilled_tokens,
                 "prefill/tokens_shared": counters.cached_tokens,
-                "speculation/drafted": counters.drafted,
-                "speculation/accepted": counters.accepted,
-                "speculation/saved_s": counters.saved_s,
-                "speculation/expected_saved_s": counters.expected_saved_s,
-                "speculation/accepted_pct": _share(counters.accepted, counters.drafted),
-                **_accepted_by_drafter(counters.drafts_by_drafter),
-                **_accepted_by_age(counters.drafts_by_age),
-                "speculation/tokens_a_step": 1 + counters.accepted / max(counters.decode_rows, 1),
+                **(DraftCounts() if drafting is None else drafting.counts).gauges(counters.decode_rows),
                 "kv/preemptions": counters.preemptions,
                 "kv/host_used_pct": percent(offload.pages, offload.pages_total),
                 "kv/restores": offload.restored,
@@ -213,21 +208,3 @@ def _unfinished_row(
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 3)
-
-
-def _share(accepted: int, drafted: int) -> float | None:
-    """In percent; None where nothing was drafted: a 0 would say that all drafts were wrong."""
-    return percent(accepted, drafted) if drafted else None
-
-
-def _accepted_by_drafter(drafts: Mapping[str, tuple[int, int]]) -> dict[str, float | None]:
-    """Of (drafted, accepted) by drafter."""
-    return {f"speculation/accepted_pct/by_{name}": _share(part, whole) for name, (whole, part) in drafts.items()}
-
-
-def _accepted_by_age(drafts: list[tuple[int, int]]) -> dict[str, float | None]:
-    """Of (drafted, accepted) by age."""
-    names = (f"speculation/accepted_pct/age_{name}" for name in DRAFT_AGES)
-    shares = {name: _share(accepted, drafted) for name, (drafted, accepted) in zip(names, drafts, strict=True)}
-    older = [sum(column) for column in zip(*drafts[1:], strict=True)]
-    return shares | {"speculation/accepted_older_pct": _share(older[1], older[0])}

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from rollout.config import EngineSettings
+from rollout.engine.features.drafts.drafter import device_drafter
 from rollout.engine.kv.allocator import pages_for
-from rollout.engine.speculation.drafter import guesser_of
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.engine.step.row_state import RowState
 from rollout.models.language_model import LanguageModel, native
@@ -254,7 +254,7 @@ def staging_bytes(settings: EngineSettings, state_bytes: int) -> int:
 def page_bytes_of(settings: EngineSettings, model: LanguageModel, dtype: torch.dtype) -> int:
     """Bytes of a KV page of all layers."""
     token_bytes = model.spec.kv_bytes_per_token(dtype)
-    if guesser_of(settings, model) == "ngram":
+    if device_drafter(settings, model) == "ngram":
         token_bytes += torch.int32.itemsize  # the token's id
     return token_bytes * settings.page_size
 

@@ -19,6 +19,4 @@ class StepOutput:
     raw_logprobs: list[float]
     drawn_logprobs: list[float]
     accepted: list[int] | None = None  # of a step with drafts: at the place of a row's own draw, how many of its drafts
-    #: Guesses of the device after the step for each row that draws, in their order. Others may follow them.
-    guesses: list[list[int]] | None = None
     of_features: Mapping[str, Any] = field(default_factory=dict)  # what features give to their part on the host

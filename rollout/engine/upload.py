@@ -25,13 +25,14 @@
     known                  int64 [n, 3]: row, token that goes in, its position; of rows of a decode forward whose token
                            comes from the host
     verified               int64 [M, 4] of rows with drafts: row, place of its own draw, number of drafts (their places
-                           follow), first position of its path; or `IN_ROW_STATE`: the drafts are the row's guesses
+                           follow), first position of its path; or `IN_ROW_STATE`: the device has made the drafts
     paths                  int64 [M, W]: the tokens that are expected from there on; padded
     drafts                 int64 [N, 4] of drafts: draft row, row, how far ahead (from 1), which of the `verified`
     pages                  int32 [n, 3]: row, column of its page table, page; of all rows of a verify step
-    bases                  int64 [rows, 2]: row, and place of its own draw, of a verify step after which the draft
-                           model guesses
-    next_tokens            int64 [rows]: of the spans of a prefill, its next token; 0 after the last
+    bases                  int64 [rows, 2]: row, and place of its own draw, of a step with drafts after which the device
+                           makes the next ones
+    next_tokens            int64 [rows]: of the spans of a prefill, its next token; 0 after the last. For the drafter on
+                           the device
     of features            see their folders
 
 The sections of a decode lie first and at the same place in every upload of its size: captured steps read them there.
@@ -51,7 +52,7 @@ import torch
 #: Sections start at a multiple of this many int32 words: 16 bytes. Kernels are compiled anew for pointers that are less
 #: well aligned, and nothing is compiled while serving.
 _ALIGN = 4
-#: In the place of a path's first position: the drafts are the guesses of the row state.
+#: In the place of a path's first position: the device has made the drafts, and they are in the row state.
 IN_ROW_STATE = -1
 #: int32 words that alignment adds to an upload at most: fewer than `_ALIGN` for each of fewer than 32 sections.
 ALIGNMENT_WORDS = 32 * (_ALIGN - 1)
@@ -80,8 +81,6 @@ class Header(NamedTuple):
     #: A prefill: (first token of the step, tokens, context, draws) of each span. Empty: the decode forward.
     layout: tuple[tuple[int, int, int, int], ...] = ()
     drafts: int = 0  # most drafts of a row; 0 in a step without drafts
-    #: Tokens that are guessed for each row after the step; 0: a draft model only reads the step; -1: nothing runs.
-    guesses: int = -1
     facts: dict[str, list[Any]] = {}  # what features say of the step, by their names: plain data
 
     def to_fields(self) -> dict[str, Any]:

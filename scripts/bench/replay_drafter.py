@@ -13,9 +13,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from rollout.engine.features.drafts.drafter import DeviceDrafter
 from rollout.engine.sequence.sequence import Sequence, row_seed
-from rollout.engine.step.head_drafts import HeadDrafts
-from rollout.engine.step.ngram_drafts import NgramDrafts
 from rollout.engine.step.row_state import LENGTH, PROMPT, SEED
 from rollout.engine.upload import StepInput
 
@@ -44,7 +43,7 @@ class ReplayDrafter:
         p: probability that a token is right. Which tokens are wrong is a matter of `seed`.
         vocab: token ids.
         diverges: after a wrong token the rest of a path is wrong as well, as with a drafter that goes on from its own
-            guess. Drafts of a step in flight that are refused then cost those of the next step, too.
+            draft. Drafts of a step in flight that are refused then cost those of the next step, too.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class ReplayDrafter:
             self._wrong_at[name] = np.minimum.accumulate(at[::-1])[::-1].tolist()
 
     def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
-        """As `Drafter.path`; the key is the engine's sequence."""
+        """As `HostDrafter.path`; the key is the engine's sequence."""
         name, begin = cast(Sequence, key).group.key[1], len(tokens)
         drafts = self._drafts.get(name, [])
         path = drafts[begin : begin + want]
@@ -75,26 +74,26 @@ class ReplayDrafter:
         return path
 
     def source(self, key: Hashable) -> int | None:
-        """As `Drafter.source`."""
+        """As `HostDrafter.source`."""
         return None
 
     def ended(self, key: Hashable) -> None:
-        """As `Drafter.ended`."""
+        """As `HostDrafter.ended`."""
 
 
-class ReplayGuesses:
-    """Puts recorded tokens in the place of the device's guesses. Steps take the time of what guesses there.
+class ReplayOnDevice:
+    """Puts recorded tokens in the place of the drafts of the device. Steps take the time of the drafter there.
 
     Args:
-        guesser: guesses in an engine whose requests have the seeds 0, 1, ... and one completion each.
+        drafter: of an engine whose requests have the seeds 0, 1, ... and one completion each.
         recorded: tokens of the requests, in this order.
         p: as `ReplayDrafter`.
         vocab: token ids.
     """
 
-    def __init__(self, guesser: HeadDrafts | NgramDrafts, recorded: Seq[Seq[int]], p: float, vocab: int) -> None:
-        self._guesser, self._run = guesser, guesser.run
-        device, most = guesser.rows.ints.device, guesser.most
+    def __init__(self, drafter: DeviceDrafter, recorded: Seq[Seq[int]], p: float, vocab: int) -> None:
+        self._drafter, self._run = drafter, drafter.run
+        device, most = drafter.rows.ints.device, drafter.most
         rows, length = [], max(map(len, recorded)) + most
         for i, tokens in enumerate(recorded):
             right = np.asarray([*tokens, *[0] * (length - len(tokens))], dtype=np.int64)
@@ -107,18 +106,16 @@ class ReplayGuesses:
         self._ahead_G = torch.arange(1, most + 1, device=device)
 
     def __enter__(self) -> None:
-        self._guesser.run = self._replay  # type: ignore[method-assign]
+        self._drafter.run = self._replay  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        self._guesser.run = self._run  # type: ignore[method-assign]
+        self._drafter.run = self._run  # type: ignore[method-assign]
 
     def _replay(self, step: StepInput, output_4R: torch.Tensor, accepted_B: torch.Tensor, *how: Any) -> Any:
-        guessed = self._run(step, output_4R, accepted_B, *how)
-        if step.header.guesses > 0:
-            rows = self._guesser.rows
-            ints_RI, (requests, length) = rows.ints, self._tokens_NL.shape
+        drafted = self._run(step, output_4R, accepted_B, *how)
+        if drafted is not None:
+            ints_RI, (requests, length) = self._drafter.rows.ints, self._tokens_NL.shape
             request_R = torch.searchsorted(self._seeds_N, ints_RI[:, SEED].contiguous()).clamp_(max=requests - 1)
             at_RG = (ints_RI[:, LENGTH] - ints_RI[:, PROMPT])[:, None] + self._ahead_G
-            assert rows.guesses is not None
-            rows.guesses.copy_(self._tokens_NL[request_R[:, None], at_RG.clamp_(0, length - 1)])
-        return guessed
+            self._drafter.next_RG.copy_(self._tokens_NL[request_R[:, None], at_RG.clamp_(0, length - 1)])
+        return drafted

@@ -7,15 +7,15 @@ so that a verify step of --most drafts yields an accepted length (AL, the step's
 each number of rows and each context there are these runs:
 
     plain     speculation is off
-    auto      drafts where they pay by acceptance and costs, as `speculation = auto`, which has the device guess by
+    auto      drafts where they pay by acceptance and costs, as `speculation = auto`, which has the device draft by
               n-grams, too, where it has no draft model
     always    drafts in every step, as `speculation = suffix`
     diverge   auto, and after its first wrong token the rest of a path is wrong, too. So it is with real drafters: at a
               pipeline of depth 2 a refused draft costs those of the next step as well
     nothing   auto, and every draft of the host is wrong: the price of a drafter that is never right
-    heads     with --draft-model only: a random EAGLE-3 head guesses after every step, and recorded tokens take the
-              place of its guesses, on the device. So it is `speculation = heads` with a head that is right so often
-    unpaid    auto with what guesses on the device alone, and every guess is wrong: such a head, or else n-grams
+    heads     with --draft-model only: a random EAGLE-3 head drafts after every step, and recorded tokens take the
+              place of its drafts, on the device. So it is `speculation = heads` with a head that is right so often
+    unpaid    auto with the drafter on the device alone, and every draft is wrong: such a head, or else n-grams
 
 `speedup` is tokens a second over those of the plain run, by the wall time between the commits of the first and last
 step with all rows; `al` the tokens that these steps yielded for a row, whatever was asked for. `floor_ms` is the time
@@ -51,12 +51,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rollout.engine.features.drafts.decode_costs import measure_decode_costs
+from rollout.engine.features.drafts.drafter import device_drafter
+from rollout.engine.features.drafts.feature import Drafting
+from rollout.engine.features.drafts.planner import DraftPlanner
+from rollout.engine.features.drafts.step_costs import StepCosts
+from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.messages import SamplingParams
-from rollout.engine.schedule.speculation import Speculation
-from rollout.engine.speculation.drafter import guesser_of
-from rollout.engine.speculation.step_costs import StepCosts
+from rollout.engine.schedule.feature import find
 from rollout.engine.step import shared_pages
-from rollout.engine.step.decode_costs import measure_decode_costs
 from rollout.settings_sources import SettingsError
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.decode import step_needs
@@ -66,11 +69,11 @@ from scripts.bench.peers.floors import job_floor, step_floor_s
 from scripts.bench.peers.job import Job
 from scripts.bench.peers.ours_engine import OursEngine, engine_settings, speculation_changes, steady_figures
 from scripts.bench.peers.workloads import Work, long_job, nested_prompts
-from scripts.bench.replay_drafter import ReplayDrafter, ReplayGuesses, chance_of
+from scripts.bench.replay_drafter import ReplayDrafter, ReplayOnDevice, chance_of
 from scripts.bench.shapes import SHAPES, StepBytes
 
 MODES = ("auto", "always", "diverge", "nothing", "heads", "unpaid")
-_GUESSED = ("heads", "unpaid")
+_BY_DEVICE = ("heads", "unpaid")
 _WARM_TOKENS, _SKIPPED_STEPS, _LEAST_STEPS = 8, 4, 8
 #: Pages that a row needs beside those of its context and its new tokens, in tokens.
 _SPARE_TOKENS = 64
@@ -122,12 +125,12 @@ class Bench:
         self._most = args.most
         parts = engine.engine.parts
         self._most_rows = args.draft_rows
-        self._guesser = guesser_of(
+        self._on_device = device_drafter(
             engine_settings(_job(args), args.depth, changes=args.changes), parts.executor.step.model
         )
         step_rows = max(args.rows) + args.draft_rows
         slot = parts.pipeline.free_slots[0]
-        self.costs: StepCosts = measure_decode_costs(parts.executor, slot, step_rows)
+        self.costs: StepCosts = measure_decode_costs(parts.executor, slot, step_rows, self._on_device is not None)
 
     def warm(self, prompts: list[list[int]]) -> None:
         """Leave the prompts in the prefix cache."""
@@ -144,28 +147,30 @@ class Bench:
             mode != "always",
         )
         costs = copy.deepcopy(self.costs)  # what it learns is forgotten
-        if mode in _GUESSED:
-            guesser = self.engine.engine.executor.step.guesser
-            assert guesser is not None, "checked with the arguments"
+        if mode in _BY_DEVICE:
+            verifier = find(self.engine.engine.executor.step.features, DraftVerifier)
+            assert verifier is not None and verifier.drafter is not None, "checked with the arguments"
             recorded = [plain.tokens[str(i)] for i in range(len(plain.tokens))]
-            speculation = Speculation(None, self._most, self._most_rows, costs, mode == "unpaid", self._guesser)
-            with ReplayGuesses(guesser, recorded, p, self.engine.vocab):
-                run, row = self._run(work, figures, speculation)
+            planner = DraftPlanner(None, self._most, self._most_rows, costs, mode == "unpaid", self._on_device)
+            with ReplayOnDevice(verifier.drafter, recorded, p, self.engine.vocab):
+                run, row = self._run(work, figures, planner)
             return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
-        ngrams = self._guesser if adapts and self._guesser == "ngram" else None
-        speculation = Speculation(drafter, self._most, self._most_rows, costs, adapts, ngrams)
-        run, row = self._run(work, figures, speculation)
+        ngrams = self._on_device if adapts and self._on_device == "ngram" else None
+        planner = DraftPlanner(drafter, self._most, self._most_rows, costs, adapts, ngrams)
+        run, row = self._run(work, figures, planner)
         return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
 
-    def _run(self, work: Work, figures: Figures, speculation: Speculation | None) -> tuple[Recorded, Row]:
+    def _run(self, work: Work, figures: Figures, planner: DraftPlanner | None) -> tuple[Recorded, Row]:
         engine = self.engine.engine
-        counters = engine.roster.counters
-        before = counters.drafted, counters.accepted
-        engine.scheduler.speculation = speculation
+        drafting = find(engine.roster.features, Drafting)
+        assert drafting is not None, "the engine has speculation"
+        counts, nothing = drafting.counts, DraftPlanner(None, self._most, self._most_rows, copy.deepcopy(self.costs))
+        before = counts.drafted, counts.accepted
+        drafting.planner = planner or nothing
         finished = self.engine.generate(work)
-        engine.scheduler.speculation = None
+        drafting.planner = nothing
         row = figures(work, finished)
-        row |= {"drafted": counters.drafted - before[0], "accepted": counters.accepted - before[1]}
+        row |= {"drafted": counts.drafted - before[0], "accepted": counts.accepted - before[1]}
         told = self.engine.completions
         recorded = {key: [token for delta in deltas for token in delta.token_ids] for key, deltas in told.items()}
         logprobs = {key: np.concatenate([delta.logprobs for delta in deltas]) for key, deltas in told.items()}
@@ -286,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts["costs"] = [cost_of(bench.costs, rows, k) for rows in sorted(args.rows) for k in range(args.most + 1)]
     facts |= {"most": args.most, "settings": args.changes, "layers": args.layers}
     if args.draft_model:
-        facts["guess_ms_by_rows"] = {size: round(bench.costs.guess_s(size) * 1e3, 3) for size in table}
+        facts["guess_ms_by_rows"] = {size: round(bench.costs.draft_s(size) * 1e3, 3) for size in table}
     print(json.dumps(facts), flush=True)
     results: list[Row] = []
 
@@ -361,7 +366,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not args.draft_model and "heads" in args.modes:
         parser.error("the mode heads needs --draft-model")
     if "unpaid" in args.modes and args.changes.get("speculation") in ("off", "suffix"):
-        parser.error("the mode unpaid needs what guesses on the device: no --set speculation=off or suffix")
+        parser.error("the mode unpaid needs a drafter on the device: no --set speculation=off or suffix")
     try:
         for length in args.lengths:
             chance_of(length, args.most)

@@ -26,6 +26,7 @@ from rollout.engine.loop import Engine
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.execute import Executor
+from rollout.engine.step.feature import Replays
 from rollout.engine.step.graphs import CapturedSizes, DecodeGraphs
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
 from rollout.engine.step.slot import Slot
@@ -124,6 +125,7 @@ class _SleepingGraphs:
 
     def __init__(self, nap: Callable[[], object]) -> None:
         self._nap = nap
+        self.replays: dict[str, Replays] = {}
 
     def run(self, slot: Slot, size: int, drafted: bool = False) -> None:
         self._nap()

@@ -3,7 +3,7 @@
     python -m scripts.check.shadow_acceptance rollouts.jsonl --drafter suffix ngram --cost 8:0:4.1 --cost 8:3:4.3
 
 Drafts are accepted only where they equal the token that was drawn, so finished completions say what `speculation =
-suffix` and `ngram` would have had accepted. Guesses of a draft model depend on hidden states, which no completion has:
+suffix` and `ngram` would have had accepted. Drafts of a draft model depend on hidden states, which no completion has:
 a worker with `speculation = auto` measures them.
 
 The script plays completions again: all completions of a group begin together, and each step gives every unfinished one
@@ -26,7 +26,7 @@ step, and the part of the accepted tokens that came from each source. --groups a
 writes all of it.
 
 --late is for suffix. 1 (default) is the host of a pipeline of two steps: the drafter does not see the tokens of the
-step in flight, so its drafts also skip the place of a token that it guessed wrong. 0 is a pipeline of one step. N-grams
+step in flight, so its drafts also skip the place of a wrong draft. 0 is a pipeline of one step. N-grams
 are found on the device, which knows each token at once: they are never late.
 
 An engine differs at the end of a completion. It drafts beyond a stop, which it cannot foresee. In a pipeline of two
@@ -52,8 +52,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rollout.engine.speculation.suffix_drafter import SuffixDrafter
-from rollout.engine.speculation.suffix_index import Match
+from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
+from rollout.engine.features.drafts.suffix_index import Match
 from scripts.bench.output import print_table, write_results
 from trainer_bridge.client.journal import Journal
 from trainer_bridge.wire.errors import JournalFailed
@@ -129,9 +129,9 @@ class Cost(NamedTuple):
 
 
 class PlayedDrafter(Protocol):
-    """Guesses tokens of completions that are played again. `key` is one completion."""
+    """Drafts tokens of completions that are played again. `key` is one completion."""
 
-    def guess(
+    def matched_path(
         self, key: Hashable, prompt: np.ndarray, tokens: Sequence[int], want: int
     ) -> tuple[Match | None, list[int]]:
         """At most `want` tokens expected after prompt and `tokens`, which only grow; and the place that they follow."""
@@ -144,7 +144,7 @@ class PlayedDrafter(Protocol):
 
 
 class NgramDrafter:
-    """Guesses as the device does, by the rule in `rollout_kernels.step.ngrams`.
+    """Drafts as the device does, by the rule in `rollout_kernels.step.ngrams`.
 
     Of a completion that has not ended, and of its prompt, a token takes about 1.2 KB.
     """
@@ -155,10 +155,10 @@ class NgramDrafter:
         self._most_equal, self._reach = ngrams.MOST_EQUAL, ngrams.REACH
         self._rows: dict[Hashable, tuple[list[int], dict[tuple[int, ...], int]]] = {}
 
-    def guess(
+    def matched_path(
         self, key: Hashable, prompt: np.ndarray, tokens: Sequence[int], want: int
     ) -> tuple[Match | None, list[int]]:
-        """As `PlayedDrafter.guess`. Takes the tokens that are new; where nothing is equal, it repeats the last one."""
+        """As `PlayedDrafter.matched_path`. Where nothing is equal, it repeats the last token."""
         if key not in self._rows:
             self._rows[key] = [], {}
             self._add(key, prompt.tolist())
@@ -217,7 +217,7 @@ def _play_group(drafter: PlayedDrafter, number: int, group: Group, k: int, late:
     rows = [_Row((number, i), tokens) for i, tokens in enumerate(group.completions)]
     siblings: set[int] = set()
     for row in rows:
-        drafter.guess(row.key, group.prompt, [], 0)
+        drafter.matched_path(row.key, group.prompt, [], 0)
         siblings.add(drafter.own_text(row.key))
     running = [row for row in rows if len(row.tokens) > 1]
     while running:
@@ -229,7 +229,7 @@ def _play_group(drafter: PlayedDrafter, number: int, group: Group, k: int, late:
             row.done += drawn
         running = [row for row in running if row.done < len(row.tokens)]
     for row in rows:
-        drafter.guess(row.key, group.prompt, row.tokens, 0)
+        drafter.matched_path(row.key, group.prompt, row.tokens, 0)
         drafter.ended(row.key)
     return found
 
@@ -237,7 +237,7 @@ def _play_group(drafter: PlayedDrafter, number: int, group: Group, k: int, late:
 def _step(drafter: PlayedDrafter, row: _Row, prompt: np.ndarray, siblings: set[int], found: Acceptance) -> int:
     """One verify step of a row; returns the tokens that it draws."""
     unseen = row.done - row.seen
-    match, path = drafter.guess(row.key, prompt, row.tokens[: row.seen], unseen + found.k)
+    match, path = drafter.matched_path(row.key, prompt, row.tokens[: row.seen], unseen + found.k)
     drafts = path[unseen : min(len(path), unseen + len(row.tokens) - row.done - 1)]
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == row.tokens[row.done + accepted]:

@@ -254,8 +254,8 @@ def test_drafts_change_no_completion(wide, monkeypatch, deterministic):
         )
         assert bench.engine.executor.graphs is not None
         _submit_drafted(bench, sampling)
-        assert bench.engine.roster.counters.drafted > 100
-        assert (bench.engine.roster.counters.accepted > 50) == (wrong < 1.0)
+        assert bench.drafts.drafted > 100
+        assert (bench.drafts.accepted > 50) == (wrong < 1.0)
         for key, done in without.completions.items():
             assert bench.completions[key].token_ids == done.token_ids, (key, wrong)
             if deterministic:
@@ -284,6 +284,6 @@ def test_drafts_in_float32_give_transformers_tokens(made, monkeypatch):
         bench.submit(f"r{i}", prompt_of(20 + i, i), 50)
     bench.run()
     bench.close()
-    assert bench.engine.roster.counters.accepted > 20
+    assert bench.drafts.accepted > 20
     for i in range(3):
         agrees(hf_model, prompt_of(20 + i, i), bench.completions[f"r{i}", 0])

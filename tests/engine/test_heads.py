@@ -1,4 +1,4 @@
-"""A draft model changes no completion, guesses what its reference says, and its guesses are verified without a wait."""
+"""A draft model changes no completion, drafts what its reference says, and its drafts are verified without a wait."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from rollout_kernels.sampling import gumbel_noise
 
 from rollout.engine.build import rebuild_engine
+from rollout.engine.features.drafts import planner, verify
+from rollout.engine.features.drafts.drafter import NAME, After
+from rollout.engine.features.drafts.model_drafter import DRAFT, READ, ModelDrafter
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel, StopAt
-from rollout.engine.schedule import speculation
 from rollout.engine.sequence.features import PLAIN
-from rollout.engine.step import verify
-from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from rollout.engine.step.sampler import Sampler
 from tests.engine.step.test_verify import accept_by_kernel, set_up_by_kernel
@@ -37,7 +37,7 @@ from tests.engine.test_speculation import (
 )
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.constraints import SIZE, Cycle, X, Y, only_hangs_are_late
-from tests.support.engine.drafting import drafting, replayed_guesses, row_by_row, watch_guesses
+from tests.support.engine.drafting import drafting, replayed_drafts, row_by_row, watch_drafts
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of
 from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
@@ -73,24 +73,24 @@ def drafted(folders, head_folder):
 
 
 def as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have steps read and guess as where these are captured: for fixed numbers of rows, for the longest context."""
-    run = HeadDrafts.run
+    """Have steps read and draft as where these are captured: for fixed numbers of rows, for the longest context."""
+    run = ModelDrafter.run
 
-    def run_graphs(self, step, output_4R, accepted_B, kv, graphs):
+    def run_graphs(self, step, output_4R, accepted_B, kv, after, replays):
         longest = self.rows.pages.shape[1] * kv.page_size
         read = {size: functools.partial(self.read, size, longest, kv) for size in range(1, 33)}
-        guess = {size: functools.partial(self.guess, size, longest, PLAIN, kv) for size in (2, 4, 8, 16)}
+        draft = {size: functools.partial(self.draft, size, longest, PLAIN, kv) for size in (2, 4, 8, 16)}
         self.rows.ints[0, LENGTH] += 1000  # of the padding
-        run(self, step, output_4R, accepted_B, kv, HeadGraphs(read, guess))
+        return run(self, step, output_4R, accepted_B, kv, after, {READ: read, DRAFT: draft})
 
-    monkeypatch.setattr(HeadDrafts, "run", run_graphs)
-
-
-# --- what it guesses -------------------------------------------------------------------------------------------------
+    monkeypatch.setattr(ModelDrafter, "run", run_graphs)
 
 
-def reference_guesses(hf_model, head, tokens: list[int], count: int, draw) -> list[int]:
-    """What a head guesses after these tokens: `draw(logits, index of the guess)` is a token."""
+# --- what it drafts -------------------------------------------------------------------------------------------------
+
+
+def reference_drafts(hf_model, head, tokens: list[int], count: int, draw) -> list[int]:
+    """What a head drafts after these tokens: `draw(logits, index of the draft)` is a token."""
     config, tensors, _ = head
     with torch.inference_mode():
         states = hf_model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
@@ -120,7 +120,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("head", ["mapped", *nightly("whole")], indirect=True)
 @pytest.mark.parametrize(("depth", "kernels"), [(2, True), *nightly((2, False), (1, False))])
-def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatch, depth, kernels):
+def test_drafts_are_those_of_the_reference(folders, hf_models, head, monkeypatch, depth, kernels):
     """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
     if kernels:
         by_kernels(monkeypatch)
@@ -128,7 +128,7 @@ def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatc
     model = load(folders[0], draft=head[2])
     fields = {**HEADS, "prefill_chunk_tokens": 8, "pipeline_depth": depth, "speculation_tokens": 4}
     bench = Bench(model, **fields)
-    seen = watch_guesses(monkeypatch)
+    seen = watch_drafts(monkeypatch)
     if depth == 2:
         as_captured(monkeypatch)
     prompts = {11: prompt_of(21, 1), 12: prompt_of(6, 2), 13: prompt_of(13, 3)}
@@ -151,14 +151,14 @@ def test_guesses_are_those_of_the_reference(folders, hf_models, head, monkeypatc
             noise_1V = gumbel_noise(torch.tensor([ints[SEED]]), at, VOCAB)
             return int((logits_1V / floats[TEMPERATURE] + floats[NOISE] * noise_1V).argmax())
 
-        assert guesses == reference_guesses(hf_models[0], head, known[: ints[LENGTH] + 1], len(guesses), draw)
+        assert guesses == reference_drafts(hf_models[0], head, known[: ints[LENGTH] + 1], len(guesses), draw)
         checked += 1
     assert checked > (15 if kernels else 50)
 
 
-def test_guesses_are_truncated_like_draws(drafted, monkeypatch):
-    """With top_k = 1 a sampled row guesses what a greedy one does."""
-    found, seen = [], watch_guesses(monkeypatch)
+def test_drafts_are_truncated_like_draws(drafted, monkeypatch):
+    """With top_k = 1 a sampled row drafts what a greedy one does."""
+    found, seen = [], watch_drafts(monkeypatch)
     for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_k": 1}):
         bench = Bench(drafted, **HEADS)
         seen.clear()  # those of the start
@@ -187,8 +187,8 @@ def changed_logits(logits_1V, ints, known, sampling, stop, index):
 
 
 @pytest.mark.parametrize("kernels", [False, *nightly(True)])
-def test_guesses_heed_penalties_biases_and_bans(folders, hf_models, head, monkeypatch, kernels):
-    """The counts of penalties go on with the guesses, and the rules of one row leave the others alone."""
+def test_drafts_heed_penalties_biases_and_bans(folders, hf_models, head, monkeypatch, kernels):
+    """The counts of penalties go on with the drafts, and the rules of one row leave the others alone."""
     if kernels:
         by_kernels(monkeypatch)
         costs(monkeypatch, {1: 1.0}, {1: 1.0})
@@ -204,7 +204,7 @@ def test_guesses_heed_penalties_biases_and_bans(folders, hf_models, head, monkey
     }
     stop = {seed: {"token_ids": stops, "min_tokens": 30} if seed in (12, 14) else {} for seed in rules}
     bench = Bench(load(folders[0], draft=head[2]), **HEADS)
-    seen = watch_guesses(monkeypatch)
+    seen = watch_drafts(monkeypatch)
     prompts = {seed: prompt_of(5 + seed % 4, seed) for seed in rules}
     for seed, sampling in rules.items():
         length = 8 if kernels else 20
@@ -228,7 +228,7 @@ def test_guesses_heed_penalties_biases_and_bans(folders, hf_models, head, monkey
             changed.update({seed} if token != plain else ())
             return token
 
-        assert guesses == reference_guesses(hf_models[0], head, known, len(guesses), draw)
+        assert guesses == reference_drafts(hf_models[0], head, known, len(guesses), draw)
         checked += 1
     assert checked > (8 if kernels else 40) and changed >= {11, 12, 14} and 15 not in changed
 
@@ -265,9 +265,9 @@ def test_a_random_head_changes_nothing(drafted, plain, depth):
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    counters = bench.engine.roster.counters
-    assert counters.drafted > 200 and counters.accepted < counters.drafted / 3
-    assert counters.drafts_by_drafter["heads"] == (counters.drafted, counters.accepted)
+    drafts = bench.drafts
+    assert drafts.drafted > 200 and drafts.accepted < drafts.drafted / 3
+    assert drafts.by_drafter["heads"] == (drafts.drafted, drafts.accepted)
 
 
 def submit_seeded(bench: Bench, vocab: int = VOCAB) -> None:
@@ -299,21 +299,21 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(folders, drafted, monk
     plain.run()
     plain.close()
     if wrong is not None:
-        replayed_guesses(monkeypatch, completions_by_seed(plain), wrong)
+        replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
     bench = Bench(drafted, **HEADS, max_rows=32, pipeline_depth=depth)
     submit_seeded(bench)
     run_watched(bench)
     bench.close()
     assert_same(bench, plain, exact=True)
-    counters = bench.engine.roster.counters
-    assert counters.accepted > (100 if wrong is not None else 0)
+    drafts = bench.drafts
+    assert drafts.accepted > (100 if wrong is not None else 0)
 
 
-def test_right_guesses_make_as_few_steps_as_they_can(folders, drafted, monkeypatch):
+def test_right_drafts_make_as_few_steps_as_they_can(folders, drafted, monkeypatch):
     plain = Bench(load(folders[0]))
     plain.submit("a", prompt_of(9), 101, sampling=SAMPLED)
     plain.run()
-    replayed_guesses(monkeypatch, completions_by_seed(plain), 0.0)
+    replayed_drafts(monkeypatch, completions_by_seed(plain), 0.0)
     bench = Bench(drafted, **HEADS, speculation_tokens=4)
     bench.submit("a", prompt_of(9), 101, sampling=SAMPLED)
     assert run_watched(bench).most == 2, "no wait between the steps"
@@ -325,26 +325,26 @@ def test_right_guesses_make_as_few_steps_as_they_can(folders, drafted, monkeypat
     bench.close()
 
 
-def test_a_row_may_have_more_guesses_than_a_step_has_rows(folders, drafted, monkeypatch):
+def test_a_row_may_have_more_drafts_than_a_step_has_rows(folders, drafted, monkeypatch):
     plain = Bench(load(folders[0]))
     plain.submit("a", prompt_of(9), 50, sampling=SAMPLED)
     plain.run()
-    replayed_guesses(monkeypatch, completions_by_seed(plain), 0.0)
+    replayed_drafts(monkeypatch, completions_by_seed(plain), 0.0)
     bench = Bench(drafted, **HEADS, max_rows=1, speculation_rows=3, speculation_tokens=6)
     bench.submit("a", prompt_of(9), 50, sampling=SAMPLED)
     run_watched(bench)
     bench.close()
-    assert bench.tokens("a") == plain.tokens("a") and bench.engine.roster.counters.accepted > 30
+    assert bench.tokens("a") == plain.tokens("a") and bench.drafts.accepted > 30
 
 
 def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted, monkeypatch):
-    """However many drafts were accepted, its guesses lie on pages that the row has, as far as these go."""
+    """However many drafts were accepted, its drafts lie on pages that the row has, as far as these go."""
     plain = Bench(load(folders[0]))
     submit_six(plain)
     plain.run()
-    replayed_guesses(monkeypatch, completions_by_seed(plain), 0.2)
+    replayed_drafts(monkeypatch, completions_by_seed(plain), 0.2)
     bench = Bench(drafted, **HEADS, speculation_tokens=6, kv_pages=600, pipeline_depth=1)
-    replay, checked = HeadDrafts.guess, []
+    replay, checked = ModelDrafter.draft, []
 
     def guess(self, count, max_context, features, kv):
         for seq in bench.engine.roster.decoding:
@@ -355,7 +355,7 @@ def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted, monkey
                 checked.append(len(pages))
         replay(self, count, max_context, features, kv)
 
-    monkeypatch.setattr(HeadDrafts, "guess", guess)
+    monkeypatch.setattr(ModelDrafter, "draft", guess)
     submit_six(bench)
     bench.run()
     bench.close()
@@ -368,14 +368,14 @@ def test_preempted_rows_come_back_as_they_were(folders, drafted, monkeypatch, ho
     plain = Bench(load(folders[0]), kv_pages=600)
     submit_six(plain)
     plain.run()
-    replayed_guesses(monkeypatch, completions_by_seed(plain), wrong)
+    replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
     page_bytes = drafted.spec.kv_bytes_per_token(drafted.embed.dtype) * PAGE
     fields = {"kv_pages": 40, "page_size": PAGE, "host_kv_gib": host_pages * page_bytes / 2**30}
     bench = Bench(drafted, **HEADS, **fields)
     submit_six(bench)
     run_watched(bench)
     bench.close()
-    assert bench.engine.roster.counters.preemptions > 0 and bench.engine.roster.counters.accepted > 100
+    assert bench.engine.roster.counters.preemptions > 0 and bench.drafts.accepted > 100
     assert_same(bench, plain)
 
 
@@ -385,14 +385,14 @@ def test_a_swap_between_verify_steps(folders, hf_models, drafted, monkeypatch, k
     for i in range(3):
         old.submit(f"r{i}", prompt_of(8 + i, i), 50, sampling={"temperature": 0.0, "seed": i})
     old.run()
-    replayed_guesses(monkeypatch, completions_by_seed(old), 0.2)
+    replayed_drafts(monkeypatch, completions_by_seed(old), 0.2)
     mailbox = Mailbox()
     bench = Bench(drafted, receiver=mailbox, kv_on_swap=kv_on_swap, recompute_fraction=1.0, **HEADS)
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(8 + i, i), 50, sampling={"temperature": 0.0, "seed": i})
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), drafted), 7)
     bench.close()
-    assert bench.engine.roster.counters.accepted > 5
+    assert bench.drafts.accepted > 5
     for i in range(3):
         done = bench.completions[f"r{i}", 0]
         assert set(done.versions) == {0, 1} and done.versions == sorted(done.versions)
@@ -400,11 +400,11 @@ def test_a_swap_between_verify_steps(folders, hf_models, drafted, monkeypatch, k
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(1)])
-def test_cancels_and_stop_strings_amid_guesses_leave_nothing_behind(folders, drafted, monkeypatch, seed):
+def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(folders, drafted, monkeypatch, seed):
     six = Bench(load(folders[0]), kv_pages=600)
     submit_six(six)
     six.run()
-    replayed_guesses(monkeypatch, completions_by_seed(six), 0.2)
+    replayed_drafts(monkeypatch, completions_by_seed(six), 0.2)
     bench, rng = Bench(drafted, **HEADS, kv_pages=60), random.Random(seed)
     submit_six(bench)
     for i in range(6):
@@ -418,7 +418,7 @@ def test_cancels_and_stop_strings_amid_guesses_leave_nothing_behind(folders, dra
         assert completion.token_ids == six.tokens(name, index)[: len(completion.token_ids)]
 
 
-def test_rows_with_adapters_and_turns_of_known_prompts_guess_too(folders, drafted, hf_models, tmp_path_factory):
+def test_rows_with_adapters_and_turns_of_known_prompts_draft_too(folders, drafted, hf_models, tmp_path_factory):
 
     adapters, slots = (
         make_adapters(hf_models[0], folders[0], tmp_path_factory),
@@ -435,12 +435,12 @@ def test_rows_with_adapters_and_turns_of_known_prompts_guess_too(folders, drafte
         each.run()
         each.close()
     assert_same(bench, plain)
-    assert bench.engine.roster.counters.drafted > 300
+    assert bench.drafts.drafted > 300
 
 
 @pytest.mark.parametrize("depth", [2, *nightly(1)])
-def test_rows_with_a_constraint_guess_too(folders, drafted, monkeypatch, depth):
-    """Masks follow right guesses, so steps are saved; wrong ones and those that no mask allows are refused."""
+def test_rows_with_a_constraint_draft_too(folders, drafted, monkeypatch, depth):
+    """Masks follow right drafts, so steps are saved; wrong ones and those that no mask allows are refused."""
     plain = Bench(load(folders[0]))
     submit_constrained(plain)
     plain.submit("a", prompt_of(9), 61, sampling={**SAMPLED, "seed": 70}, constraint=Cycle([X, Y, SIZE]))
@@ -449,7 +449,7 @@ def test_rows_with_a_constraint_guess_too(folders, drafted, monkeypatch, depth):
     right = completions_by_seed(plain)
     for wrong in (0.0, 0.3):
         with monkeypatch.context() as patched:
-            replayed_guesses(patched, right, wrong)
+            replayed_drafts(patched, right, wrong)
             bench = Bench(drafted, **HEADS, pipeline_depth=depth)
             bench.submit("a", prompt_of(9), 61, sampling={**SAMPLED, "seed": 70}, constraint=Cycle([X, Y, SIZE]))
             run_watched(bench)
@@ -459,12 +459,12 @@ def test_rows_with_a_constraint_guess_too(folders, drafted, monkeypatch, depth):
             run_watched(bench)
             bench.close()
             assert_same(bench, plain)
-            counters = bench.engine.roster.counters
-            assert counters.accepted > 100 and (not wrong or counters.accepted < counters.drafted)
+            drafts = bench.drafts
+            assert drafts.accepted > 100 and (not wrong or drafts.accepted < drafts.drafted)
 
 
 @pytest.mark.parametrize("how", ["raise", *nightly("nothing", "hang")])
-def test_a_constraint_that_fails_along_guesses_changes_no_completion(folders, drafted, monkeypatch, how):
+def test_a_constraint_that_fails_along_drafts_changes_no_completion(folders, drafted, monkeypatch, how):
     only_hangs_are_late(monkeypatch)
     fields = {"mask_s": 0.4} if how == "hang" else {}
 
@@ -484,19 +484,19 @@ def test_a_constraint_that_fails_along_guesses_changes_no_completion(folders, dr
     for path in paths.values():
         path[6::2] = [BAD] * len(path[6::2])
     plain = run(Bench(load(folders[0]), **fields), how)
-    replayed_guesses(monkeypatch, paths, 0.0)
+    replayed_drafts(monkeypatch, paths, 0.0)
     bench = run(Bench(drafted, **HEADS, **fields), how)
     assert_same(bench, plain)
-    counters = bench.engine.roster.counters
-    assert counters.drafted > counters.accepted > 0
+    drafts = bench.drafts
+    assert drafts.drafted > drafts.accepted > 0
 
 
 # --- only where it pays ----------------------------------------------------------------------------------------------
 
 
 def costs(monkeypatch, measured, guesses):
-    fixed = FixedCosts(measured, padded=False, guesses=guesses)
-    monkeypatch.setattr("rollout.engine.build.measure_decode_costs", lambda *_: fixed)
+    fixed = FixedCosts(measured, padded=False, drafting=guesses)
+    monkeypatch.setattr("rollout.engine.features.drafts.verifier.measure_decode_costs", lambda *_: fixed)
 
 
 @pytest.mark.parametrize(
@@ -508,44 +508,44 @@ def costs(monkeypatch, measured, guesses):
         (0.0, {1: 1.0, 72: 1.0}, {1: 9.0, 8: 9.0}, False),
     ],
 )
-def test_auto_guesses_while_it_pays(folders, drafted, monkeypatch, wrong, measured, guesses, pays):
+def test_auto_drafts_while_it_pays(folders, drafted, monkeypatch, wrong, measured, guesses, pays):
     six = Bench(load(folders[0]), kv_pages=600)
     submit_six(six)
     six.run()
-    replayed_guesses(monkeypatch, completions_by_seed(six), wrong)
+    replayed_drafts(monkeypatch, completions_by_seed(six), wrong)
     costs(monkeypatch, measured, guesses)
     bench = Bench(drafted, kv_pages=600, **{**HEADS, "speculation": "auto"})
     submit_six(bench)
     run_watched(bench)
     bench.close()
     assert_same(bench, six)
-    drafted_, accepted = bench.engine.roster.counters.drafts_by_drafter["heads"]
+    drafted_, accepted = bench.drafts.by_drafter["heads"]
     assert accepted > 200 if pays else drafted_ < 130
 
 
 def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monkeypatch):
-    """It guesses now and then while that does not pay."""
-    monkeypatch.setattr(speculation, "_UNPAID_SHARE", 0.05)
+    """It drafts now and then while that does not pay."""
+    monkeypatch.setattr(planner, "_UNPAID_SHARE", 0.05)
     plain = Bench(load(folders[0]), kv_pages=600)
     plain.submit("a", prompt_of(9), 300, sampling=SAMPLED)
     plain.run()
     recorded = completions_by_seed(plain)
     right = {seed: list(tokens) for seed, tokens in recorded.items()}
     recorded = {seed: [(t + 1) % VOCAB for t in tokens[:100]] + tokens[100:] for seed, tokens in right.items()}
-    replayed_guesses(monkeypatch, recorded, 0.0)
+    replayed_drafts(monkeypatch, recorded, 0.0)
     costs(monkeypatch, {1: 1.0, 72: 1.3}, {1: 0.4, 8: 0.4})
     bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
     bench.submit("a", prompt_of(9), 300, sampling=SAMPLED)
     run_watched(bench)
     bench.close()
     assert bench.tokens("a") == right[bench.completions["a", 0].seed]
-    assert bench.engine.roster.counters.drafts_by_drafter["heads"][1] > 60
+    assert bench.drafts.by_drafter["heads"][1] > 60
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("length", "guess_s"), [(25, 0.25), (60, 0.25), (12, 0.05)])
-def test_auto_finds_better_guesses_of_short_completions(folders, drafted, monkeypatch, length, guess_s):
-    """What has come of a guess counts when its row ends, which may be before the device guesses again."""
+@pytest.mark.parametrize(("length", "draft_s"), [(25, 0.25), (60, 0.25), (12, 0.05)])
+def test_auto_finds_better_drafts_of_short_completions(folders, drafted, monkeypatch, length, draft_s):
+    """What has come of a draft counts when its row ends, which may be before the device drafts again."""
 
     def submit_many(bench: Bench) -> None:
         for i in range(100):
@@ -554,19 +554,18 @@ def test_auto_finds_better_guesses_of_short_completions(folders, drafted, monkey
     plain = Bench(load(folders[0]), kv_pages=600)
     submit_many(plain)
     plain.run()
-    replayed_guesses(monkeypatch, completions_by_seed(plain), 0.0)
-    costs(monkeypatch, {1: 1.0, 8: 1.0, 72: 1.5}, {1: guess_s, 8: guess_s})
+    replayed_drafts(monkeypatch, completions_by_seed(plain), 0.0)
+    costs(monkeypatch, {1: 1.0, 8: 1.0, 72: 1.5}, {1: draft_s, 8: draft_s})
     bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
-    assert bench.engine.scheduler.speculation is not None
-    bench.engine.scheduler.speculation._all_guesses.note(0, 400)  # all were wrong so far
+    bench.drafting.planner._all_device_rows.note(0, 400)  # all were wrong so far
     submit_many(bench)
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    assert bench.engine.roster.counters.drafts_by_drafter["heads"][1] > 300
+    assert bench.drafts.by_drafter["heads"][1] > 300
 
 
-def test_auto_finds_the_one_row_whose_guesses_are_right(folders, drafted, monkeypatch):
+def test_auto_finds_the_one_row_whose_drafts_are_right(folders, drafted, monkeypatch):
     """All rows are measured while none drafts, not only some."""
     plain = Bench(load(folders[0]), kv_pages=600)
     for i in range(8):
@@ -574,7 +573,7 @@ def test_auto_finds_the_one_row_whose_guesses_are_right(folders, drafted, monkey
     plain.run()
     wrong = {seed: [(t + 1) % VOCAB for t in tokens] for seed, tokens in completions_by_seed(plain).items()}
     right = plain.completions["r7", 0]
-    replayed_guesses(monkeypatch, {**wrong, right.seed: list(right.token_ids)}, 0.0)
+    replayed_drafts(monkeypatch, {**wrong, right.seed: list(right.token_ids)}, 0.0)
     costs(monkeypatch, {1: 1.0, 8: 1.0, 9: 1.05, 72: 72.0}, {1: 0.01, 8: 0.01})
     bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
     for i in range(8):
@@ -582,7 +581,7 @@ def test_auto_finds_the_one_row_whose_guesses_are_right(folders, drafted, monkey
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    drafted_, accepted = bench.engine.roster.counters.drafts_by_drafter["heads"]
+    drafted_, accepted = bench.drafts.by_drafter["heads"]
     assert accepted > 20 and drafted_ < accepted + 20
 
 
@@ -599,7 +598,7 @@ def test_both_drafters_in_auto_change_nothing(drafted, plain):
 @pytest.mark.parametrize("better", ["heads", "suffix"])
 def test_each_row_takes_the_drafter_that_is_right_more_often(folders, drafted, monkeypatch, six, better):
     wrong = {"heads": 1.0, "suffix": 1.0, better: 0.0}
-    replayed_guesses(monkeypatch, completions_by_seed(six), wrong["heads"])
+    replayed_drafts(monkeypatch, completions_by_seed(six), wrong["heads"])
     costs(monkeypatch, {1: 1.0, 72: 1.0}, {1: 0.01, 8: 0.01})
     fields = {**HEADS, "speculation": "auto"}
     bench, _ = drafting(monkeypatch, drafted, recorded(six.completions), wrong["suffix"], kv_pages=600, **fields)
@@ -607,24 +606,24 @@ def test_each_row_takes_the_drafter_that_is_right_more_often(folders, drafted, m
     bench.run()
     bench.close()
     assert_same(bench, six)
-    by_drafter = bench.engine.roster.counters.drafts_by_drafter
+    by_drafter = bench.drafts.by_drafter
     (worse,) = by_drafter.keys() - {better, "ngram"}
     assert by_drafter[better][1] > 150 and by_drafter[worse][1] == 0 and by_drafter[worse][0] < 60
 
 
 def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch, six):
-    """Its guesses for many rows do not pay, so it guesses nothing; its KV is there when few rows are left."""
-    replayed_guesses(monkeypatch, completions_by_seed(six), 0.0)
-    for guess_s, read in ((0.1, 0), (9.0, -1)):
+    """Its drafts for many rows do not pay, so it makes none; its KV is there when few rows are left."""
+    replayed_drafts(monkeypatch, completions_by_seed(six), 0.0)
+    for draft_s, read in ((0.1, After.READ), (9.0, After.NOTHING)):
         with monkeypatch.context() as patched:
-            costs(patched, {1: 1.0, 4: 1.1, 6: 2.0, 72: 72.0}, {1: guess_s, 8: 9.0})
+            costs(patched, {1: 1.0, 4: 1.1, 6: 2.0, 72: 72.0}, {1: draft_s, 8: 9.0})
             bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
-            guesses, launched = [], bench.engine.scheduler.launched
+            afters, launched = [], bench.engine.scheduler.launched
             patched.setattr(
                 bench.engine.scheduler,
                 "launched",
-                lambda plan, guesses=guesses, launched=launched: (
-                    guesses.append((plan.kind, plan.rows, plan.guesses)),
+                lambda plan, afters=afters, launched=launched: (
+                    afters.append((plan.kind, plan.rows, plan.notes[NAME].after if plan.notes else After.NOTHING)),
                     launched(plan),
                 ),
             )
@@ -632,7 +631,7 @@ def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch
             bench.run()
             bench.close()
             assert_same(bench, six)
-            of_all = [count for kind, rows, count in guesses if (kind, rows) == ("decode", 6)]
+            of_all = [after for kind, rows, after in afters if (kind, rows) == ("decode", 6)]
             assert of_all.count(read) > 40
 
 
@@ -640,15 +639,15 @@ def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 30))])
-def test_any_guesses_of_any_rows_give_what_none_give(folders, drafted, hf_models, tmp_path_factory, monkeypatch, seed):
-    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; guesses right, wrong, random."""
+def test_any_drafts_of_any_rows_give_what_none_give(folders, drafted, hf_models, tmp_path_factory, monkeypatch, seed):
+    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; drafts right, wrong, random."""
     rng = random.Random(seed)
     adapters = make_adapters(hf_models[0], folders[0], tmp_path_factory)
     fields, asked = random_work(rng, [None, None, None, [X, Y], [X, Y, SIZE]])
     plain = Bench(load(folders[0]), **{**fields, "kv_pages": 600, "max_rows": 16})
     run_work(plain, asked, adapters, random.Random(1))
     if rng.random() < 0.8:
-        replayed_guesses(monkeypatch, completions_by_seed(plain), rng.choice([0.0, 0.1, 0.5]), seed)
+        replayed_drafts(monkeypatch, completions_by_seed(plain), rng.choice([0.0, 0.1, 0.5]), seed)
     bench = Bench(
         drafted,
         speculation=rng.choice(["heads", "heads", "auto"]),
@@ -660,7 +659,7 @@ def test_any_guesses_of_any_rows_give_what_none_give(folders, drafted, hf_models
     )
     run_work(bench, asked, adapters, rng)
     assert_same(bench, plain)
-    assert bench.engine.roster.counters.drafted > 0 or bench.settings.engine.speculation == "auto"
+    assert bench.drafts.drafted > 0 or bench.settings.engine.speculation == "auto"
 
 
 @pytest.mark.parametrize("family", ["Gemma3", "DeepseekV3", *nightly("qwen3_moe", "GptOss", "Glm4Moe")])
@@ -679,14 +678,14 @@ def test_targets_of_other_families_have_draft_models_too(family, tmp_path, monke
         return bench
 
     plain = run(Bench(load(tmp_path / "target")))
-    replayed_guesses(monkeypatch, completions_by_seed(plain), 0.2)
+    replayed_drafts(monkeypatch, completions_by_seed(plain), 0.2)
     bench = run(Bench(load(tmp_path / "target", draft=tmp_path / "head"), **HEADS))
     assert_same(bench, plain)
-    assert bench.engine.roster.counters.accepted > 100
+    assert bench.drafts.accepted > 100
 
 
 def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder, monkeypatch, strict):
-    """Its weights come back with those of the target, and its guesses are the same after both."""
+    """Its weights come back with those of the target, and its drafts are the same after both."""
     plain = Sleeping(load(folders[0]))
     submit_some(plain, prompt_of)
     plain.run()
@@ -702,11 +701,11 @@ def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder, monkeypa
     rebuild_engine(bench.engine, bench.settings)
     after = bench.engine.executor.step.model.draft.views()
     assert all(torch.equal(after[name], view) for name, view in weights.items())
-    before = bench.engine.roster.counters.drafted
+    before = bench.drafts.drafted
     bench.completions.clear()
     submit_some(bench, prompt_of)
     bench.run()
-    assert outcome(bench) == outcome(plain) and bench.engine.roster.counters.drafted > before
+    assert outcome(bench) == outcome(plain) and bench.drafts.drafted > before
     for each in (plain, bench):
         each.close()
 
@@ -723,7 +722,7 @@ def test_the_age_of_a_draft_model_outlives_a_fault(folders, drafted):
             rebuild_engine(bench.engine, bench.settings)
         bench.submit(f"v{version}", prompt_of(9), 20, sampling=SAMPLED)
         bench.run()
-        ages.append([count for count, _ in bench.engine.roster.counters.drafts_by_age])
+        ages.append([count for count, _ in bench.drafts.by_age])
     bench.close()
     assert set(bench.completions["v3", 0].versions) == {3}
     assert ages[0][0] == ages[1][0] > 0 and ages[0][1:] == [0, 0, 0] and ages[1][2] > 0

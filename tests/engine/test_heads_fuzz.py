@@ -17,7 +17,7 @@ from tests.engine.test_speculation import RULES, STOP
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.constraints import SIZE, AlwaysMasked, Cycle, X, Y
 from tests.support.engine.conversation import LEASE_S
-from tests.support.engine.drafting import replayed_guesses
+from tests.support.engine.drafting import replayed_drafts
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update
@@ -186,7 +186,7 @@ def disturbed(
 
     plain = play(adapted(Bench(load_plain(), max_rows=16, kv_pages=600, **fields)), asked, None, random.Random(1))
     if rng.random() < 0.8:
-        replayed_guesses(monkeypatch, completions_by_seed(plain), rng.choice([0.0, 0.1, 0.5]), seed)
+        replayed_drafts(monkeypatch, completions_by_seed(plain), rng.choice([0.0, 0.1, 0.5]), seed)
     bench = Sleeping(
         load_drafted(),
         receiver=Mailbox(),
@@ -203,7 +203,7 @@ def disturbed(
     )
     play(adapted(bench), asked, plain, rng)
     assert_as_without(bench, plain, asked)
-    assert bench.engine.roster.counters.drafted > 0 or bench.settings.engine.speculation == "auto"
+    assert bench.drafts.drafted > 0 or bench.settings.engine.speculation == "auto"
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 40))])

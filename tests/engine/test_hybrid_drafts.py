@@ -105,9 +105,9 @@ def test_any_drafts_give_the_same_completions(made, monkeypatch, plain, stem, wr
     run_watched(bench)
     bench.close()
     assert_same(bench, without)
-    counters = bench.engine.roster.counters
-    assert counters.drafted > 50
-    assert counters.accepted == 0 if wrong == 1.0 else counters.accepted > 20
+    drafts = bench.drafts
+    assert drafts.drafted > 50
+    assert drafts.accepted == 0 if wrong == 1.0 else drafts.accepted > 20
 
 
 def test_states_have_seen_the_tokens_of_their_rows_after_every_step(model, monkeypatch):
@@ -132,7 +132,7 @@ def test_states_have_seen_the_tokens_of_their_rows_after_every_step(model, monke
         for mine, theirs in zip(states.tensors, alone.engine.executor.step.kv.states.tensors, strict=True):
             torch.testing.assert_close(mine[seq.row], theirs[row], rtol=1e-4, atol=1e-5)
         alone.close()
-    assert checked > 9 and bench.engine.roster.counters.accepted > 9
+    assert checked > 9 and bench.drafts.accepted > 9
     assert bench.tokens("a") == plain.tokens("a")
     plain.close()
     bench.close()
@@ -209,7 +209,7 @@ def test_a_swap_between_verify_steps(made, model, monkeypatch, six, kv_on_swap, 
         bench.submit(f"r{i}", prompt_of(8 + i, i), 50)
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 8 + seed)
     bench.close()
-    assert bench.engine.roster.counters.accepted > 5
+    assert bench.drafts.accepted > 5
     for i in range(3):
         done = bench.completions[f"r{i}", 0]
         assert set(done.versions) == {0, 1} and done.versions == sorted(done.versions)
@@ -245,7 +245,7 @@ def test_rows_sleep_between_verify_steps(model, monkeypatch, six, on_host):
         bench.wake()
     bench.run()
     bench.close()
-    assert bench.engine.roster.counters.accepted > 20
+    assert bench.drafts.accepted > 20
     assert_same(bench, six)
 
 
@@ -262,7 +262,7 @@ def test_an_engine_that_is_built_again_drafts_on(model, monkeypatch, six):
     submit_six(bench)
     bench.run()
     bench.close()
-    assert bench.engine.roster.counters.accepted > 20
+    assert bench.drafts.accepted > 20
     assert_same(bench, six)
 
 
@@ -326,4 +326,4 @@ def test_any_drafts_of_any_rows_give_what_none_give(made, tmp_path_factory, monk
     )
     run(bench, rng)
     assert_same(bench, plain)
-    assert bench.engine.roster.counters.drafted > 0
+    assert bench.drafts.drafted > 0

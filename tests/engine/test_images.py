@@ -23,7 +23,7 @@ from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder
 from rollout.models.peft_tensors import load_peft_folder
 from tests.support.engine.constraints import AlwaysMasked
-from tests.support.engine.drafting import replayed_guesses
+from tests.support.engine.drafting import replayed_drafts
 from tests.support.engine.harness import Bench, watch_prefills
 from tests.support.engine.images import encoded, encoder_of, submit
 from tests.support.engine.sleeping import Sleeping
@@ -322,14 +322,14 @@ def test_drafts_of_rows_with_images_change_no_token(models: Any) -> None:
     bench.run()
     for each, prompt in prompts.items():
         check_greedy(bench, reference, each, prompt)
-    assert bench.engine.roster.counters.accepted > 0
+    assert bench.drafts.accepted > 0
     bench.close()
 
 
 @pytest.mark.parametrize(
     "name", ["Qwen3-VL", *nightly(*(name for name in sorted(MODELS) if not name.startswith(("Qwen3-VL", "Qwen3.5"))))]
 )
-def test_a_draft_model_guesses_for_rows_with_images(name, tmp_path, monkeypatch) -> None:
+def test_a_draft_model_drafts_for_rows_with_images(name, tmp_path, monkeypatch) -> None:
     """Beside rows of text; the draft model sees placeholders, and places instead of the axes."""
     target, head = tmp_path / "target", tmp_path / "head"
     reference = make_model(name, target)
@@ -347,12 +347,12 @@ def test_a_draft_model_guesses_for_rows_with_images(name, tmp_path, monkeypatch)
 
     plain = run(load(target))
     recorded = {done.seed: done.token_ids for done in plain.completions.values()}
-    replayed_guesses(monkeypatch, recorded, 0.2)
+    replayed_drafts(monkeypatch, recorded, 0.2)
     model = load_model(ModelSettings(path=str(target), images=True), CPU, draft=head).model
     bench = run(model, speculation="heads", speculation_model="a folder")
     for each, prompt in prompts.items():
         check_greedy(bench, reference, each, prompt)
-    assert bench.engine.roster.counters.accepted > 50
+    assert bench.drafts.accepted > 50
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,6 +1,6 @@
-"""A layer for multi-token prediction of the served checkpoint: it guesses what its reference says, and changes nothing.
+"""A layer for multi-token prediction of the served checkpoint: it drafts what its reference says, and changes nothing.
 
-What else may happen to rows with guesses is in `test_heads` and `test_heads_fuzz`: the engine knows one draft model.
+What else may happen to rows with drafts is in `test_heads` and `test_heads_fuzz`: the engine knows one draft model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEM
 from tests.engine.test_heads import as_captured, completions_by_seed, submit_seeded
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import assert_same
-from tests.support.engine.drafting import replayed_guesses, row_by_row, watch_guesses
+from tests.support.engine.drafting import replayed_drafts, row_by_row, watch_drafts
 from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
@@ -50,8 +50,8 @@ def submit_three(bench: Bench, name: str, vocab: int, tokens: int = 24) -> dict[
     }
 
 
-def assert_guessed(reference: Predicting, known_by_seed: dict[int, list[int]], seen: list) -> None:
-    """What rows guessed at every step is what the reference guesses after their tokens."""
+def assert_drafted(reference: Predicting, known_by_seed: dict[int, list[int]], seen: list) -> None:
+    """What rows drafted at every step is what the reference drafts after their tokens."""
     checked, vocab = 0, reference.model.config.vocab_size
     for ints, floats, guesses in seen:
         known = known_by_seed[ints[SEED]]
@@ -70,17 +70,17 @@ def assert_guessed(reference: Predicting, known_by_seed: dict[int, list[int]], s
 
 
 @pytest.mark.parametrize("depth", [2, *nightly(1)])
-def test_guesses_are_those_of_the_reference(found, monkeypatch, depth):
+def test_drafts_are_those_of_the_reference(found, monkeypatch, depth):
     """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
     reference, folder = found
     fields = {**HEADS, "prefill_chunk_tokens": 8, "pipeline_depth": depth, "speculation_tokens": 4}
     bench = Bench(load(folder, mtp="needed"), **fields)
-    seen = watch_guesses(monkeypatch)
+    seen = watch_drafts(monkeypatch)
     if depth == 2:
         as_captured(monkeypatch)
     known = submit_three(bench, "r", reference.model.config.vocab_size)
     bench.close()
-    assert_guessed(reference, known, seen)
+    assert_drafted(reference, known, seen)
 
 
 @pytest.mark.nightly
@@ -94,14 +94,14 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(found, monkeypatch, wr
     plain.run()
     plain.close()
     if wrong is not None:
-        replayed_guesses(monkeypatch, completions_by_seed(plain), wrong)
+        replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
     bench = Bench(load(found[1], mtp="needed"), **HEADS, max_rows=32, pipeline_depth=depth)
     submit_seeded(bench, vocab)
     run_watched(bench)
     bench.close()
     assert_same(bench, plain, exact=True)
-    counters = bench.engine.roster.counters
-    assert counters.drafted > 200 and counters.accepted > (100 if wrong is not None else 0)
+    drafts = bench.drafts
+    assert drafts.drafted > 200 and drafts.accepted > (100 if wrong is not None else 0)
 
 
 def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, tmp_path, monkeypatch):
@@ -123,11 +123,11 @@ def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, t
         mailbox.ready.names += tuple(reference.prefix + key for key in reference.layout.copies)  # which change nothing
         for _ in range(4):
             bench.engine.tick()
-        assert (roster.version, roster.draft_version) == (version, draft_version)
+        assert (roster.version, bench.drafting.draft_version) == (version, draft_version)
         with monkeypatch.context() as patch:
-            seen = watch_guesses(patch)
+            seen = watch_drafts(patch)
             known = submit_three(bench, f"v{version}-", vocab, 14)
-        assert_guessed(expected, known, seen)
+        assert_drafted(expected, known, seen)
     bench.close()
 
 
@@ -152,7 +152,7 @@ def train(reference: Predicting, texts_NT: torch.Tensor, updates: int) -> None:
 
 
 def test_a_layer_that_has_learnt_the_text_is_right(tmp_path):
-    """Its first guess after each token: it has not learnt from its own hidden states."""
+    """Its first draft after each token: it has not learnt from its own hidden states."""
     reference = make_predicting("MiMo", tmp_path)
     vocab, tokens = reference.model.config.vocab_size, 50
     prompts = [[token % vocab for token in prompt_of(8, seed)] for seed in range(4)]
@@ -172,5 +172,5 @@ def test_a_layer_that_has_learnt_the_text_is_right(tmp_path):
     add_tensors(tmp_path, reference.tensors | trained)
     bench = run(load(tmp_path, mtp="needed"), speculation="heads", speculation_tokens=1)
     assert_same(bench, plain)
-    counters = bench.engine.roster.counters
-    assert counters.accepted > 0.8 * counters.drafted > 50, (counters.accepted, counters.drafted)
+    drafts = bench.drafts
+    assert drafts.accepted > 0.8 * drafts.drafted > 50, (drafts.accepted, drafts.drafted)

@@ -7,7 +7,10 @@ from itertools import pairwise
 
 import pytest
 
+from rollout.engine.features.drafts.drafter import NAME
+from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.messages import Cancel
+from rollout.engine.schedule.feature import find
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import (
     SAMPLED,
@@ -26,7 +29,7 @@ from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
-from tests.support.ngrams import CheckedGuesses, texts_of
+from tests.support.ngrams import CheckedDrafts, texts_of
 
 NGRAM = {"speculation": "ngram"}
 
@@ -52,10 +55,10 @@ def test_ngrams_change_nothing(model, plain, depth):
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    counters = bench.engine.roster.counters
-    assert counters.drafted > 200 and counters.accepted > 5
-    assert counters.drafts_by_drafter["ngram"] == (counters.drafted, counters.accepted)
-    assert not any(map(any, counters.drafts_by_age)), "they come from no weights"
+    drafts = bench.drafts
+    assert drafts.drafted > 200 and drafts.accepted > 5
+    assert drafts.by_drafter["ngram"] == (drafts.drafted, drafts.accepted)
+    assert not any(map(any, drafts.by_age)), "they come from no weights"
 
 
 @pytest.mark.nightly
@@ -71,7 +74,7 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(model, monkeypatch):
     bench.run()
     bench.close()
     assert_same(bench, plain, exact=True)
-    assert bench.engine.roster.counters.accepted > 5
+    assert bench.drafts.accepted > 5
 
 
 def prompt(i: int) -> list[int]:
@@ -95,13 +98,13 @@ def submit_eight(bench: Bench) -> None:
         ({"kv_pages": 40, "page_size": PAGE, "host_kv_pages": 512}, True),
     ],
 )
-def test_guesses_are_those_of_the_whole_text(folders, model, monkeypatch, fields, preempted):
+def test_drafts_are_those_of_the_whole_text(folders, model, monkeypatch, fields, preempted):
     """With prompts from the prefix cache, in pieces, and after rows gave their pages up."""
     plain = Bench(load(folders[0]), kv_pages=600)
     submit_eight(plain)
     plain.run()
     plain.close()
-    checked = CheckedGuesses(monkeypatch, texts_of(plain, {f"r{i}": prompt(i) for i in range(8)}))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain, {f"r{i}": prompt(i) for i in range(8)}))
     fields = dict(fields)
     if host_pages := fields.pop("host_kv_pages", 0):
         page_bytes = (model.spec.kv_bytes_per_token(model.embed.dtype) + 4) * PAGE
@@ -111,10 +114,11 @@ def test_guesses_are_those_of_the_whole_text(folders, model, monkeypatch, fields
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    assert checked.guesses > 100 and checked.wrong == []
+    assert checked.count > 100 and checked.wrong == []
     counters = bench.engine.roster.counters
+    drafts = bench.drafts
     assert (counters.preemptions > 0) is preempted
-    assert counters.accepted > 40, "such texts repeat"
+    assert drafts.accepted > 40, "such texts repeat"
 
 
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
@@ -126,7 +130,7 @@ def test_a_swap_between_verify_steps(folders, hf_models, kv_on_swap):
     model = bench.engine.executor.step.model
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 7)
     bench.close()
-    assert bench.engine.roster.counters.drafted > 20
+    assert bench.drafts.drafted > 20
     for i in range(3):
         done = bench.completions[f"r{i}", 0]
         assert set(done.versions) == {0, 1}
@@ -139,11 +143,12 @@ def test_auto_takes_both_and_leaves_the_worse_one(model, plain):
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    assert bench.engine.executor.step.guesser is not None
+    verifier = find(bench.engine.executor.step.features, DraftVerifier)
+    assert verifier.drafter is not None
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_masks_follow_the_guesses_of_rows_with_a_constraint(model, depth):
+def test_masks_follow_the_drafts_of_rows_with_a_constraint(model, depth):
     """The host gets them with the tokens of their step."""
     rows = {}
     for speculation in ("off", "ngram"):
@@ -156,10 +161,10 @@ def test_masks_follow_the_guesses_of_rows_with_a_constraint(model, depth):
     assert rows["off"] == 59 and rows["ngram"] < 20
 
 
-@pytest.mark.parametrize(("guess_s", "later"), [(0.01, True), (9.0, False)])
-def test_auto_runs_plain_steps_while_guesses_do_not_pay(model, monkeypatch, plain, guess_s, later):
-    """Cheap guesses are made now and then, to be compared with the tokens; uploads have nothing of drafts."""
-    do_not_measure(monkeypatch, {1: 1.0, 72: 72.0}, {1: guess_s, 8: guess_s})
+@pytest.mark.parametrize(("draft_s", "later"), [(0.01, True), (9.0, False)])
+def test_auto_runs_plain_steps_while_drafts_do_not_pay(model, monkeypatch, plain, draft_s, later):
+    """Cheap drafts are made now and then, to be compared with the tokens; uploads have nothing of drafts."""
+    do_not_measure(monkeypatch, {1: 1.0, 72: 72.0}, {1: draft_s, 8: draft_s})
     bench = Bench(model, speculation="auto")
     headers, execute = [], bench.engine.executor.execute
     bench.engine.executor.execute = lambda upload, slot: (headers.append(upload.header), execute(upload, slot))
@@ -167,27 +172,28 @@ def test_auto_runs_plain_steps_while_guesses_do_not_pay(model, monkeypatch, plai
     bench.run()
     bench.close()
     assert_same(bench, plain)
-    guessing = [i for i, header in enumerate(headers) if header.guesses > 0]
-    assert 0 < len(guessing) < len(headers) / 4 and all(header.guesses != 0 for header in headers)
-    assert any(not headers[i].layout for i in guessing) == later
+    drafting_steps = [i for i, header in enumerate(headers) if NAME in header.facts]
+    assert 0 < len(drafting_steps) < len(headers) / 4
+    assert all(headers[i].facts[NAME] == ["draft"] for i in drafting_steps)
+    assert any(not headers[i].layout for i in drafting_steps) == later
     drafts = {"drafts", "pages", "verified", "paths", "bases"}
     of_drafts = [i for i, header in enumerate(headers) if drafts & header.sections.keys()]
-    assert all(any(0 <= i - before <= 3 for before in guessing) for i in of_drafts)
+    assert all(any(0 <= i - before <= 3 for before in drafting_steps) for i in of_drafts)
 
 
-def test_guesses_that_do_not_pay_keep_no_drafter_from_being_asked(model, monkeypatch):
-    """The drafter rests for seven plans, the device guesses in one of them."""
+def test_drafts_that_do_not_pay_keep_no_drafter_from_being_asked(model, monkeypatch):
+    """The drafter rests for seven plans, the device drafts in one of them."""
     do_not_measure(monkeypatch, {1: 1.0, 72: 72.0}, {1: 0.01, 8: 0.01})
     bench, drafter = drafting(monkeypatch, model, {}, 1.0, speculation="auto")
-    asked, path, speculation = [], drafter.path, bench.engine.scheduler.speculation
+    asked, path, speculation = [], drafter.path, bench.drafting.planner
     drafter.path = lambda *args: (asked.append(len(plans)), path(*args))[1]
     plans, choose = [], speculation.choose
     speculation.choose = lambda *args: (plans.append(1), choose(*args))[1]
     bench.submit("a", prompt_of(9), 100, sampling=SAMPLED)
     bench.run()
     bench.close()
-    counters = bench.engine.roster.counters
-    assert counters.drafted < 20 and len(plans) > 90
+    drafts = bench.drafts
+    assert drafts.drafted < 20 and len(plans) > 90
     gaps = [later - earlier for earlier, later in pairwise(sorted(set(asked)))]
     assert len(gaps) > 8 and max(gaps) == 8
 

@@ -1,4 +1,4 @@
-"""Drafts by n-grams in all families and whatever happens to rows: guesses fit the text, completions stay the same."""
+"""Drafts by n-grams in all families and whatever happens to rows: drafts fit the text, completions stay the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.engine.updates import Mailbox
 from tests.support.kernels.grids import nightly
 from tests.support.models.every_family import EVERY_FAMILY
 from tests.support.models.images import make_model, picture, prompt_with
-from tests.support.ngrams import CheckedGuesses, texts_of
+from tests.support.ngrams import CheckedDrafts, texts_of
 
 #: Too slow on a CPU, or with contexts that are too short.
 _LEFT_OUT = {"Kimi-K2", "Phi3 long"}
@@ -68,19 +68,20 @@ def six_without(model: Any, **fields: Any) -> Bench:
 
 
 @pytest.mark.parametrize("name", [*_IN_EVERY_RUN[1:], *nightly(_IN_EVERY_RUN[0], *_AT_NIGHT)])
-def test_guesses_of_all_families_are_those_of_the_text(name, tmp_path, monkeypatch):
+def test_drafts_of_all_families_are_those_of_the_text(name, tmp_path, monkeypatch):
     """Rows give their pages up, and prompts come in pieces and from the prefix cache."""
     EVERY_FAMILY[name](tmp_path, 0)
     plain = six_without(load(tmp_path), kv_pages=600)
-    checked = CheckedGuesses(monkeypatch, texts_of(plain, PROMPTS))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain, PROMPTS))
     bench = Bench(load(tmp_path), speculation="ngram", prefill_chunk_tokens=16, **_FEW_PAGES)
     submit_six(bench)
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    assert checked.guesses > 60 and checked.wrong == []
+    assert checked.count > 60 and checked.wrong == []
     counters = bench.engine.roster.counters
-    assert counters.preemptions > 0 and counters.accepted > 20
+    drafts = bench.drafts
+    assert counters.preemptions > 0 and drafts.accepted > 20
 
 
 def test_codes_of_kv_have_tokens_beside_them(folders, monkeypatch):
@@ -89,23 +90,23 @@ def test_codes_of_kv_have_tokens_beside_them(folders, monkeypatch):
     do_not_measure(monkeypatch)
     fields = {"kv_dtype": "fp8_e4m3", "kv_pages": 600, "max_rows": 6}
     plain = six_without(load(folders[0]), **fields)
-    checked = CheckedGuesses(monkeypatch, texts_of(plain, PROMPTS))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain, PROMPTS))
     bench = Bench(load(folders[0]), speculation="ngram", speculation_rows=12, **fields)
     submit_six(bench)
     bench.run()
     bench.close()
     assert_same(bench, plain, exact=True)
-    assert checked.guesses > 60 and checked.wrong == []
-    assert bench.engine.roster.counters.accepted > 20
+    assert checked.count > 60 and checked.wrong == []
+    assert bench.drafts.accepted > 20
 
 
 @pytest.mark.parametrize("stem", ["qwen3", *nightly("Qwen3_5")])
 @pytest.mark.parametrize("host_kv_gib", [0.0, 0.01])
-def test_guesses_after_a_sleep_are_those_of_the_text(stem, host_kv_gib, tmp_path, monkeypatch, strict):
+def test_drafts_after_a_sleep_are_those_of_the_text(stem, host_kv_gib, tmp_path, monkeypatch, strict):
     """Whether the KV was dropped, or went to the host and back."""
     EVERY_FAMILY[stem](tmp_path, 0)
     plain = six_without(load(tmp_path), kv_pages=600)
-    checked = CheckedGuesses(monkeypatch, texts_of(plain, PROMPTS))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain, PROMPTS))
     bench = Sleeping(load(tmp_path), speculation="ngram", host_kv_gib=host_kv_gib, kv_pages=200)
     submit_six(bench)
     for _ in range(2):
@@ -115,15 +116,15 @@ def test_guesses_after_a_sleep_are_those_of_the_text(stem, host_kv_gib, tmp_path
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    assert checked.guesses > 60 and checked.wrong == []
+    assert checked.count > 60 and checked.wrong == []
 
 
 @pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("qwen3", "Gemma3")])
-def test_an_engine_that_is_built_again_guesses_from_new_texts_alone(stem, tmp_path, monkeypatch):
+def test_an_engine_that_is_built_again_drafts_from_new_texts_alone(stem, tmp_path, monkeypatch):
     """Whatever a fault left in the pages, such as ids that no token has."""
     EVERY_FAMILY[stem](tmp_path, 0)
     plain = six_without(load(tmp_path), kv_pages=600)
-    checked = CheckedGuesses(monkeypatch, texts_of(plain, PROMPTS))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain, PROMPTS))
     bench = Bench(load(tmp_path), speculation="ngram", kv_pages=200)
     submit_six(bench)
     for _ in range(9):
@@ -139,12 +140,12 @@ def test_an_engine_that_is_built_again_guesses_from_new_texts_alone(stem, tmp_pa
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    assert checked.guesses > 60 and checked.wrong == []
+    assert checked.count > 60 and checked.wrong == []
 
 
 @pytest.mark.parametrize("name", ["Qwen3-VL", *nightly("Qwen2.5-VL", "Qwen3.5")])
 def test_placeholders_of_images_are_tokens_of_the_text(name, tmp_path, monkeypatch):
-    """A prompt may repeat them, so they are guessed; no token changes."""
+    """A prompt may repeat them, so they are drafted; no token changes."""
     make_model(name, tmp_path)
     prompts = {f"r{i}": prompt_with(3, picture(4, 6, i), 4, picture(4, 6, i + 1), 1, seed=i) for i in range(3)}
 
@@ -159,10 +160,10 @@ def test_placeholders_of_images_are_tokens_of_the_text(name, tmp_path, monkeypat
         return bench
 
     plain = run()
-    checked = CheckedGuesses(monkeypatch, texts_of(plain, {each: one.ids for each, one in prompts.items()}))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain, {each: one.ids for each, one in prompts.items()}))
     bench = run(speculation="ngram")
     assert_same(bench, plain)
-    assert checked.guesses > 30 and checked.wrong == []
+    assert checked.count > 30 and checked.wrong == []
 
 
 def whatever_happens(seed: int, load_one: Callable[[], Any], adapters: list[Any], vocab: int) -> None:
@@ -193,7 +194,7 @@ def whatever_happens(seed: int, load_one: Callable[[], Any], adapters: list[Any]
     )
     play(adapted(bench), asked, plain, rng)
     assert_as_without(bench, plain, asked)
-    assert bench.engine.roster.counters.drafted > 0 or bench.settings.engine.speculation == "auto"
+    assert bench.drafts.drafted > 0 or bench.settings.engine.speculation == "auto"
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 40))])

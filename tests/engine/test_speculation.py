@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 
+from rollout.engine.features.drafts.feature import Drafting
+from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel, Delta, PutAdapter, StopAt
-from rollout.engine.schedule.speculation import Speculation
-from rollout.engine.speculation.step_costs import StepCosts
 from rollout.metrics.definitions import DRAFT_AGES
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.adapted import bench_of, make_adapters, versions_of
@@ -90,10 +90,11 @@ def test_any_drafts_give_the_same_completions(model, monkeypatch, plain, wrong, 
     bench.close()
     assert_same(bench, plain)
     counters = bench.engine.roster.counters
+    drafts = bench.drafts
     kept = sum(len(completion.token_ids) for completion in bench.completions.values())
     assert counters.tokens == kept, "tokens after a stop are no tokens"
-    assert counters.drafted > 50
-    assert counters.accepted == 0 if wrong == 1.0 else counters.accepted > 20
+    assert drafts.drafted > 50
+    assert drafts.accepted == 0 if wrong == 1.0 else drafts.accepted > 20
 
 
 def test_with_rows_computed_one_by_one_all_bits_are_equal(model, monkeypatch):
@@ -106,7 +107,7 @@ def test_with_rows_computed_one_by_one_all_bits_are_equal(model, monkeypatch):
     submit_free(bench)
     bench.run()
     bench.close()
-    assert bench.engine.roster.counters.accepted > 20
+    assert bench.drafts.accepted > 20
     assert_same(bench, plain, exact=True)
 
 
@@ -151,17 +152,18 @@ def test_a_step_has_no_more_drafts_than_it_may(model, monkeypatch, six, most):
 
 def test_drafts_leave_a_free_page_for_each_running_row(model, monkeypatch, six):
     bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.9, speculation_tokens=16, kv_pages=80)
-    choose, short = Speculation.choose, 0
+    choose, short = Drafting.plan_decode, 0
 
-    def watch(self, seqs, roster):
+    def watch(self, seqs, version, allocator, kept):
         nonlocal short
-        pool, rows = roster.allocator.pool, len(roster.decoding) + len(roster.prefilling)
-        before, choice = pool.available, choose(self, seqs, roster)
+        pool, roster = allocator.pool, bench.engine.roster
+        rows = len(roster.decoding) + len(roster.prefilling)
+        before, choice = pool.available, choose(self, seqs, version, allocator, kept)
         assert pool.available >= min(before, rows)
         short += pool.available == rows < before
         return choice
 
-    monkeypatch.setattr(Speculation, "choose", watch)
+    monkeypatch.setattr(Drafting, "plan_decode", watch)
     submit_six(bench)
     bench.run()
     bench.close()
@@ -180,7 +182,7 @@ def test_two_slots_stay_full_with_drafts(model, monkeypatch):
 
 
 def test_a_step_without_drafts_is_a_plain_step(model, monkeypatch, plain):
-    """A drafter without guesses leaves nothing in plans and uploads."""
+    """A drafter without paths leaves nothing in plans and uploads."""
     bench, _ = drafting(monkeypatch, model, {}, 0.0, speculation_rows=8)
     monkeypatch.setattr("tests.support.engine.drafting.ReplayDrafter.path", lambda *_: [])
     uploads, execute = [], bench.engine.executor.execute
@@ -260,7 +262,7 @@ def test_a_swap_between_verify_steps(model, folders, hf_models, monkeypatch, kv_
         bench.submit(f"r{i}", prompt_of(8 + i, i), 50)
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 6 + seed)
     bench.close()
-    assert bench.engine.roster.counters.accepted > 5
+    assert bench.drafts.accepted > 5
     for i in range(3):
         done = bench.completions[f"r{i}", 0]
         assert set(done.versions) == {0, 1} and done.versions == sorted(done.versions)
@@ -361,8 +363,8 @@ def test_constrained_rows_draft_like_others(model, monkeypatch, wrong, ragged, d
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    counters = bench.engine.roster.counters
-    assert counters.accepted == 0 if wrong == 1.0 else counters.accepted > 60
+    drafts = bench.drafts
+    assert drafts.accepted == 0 if wrong == 1.0 else drafts.accepted > 60
     assert {completion.finish.reason for completion in plain.completions.values()} == {"stop", "length"}
 
 
@@ -405,8 +407,8 @@ def test_a_constraint_that_fails_along_drafts_changes_no_completion(model, monke
     assert_same(run(bench, how), plain)
     assert any(completion.finish.reason == "error" for completion in plain.completions.values())
     assert all(len(completion.token_ids) > 6 for completion in plain.completions.values())
-    counters = bench.engine.roster.counters
-    assert counters.drafted > counters.accepted > 0
+    drafts = bench.drafts
+    assert drafts.drafted > drafts.accepted > 0
 
 
 # --- adapters ---
@@ -437,7 +439,7 @@ def test_rows_with_adapters_draft_like_others(model, monkeypatch, adapters, wron
     run_watched(adapted(bench, adapters))
     bench.close()
     assert_same(bench, plain)
-    assert bench.engine.roster.counters.accepted > 100
+    assert bench.drafts.accepted > 100
     assert len({tuple(bench.tokens(f"r{i}")) for i in (0, 1, 2)}) == 3, "adapters and the model say other things"
 
 
@@ -545,7 +547,7 @@ def test_any_drafts_of_any_rows_give_what_none_give(model, monkeypatch, adapters
     )
     run_work(bench, asked, adapters, rng)
     assert_same(bench, plain)
-    assert bench.engine.roster.counters.drafted > 0 or bench.settings.engine.speculation == "auto"
+    assert bench.drafts.drafted > 0 or bench.settings.engine.speculation == "auto"
 
 
 # --- experts ---
@@ -564,7 +566,7 @@ def test_the_experts_of_accepted_tokens_are_told(monkeypatch, tmp_path):
         bench.close()
         assert bench.tokens("a") == plain.tokens("a")
         assert bench.completions["a", 0].deltas == plain.completions["a", 0].deltas
-        assert bench.engine.roster.counters.accepted > 5
+        assert bench.drafts.accepted > 5
         assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
 
 
@@ -594,18 +596,18 @@ def test_acceptance_is_told_by_the_age_of_what_is_drafted_from(model, folders, v
     submit_six(bench)
     bench.run()
     bench.completions.clear()
-    before = list(bench.engine.roster.counters.drafts_by_age)
+    before = list(bench.drafts.by_age)
     if version:
         mailbox.ready = Update(version, load(folders[0]), bench.engine.executor.step.model)
         bench.run()
     submit_six(bench)
     bench.run()
     bench.close()
-    counters = bench.engine.roster.counters
-    assert sum(drafted for drafted, _ in counters.drafts_by_age) <= counters.drafted
+    drafts = bench.drafts
+    assert sum(drafted for drafted, _ in drafts.by_age) <= drafts.drafted
     which = list(DRAFT_AGES).index(name)
-    drafted, accepted = (now - was for now, was in zip(counters.drafts_by_age[which], before[which], strict=True))
-    assert accepted > 200 and accepted / drafted > 0.8, (counters.drafts_by_age, bench.completions["r0", 0].versions)
+    drafted, accepted = (now - was for now, was in zip(drafts.by_age[which], before[which], strict=True))
+    assert accepted > 200 and accepted / drafted > 0.8, (drafts.by_age, bench.completions["r0", 0].versions)
     Inspector(bench.engine).set_gauges()
     report = bench.engine.meter.report()
     assert report[f"speculation/accepted_pct/age_{name}"] > (50 if version == 0 else 80)
@@ -617,21 +619,22 @@ def test_acceptance_is_told_by_the_age_of_what_is_drafted_from(model, folders, v
 
 def test_acceptance_and_time_saved_are_what_was_counted(model, monkeypatch, six):
     costs = FixedCosts({1: 1.0, 72: 1.0}, padded=False)
-    monkeypatch.setattr("rollout.engine.build.measure_decode_costs", lambda *_: costs)
+    monkeypatch.setattr("rollout.engine.features.drafts.verifier.measure_decode_costs", lambda *_: costs)
     bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.4, kv_pages=600)
     submit_six(bench)
     bench.run()
     bench.close()
     counters = bench.engine.roster.counters
-    assert 0 < counters.accepted < counters.drafted
-    drafted, accepted = counters.drafts_by_drafter["suffix"]
-    assert (drafted, accepted) == (counters.drafted, counters.accepted)
-    assert 1 / 6 <= counters.expected_saved_s / accepted <= 1 / 3, "steps of 1 s and six rows, fewer at the end"
-    assert counters.saved_s > counters.expected_saved_s, "these steps take less than 1 s"
+    drafts = bench.drafts
+    assert 0 < drafts.accepted < drafts.drafted
+    drafted, accepted = drafts.by_drafter["suffix"]
+    assert (drafted, accepted) == (drafts.drafted, drafts.accepted)
+    assert 1 / 6 <= drafts.expected_saved_s / accepted <= 1 / 3, "steps of 1 s and six rows, fewer at the end"
+    assert drafts.saved_s > drafts.expected_saved_s, "these steps take less than 1 s"
     Inspector(bench.engine).set_gauges()
     report = bench.engine.meter.report()
-    assert report["speculation/saved_s"] == counters.saved_s
-    assert report["speculation/expected_saved_s"] == counters.expected_saved_s
+    assert report["speculation/saved_s"] == drafts.saved_s
+    assert report["speculation/expected_saved_s"] == drafts.expected_saved_s
     for name in ("accepted_pct", "accepted_pct/by_suffix"):
         assert report[f"speculation/{name}"] == pytest.approx(100 * accepted / drafted)
     assert report["speculation/tokens_a_step"] == pytest.approx(1 + accepted / counters.decode_rows)
@@ -651,9 +654,9 @@ class FixedCosts(StepCosts):
 
 
 def do_not_measure(monkeypatch: pytest.MonkeyPatch, measured=None, guesses=None) -> None:
-    """Have engines take steps and guesses to cost what is given, by rows; by default nothing but the step itself."""
-    costs = FixedCosts(measured or {1: 1.0, 72: 1.0}, padded=False, guesses=guesses or {})
-    monkeypatch.setattr("rollout.engine.build.measure_decode_costs", lambda *_: costs)
+    """Have engines take steps and drafts to cost what is given, by rows; by default nothing but the step itself."""
+    costs = FixedCosts(measured or {1: 1.0, 72: 1.0}, padded=False, drafting=guesses or {})
+    monkeypatch.setattr("rollout.engine.features.drafts.verifier.measure_decode_costs", lambda *_: costs)
 
 
 @pytest.mark.parametrize(
@@ -661,17 +664,16 @@ def do_not_measure(monkeypatch: pytest.MonkeyPatch, measured=None, guesses=None)
     [(0.0, {1: 1.0, 72: 1.0}, True), (1.0, {1: 1.0, 72: 1.5}, False), (0.0, {1: 1.0, 72: 72.0}, False)],
 )
 def test_auto_drafts_while_it_pays(model, monkeypatch, six, wrong, costs, drafts):
-    monkeypatch.setattr("rollout.engine.build.measure_decode_costs", lambda *_: FixedCosts(costs, padded=False))
+    do_not_measure(monkeypatch, costs)
     bench, _ = drafting(monkeypatch, model, recorded(six.completions), wrong, kv_pages=600, speculation="auto")
     submit_six(bench)
     run_watched(bench)
     bench.close()
     assert_same(bench, six)
-    counters = bench.engine.roster.counters
     if drafts:
-        assert counters.accepted > 200 and counters.expected_saved_s > 0
+        assert bench.drafts.accepted > 200 and bench.drafts.expected_saved_s > 0
     else:
-        assert counters.drafted < 150
+        assert bench.drafts.drafted < 150
 
 
 def test_auto_measures_the_device_and_leaves_nothing_behind(model, six):

@@ -1,4 +1,4 @@
-"""What n-grams of a text expect, by a loop; and engines whose guesses are compared with that."""
+"""What n-grams of a text expect, by a loop; and engines whose drafts are compared with that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from rollout_kernels.step.ngrams import MOST_EQUAL
 
-from rollout.engine.step.ngram_drafts import NgramDrafts
+from rollout.engine.features.drafts.ngram_drafter import NgramDrafter
 from rollout.engine.step.row_state import LENGTH, PROMPT, SEED
 from tests.support.engine.harness import Bench
 
@@ -33,14 +33,14 @@ def texts_of(plain: Bench, prompts: Mapping[str, Sequence[int]]) -> dict[int, li
     return {completion.seed: [*prompts[name], *completion.token_ids] for (name, _), completion in found}
 
 
-class CheckedGuesses:
-    """Compares all guesses of an engine with those of the loop over the whole text, which a plain run has made."""
+class CheckedDrafts:
+    """Compares all drafts of an engine with those of the loop over the whole text, which a plain run has made."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, texts: Mapping[int, Sequence[int]]) -> None:
         self.texts = texts
-        self.guesses = 0
+        self.count = 0
         self.wrong: list[tuple[int, int]] = []  # seeds of rows, and tokens in their pages
-        run = NgramDrafts.run
+        run = NgramDrafter.run
 
         def check(drafts, *how):
             rows_R = run(drafts, *how)
@@ -48,9 +48,9 @@ class CheckedGuesses:
                 ints = drafts.rows.ints[row].tolist()
                 if row and ints[SEED] in self.texts and ints[PROMPT]:
                     text = self.texts[ints[SEED]][: ints[LENGTH] + 1]
-                    self.guesses += 1
-                    if drafts.rows.guesses[row].tolist() != followed(text, drafts.most):
+                    self.count += 1
+                    if drafts.next_RG[row].tolist() != followed(text, drafts.most):
                         self.wrong.append((ints[SEED], ints[LENGTH]))
             return rows_R
 
-        monkeypatch.setattr(NgramDrafts, "run", check)
+        monkeypatch.setattr(NgramDrafter, "run", check)

@@ -103,8 +103,8 @@ def test_two_gpus_draw_the_tokens_of_one_in_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["MiMo", "Glm4Moe"])
-def test_guesses_of_a_layer_of_the_checkpoint_change_no_bit(tmp_path: Path, name: str) -> None:
-    """Captured guesses with collective operations in them, and eager ones."""
+def test_drafts_of_a_layer_of_the_checkpoint_change_no_bit(tmp_path: Path, name: str) -> None:
+    """Captured drafts with collective operations in them, and eager ones."""
     make = make_mimo if name == "MiMo" else partial(make_variant, "Glm4Moe", moe_intermediate_size=128)
     make_predicting(name, tmp_path, seed=3, make=partial(make, vocab_size=VOCAB, **FUSED_SIZES))
     folder, found = make_tokenizer_folder(tmp_path), []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollout.engine.features.adapters.memory import AdapterMemory
+from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.features.images.encoder import ImageEncoder
 from rollout.engine.features.routing.record import RoutingRecord
 from rollout.engine.features.scores.taker import ScoreTaker
@@ -18,4 +19,5 @@ FEATURES: tuple[MakeFeature, ...] = (
     RoutingRecord.make,
     ScoreTaker.make,
     ImageEncoder.make,
+    DraftVerifier.make,
 )

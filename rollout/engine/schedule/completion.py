@@ -14,7 +14,6 @@ from rollout.engine.messages import Delta, RequestDone, VersionRuns
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit
-from rollout.metrics.definitions import DRAFT_AGES, DRAFTER_NAMES
 
 #: Error of a completion whose next token could not be drawn.
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): look at the weights of this version"
@@ -32,24 +31,7 @@ class Counters:
     cached_tokens: int = 0  # prompt tokens whose KV was there
     snapshot_loads: int = 0  # rows that went on from a snapshot
     prefix_hits: Counter[PrefixHit] = field(default_factory=Counter)  # rows that did not compute their whole prompt
-    drafted: int = 0  # tokens that verify steps tried
-    accepted: int = 0  # drafts that equalled the token drawn
-    saved_s: float = 0.0  # of the device, by verify steps: plain ones of as many tokens would take so much longer
-    expected_saved_s: float = 0.0  # the same by the costs alone
-    #: (drafted, accepted) of steps that were committed, by the age of what was drafted from, as in `DRAFT_AGES`.
-    drafts_by_age: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)] * len(DRAFT_AGES))
     prefilled_tokens: int = 0  # that prefills have computed, also again
-    #: (drafted, accepted) of steps that were committed, by drafter.
-    drafts_by_drafter: dict[str, tuple[int, int]] = field(default_factory=lambda: dict.fromkeys(DRAFTER_NAMES, (0, 0)))
-
-    def note_drafts(self, drafter: str, age: int | None, drafted: int, accepted: int) -> None:
-        """Count the drafts of a row; `age` in weights versions, None for drafts from no weights."""
-        before = self.drafts_by_drafter[drafter]
-        self.drafts_by_drafter[drafter] = before[0] + drafted, before[1] + accepted
-        if age is not None:
-            which = sum(age >= least for least in DRAFT_AGES.values()) - 1
-            before = self.drafts_by_age[which]
-            self.drafts_by_age[which] = before[0] + drafted, before[1] + accepted
 
 
 def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:

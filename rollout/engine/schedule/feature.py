@@ -4,9 +4,10 @@ The stages of a step call every feature of their worker by these hooks, and know
 feature has no object of it. Its part on the device is a `step.feature.DeviceFeature`.
 
     request   refusal, enter; a sequence gets a row: ready, admitted; gives it back: left
-    plan      plan_begins, then fit and decodes for each span of a prompt
+    plan      plan_begins, then fit and decodes for each span of a prompt, then note; plan_decode
     upload    words bounds what pack puts
-    commit    commit; delta_fields for each delta
+    launch    launched
+    commit    commit, committed, ran; delta_fields for each delta
     KV        stow, restored (`PageMirror`)
     loop      tick, wait
     weights   weights_changed, between two steps
@@ -16,11 +17,13 @@ feature has no object of it. Its part on the device is a `step.feature.DeviceFea
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, ClassVar, TypeVar
 
+from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.messages import Rejected, Request
-from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.step_output import StepOutput
@@ -67,6 +70,17 @@ class StepFeature(PageMirror):
         """False if the decode forward cannot compute these tokens of a prompt."""
         return True
 
+    def note(self, spans: Seq[Span]) -> Any:
+        """What the feature reads later in the `Plan.notes` of a step of these prompts; None if nothing."""
+        return None
+
+    def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> Plan | None:
+        """The step of these decode rows under the weights of `version`, if one token each is not all that it takes.
+
+        It may give rows more pages, but leaves `kept` pages free. The first feature that gives a plan makes the step.
+        """
+        return None
+
     # --- upload -------------------------------------------------------------------------------------------------------
 
     def words(self, seq: Sequence, length: int) -> int:
@@ -76,10 +90,19 @@ class StepFeature(PageMirror):
     def pack(self, plan: Plan, staging: Staging) -> None:
         """Put the feature's sections and extras of a step. Sections of a decode lie first and are there already."""
 
-    # --- commit -------------------------------------------------------------------------------------------------------
+    # --- launch and commit --------------------------------------------------------------------------------------------
+
+    def launched(self, plan: Plan) -> None:
+        """A step is in flight."""
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """A step has ended; its tokens are not taken yet."""
+
+    def committed(self, plan: Plan, output: StepOutput) -> None:
+        """The tokens of a step are taken."""
+
+    def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
+        """A committed step took `seconds` on the device, waits for masks too, and `tokens` of its tokens were kept."""
 
     def delta_fields(self, seq: Sequence) -> dict[str, Any]:
         """Fields of the `Delta` that is being made. They count as sent; `seq.finish` is set for the last one."""
@@ -93,8 +116,8 @@ class StepFeature(PageMirror):
     def wait(self) -> None:
         """No step is in flight and none can be planned: wait for work of the feature that delays admission."""
 
-    def weights_changed(self, names: Collection[str]) -> None:
-        """An update has written these tensors."""
+    def weights_changed(self, version: int, names: Collection[str]) -> None:
+        """An update has written these tensors; the weights have this version now."""
 
     def memory_leaves(self) -> None:
         """A sleep is about to give the device's memory back; no sequence has a row."""

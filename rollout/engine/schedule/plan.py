@@ -13,23 +13,26 @@ whatever its tokens are. A prompt of which only the last token has no KV is plan
 up.
 
 A plan is a verify step if a row has drafts, or if a step in flight has drafts of a row: then the position of that row
-is not known. `start` is the highest that it can be, and the plan tells the pages of all positions that it can have.
+is not known, and `start` is the highest that it can be.
 
 A step of hundreds of rows loops over its spans four times at every token, so these loops are kept short.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.speculation.drafter import Guesser
+from rollout.engine.upload import IN_ROW_STATE
 
 _ADAPTER = Feature.ADAPTER.value
+NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +60,21 @@ class Span(NamedTuple):
 class Drafts(NamedTuple):
     """The drafts of one decode row: `length` tokens of `path`, from the position that the row then has.
 
-    Guesses have no path: the device has made them, and the host does not know them when it plans.
+    Drafts of the device have no path: the host does not know them when it plans.
     """
 
     seq: Sequence
     place: int  # of the row's own draw among those of the step; those of its drafts follow
     length: int
     path: list[int]  # tokens expected from position `begin` on
-    begin: int
+    begin: int  # `IN_ROW_STATE` for drafts of the device
     age: int | None = None  # versions between the weights that the path comes from and the step's; None: from none
-    drafter: Literal["suffix"] | Guesser = "suffix"
+    drafter: str = "suffix"  # as in `DRAFTER_NAMES`
 
     @property
-    def guessed(self) -> bool:
-        """True for guesses of the device."""
-        return self.drafter != "suffix"
+    def on_device(self) -> bool:
+        """True if the device has made them."""
+        return self.begin == IN_ROW_STATE
 
     def tokens(self, position: int, width: int) -> list[int]:
         """The drafts if the first is at `position`, as `verify.set_up` takes them from a path padded to `width`."""
@@ -92,10 +95,10 @@ class Plan:
     opens: list[tuple[int, int]]  # (place of the span, page) where a span begins at the first position of a page
     saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) of rows that ended before this step
     drafts: tuple[Drafts, ...] = ()
-    #: (row, column of its page table, page) of a verify step; `opens` is empty then.
-    pages: tuple[tuple[int, int, int], ...] = ()
-    #: Tokens that the device guesses for each row that draws; 0: a draft model only reads the step; -1: nothing runs.
-    guesses: int = -1
+    #: The row of each token of a verify step: after each row those of its drafts. Such a step has no `opens`, as its
+    #: feature sends all pages. Empty: a token for each row.
+    token_rows: list[int] = field(default_factory=list)
+    notes: Mapping[str, Any] = field(default_factory=dict)  # what features have planned, by their names
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:
@@ -137,9 +140,9 @@ def make_plan(
     version: int,
     page_size: int,
     saves: tuple[tuple[int, int], ...] = (),
-    guesses: int = -1,
+    notes: Mapping[str, Any] = NO_NOTES,
 ) -> Plan:
-    """The step of these spans under the weights of `version`; `saves` and `guesses` as in `Plan`."""
+    """The step of these spans under the weights of `version`; `saves` and `notes` as in `Plan`."""
     opens: list[tuple[int, int]] = []
     features = tokens = draws = longest = 0
     for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
@@ -152,46 +155,7 @@ def make_plan(
         if not start % page_size:
             opens.append((place, seq.kv.pages[start // page_size]))
     of_step = Feature(features), longest, tokens, draws, opens, saves
-    return Plan(spans, version, *of_step, guesses=guesses)
-
-
-def make_verify_plan(
-    seqs: list[Sequence],
-    drafts: list[Drafts],
-    version: int,
-    page_size: int,
-    saves: tuple[tuple[int, int], ...] = (),
-    guesses: int = -1,
-) -> Plan:
-    """A step of these decode rows, with `drafts` of some of them, in the order of `seqs`.
-
-    The draft model writes KV at the positions of its guesses, so the plan tells the pages of these, too.
-    """
-    counts = {draft.seq: draft.length for draft in drafts}
-    spans, pages = [], []
-    features = tokens = longest = 0
-    for seq in seqs:
-        kv, count = seq.kv, 1 + counts.get(seq, 0)
-        first, end = kv.length - seq.drafted, kv.length + count
-        spans.append(Span(seq, kv.length, count, count))
-        told = min(end + max(guesses, 0), kv.capacity)
-        pages += [(seq.row, i, kv.pages[i]) for i in range(first // page_size, (told - 1) // page_size + 1)]
-        features |= seq.feature_bits
-        tokens += count
-        longest = max(longest, end)
-    return Plan(
-        spans,
-        version,
-        Feature(features),
-        longest,
-        tokens,
-        tokens,
-        [],
-        saves,
-        tuple(drafts),
-        tuple(pages),
-        guesses=guesses,
-    )
+    return Plan(spans, version, *of_step, notes=notes)
 
 
 _new_tuple = tuple.__new__  # takes half the time of Span(...)

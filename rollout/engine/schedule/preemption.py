@@ -85,10 +85,8 @@ def change_weights(roster: Roster, version: int, recompute: bool, names: Collect
     `names` are those of the tensors that have changed.
     """
     roster.version = version
-    if not roster.draft_names.isdisjoint(names):
-        roster.draft_version = version
     for feature in roster.features:
-        feature.weights_changed(names)
+        feature.weights_changed(version, names)
     roster.feed.queue_early(version)
     roster.feed.close_shares()
     roster.allocator.forget_all()

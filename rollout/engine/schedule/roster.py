@@ -39,14 +39,11 @@ class Roster:
         version: int,
         clock: Callable[[], float],
         counters: Counters | None = None,
-        draft_names: frozenset[str] = frozenset(),
         features: Seq[StepFeature] = (),
     ) -> None:
         self.allocator = allocator
         self.features = features  # what optional capabilities add to steps
         self.version = version  # of the weights
-        self.draft_version = version  # of the weights that came with the draft model's
-        self.draft_names = draft_names  # of its tensors in updates
         self.clock = clock
         self.counters = counters or Counters()
         self.events: list[Event] = []  # what the service has not been sent yet

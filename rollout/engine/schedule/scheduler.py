@@ -25,11 +25,10 @@ from collections.abc import Callable
 from rollout.engine.messages import Finish, Request
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
-from rollout.engine.schedule.plan import Plan, decode_spans, make_plan, make_verify_plan
+from rollout.engine.schedule.plan import Plan, decode_spans, make_plan
 from rollout.engine.schedule.prompt_spans import prompt_spans
 from rollout.engine.schedule.refusal import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.schedule.speculation import Speculation
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Group, Sequence, State
 from rollout.engine.sequence.sequence_kv import Prefill
@@ -46,7 +45,6 @@ class Scheduler:
         limits: SchedulerLimits,
         roster: Roster,
         upload_words: Callable[[Sequence, int], int] = lambda seq, length: 0,
-        speculation: Speculation | None = None,
     ) -> None:
         self.limits = limits
         self.roster = roster
@@ -56,7 +54,6 @@ class Scheduler:
         self._last_kind = "decode"
         self.admission_over = True  # sequences that still wait after the last plan wait for rows, pages or adapters
         self._upload_words = upload_words
-        self.speculation = speculation
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -146,9 +143,9 @@ class Scheduler:
         spans = prompt_spans(roster.prefilling, *most, self._upload_words, self._page_size, roster.features)
         if not spans:
             return None
-        guesses = -1 if self.speculation is None else self.speculation.prompt_guesses
         saves = roster.allocator.prefixes.take_saves()
-        return make_plan(spans, roster.version, self._page_size, saves, guesses)
+        notes = {feature.name: note for feature in roster.features if (note := feature.note(spans)) is not None}
+        return make_plan(spans, roster.version, self._page_size, saves, notes)
 
     def _plan_decode(self) -> Plan | None:
         roster = self.roster
@@ -159,12 +156,12 @@ class Scheduler:
             seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv.length < seq.kv.capacity]
         if not seqs:
             return None
-        version, prefixes = roster.version, roster.allocator.prefixes
-        if self.speculation is not None:
-            drafts, guesses = self.speculation.choose(seqs, roster)
-            if drafts or guesses >= 0 or any(seq.drafted for seq in seqs):
-                return make_verify_plan(seqs, drafts, version, self._page_size, prefixes.take_saves(), guesses)
-        return make_plan(decode_spans(seqs), version, self._page_size, prefixes.take_saves())
+        version, allocator = roster.version, roster.allocator
+        running = len(roster.decoding) + len(roster.prefilling)
+        for feature in roster.features:  # one page stays free for each running row
+            if (plan := feature.plan_decode(seqs, version, allocator, running)) is not None:
+                return plan
+        return make_plan(decode_spans(seqs), version, self._page_size, allocator.prefixes.take_saves())
 
     # --- launch and commit -------------------------------------------------------------------------------------------
 
@@ -181,11 +178,8 @@ class Scheduler:
             kv.length = end
             if prompt is not None:
                 self._prompt_launched(seq, start, end, version)
-        for draft in plan.drafts:
-            draft.seq.drafted += draft.length
-            self.roster.counters.drafted += draft.length
-        if self.speculation is not None:
-            self.speculation.launched(plan)
+        for feature in self.roster.features:
+            feature.launched(plan)
 
     def _prompt_launched(self, seq: Sequence, start: int, end: int, version: int) -> None:
         roster, kv = self.roster, seq.kv
@@ -261,13 +255,8 @@ class Scheduler:
                 self._chunk_committed(seq, start + tokens_in)
             if seq.state is leaving and not seq.finalized:
                 roster.settle(seq)
-        if plan.drafts:
-            assert output.accepted is not None
-            for draft in plan.drafts:
-                counters.note_drafts(draft.drafter, draft.age, draft.length, output.accepted[draft.place])
-        if output.guesses is not None:
-            assert self.speculation is not None, "what had the device guess"
-            self.speculation.guessed(plan, output.guesses)
+        for feature in roster.features:
+            feature.committed(plan, output)
         if plan.kind == "decode":
             counters.decode_rows += plan.rows
         else:
@@ -275,14 +264,13 @@ class Scheduler:
 
     def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
         """A committed step took `seconds` on the device, waits for masks too, and `tokens` of its tokens were kept."""
-        if self.speculation is not None and plan.kind == "decode":
-            self.speculation.ran(plan, tokens, seconds, self.roster.counters)
+        for feature in self.roster.features:
+            feature.ran(plan, tokens, seconds)
 
     def _settle_drafts(self, seq: Sequence, count: int, output: StepOutput, at: int) -> int:
         assert output.accepted is not None, "a step with drafts says how many were accepted"
         accepted = output.accepted[at]
         seq.settle_drafts(count, accepted)
-        self.roster.counters.accepted += accepted
         return accepted
 
     def _examine(self, seq: Sequence, token: int) -> bool:

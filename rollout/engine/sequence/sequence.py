@@ -133,10 +133,10 @@ class Sequence:
         "finish",
         "free",
         "group",
-        "guessed",
+        "next_drafts",
         "index",
         "inflight_refs",
-        "known_guesses",
+        "known_drafts",
         "kv",
         "launched",
         "matched",
@@ -183,8 +183,8 @@ class Sequence:
         self.void = 0  # the first of them that are not committed: their tokens are dropped
         self.launched = self.drawn.known
         self.drafted = 0
-        self.guessed = 0  # guesses of the device in its row state, once everything launched has run
-        self.known_guesses: list[int] = []  # the guesses after its last committed step that had any
+        self.next_drafts = 0  # drafts of the device in its row state, once everything launched has run
+        self.known_drafts: list[int] = []  # those that the device made after its last committed step with any
         self.may_draft = True  # False once its constraint could not be followed along drafts
         self.check_at = 0  # tokens at which something is due again, if none of them stops it
         self.row = 0

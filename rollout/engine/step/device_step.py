@@ -1,10 +1,9 @@
 """What a step does on the device: sets rows up, runs the forward, draws. Everything here runs on the compute stream.
 
-    begin      rows that the step sets up, pages that are copied, tokens of a decode forward that the host knows, drafts
+    begin      rows that the step sets up, pages that are copied, tokens of a decode forward that the host knows
     decode     one token for each row, the last one of the row state; logits of the next
     prefill    the tokens of spans of any length; logits after those that draw
     sample     from logits to the tokens, in the row state and in the output
-    guess      the next tokens of the rows are guessed, by a draft model that reads the step or by n-grams
 
 The sampled token goes from `sample` into the row state (carry-over): the next step reads it there, whether or not the
 host has seen it. Inputs are a `StepInput` and device tensors; nothing here knows a sequence or the scheduler.
@@ -23,10 +22,7 @@ import torch
 from rollout_kernels.step import begin_step
 
 from rollout.engine.sequence.features import Feature
-from rollout.engine.step import verify
 from rollout.engine.step.feature import DeviceFeature
-from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
-from rollout.engine.step.ngram_drafts import NgramDrafts
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.upload import Extra, StepInput
@@ -77,7 +73,6 @@ class DeviceStep:
         exact_sums: bool = False,
         shares_pages: bool = False,
         features: Seq[DeviceFeature] = (),
-        guesser: HeadDrafts | NgramDrafts | None = None,
     ) -> None:
         self.model = model
         self.forward = forward
@@ -92,16 +87,11 @@ class DeviceStep:
         #: The features of forwards that are captured apart, and their bits together.
         self.kinds = (Feature.NONE, *(feature.changes_forward for feature in features if feature.changes_forward))
         self.changes = functools.reduce(lambda bits, kind: bits | kind.value, self.kinds, 0)
-        #: What guesses the next tokens of rows, if anything does; and the same if it is a draft model.
-        self.guesser = guesser
-        self.heads = guesser if isinstance(guesser, HeadDrafts) else None
         self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
-        if self.heads is not None and self.heads.reads_last_layer:
-            self.skips_unwanted = False
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same over another KV cache."""
-        more = self.exact_sums, self.shares_pages, self.features, self.guesser
+        more = self.exact_sums, self.shares_pages, self.features
         return DeviceStep(self.model, self.forward, kv, self.rows, *more)
 
     def prepare(self, extra: Extra) -> None:
@@ -119,10 +109,8 @@ class DeviceStep:
             self._copy_pages(step["copies"].long())
         if "known" in step:
             self.rows.take_known(step["known"])
-        if "pages" in step:
-            verify.tell_pages(self.rows, step["pages"])
-        if "drafts" in step:
-            verify.set_up(self.rows, step)
+        for feature in self.features:
+            feature.begin(self.rows, step)
 
     def decode(self, step: StepInput, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each row: its last token goes in at position `length`. Logits of the next one, and rows."""
@@ -140,8 +128,6 @@ class DeviceStep:
             step["segments"] if self.shares_pages else None,
             step["behind"] if "behind" in step else None,
         )
-        if self.heads is not None:
-            self.heads.positions_B[: len(token_ids_B)].copy_(batch.positions_T)
         hidden_BD = self.forward(token_ids_B, batch, self.kv)
         self._forward_ends(batch, outputs)
         return self.forward.compute_logits(hidden_BD)
@@ -179,7 +165,6 @@ class DeviceStep:
             rows_B=rows_B,
             behind_B=behind_B,
             segments_SW=segments_SW,
-            taps=None if self.heads is None else self.heads.taps,
             **self._fields(
                 lambda feature: feature.decode_fields(
                     self.rows, rows_B, begun.positions_B, features, outputs.get(feature.name)
@@ -192,15 +177,6 @@ class DeviceStep:
     def drafts_states(self) -> bool:
         """True if steps with drafts are other steps for the model: it has states, which go through the drafts."""
         return self.kv.states is not None and self.kv.states.drafts is not None
-
-    def accept(self, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor) -> None:
-        """Compare the drafts with the tokens drawn; rows and states go on after the last accepted one."""
-        verify.accept(self.rows, step, output_4R, accepted_R)
-        if self.drafts_states:
-            assert self.kv.states is not None
-            # As the forward goes through the tokens: see `DeltaNet.mix`.
-            one_by_one = self.exact_sums or self.model.embed.dtype == torch.float32
-            self.kv.states.catch_up(step["verified"], step["rows"], accepted_R, one_by_one)
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, outputs: Outputs) -> None:
         """Show features the logits of a step, before its draw."""
@@ -230,15 +206,13 @@ class DeviceStep:
             chunks=tuple(Chunk(*span) for *span, _ in header.layout),
             query_starts_C1=step["query_starts"],
             rows_B=rows_C,
-            taps=None if header.guesses < 0 or self.heads is None else self.heads.make_taps(header.tokens),
             **self._fields(lambda feature: feature.prefill_fields(self.rows, step, outputs.get(feature.name))),
         )
         self.kv.note_tokens(batch.kv_slots_T, step["tokens"])
-        if self.heads is not None and batch.taps is not None:
-            self.heads.prefilled(batch, batch.taps)
         if self.skips_unwanted and not any(feature.reads_hidden(header) for feature in self.features):
             wanted = self._wanted(step, batch)
             hidden_SD = self.forward(step["tokens"], replace(batch, wanted=wanted), self.kv)
+            self._forward_ends(batch, outputs)
             self.rows.ints[rows_C, LENGTH] = step["lengths"]
             return (self.forward.compute_logits(hidden_SD), step["sampled_rows"]) if header.draws else None
         hidden_TD = self.forward(step["tokens"], batch, self.kv)
@@ -249,17 +223,6 @@ class DeviceStep:
         if header.draws == 0:
             return None
         return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]
-
-    def guess(
-        self,
-        step: StepInput,
-        output_4R: torch.Tensor,
-        accepted_R: torch.Tensor,
-        graphs: HeadGraphs | None = None,
-    ) -> torch.Tensor | None:
-        """Guess after a step whose tokens are drawn and accepted; see `HeadDrafts.run`, `NgramDrafts.run`."""
-        assert self.guesser is not None, "something guesses"
-        return self.guesser.run(step, output_4R, accepted_R, self.kv, graphs)
 
     def _wanted(self, step: StepInput, batch: AttentionBatch) -> WantedTokens:
         """The last tokens of the spans that draw."""

@@ -24,7 +24,6 @@ from rollout_kernels.parallel import TensorGroup
 from rollout.engine.device.streams import Device, DeviceError, Event
 from rollout.engine.kv.page_mover import CopyQueue, PageMover
 from rollout.engine.sequence.features import PLAIN, Feature
-from rollout.engine.step import verify
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.slot import Slot
@@ -142,16 +141,14 @@ class Executor:
             assert self.graphs is not None, "a step that was packed for a graph"
             if not header.features & _NOT_PLAIN:
                 self.graphs.run(slot, header.size, "behind" in step)
-                self._accept(header, slot)
-                self._compare(header, slot)
-                self.run_guess(header, slot)
+                self._drawn(step, slot)
                 return
             forwarded = self.graphs.forward(step, slot.outputs)
         if forwarded is not None:
             self.step.computed(step, forwarded[0], slot.outputs)
         slot.forwarded = forwarded
         if forwarded is None:
-            self.run_guess(header, slot)
+            self.end_step(step, slot)
         elif not header.features & _CONSTRAIN:
             self.run_draw(header, slot)
 
@@ -160,31 +157,20 @@ class Executor:
         forwarded, slot.forwarded = slot.forwarded, None
         if forwarded is not None:
             self.step.sample(*forwarded, Feature(header.features), slot.output, slot.masks)
-            self._accept(header, slot)
-            self._compare(header, slot)
-            self.run_guess(header, slot)
+            self._drawn(StepInput(header, slot.input), slot)
 
-    def run_guess(self, header: Header, slot: Slot) -> None:
-        """Guess after the slot's step, whose tokens are drawn, if the header says so."""
-        if header.guesses >= 0:
-            graphs = None if self.graphs is None else self.graphs.heads
-            rows_R = self.step.guess(StepInput(header, slot.input), slot.output, slot.accepted, graphs)
-            if rows_R is not None:
-                assert self.step.rows.guesses is not None, "something guesses"
-                slot.guesses[: len(rows_R)] = self.step.rows.guesses.index_select(0, rows_R)
+    def _drawn(self, step: StepInput, slot: Slot) -> None:
+        for feature in self.step.features:
+            feature.drawn(self.step.rows, step, self.step.kv, slot.drawn)
+        if self._checked is not None and step.header.draws:
+            compare_tokens(self._checked, slot.output[0, : step.header.draws])
+        self.end_step(step, slot)
 
-    def _compare(self, header: Header, slot: Slot) -> None:
-        if self._checked is not None and header.draws:
-            compare_tokens(self._checked, slot.output[0, : header.draws])
-
-    def _accept(self, header: Header, slot: Slot) -> None:
-        if header.drafts:
-            step = StepInput(header, slot.input)
-            if header.features & _CONSTRAIN and len(slot.masks.refused):
-                verify.refuse(self.step.rows, step, slot.masks.refused)
-            if header.guesses > 0:
-                slot.accepted.zero_()  # of rows without drafts, too
-            self.step.accept(step, slot.output, slot.accepted)
+    def end_step(self, step: StepInput, slot: Slot) -> None:
+        """Run what features do at the end of a step, whose tokens are drawn."""
+        for feature in self.step.features:
+            replays = None if self.graphs is None else self.graphs.replays.get(feature.name)
+            feature.step_ends(step, self.step.kv, slot.drawn, slot.outputs[feature.name], replays)
 
     # --- between the steps --------------------------------------------------------------------------------------------
 

@@ -4,25 +4,30 @@
 compute stream, so its order is that of the calls:
 
     prepare            before the step, for each `Extra` that the upload has of this feature
+    begin              the rows of the step are set up
     decode_fields,     what the forward's `AttentionBatch` has of the feature
     prefill_fields
     forward_ends
+    drawn              the rows have advanced by the tokens of the step
+    step_ends
 
 Decode forwards are captured, with `decode_fields` and `forward_ends`: these read only what they get, and memory at
-fixed addresses. Memory that is large is kept when an engine is built anew after a fault; so is the feature's object.
+fixed addresses. So is the `decode_work` of a feature, which it launches itself. Memory that is large is kept when an
+engine is built anew after a fault; so is the feature's object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.sequence.features import Feature
+from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.streams import Orders, Streams
 from rollout.engine.upload import Extra, Header, Staging, StepInput
@@ -37,6 +42,19 @@ class HostParts:
     orders: Orders | None  # to the other ranks
     kv: KVCache
     host_pages: int  # that KV can be offloaded to
+    version: int  # of the weights
+
+
+class Drawn(NamedTuple):
+    """What a step has drawn, in the memory of its slot."""
+
+    output_4R: torch.Tensor  # as `Slot.output`
+    accepted_R: torch.Tensor  # int32; of a row that draws several tokens, at the place of its first: drafts accepted
+    masks: StepMasks  # of a step whose rows have constraints
+
+
+#: Launches captured work, by its name and the size of the decode steps that it was captured for.
+Replays = Mapping[str, Mapping[int, Callable[[], object]]]
 
 
 class DeviceFeature:
@@ -49,14 +67,20 @@ class DeviceFeature:
     changes_forward: ClassVar[Feature] = Feature.NONE  # rows with this take decode forwards that are captured apart
     row_column: ClassVar[bool] = False  # it has a column of the row state, set up from the section `init_NAME`
     own_stream: ClassVar[bool] = False  # it has a stream for work beside the steps
-    spare_words: ClassVar[int] = 0  # int32 words that it adds to an upload at most, besides those of tokens
+    spare_words: int = 0  # int32 words that it adds to an upload at most, besides those of tokens
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> StepFeature | None:
         """A new part on the host; `before` is the one that a fault ended, whose totals go on. Rank 0 calls it."""
         return None
 
+    def begin_rows(self, rows: RowState) -> None:
+        """The row state of the engine is there; after a fault it is a new one. No step has run yet."""
+
     def prepare(self, extra: Extra) -> None:
         """Take what came beside the words of the step that comes next."""
+
+    def begin(self, rows: RowState, step: StepInput) -> None:
+        """The rows that a step begins are set up, its forward is not launched."""
 
     def decode_fields(
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, features: int, output: Any
@@ -94,6 +118,19 @@ class DeviceFeature:
         On a GPU, rows that need this have a bit of `Feature`: plain decode steps are captured whole.
         """
 
+    def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
+        """The tokens of a step are drawn, and its rows have advanced by one each."""
+
+    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Any, replays: Replays | None) -> None:
+        """The rows are where the next step finds them; also after a step that draws nothing.
+
+        `replays` launch what was captured of `decode_work`; None where decode steps are not captured.
+        """
+
+    def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
+        """What `step_ends` can launch after a decode step of `size` rows, by name; it is captured at start-up."""
+        return {}
+
     # --- output -------------------------------------------------------------------------------------------------------
 
     def output_words(self, tokens: int) -> int:
@@ -126,5 +163,5 @@ class DeviceFeature:
         """The largest extra that a step can have, to learn what it takes; None if steps have none."""
         return None
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None) -> None:
-        """Put the most that a step of `rows` rows can have; `token_ids` are those of a prefill."""
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, features: Feature) -> None:
+        """Put the most that a step of `rows` rows with `features` can have; `token_ids` are those of a prefill."""

@@ -8,8 +8,8 @@
 
     drafted   both once more for steps with drafts of a model with states; the others take the graphs of steps without
 
-    draft     what the draft model does after a     one to read a step, for each of the sizes; one to guess for so many
-              step                                  rows, all without truncation
+    replays   what features launch themselves at    one for each name and size (`DeviceFeature.decode_work`)
+              the end of a step
 
 A step of n rows takes the smallest captured size that holds them; the rest is padding on row 0. Nothing is compiled
 while serving.
@@ -33,7 +33,6 @@ from rollout.engine.device.streams import Stream
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.device_step import DeviceStep, Outputs
 from rollout.engine.step.feature import DeviceFeature
-from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import StepInput, Upload, put_behind, put_decode
 from rollout.models.decoder import Decoder, DecoderLayer
@@ -134,8 +133,8 @@ class DecodeGraphs:
         #: Without drafts, and with, where these are different steps.
         self._drafted = (False, True) if step.drafts_states else (False,)
         self.forwards: dict[tuple[int, int, bool], _Forward] = {}  # by size, features that change it, drafts
-        #: What the draft model does with decode steps; None without one.
-        self.heads = None if step.heads is None else HeadGraphs()
+        #: What features launch themselves at the end of decode steps: by feature, name, and size.
+        self.replays: dict[str, dict[str, dict[int, Callable[[], object]]]] = {}
         #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
         self.experts: dict[int, list[torch.Tensor]] = {}
 
@@ -171,8 +170,8 @@ class DecodeGraphs:
     @property
     def count(self) -> int:
         """Graphs that are captured."""
-        of_heads = 0 if self.heads is None else len(self.heads.read) + len(self.heads.guess)
-        return len(self._steps) + len(self.forwards) + of_heads
+        of_features = sum(len(sizes) for by_name in self.replays.values() for sizes in by_name.values())
+        return len(self._steps) + len(self.forwards) + of_features
 
     def run(self, slot: Slot, size: int, drafted: bool = False) -> None:
         """Enqueue a decode step, draw included, whose upload is padded to `size`; on the compute stream.
@@ -219,9 +218,8 @@ class DecodeGraphs:
             self.run_whole(step, slot)
             for kind in self._step.kinds[1:]:
                 self.run_forward(step, slot.outputs, kind)
-        if (heads := self._step.heads) is not None:
-            heads.read(size, self._max_context, self._step.kv)
-            heads.guess(size, self._max_context, PLAIN, self._step.kv)
+        for _, _, launch in self._decode_work(size):
+            launch()
         self._stream.synchronize()
 
     def _upload(self, slot: Slot, size: int, drafted: bool) -> Upload:
@@ -240,8 +238,11 @@ class DecodeGraphs:
             for features in self._step.kinds:
                 for drafted in self._drafted:
                     self._capture_forward(slots[0], size, features, drafted)
-        if self._step.heads is not None and self.heads is not None:
-            self._capture_heads(self._step.heads, self.heads, size)
+        for feature, name, launch in self._decode_work(size):
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph, self._pool):
+                launch()
+            self.replays.setdefault(feature, {}).setdefault(name, {})[size] = graph.replay
         for slot, drafted in product(slots, self._drafted):
             step, graph = self._on_slot(slot, size, drafted), torch.cuda.CUDAGraph()
             with capturing(graph, self._pool):
@@ -252,13 +253,11 @@ class DecodeGraphs:
                 # Only the first slot's: they keep their memory, which the graphs captured after them can't write to.
                 self.experts.setdefault(size, self._step.forward.take_chosen())
 
-    def _capture_heads(self, heads: HeadDrafts, graphs: HeadGraphs, size: int) -> None:
-        read, guess = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with capturing(read, self._pool):
-            heads.read(size, self._max_context, self._step.kv)
-        with capturing(guess, self._pool):
-            heads.guess(size, self._max_context, PLAIN, self._step.kv)
-        graphs.read[size], graphs.guess[size] = read.replay, guess.replay
+    def _decode_work(self, size: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
+        """What features launch themselves after a decode step of this size: feature, name, and the launch."""
+        for feature in self._step.features:
+            for name, launch in feature.decode_work(size, self._max_context, self._step.kv).items():
+                yield feature.name, name, launch
 
     def _capture_forward(self, slot: Slot, size: int, features: Feature, drafted: bool) -> None:
         upload, graph = self._upload(slot, size, drafted), torch.cuda.CUDAGraph()

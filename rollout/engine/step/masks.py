@@ -231,8 +231,8 @@ class MaskBuilder:
         ahead: list[Ahead] = []
         for draft in drafts:
             seq, first = draft.seq, draft.place + 1
-            if draft.guessed:
-                tokens = seq.known_guesses[: draft.length]
+            if draft.on_device:
+                tokens = seq.known_drafts[: draft.length]
             else:
                 tokens = draft.tokens(seq.prompt_len + len(seq.tokens), plan.path_tokens)
             ahead.append(Ahead(seq, own[seq], len(at), tokens))

@@ -41,10 +41,6 @@ _SPAN_WORDS = 32
 _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, the column of a feature
 #: Features whose rows have more to set up.
 _SETUP_FEATURES = Feature.MIN_TOKENS | Feature.BIAS | Feature.PENALIZE
-_DRAFT_WORDS = 8
-_BEHIND_WORDS = 1  # of a row or a draft of a model with states: the drafts behind it
-_BASE_WORDS = 4  # of a row after whose step the device guesses: row and place as int64
-_PAGE_WORDS = 3  # of a page that a verify step tells
 _SAVE_WORDS = 4  # of a row that ended and whose state is saved: row and place as int64
 
 
@@ -52,19 +48,17 @@ class Packer:
     """Packs the plans of one engine.
 
     `captured` are the sizes of its captured decode steps, None without any. `shared` says what rows share, where
-    attention reads shared pages once. `draft_rows` are the rows of the row state for drafts. `states`: the model has
-    linear attention, whose states go through the drafts of a row. `features` put their sections last.
+    attention reads shared pages once. `states`: the model has linear attention, whose states go through the drafts of a
+    row. `features` put their sections last.
     """
 
     def __init__(
         self,
         captured: CapturedSizes | None = None,
         shared: SharedPages | None = None,
-        draft_rows: range = range(0),
         states: bool = False,
         features: Seq[StepFeature] = (),
     ) -> None:
-        self._draft_rows = draft_rows
         self._states = states
         self._features = features
         self.captured = captured
@@ -80,8 +74,6 @@ class Packer:
             self._put_decode(plan, size or plan.draws, staging)
         else:
             layout = _put_prefill(plan.spans, staging)
-            if plan.guesses >= 0:
-                _put_next_tokens(plan.spans, staging)
         _put_states(plan, staging)
         for feature in self._features:
             feature.pack(plan, staging)
@@ -98,44 +90,14 @@ class Packer:
             size=size,
             layout=layout,
             drafts=max((draft.length for draft in plan.drafts), default=0),
-            guesses=plan.guesses,
         )
 
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
         segments_SW = None if self._shared is None else self._shared.segments(plan, size)
-        if plan.pages:
-            put_decode(staging, self._rows_with_drafts(plan), [], size, segments_SW)
-            if plan.drafts and self._states:
-                put_behind(staging, [draws - 1 for _, _, _, draws, _ in plan.spans], size)
-            self._put_verify(plan, staging)
-        else:
-            put_decode(staging, [span.seq.row for span in plan.spans], plan.opens, size, segments_SW)
-
-    def _rows_with_drafts(self, plan: Plan) -> list[int]:
-        """The rows of a verify step: after each row those of its drafts."""
-        draft_rows, rows = iter(self._draft_rows), []
-        for seq, _, _, draws, _ in plan.spans:
-            rows.append(seq.row)
-            rows += [next(draft_rows) for _ in range(draws - 1)]
-        return rows
-
-    def _put_verify(self, plan: Plan, staging: Staging) -> None:
-        staging.put("pages", np.array(plan.pages, dtype=np.int32))
-        if not plan.drafts:
-            return
-        paths_MW = np.zeros((len(plan.drafts), max(plan.path_tokens, 1)), dtype=np.int64)
-        verified, drafts, draft_rows = [], [], iter(self._draft_rows)
-        for which, (seq, place, count, path, begin, *_) in enumerate(plan.drafts):
-            verified.append((seq.row, place, count, begin))
-            drafts += [(next(draft_rows), seq.row, ahead, which) for ahead in range(1, count + 1)]
-            paths_MW[which, : len(path)] = path
-        staging.put("verified", np.array(verified, dtype=np.int64))
-        staging.put("paths", paths_MW)
-        staging.put("drafts", np.array(drafts, dtype=np.int64))
-        if plan.guesses > 0:
-            draws = [span.draws for span in plan.spans]
-            bases = zip([span.seq.row for span in plan.spans], np.cumsum([0, *draws[:-1]]), strict=True)
-            staging.put("bases", np.array(list(bases), dtype=np.int64))
+        rows = plan.token_rows or [span.seq.row for span in plan.spans]
+        put_decode(staging, rows, plan.opens, size, segments_SW)
+        if plan.drafts and self._states:
+            put_behind(staging, [draws - 1 for _, _, _, draws, _ in plan.spans], size)
 
     def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:
         """Rows that no step has set up yet, and the pages that are copied for them."""
@@ -168,15 +130,6 @@ def _put_prefill(spans: Seq[Span], staging: Staging) -> tuple[tuple[int, int, in
     tokens = np.concatenate([prompt.tokens for *_, prompt in spans if prompt is not None]).astype(np.int64)
     columns = [(seq.row, start, tokens_in, draws) for seq, start, tokens_in, draws, _ in spans]
     return put_prefill(staging, columns, tokens)
-
-
-def _put_next_tokens(spans: Seq[Span], staging: Staging) -> None:
-    """The token of each prompt after what a step takes of it."""
-    tokens = []
-    for seq, start, tokens_in, _, _ in spans:
-        known, end = seq.kv.prefill_tokens, start + tokens_in
-        tokens.append(int(known[end]) if known is not None and end < len(known) else 0)
-    staging.put("next_tokens", np.array(tokens, dtype=np.int64))
 
 
 def _put_setup(staging: Staging, seqs: Seq[Sequence]) -> None:
@@ -267,16 +220,6 @@ def upload_words(seq: Sequence, length: int) -> int:
         assert kv.prefill_tokens is not None
         words += _setup_words(len(kv.pages), len(kv.prefill_tokens), seq.features) + 2
     return words
-
-
-def verify_words(max_rows: int, draft_rows: int, most: int) -> int:
-    """Upper bound on the int32 words that `draft_rows` drafts, `most` of a row, add to an upload; 0 without drafts."""
-    if not draft_rows:
-        return 0
-    positions = 2 * (most + 1)  # that a row may have in such a step, and tokens of its path
-    told = positions + most  # positions whose pages are sent: guesses may follow
-    of_drafts = draft_rows * (2 * (_DRAFT_WORDS + positions) + _BEHIND_WORDS)
-    return of_drafts + max_rows * (_PAGE_WORDS * (told + 1) + _BASE_WORDS + _BEHIND_WORDS)
 
 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, features: Seq[DeviceFeature]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -191,10 +190,9 @@ def _pack_decode(executor: Executor, slot: Slot, step: Rehearsed, max_context: i
     rows, staging = step.rows, slot.staging
     staging.begin()
     put_decode(staging, [], [], rows, no_segments(rows) if executor.step.shares_pages else None)
-    if step.features & Feature.TOP:
-        for feature in executor.step.features:
-            feature.put_largest(staging, rows, None)
-    return staging.upload(rows, rows, rows, step.features.value, max_context, guesses=_guesses(executor))
+    for feature in executor.step.features:
+        feature.put_largest(staging, rows, None, step.features)
+    return staging.upload(rows, rows, rows, step.features.value, max_context)
 
 
 def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: int) -> Upload:
@@ -204,13 +202,9 @@ def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: 
     staging.put("copies", np.zeros((rows, 2), dtype=np.int32))
     tokens = np.arange(total, dtype=np.int64) % executor.step.rows.vocab
     layout = put_prefill(staging, [(0, step.earlier, length, 1) for length in step.prompts], tokens)
-    more: dict[str, Any] = {"guesses": _guesses(executor)}
-    if executor.step.heads is not None:
-        staging.put("next_tokens", np.zeros(rows, dtype=np.int64))
-    if step.features & Feature.TOP:
-        for feature in executor.step.features:
-            feature.put_largest(staging, rows, tokens)
-    return staging.upload(rows, total, rows, step.features.value, max_context, layout=layout, **more)
+    for feature in executor.step.features:
+        feature.put_largest(staging, rows, tokens, step.features)
+    return staging.upload(rows, total, rows, step.features.value, max_context, layout=layout)
 
 
 def _run(executor: Executor, slot: Slot, upload: Upload) -> None:
@@ -226,11 +220,6 @@ def _run(executor: Executor, slot: Slot, upload: Upload) -> None:
     executor.compute.record(done)
     done.synchronize()
     executor.check()
-
-
-def _guesses(executor: Executor) -> int:
-    guesser = executor.step.guesser
-    return -1 if guesser is None else guesser.most
 
 
 def _possible(executor: Executor, features: Feature) -> Feature:

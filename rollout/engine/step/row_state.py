@@ -12,13 +12,11 @@
     bias_*  [rows, K]            logit bias, padded with id 0 and bias 0
     banned  [rows, K]            stop ids, padded by repeating the first; banned until min_tokens
     columns [rows]     int32     of features, by name
-    drafts  [rows]     int64     of a draft row: its draft
-    guesses [rows, G]  int64     the next tokens of the row as the device guesses them; where it does
 
 Row 0 is padding. The last rows are draft rows: for one step a draft row is a copy of a row that has drafts, some tokens
-ahead, with a draft as its last token (`verify.py`). The first step of a sequence sets its row up, from the `init_*` and
-list sections of that step's upload (`pack.py` writes them); after that the device keeps the row current by itself.
-Everything here runs on the compute stream.
+ahead, with a draft as its last token (`features/drafts`). The first step of a sequence sets its row up, from the
+`init_*` and list sections of that step's upload (`pack.py` writes them); after that the device keeps the row current by
+itself. Everything here runs on the compute stream.
 """
 
 from __future__ import annotations
@@ -53,7 +51,6 @@ class RowState:
         vocab: int,
         device: torch.device,
         columns: Seq[str] = (),
-        guesses: int = 0,
     ) -> None:
         """State of `max_rows` rows, draft rows included, beside the padding; `columns` are those of features."""
         assert len(columns) <= 1, "the kernel that sets draft rows up copies one column"
@@ -67,15 +64,13 @@ class RowState:
         self.bias = torch.zeros(rows, MAX_LOGIT_BIAS, device=device)
         self.banned = torch.zeros(rows, MAX_STOP_IDS, dtype=torch.int64, device=device)
         self.columns = {name: torch.zeros(rows, dtype=torch.int32, device=device) for name in columns}
-        self.drafts = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.guesses = torch.zeros(rows, guesses, dtype=torch.int64, device=device) if guesses else None
         on_gpu = device.type == "cuda"
         self.step_pages = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device) if on_gpu else None
 
     @staticmethod
     def nbytes(max_rows: int, max_pages: int, vocab: int) -> int:
         """Device memory of the state, bytes."""
-        a_row = INTS * 8 + 8 + FLOATS * 4 + 2 * 4 * max_pages + 4 * vocab + (8 + 4) * MAX_LOGIT_BIAS + 8 * MAX_STOP_IDS
+        a_row = INTS * 8 + FLOATS * 4 + 2 * 4 * max_pages + 4 * vocab + (8 + 4) * MAX_LOGIT_BIAS + 8 * MAX_STOP_IDS
         return (max_rows + 1) * a_row
 
     def clear_padding(self) -> None:

@@ -3,8 +3,7 @@
                  host                     device
     input   [words] int32, pinned  -H2D->  [words] int32      one packed upload
     output  [4, rows] int32        <-D2H-  [4, rows] int32    token ids, and three log-probs as float bits
-    accepted [rows] int32   <-D2H-  the same                  of verify steps, after the output; with speculation
-    guesses [rows, G] int32 <-D2H-  the same                  after these; where the device guesses
+    accepted [rows] int32   <-D2H-  the same                  of steps with drafts, after the output
     of features, int32      <-D2H-  the same                  after these; see `DeviceFeature.output_words`
 
     h2d_done   the upload has arrived          start  compute begins (recorded after the wait on the upload)
@@ -30,7 +29,7 @@ import numpy as np
 import torch
 
 from rollout.engine.device.streams import Device
-from rollout.engine.step.feature import DeviceFeature
+from rollout.engine.step.feature import DeviceFeature, Drawn
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, Staging, StepInput, Upload
@@ -49,10 +48,9 @@ class Slot:
         vocab: int,
         chunk_tokens: int,
         features: Seq[DeviceFeature] = (),
-        guesses: int = 0,
         fault: torch.Tensor | None = None,
     ) -> None:
-        """Buffers for steps of up to `max_rows` rows, drafts included; `guesses` are those of the device for each row.
+        """Buffers for steps of up to `max_rows` rows, drafts included.
 
         `fault` is the flag of the tensor group's peer buffers (`PeerBuffers.fault`), if it has them.
         """
@@ -60,16 +58,13 @@ class Slot:
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
         output_words = OUTPUT_FIELDS * max_rows
         accepted_end = output_words + max_rows
-        words = accepted_end + max_rows * guesses
-        self._regions, end = _regions(features, words, max(max_rows, chunk_tokens))
+        self._regions, end = _regions(features, accepted_end, max(max_rows, chunk_tokens))
         self._result = torch.zeros(end, dtype=torch.int32, device=device.torch_device)
         self._result_host = device.host_buffer((end,), torch.int32)
         self.output = self._result[:output_words].view(OUTPUT_FIELDS, max_rows)
         self._output_host = self._result_host[:output_words].view(OUTPUT_FIELDS, max_rows)
         self.accepted = self._result[output_words:accepted_end]
         self._accepted_host = self._result_host[output_words:accepted_end]
-        self.guesses = self._result[accepted_end:words].view(max_rows, guesses)
-        self._guesses_host = self._result_host[accepted_end:words].view(max_rows, guesses)
         #: What features write on the device, by their names.
         self.outputs: dict[str, Any] = {}
         self._features = features
@@ -83,6 +78,7 @@ class Slot:
         self.start, self.end = device.event(), device.event()
         self.d2h_start, self.d2h_done = device.event(), device.event()
         self.masks = StepMasks(device, max_rows, vocab)
+        self.drawn = Drawn(self.output, self.accepted, self.masks)
         self.forward_end, self.draw_start = device.event(), device.event()  # of a step whose draw waits for masks
         #: Logits and rows between the two parts of such a step; on the compute stream.
         self.forwarded: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -118,7 +114,6 @@ class Slot:
             logprobs[1].tolist(),
             logprobs[2].tolist(),
             self._accepted_host[: header.draws].tolist() if header.drafts else None,
-            self._guesses_host[: header.draws].tolist() if header.guesses > 0 else None,
             self._of_features(header),
         )
 
@@ -144,9 +139,12 @@ class _Region(NamedTuple):
 
 
 def _regions(features: Seq[DeviceFeature], start: int, tokens: int) -> tuple[list[_Region], int]:
-    """The words of each feature that gives any, from `start` on, for steps of `tokens` tokens; and their end."""
+    """The words of each feature that gives any, from `start` on, for steps of `tokens` tokens; and their end.
+
+    Features that give as many words for any step come first: a download ends where the words of its step end.
+    """
     regions = []
-    for feature in features:
+    for feature in sorted(features, key=lambda feature: feature.output_words(0) == 0):
         if words := feature.output_words(tokens):
             regions.append(_Region(feature, start, start + words))
             start += words

@@ -17,7 +17,9 @@ from rollout_kernels.moe.formats import Format
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
+from rollout.engine.features.drafts.feature import Drafting
 from rollout.engine.messages import Delta, Event, Prompt, PutAdapter, Rejected, Request, SamplingParams, Submit
+from rollout.engine.schedule.feature import find
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
 from rollout.models.loader import MTP
@@ -171,10 +173,10 @@ class OursEngine:
             sharpen(model.lm_head, self.vocab, chance)
         self._quiet = True
 
-    def _drafts(self) -> tuple[int, int]:
-        """The tokens that were drafted and accepted so far."""
-        counters = self.engine.roster.counters
-        return counters.drafted, counters.accepted
+    def _drafts(self) -> tuple[int, int] | None:
+        """The tokens that were drafted and accepted so far; None without speculation."""
+        drafting = find(self.engine.roster.features, Drafting)
+        return None if drafting is None else (drafting.counts.drafted, drafting.counts.accepted)
 
     def facts(self) -> Row:
         """Depth, seconds to load and to capture, size of the KV."""
@@ -191,8 +193,8 @@ class OursEngine:
         most = full[0].rows if full else 0
         steady = steady_figures(full[len(full) // 2 :])
         figures = {**steady, "active_pct": self._active_pct, **self._distinct_experts(most)}
-        if self.engine.scheduler.speculation is not None:
-            drafted, accepted = (now - before for now, before in zip(self._drafts(), self._drafts_before, strict=True))
+        if self._drafts_before is not None and (now := self._drafts()) is not None:
+            drafted, accepted = (late - early for late, early in zip(now, self._drafts_before, strict=True))
             figures |= {"drafted": drafted, "accepted": accepted}
         return figures
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ from rollout.engine.build import rebuild_engine
 from rollout.engine.features.all import FEATURES
 from rollout.engine.features.site import Site
 from rollout.engine.schedule.feature import StepFeature, find
-from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.step.feature import DeviceFeature, HostParts
+from rollout.engine.step.feature import DeviceFeature, Drawn, HostParts, Replays
+from rollout.engine.step.row_state import LENGTH, RowState
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, Staging, StepInput
+from rollout.models.batch import KVCache
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench
 
@@ -32,6 +35,7 @@ class Margins(StepFeature):
         self.total = total
         self._open: set[Sequence] = set()
         self.entered: list[str] = []
+        self.stages: Counter[str] = Counter()
 
     def enter(self, group: Group) -> None:
         self.entered.append(group.key[1])
@@ -50,6 +54,19 @@ class Margins(StepFeature):
             staging.put("margins_at", np.array(wanted, dtype=np.int64))
             staging.facts[self.name] = [wanted]
 
+    def note(self, spans: Seq[Span]) -> int:
+        return len(spans)
+
+    def launched(self, plan: Plan) -> None:
+        self.stages["launched"] += 1
+        assert plan.notes.get(self.name) == (plan.rows if plan.kind == "prefill" else None)
+
+    def committed(self, plan: Plan, output: StepOutput) -> None:
+        self.stages["committed"] += 1
+
+    def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
+        self.stages["ran"] += 1
+
     def commit(self, plan: Plan, output: StepOutput) -> None:
         for place, margin in output.of_features.get(self.name, ()):
             seq = plan.sampled[place]
@@ -67,9 +84,18 @@ class MarginTaker(DeviceFeature):
     name = "margins"
     token_words = 2
 
+    def __init__(self) -> None:
+        self.ended: Counter[int] = Counter()  # steps by the tokens that they drew
+
     @classmethod
     def make(cls, site: Site) -> MarginTaker:
         return cls()
+
+    def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
+        assert (rows.ints[step["rows"][: step.header.rows], LENGTH] > 0).all()
+
+    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Any, replays: Replays | None) -> None:
+        self.ended[step.header.draws] += 1
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Margins:
         return Margins(before.total if isinstance(before, Margins) else 0)
@@ -94,7 +120,7 @@ class MarginTaker(DeviceFeature):
 def test_a_feature_of_two_classes_takes_part_in_every_stage(
     model: Any, prompt_of: Any, hf_models: Any, pages: int
 ) -> None:
-    bench = Bench(model, kv_pages=pages, max_rows=6, prefill_chunk_tokens=16, features=[*FEATURES, MarginTaker.make])
+    bench = Bench(model, kv_pages=pages, max_rows=6, prefill_chunk_tokens=8, features=[*FEATURES, MarginTaker.make])
     margins = find(bench.engine.roster.features, Margins)
     prompts = {f"r{i}": prompt_of(9 + i, i) for i in range(6)}
     for name, prompt in prompts.items():
@@ -109,6 +135,9 @@ def test_a_feature_of_two_classes_takes_part_in_every_stage(
         best = logits.topk(2, dim=1).values
         np.testing.assert_allclose(found, (best[:, 0] - best[:, 1]).detach().numpy(), atol=1e-4)
     assert margins.total == 6 * 30
+    taker = find(bench.engine.executor.step.features, MarginTaker)
+    assert set(margins.stages) == {"launched", "committed", "ran"}
+    assert set(margins.stages.values()) == {taker.ended.total()} and taker.ended[0] > 0
     bench.close()
 
 

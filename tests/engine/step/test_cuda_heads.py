@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from rollout.config import ModelSettings
 from rollout.engine.device.streams import make_device
-from rollout.engine.step.head_drafts import HeadDrafts, HeadGraphs
+from rollout.engine.features.drafts.model_drafter import ModelDrafter
 from rollout.engine.step.row_state import LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from rollout.models import load_model
 from rollout.models.draft_head import DraftHead
@@ -26,7 +26,7 @@ from tests.support.engine.cuda_harness import (
     tick_without_waiting,
     watch_compilation,
 )
-from tests.support.engine.drafting import replayed_guesses, watch_guesses
+from tests.support.engine.drafting import replayed_drafts, watch_drafts
 from tests.support.engine.harness import Bench, prompt_of
 from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.every_family import make_mimo
@@ -41,12 +41,12 @@ PREDICTING = {
     "Glm4Moe": partial(make_variant, "Glm4Moe", vocab_size=VOCAB, moe_intermediate_size=128, **FUSED_SIZES),
 }
 #: By seed, length and tokens of a completion.
-Guesses = dict[tuple[int, int, tuple[int, ...]], list[int]]
+Drafted = dict[tuple[int, int, tuple[int, ...]], list[int]]
 
 
 @pytest.fixture(scope="module", params=["EAGLE-3", *PREDICTING])
 def folders(request, tmp_path_factory):
-    """A target and its head; None in its place if the target's own layer guesses."""
+    """A target and its head; None in its place if the target's own layer drafts."""
     base = tmp_path_factory.mktemp("heads")
     if request.param in PREDICTING:
         make_predicting(request.param, base, make=PREDICTING[request.param])
@@ -69,8 +69,8 @@ def run(bench: Bench, submit_all: Callable[[Bench], object] = submit) -> Bench:
     return bench
 
 
-def test_its_guesses_by_kernels_are_those_of_torch(folders, monkeypatch):
-    """Up to rounding: the first guess of greedy rows, over prompts of many tokens and over steps."""
+def test_its_drafts_by_kernels_are_those_of_torch(folders, monkeypatch):
+    """Up to rounding: the first draft of greedy rows, over prompts of many tokens and over steps."""
     found = []
     for fused in (True, False):
         model = load_drafted(folders)
@@ -81,14 +81,14 @@ def test_its_guesses_by_kernels_are_those_of_torch(folders, monkeypatch):
         prompts = [prompt_of(60 + 70 * i, i) for i in range(5)]
         with monkeypatch.context() as patch:
             if not fused:
-                patch.setattr(HeadDrafts, "_forward", _by_torch)
-            found.append(_guesses(bench, patch, prompts, 40, [0.0] * 5))
-    _assert_equal_first_guesses(*found, share=0.85)
+                patch.setattr(ModelDrafter, "_forward", _by_torch)
+            found.append(_drafts(bench, patch, prompts, 40, [0.0] * 5))
+    _assert_equal_first_drafts(*found, share=0.85)
 
 
-def _guesses(bench: Bench, patch, prompts: list[list[int]], length: int, temperatures: list[float]) -> Guesses:
+def _drafts(bench: Bench, patch, prompts: list[list[int]], length: int, temperatures: list[float]) -> Drafted:
     """Runs the prompts, one a seed, and closes the bench."""
-    seen = watch_guesses(patch)
+    seen = watch_drafts(patch)
     for i, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True)):
         bench.submit(f"r{i}", prompt, length, sampling={"temperature": temperature, "seed": i})
     bench.run()
@@ -97,7 +97,7 @@ def _guesses(bench: Bench, patch, prompts: list[list[int]], length: int, tempera
     return {(ints[SEED], ints[LENGTH], tuple(tokens[ints[SEED]])): guesses for ints, _, guesses in seen}
 
 
-def _assert_equal_first_guesses(one: Guesses, other: Guesses, share: float) -> None:
+def _assert_equal_first_drafts(one: Drafted, other: Drafted, share: float) -> None:
     both = one.keys() & other.keys()
     equal = sum(one[key][0] == other[key][0] for key in both)
     assert len(both) > 50 and equal > share * len(both), (len(both), equal)
@@ -113,13 +113,12 @@ def _by_torch(self, following_T, hidden_TH, batch, kv):
 def test_deterministic_completions_are_equal_bit_for_bit(folders, monkeypatch, kv_dtype, wrong):
     fields = {"deterministic": True, "fused_experts": True, "kv_dtype": kv_dtype}
     plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields))
-    if wrong is not None:  # guesses that are replayed by the host cannot be captured
-        replayed_guesses(monkeypatch, completions_by_seed(plain), wrong)
-        monkeypatch.setattr(HeadGraphs, "guess_size", lambda *_: None)
+    if wrong is not None:
+        replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
     bench = run(Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields))
     assert all_of(bench) == all_of(plain)
-    counters = bench.engine.roster.counters
-    assert counters.drafted > 300 and (wrong is None or counters.accepted > 100)
+    drafts = bench.drafts
+    assert drafts.drafted > 300 and (wrong is None or drafts.accepted > 100)
 
 
 def test_its_steps_are_captured_and_wait_for_nothing(folders, monkeypatch):
@@ -135,22 +134,22 @@ def test_its_steps_are_captured_and_wait_for_nothing(folders, monkeypatch):
     reserved = torch.cuda.memory_reserved()
     tick_without_waiting(bench)
     assert torch.cuda.memory_reserved() == reserved
-    assert all((header.size, header.drafts, header.guesses) == (32, 3, 3) for header in headers[:100])
+    assert all((header.size, header.drafts, header.facts["drafts"]) == (32, 3, ["draft"]) for header in headers[:100])
     bench.submit("other", prompt_of(333, 9), 50, sampling={"temperature": 1.0, "seed": 3, "top_k": 5})
     bench.run()
     bench.close()
     assert compiled == []
 
 
-def test_captured_guesses_are_those_of_eager_steps(folders, monkeypatch):
+def test_captured_drafts_are_those_of_eager_steps(folders, monkeypatch):
     """Up to rounding: these products have another number of rows."""
     found = []
     for graphs in (True, False):
         bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS, cuda_graphs=graphs)
         prompts = [prompt_of(60 + 7 * i, i) for i in range(5)]
         with monkeypatch.context() as patch:
-            found.append(_guesses(bench, patch, prompts, 60, [0.7 * i for i in range(5)]))
-    _assert_equal_first_guesses(*found, share=0.9)
+            found.append(_drafts(bench, patch, prompts, 60, [0.7 * i for i in range(5)]))
+    _assert_equal_first_drafts(*found, share=0.9)
 
 
 #: By seed: sampling, and the stop tokens that are banned for a while.
@@ -181,9 +180,9 @@ def _cycle(stop: int | None = None) -> Cycle:
 
 
 def watch_logits(monkeypatch) -> list[tuple[list[int], list[float], list[int], torch.Tensor]]:
-    """A list that gets, for each row that guesses in an eager step, its row state, guesses and their logits [G, V]."""
+    """A list that gets, for each row that drafts in an eager step, its row state, drafts and their logits [G, V]."""
     seen, logits = [], []
-    compute, guess = DraftHead.compute_logits, HeadDrafts.guess
+    compute, draft = DraftHead.compute_logits, ModelDrafter.draft
 
     def compute_logits(self, *how):
         logits_SV = compute(self, *how)
@@ -192,21 +191,21 @@ def watch_logits(monkeypatch) -> list[tuple[list[int], list[float], list[int], t
 
     def watch(self, count, *how):
         logits.clear()
-        guess(self, count, *how)
+        draft(self, count, *how)
         if self.positions_B.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # at start-up
-        of_guesses_GRV = torch.stack(logits).cpu()
+        of_drafts_GRV = torch.stack(logits).cpu()
         for i, row in enumerate(self._rows_R[:count].tolist()):
             ints, floats = self.rows.ints[row].tolist(), self.rows.floats[row].tolist()
-            seen.append((ints, floats, self.rows.guesses[row].tolist(), of_guesses_GRV[:, i]))
+            seen.append((ints, floats, self.next_RG[row].tolist(), of_drafts_GRV[:, i]))
 
     monkeypatch.setattr(DraftHead, "compute_logits", compute_logits)
-    monkeypatch.setattr(HeadDrafts, "guess", watch)
+    monkeypatch.setattr(ModelDrafter, "draft", watch)
     return seen
 
 
-def test_guesses_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints(folders, monkeypatch):
-    """A guess is the best token of the draft model's own logits, changed by penalties, biases and bans."""
+def test_drafts_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints(folders, monkeypatch):
+    """A draft is the best token of the draft model's own logits, changed by penalties, biases and bans."""
     fields = {"deterministic": True, "fused_experts": True}
     plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields), submit_ruled)
     bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields)
@@ -216,7 +215,7 @@ def test_guesses_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints
         bench.run()
     bench.close()
     assert all_of(bench) == all_of(plain)
-    assert bench.engine.roster.counters.drafted > 300
+    assert bench.drafts.drafted > 300
 
     seed_of = {bench.completions[f"ruled{seed}", 0].seed: seed for seed in RULED}
     checked, changed = dict.fromkeys(RULED, 0), set()
@@ -241,12 +240,11 @@ def test_guesses_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
-def test_right_and_wrong_guesses_of_rows_with_rules_and_constraints_change_no_bit(folders, monkeypatch, wrong):
+def test_right_and_wrong_drafts_of_rows_with_rules_and_constraints_change_no_bit(folders, monkeypatch, wrong):
     fields = {"deterministic": True, "fused_experts": True}
     plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields), submit_ruled)
-    replayed_guesses(monkeypatch, completions_by_seed(plain), wrong)
-    monkeypatch.setattr(HeadGraphs, "guess_size", lambda *_: None)
+    replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
     bench = run(Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields), submit_ruled)
     assert all_of(bench) == all_of(plain)
-    counters = bench.engine.roster.counters
-    assert counters.accepted > 150 and (counters.accepted < counters.drafted or not wrong)
+    drafts = bench.drafts
+    assert drafts.accepted > 150 and (drafts.accepted < drafts.drafted or not wrong)

@@ -8,8 +8,9 @@ from rollout_kernels.step import guess_by_ngrams
 
 from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import make_device
+from rollout.engine.features.drafts import ngram_drafter
 from rollout.engine.messages import PutAdapter
-from rollout.engine.step import ngram_drafts, shared_pages
+from rollout.engine.step import shared_pages
 from rollout.models.lora_slots import random_adapter
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation
 from tests.support.engine.drafting import drafting
@@ -82,15 +83,15 @@ def test_deterministic_completions_are_equal_bit_for_bit(folder, monkeypatch, kv
             **fields,
         )
         assert all_of(run(bench)) == all_of(plain), (wrong, ragged, shares)
-        counters = bench.engine.roster.counters
-        assert counters.drafted > 100 and (counters.accepted > 50) == (wrong < 1)
+        drafts = bench.drafts
+        assert drafts.drafted > 100 and (drafts.accepted > 50) == (wrong < 1)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
-def test_guesses_by_ngrams_change_no_bit_and_are_those_of_torch(folder, monkeypatch, kv_dtype):
+def test_drafts_by_ngrams_change_no_bit_and_are_those_of_torch(folder, monkeypatch, kv_dtype):
     fields = {**SIZES, "deterministic": True, "fused_experts": True, "kv_dtype": kv_dtype}
     plain = run(Bench(load_bf16(folder), make_device("cuda"), **fields))
-    checked, search = [], ngram_drafts.guess_by_ngrams
+    checked, search = [], ngram_drafter.guess_by_ngrams
 
     def compare(rows_R, ints_NI, pages_NP, tokens_PS, guesses_NG, **columns):
         search(rows_R, ints_NI, pages_NP, tokens_PS, guesses_NG, **columns)
@@ -98,7 +99,7 @@ def test_guesses_by_ngrams_change_no_bit_and_are_those_of_torch(folder, monkeypa
         guess_by_ngrams(rows_R.cpu(), ints_NI.cpu(), pages_NP.cpu(), tokens_PS.cpu(), expected_NG, **columns)
         checked.append(torch.equal(expected_NG, guesses_NG.cpu()))
 
-    monkeypatch.setattr(ngram_drafts, "guess_by_ngrams", compare)
+    monkeypatch.setattr(ngram_drafter, "guess_by_ngrams", compare)
     bench = Bench(load_bf16(folder), make_device("cuda"), speculation="ngram", **fields)
     checked.clear()  # at the start kernels are compiled without running
     bias = tuple((token, 9.0) for token in range(20, 28))  # a text of few tokens, which repeats
@@ -107,8 +108,8 @@ def test_guesses_by_ngrams_change_no_bit_and_are_those_of_torch(folder, monkeypa
     assert all_of(run(bench)) == all_of(run(other))
     assert {key: all_of(bench)[key] for key in all_of(plain)} == all_of(plain)
     assert len(checked) > 100 and all(checked)
-    counters = bench.engine.roster.counters
-    assert counters.drafted > 300 and counters.accepted > 40
+    drafts = bench.drafts
+    assert drafts.drafted > 300 and drafts.accepted > 40
 
 
 @pytest.mark.parametrize("slots", [0, 2])
@@ -137,7 +138,7 @@ def test_logprobs_are_those_of_plain_steps_up_to_rounding(folder, monkeypatch, s
         each.run()
         each.close()
         known.update(tokens_of(plain))
-    assert bench.engine.roster.counters.accepted > 100
+    assert bench.drafts.accepted > 100
     for key, one in plain.completions.items():
         other = bench.completions[key]
         same = next((i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True)) if a != b), 64)

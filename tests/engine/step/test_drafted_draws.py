@@ -74,8 +74,8 @@ def test_tokens_of_verify_steps_have_the_probabilities_of_the_model(folder, monk
         each.run()
         each.close()
         known.update({key: done.token_ids for key, done in each.completions.items()})
-    counters = bench.engine.roster.counters
-    assert counters.drafted > 1.5 * count and 0.2 < counters.accepted / counters.drafted < 0.6
+    drafts = bench.drafts
+    assert drafts.drafted > 1.5 * count and 0.2 < drafts.accepted / drafts.drafted < 0.6
     drawn = [done.token_ids for done in bench.completions.values()]
     chances = probabilities(folder)
     assert len(drawn) == count
@@ -99,7 +99,7 @@ def test_drafts_change_no_more_than_another_batch_size_does(folder, monkeypatch)
         alone.run()
     for each in (alone, plain, many, bench):
         each.close()
-    assert bench.engine.roster.counters.accepted > 100
+    assert bench.drafts.accepted > 100
 
     def difference(other: Bench) -> tuple[float, float]:
         """Mean and largest of the raw log-probs, up to the first token that differs."""

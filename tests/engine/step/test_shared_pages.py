@@ -96,8 +96,8 @@ def test_drafts_are_read_with_their_row(model, prompt_of, monkeypatch, seen, wro
         assert tokens in ({}, done)
         tokens.update(done)
     assert seen.most_levels == 2, "the prompt of the group, and then each row with its drafts"
-    counters = bench.engine.roster.counters
-    assert seen.shared > counters.drafted > 100 and counters.accepted > 50
+    drafts = bench.drafts
+    assert seen.shared > drafts.drafted > 100 and drafts.accepted > 50
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.engine.features.drafts.drafter import HOST_DRAFTERS
+from rollout.engine.features.drafts.model_drafter import READ, ModelDrafter
+from rollout.engine.features.drafts.verifier import DraftVerifier
+from rollout.engine.schedule.feature import find
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.speculation.drafter import DRAFTERS
 from rollout.engine.step.device_step import DeviceStep
-from rollout.engine.step.head_drafts import HeadDrafts
 from rollout.engine.step.row_state import LENGTH, PROMPT, SEED
 from rollout.engine.step.sampler import Sampler
 from tests.support.engine.harness import VOCAB, Bench
@@ -58,19 +60,19 @@ def drafting(
 ) -> tuple[Bench, ReplayDrafter]:
     """An engine that drafts by a `ReplayDrafter`; `fields` as for `Bench`."""
     drafter = ReplayDrafter(recorded, wrong, seed, ragged, model.spec.vocab)
-    monkeypatch.setitem(DRAFTERS, "suffix", lambda kept_tokens: drafter)
+    monkeypatch.setitem(HOST_DRAFTERS, "suffix", lambda kept_tokens: drafter)
     return bench(model, **{"speculation": "suffix", **fields}), drafter
 
 
-def replayed_guesses(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq[int]], wrong: float, seed: int = 0):
-    """Have the draft model guess recorded tokens, by the seed of their row, each wrong with probability `wrong`.
+def replayed_drafts(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq[int]], wrong: float, seed: int = 0):
+    """Have the draft model draft recorded tokens, by the seed of their row, each wrong with probability `wrong`.
 
-    The host puts them into the row state, so on a GPU steps must not be captured to guess.
+    The host puts them into the row state, so on a GPU this work is not captured.
     """
-    rng, guess = random.Random(seed), HeadDrafts.guess
+    rng, draft, work = random.Random(seed), ModelDrafter.draft, ModelDrafter.decode_work
 
     def replay(self, count, *how):
-        guess(self, count, *how)
+        draft(self, count, *how)
         if self.positions_B.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # at start-up
         vocab = self._head.vocab
@@ -80,23 +82,24 @@ def replayed_guesses(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq
             tokens = list(recorded.get(int(ints[SEED]), ())[at : at + self.most])
             tokens = [token if rng.random() >= wrong else (token + 1) % vocab for token in tokens]
             tokens += [rng.randrange(vocab) for _ in range(self.most - len(tokens))]
-            self.rows.guesses[row] = torch.tensor(tokens)
+            self.next_RG[row] = torch.tensor(tokens)
 
-    monkeypatch.setattr(HeadDrafts, "guess", replay)
+    monkeypatch.setattr(ModelDrafter, "draft", replay)
+    monkeypatch.setattr(ModelDrafter, "decode_work", lambda *how: {READ: work(*how)[READ]})
 
 
-def watch_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[float], list[int]]]:
-    """A list that gets the row state of each row that guesses, its integers and floats, and its guesses."""
-    seen, run = [], HeadDrafts.run
+def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[float], list[int]]]:
+    """A list that gets the row state of each row that the device drafts for: integers, floats, and its drafts."""
+    seen, run = [], ModelDrafter.run
 
     def watch(self, step, *how):
         run(self, step, *how)
         rows = step["sampled_rows"] if step.header.layout else step["bases"][:, 0] if "bases" in step else step["rows"]
         for row in rows.tolist() if step.header.draws else []:
             state = self.rows
-            seen.append((state.ints[row].tolist(), state.floats[row].tolist(), state.guesses[row].tolist()))
+            seen.append((state.ints[row].tolist(), state.floats[row].tolist(), self.next_RG[row].tolist()))
 
-    monkeypatch.setattr(HeadDrafts, "run", watch)
+    monkeypatch.setattr(ModelDrafter, "run", watch)
     return seen
 
 
@@ -110,16 +113,18 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def decode(self, step, experts):
         logits, hidden, positions = [], [], []
+        verifier = find(self.features, DraftVerifier)
+        heads = verifier.drafter if verifier is not None and isinstance(verifier.drafter, ModelDrafter) else None
         for i, row in enumerate(step["rows"]):
             context = int(self.rows.ints[row, LENGTH]) + 1
             batch = self.begin_decode(row[None], step["new_pages"][i : i + 1], context)
             logits.append(self.forward.compute_logits(self.forward(*batch, self.kv)))
-            if self.heads is not None:
-                hidden.append(self.heads.taps.hidden_TF[:1].clone())
+            if heads is not None:
+                hidden.append(heads.taps.hidden_TF[:1].clone())
                 positions.append(batch[1].positions_T)
-        if self.heads is not None:
-            self.heads.taps.hidden_TF[: len(hidden)] = torch.cat(hidden)
-            self.heads.positions_B[: len(positions)] = torch.cat(positions)
+        if heads is not None:
+            heads.taps.hidden_TF[: len(hidden)] = torch.cat(hidden)
+            heads.positions_B[: len(positions)] = torch.cat(positions)
         return torch.cat(logits), step["rows"]
 
     def draw_each(self, logits_SV, rows_S, features, output_4R, masks=None):

@@ -13,6 +13,8 @@ from rollout.config import EngineSettings, ModelSettings, ServiceSettings, Setti
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import CpuDevice, Device
 from rollout.engine.features.all import FEATURES, MakeFeature
+from rollout.engine.features.drafts.counts import DraftCounts
+from rollout.engine.features.drafts.feature import Drafting
 from rollout.engine.inspect import Inspector
 from rollout.engine.loop import Engine
 from rollout.engine.messages import (
@@ -26,6 +28,7 @@ from rollout.engine.messages import (
     StopParams,
     Submit,
 )
+from rollout.engine.schedule.feature import find
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
 from rollout.models.loader import MTP
@@ -129,6 +132,19 @@ class Bench:
 
     def status(self) -> EngineStatus:
         return Inspector(self.engine).status()
+
+    @property
+    def drafting(self) -> Drafting:
+        """The feature of an engine with speculation."""
+        drafting = find(self.engine.roster.features, Drafting)
+        assert drafting is not None
+        return drafting
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """The totals of drafts; zeros without speculation."""
+        drafting = find(self.engine.roster.features, Drafting)
+        return DraftCounts() if drafting is None else drafting.counts
 
     def tokens(self, name: str, index: int = 0) -> list[int]:
         return self.completions[name, index].token_ids

@@ -1,6 +1,6 @@
 """Drafts over several ranks: these complete what one rank completes.
 
-Every rank has the whole draft model, and all guess the same tokens. Every rank has a part of the states of linear
+Every rank has the whole draft model, and all draft the same tokens. Every rank has a part of the states of linear
 attention, and all go on after the same drafts.
 """
 
@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from rollout.config import ModelSettings
 from rollout.models import load_model
-from tests.support.engine.drafting import drafting, watch_guesses
+from tests.support.engine.drafting import drafting, watch_drafts
 from tests.support.engine.harness import Bench
 from tests.support.kernels.grids import nightly
 from tests.support.models.draft_heads import head_config, random_head, save_head
@@ -38,7 +38,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "bias": {"sampling": {"temperature": 0.8, "logit_bias": ((3, 4.0), (75, 4.0))}},
     "min_tokens": {"sampling": {"temperature": 0.8}, "stop": {"token_ids": STOPS, "min_tokens": 6}},
 }
-#: By name: tokens, log-probs, guesses with the place at which they were made.
+#: By name: tokens, log-probs, drafts with the place at which they were made.
 Found = dict[str, Any]
 
 
@@ -61,7 +61,7 @@ def complete(folder: Path, group: TensorGroup | None, drafts: bool = True) -> Fo
     loaded = load_model(settings, CPU, group=group, draft=draft, mtp="needed" if drafts and draft is None else "unused")
     bench = Bench(loaded.model, max_rows=4, speculation="heads" if drafts else "off")
     with pytest.MonkeyPatch.context() as patch:
-        seen = watch_guesses(patch)
+        seen = watch_drafts(patch)
         for number, (name, options) in enumerate(REQUESTS.items()):
             generator = torch.Generator().manual_seed(number)
             prompt = torch.randint(0, loaded.spec.vocab, (9 + 10 * number,), generator=generator).tolist()
@@ -74,7 +74,7 @@ def complete(folder: Path, group: TensorGroup | None, drafts: bool = True) -> Fo
         "tokens": {name: one.token_ids for name, one in done.items()},
         "logprobs": {name: one.raw_logprobs for name, one in done.items()},
         "guesses": [(*ints, *guesses) for ints, _, guesses in seen],
-        "drafted": bench.engine.roster.counters.drafted,
+        "drafted": bench.drafts.drafted,
     }
 
 
@@ -83,7 +83,7 @@ def complete_on_a_rank(group: TensorGroup, folder: Path) -> Found:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_guess_the_same_and_complete_what_one_rank_completes(
+def test_ranks_draft_the_same_and_complete_what_one_rank_completes(
     tmp_path: Path, start_ranks: Callable[[int], Ranks], kind: str
 ) -> None:
     make(kind, tmp_path)
@@ -115,7 +115,7 @@ def complete_with_other_logits(group: TensorGroup, folder: Path) -> Found:
 
 
 @pytest.mark.nightly
-def test_guesses_of_rank_0_count_where_logits_differ(tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:
+def test_drafts_of_rank_0_count_where_logits_differ(tmp_path: Path, start_ranks: Callable[[int], Ranks]) -> None:
     """Products of different GPUs may differ in their last bits."""
     make("mapped", tmp_path)
     plain = complete(tmp_path, None, drafts=False)
@@ -144,7 +144,7 @@ def complete_with_states(folder: Path, group: TensorGroup | None, answers: dict[
     return {
         "tokens": {key: one.token_ids for key, one in done.items()},
         "logprobs": {key: one.raw_logprobs for key, one in done.items()},
-        "accepted": bench.engine.roster.counters.accepted,
+        "accepted": bench.drafts.accepted,
     }
 
 

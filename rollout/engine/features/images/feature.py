@@ -78,7 +78,7 @@ class Images(StepFeature):
             staging.put("image_at", np.concatenate(at).astype(np.int64))
             staging.put("image_places", np.concatenate(places))
 
-    def weights_changed(self, names: Collection[str]) -> None:
+    def weights_changed(self, version: int, names: Collection[str]) -> None:
         """Encodings of other weights of the tower are of no use."""
         self.encodings.weights_changed(names)
 

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from rollout_kernels.attention.segments import no_segments
 
+from rollout.engine.features.drafts.drafter import NAME, After
+from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.sequence.features import PLAIN
-from rollout.engine.speculation.step_costs import StepCosts
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.row_state import LAST, RowState
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import put_behind, put_decode
+from rollout.engine.upload import StepInput, put_behind, put_decode
 
 #: Runs of each size; the first ones warm up, and the fastest of the others counts.
 _WARM, _TIMED = 1, 3
@@ -30,20 +31,23 @@ _STRIDE = 7919  # between the tokens of neighbouring rows
 log = logging.getLogger(__name__)
 
 
-def measure_decode_costs(executor: Executor, slot: Slot, max_rows: int) -> StepCosts:
-    """The cost table for steps of up to `max_rows` rows: of each captured size, otherwise of powers of two."""
+def measure_decode_costs(executor: Executor, slot: Slot, max_rows: int, on_device: bool) -> StepCosts:
+    """The cost table for steps of up to `max_rows` rows: of each captured size, otherwise of powers of two.
+
+    With `on_device` it has the times of the drafter on the device, too.
+    """
     _verify_once(executor, slot, max_rows)
     graphs = executor.graphs
     captured = [] if graphs is None else [size for size in graphs.sizes.whole if size <= max_rows]
     larger = [1 << i for i in range(max_rows.bit_length()) if 1 << i > (captured[-1] if captured else 0)]
     sizes = sorted({*captured, *larger, max_rows})
     measured = {rows: _seconds(executor, slot, rows) for rows in sizes}
-    guesses = {}
-    if (guesser := executor.step.guesser) is not None:
-        guesses = {rows: _seconds(executor, slot, rows, guesser.most) for rows in sizes}
-        rounded = {rows: round(seconds, 6) for rows, seconds in guesses.items()}
-        log.info("the device guesses next tokens", extra={"seconds_by_rows": rounded})
-    return StepCosts(measured, bool(captured), executor.step.shares_pages, guesses)
+    drafting = {}
+    if on_device:
+        drafting = {rows: _seconds(executor, slot, rows, drafts=True) for rows in sizes}
+        rounded = {rows: round(seconds, 6) for rows, seconds in drafting.items()}
+        log.info("the device drafts next tokens", extra={"seconds_by_rows": rounded})
+    return StepCosts(measured, bool(captured), executor.step.shares_pages, drafting)
 
 
 def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
@@ -66,15 +70,15 @@ def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
     executor.finish()
 
 
-def _seconds(executor: Executor, slot: Slot, rows: int, guesses: int = 0) -> float:
-    """Of a plain step; with `guesses` only of the guesses after it."""
+def _seconds(executor: Executor, slot: Slot, rows: int, drafts: bool = False) -> float:
+    """The time of a plain step; with `drafts` only the time of the drafter on the device after it."""
     size = None if executor.graphs is None else executor.graphs.sizes.size_for(rows)
     padded = size or rows
     slot.staging.begin()
-    numbers, drafts = _rows_and_drafts(executor, rows)
+    numbers, behind = _rows_and_drafts(executor, rows)
     put_decode(slot.staging, numbers, [], padded, no_segments(padded) if executor.step.shares_pages else None)
-    if drafts:
-        put_behind(slot.staging, drafts, padded)
+    if behind:
+        put_behind(slot.staging, behind, padded)
     context = executor.step.kv.page_size
     upload = slot.staging.upload(rows, rows, rows, PLAIN.value, context, size=size or 0)
     step, state, compute = slot.input_for(upload), executor.step.rows, executor.compute
@@ -82,10 +86,11 @@ def _seconds(executor: Executor, slot: Slot, rows: int, guesses: int = 0) -> flo
     for _ in range(_WARM + _TIMED):
         compute.run(functools.partial(step.receive, upload.words))
         compute.run(functools.partial(_different_tokens, state, rows, executor.step.kv.pages))
-        if guesses:
+        if drafts:
             compute.run(functools.partial(executor.run, step, slot))
             compute.record(start)
-            compute.run(functools.partial(executor.run_guess, step.header._replace(guesses=guesses), slot))
+            drafted = StepInput(step.header._replace(facts={NAME: [str(After.DRAFT)]}), step.words)
+            compute.run(functools.partial(executor.end_step, drafted, slot))
         else:
             compute.record(start)
             compute.run(functools.partial(executor.run, step, slot))

@@ -6,7 +6,7 @@
 steps that were run: attention reads the context of each row, and a verify step sets drafts up. Plain and verify steps
 have a correction each. That of verify steps begins at the one of plain steps, and goes back there while only plain ones
 run: what they were at other rows must not keep rows from drafting. A context counts again for each draft, unless
-attention reads shared pages once. What guesses take after a step is a table of its own, by rows.
+attention reads shared pages once. What the drafter on the device takes after a step is a table of its own, by rows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class StepCosts:
         measured: seconds of a decode step by its rows; one entry at least.
         padded: a step takes as long as the next larger entry (captured sizes), else costs lie between two entries.
         shares: a row and its drafts read its context once, all together.
-        guesses: seconds that it takes to guess after a step, by rows; a draft model reads it, too. Empty if none does.
+        drafting: seconds of the drafter on the device after a step, by rows; a draft model reads the step, too. Empty
+            without one.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class StepCosts:
         measured: Mapping[int, float],
         padded: bool,
         shares: bool = False,
-        guesses: Mapping[int, float] = MappingProxyType({}),
+        drafting: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         self._shares = shares
-        self._guesses = dict(sorted(guesses.items()))
+        self._drafting = dict(sorted(drafting.items()))
         sizes = np.array(sorted(measured))
         # More rows are never cheaper: what says otherwise is noise.
         seconds = np.maximum.accumulate(np.array([measured[size] for size in sizes.tolist()]))
@@ -96,11 +97,11 @@ class StepCosts:
         """Whether some steps without drafts have run: until then verify steps alone seem dearer than the table says."""
         return self._plain.steps >= _FEW_STEPS
 
-    def guess_s(self, rows: int) -> float:
-        """Seconds that it takes to guess for this number of rows."""
-        if not self._guesses:
+    def draft_s(self, rows: int) -> float:
+        """Seconds of the drafter on the device after a step of this number of rows."""
+        if not self._drafting:
             return 0.0
-        return float(np.interp(rows, list(self._guesses), list(self._guesses.values())))
+        return float(np.interp(rows, list(self._drafting), list(self._drafting.values())))
 
     def ran(self, rows: int, context: float, drafts: int, seconds: float) -> None:
         """A step of `rows` rows and `drafts` drafts took this long on the device; `context` as in `plain_s`."""
@@ -123,7 +124,7 @@ class StepCosts:
 
 
 def worthwhile(
-    chances_MK: np.ndarray, rows: int, context: float, costs: StepCosts, most: int, guess_s: float = 0.0
+    chances_MK: np.ndarray, rows: int, context: float, costs: StepCosts, most: int, draft_s: float = 0.0
 ) -> list[int]:
     """How many drafts each of M rows gets so that a step draws the most tokens a second; all 0 if plain steps do.
 
@@ -133,7 +134,7 @@ def worthwhile(
         context: sum of their contexts, tokens; of each row once.
         costs: of the steps.
         most: drafts of all rows.
-        guess_s: seconds that guesses take.
+        draft_s: seconds of the drafter on the device.
     """
     chances_N = chances_MK.reshape(-1)
     order = np.argsort(-chances_N, kind="stable")[: min(most, np.count_nonzero(chances_N))]
@@ -141,7 +142,7 @@ def worthwhile(
         return [0] * len(chances_MK)
     drafts_N = np.arange(1, len(order) + 1)
     tokens_N = rows + np.cumsum(chances_N[order])
-    speeds_N = tokens_N / (costs.verify_s(rows, context, drafts_N) + guess_s)
+    speeds_N = tokens_N / (costs.verify_s(rows, context, drafts_N) + draft_s)
     best = int(speeds_N.argmax())
     if speeds_N[best] < LEAST_GAIN * rows / costs.plain_s(rows, context):
         return [0] * len(chances_MK)

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from rollout.engine.speculation.suffix_drafter import SuffixDrafter
-from rollout.engine.speculation.suffix_index import CANDIDATES, LEAST, MOST, SuffixIndex
+from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
+from rollout.engine.features.drafts.suffix_index import CANDIDATES, LEAST, MOST, SuffixIndex
 
 
 class Searched:

@@ -1,31 +1,34 @@
-"""The draft model on the device: after each step it reads what the step computed, and guesses the rows' next tokens.
+"""The draft model on the device: after each step it reads what the step computed, and drafts the rows' next tokens.
 
-    step      forward (keeps hidden states) | draw | accept | read | guess, guess, ...
-                                                                      -> row state: guesses
-    next step                                      set_up: drafts = guesses | forward | draw | accept | ...
+    step      forward (keeps hidden states) | draw | accept | read | draft, draft, ...
+                                                                      -> DraftState.next_RG
+    next step                                          set_up: drafts = next_RG | forward | draw | accept | ...
 
-Everything runs on the compute stream, so the next step verifies guesses that the host has not seen. They come to the
+Everything runs on the compute stream, so the next step verifies drafts that the host has not seen. They come to the
 host with the tokens of their step, which masks of constraints wait for anyway.
 
     read    all tokens of the step, at their positions: hidden states of the target, and the token that follows each.
             After a refused draft that token is a wrong one; the position is read again by the step that computes it.
-    guess   from the last position of each row: the token that the row would draw from the draft model's logits, with
+    draft   from the last position of each row: the token that the row would draw from the draft model's logits, with
             its own noise at that position, temperature, truncation, penalties, biases and bans; the best one for rows
             that take the best. So it is the token that the row draws wherever both models agree well enough.
 
-Where the KV of the draft model is missing or from other tokens, such as at the end of a shared page, guesses are worse.
+Where the KV of the draft model is missing or from other tokens, such as at the end of a shared page, drafts are worse.
 
-Legend: B places of a decode step, R rows, T tokens of a prefill, G guesses.
+Legend: B places of a decode step, R rows, T tokens of a prefill, G drafts of a row.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
-from rollout.engine.sequence.features import Feature
+from rollout.engine.features.drafts.drafter import After, DeviceDrafter
+from rollout.engine.sequence.features import PLAIN, Feature
+from rollout.engine.step.feature import Replays
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.upload import StepInput
@@ -35,53 +38,43 @@ from rollout.models.draft_head import DraftHead
 from rollout.models.fused_experts import FusedExperts, kernels_take
 from rollout.models.layers import SparseFeedForward
 
-#: What guesses heed of the draw.
+#: Features of the draw that drafts heed.
 _HEEDED = Feature.GREEDY | Feature.DRAW | Feature.TRUNCATE | Feature.PENALIZE | Feature.BIAS | Feature.MIN_TOKENS
-#: What captured guesses cannot do. They ignore bans: a draft model rarely guesses a stop before `min_tokens`.
+#: Features that captured work cannot heed. It ignores bans: the model rarely drafts a stop before `min_tokens`.
 _NOT_CAPTURED = Feature.TRUNCATE | Feature.PENALIZE | Feature.BIAS
+#: Names of what is captured.
+READ, DRAFT = "read", "draft"
 
 
-@dataclass(frozen=True, slots=True)
-class HeadGraphs:
-    """What the draft model does with a decode step, captured; by the number of places, and by the number of rows."""
-
-    read: dict[int, Callable[[], object]] = field(default_factory=dict)
-    guess: dict[int, Callable[[], object]] = field(default_factory=dict)
-
-    def guess_size(self, rows: int) -> int | None:
-        """The captured size for this number of rows; None if all are too small."""
-        return min((size for size in self.guess if size >= rows), default=None)
-
-
-class HeadDrafts:
+class ModelDrafter(DeviceDrafter):
     """Runs the draft model of `model` for the rows of a row state. Decode steps have up to `step_rows` rows.
 
     With `fused_experts` the kernels run its experts where they can. Its inputs and outputs of a decode
     step are in memory of its own, at fixed addresses, so it can be captured.
     """
 
-    def __init__(self, model: Decoder, rows: RowState, step_rows: int, fused_experts: bool = True) -> None:
-        assert model.draft is not None and rows.guesses is not None
+    def __init__(
+        self, model: Decoder, rows: RowState, next_RG: torch.Tensor, step_rows: int, fused_experts: bool = True
+    ) -> None:
+        assert model.draft is not None
+        super().__init__(rows, next_RG)
         self._model = model
         self._head: DraftHead = model.draft
+        self.reads_last_layer = model.draft.spec.taps[-1] == len(model.layers)
         self._experts = _experts_of(model.draft) if fused_experts and model.embed.is_cuda else None
-        self.rows = rows
-        self._guesses_RG = rows.guesses
-        #: Guesses of a row, where it guesses at all.
-        self.most = rows.guesses.shape[1]
         device, hidden = model.embed.device, model.embed.shape[1]
 
         def ints(count: int = step_rows) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int64, device=device)
 
         #: Hidden states and positions of the last decode step; its forward writes them.
-        self.taps = self.make_taps(step_rows)
+        self.taps = self.prefill_taps(step_rows)
         self.positions_B = ints()
         self._rows_B, self._following_B = ints(), ints()
         self._hidden_BH = torch.zeros(step_rows, hidden, dtype=model.embed.dtype, device=device)
         self._rows_R, self._at_R = ints(), ints()
         self._prefill: tuple[AttentionBatch, torch.Tensor] | None = None
-        # Guesses advance copies of rows, as draws advance rows: of all but the first one, which is padding.
+        # Drafts advance copies of rows, as draws advance rows: of all but the first one, which is padding.
         self._ahead = RowState(step_rows, 1, 0, device)
         self._draw = self._sampler(self._ahead)
         self._output_4R = torch.zeros(4, step_rows, dtype=torch.int32, device=device)
@@ -89,19 +82,26 @@ class HeadDrafts:
         self._ahead_rows_R = self._places_R + 1
         self._order_G = torch.arange(self.most, device=device)
 
-    @property
-    def reads_last_layer(self) -> bool:
-        """True if it reads hidden states after the last layer."""
-        return self._head.spec.taps[-1] == len(self._model.layers)
+    def decode_work(self, size: int, max_context: int, kv: KVCache) -> dict[str, Callable[[], None]]:
+        """As `DeviceFeature.decode_work`: to read a step of `size` places, and to draft for `size` rows."""
+        return {
+            READ: functools.partial(self.read, size, max_context, kv),
+            DRAFT: functools.partial(self.draft, size, max_context, PLAIN, kv),
+        }
 
-    def make_taps(self, tokens: int) -> HiddenTaps:
-        """Memory for the hidden states of this number of tokens."""
+    def decode_taps(self, positions_B: torch.Tensor) -> HiddenTaps:
+        """See `DeviceDrafter`."""
+        self.positions_B[: len(positions_B)].copy_(positions_B)
+        return self.taps
+
+    def prefill_taps(self, tokens: int) -> HiddenTaps:
+        """See `DeviceDrafter`."""
         spec, embed = self._head.spec, self._model.embed
         hidden_TF = torch.zeros(tokens, spec.read_width, dtype=embed.dtype, device=embed.device)
         return HiddenTaps(spec.taps, hidden_TF)
 
     def prefilled(self, batch: AttentionBatch, taps: HiddenTaps) -> None:
-        """A prefill has run; `run` reads it after its draw."""
+        """See `DeviceDrafter`."""
         own = replace(batch, taps=None, images=None, experts=None, adapters=None, rope_positions=None, rows_B=None)
         self._prefill = own, taps.hidden_TF
 
@@ -111,15 +111,13 @@ class HeadDrafts:
         output_4R: torch.Tensor,
         accepted_B: torch.Tensor,
         kv: KVCache,
-        graphs: HeadGraphs | None = None,
+        after: After,
+        replays: Replays | None = None,
     ) -> torch.Tensor | None:
-        """Read a step whose tokens are drawn, and guess. Returns the rows that have guesses, in the order of the step.
-
-        `accepted_B` (int32) are accepted drafts by place, 0 for all places without; read in steps with drafts.
-        """
+        """Read the step, then draft if it is time to."""
         header = step.header
         if self._prefill is None:
-            rows_R, at_R = self._read_decode(step, output_4R, accepted_B, kv, graphs)
+            rows_R, at_R = self._read_decode(step, output_4R, accepted_B, kv, replays)
         else:
             (batch, hidden_TF), self._prefill = self._prefill, None
             hidden_TH = self._read(self._following(step, output_4R), hidden_TF, batch, kv)
@@ -127,18 +125,18 @@ class HeadDrafts:
                 return None
             rows_R, at_R = step["sampled_rows"], self._places_R[: header.draws]
             self._hidden_BH[: header.draws] = hidden_TH.index_select(0, step["sampled_at"])
-        if header.guesses == 0:
+        if after is not After.DRAFT:
             return None
-        assert header.guesses == self.most
         count, features = len(rows_R), Feature(header.features) & _HEEDED
-        size = None if graphs is None or features & _NOT_CAPTURED else graphs.guess_size(count)
+        captured = {} if replays is None or features & _NOT_CAPTURED else replays.get(DRAFT, {})
+        size = min((size for size in captured if size >= count), default=None)
         self._rows_R[:count], self._at_R[:count] = rows_R, at_R
-        if graphs is None or size is None:
-            self.guess(count, header.max_context, features, kv)
+        if size is None:
+            self.draft(count, header.max_context, features, kv)
             return rows_R
         if size > count:
             self._rows_R[count:size].zero_()
-        graphs.guess[size]()
+        captured[size]()
         return rows_R
 
     # --- what can be captured -----------------------------------------------------------------------------------------
@@ -152,8 +150,8 @@ class HeadDrafts:
         self._hidden_BH[:places] = self._read(self._following_B[:places], hidden_TF, batch, kv)
 
     @torch.inference_mode()
-    def guess(self, count: int, max_context: int, features: Feature, kv: KVCache) -> None:
-        """Guess the next tokens of `count` rows, from the hidden states of the positions before their newest token."""
+    def draft(self, count: int, max_context: int, features: Feature, kv: KVCache) -> None:
+        """Draft the next tokens of `count` rows, from the hidden states of the positions before their newest token."""
         output_4R, rows_R = self._output_4R, self._rows_R[:count]
         ahead_R, copies = self._ahead_rows_R[:count], slice(1, count + 1)
         hidden_RH = self._hidden_BH.index_select(0, self._at_R[:count])
@@ -164,7 +162,7 @@ class HeadDrafts:
             logits_RV = self._head.compute_logits(hidden_RH, self._model.lm_head)
             draw(logits_RV, ahead_R, features, output_4R)
             tokens_R = self._agreed(ahead, copies)
-            self._guesses_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
+            self.next_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
             if index + 1 < self.most:
                 batch = _batch(ahead.ints[copies, LENGTH] - 1, table_RP, kv.page_size, max_context)
                 hidden_RH = self._forward(tokens_R, hidden_RH, batch, kv)
@@ -206,14 +204,14 @@ class HeadDrafts:
         output_4R: torch.Tensor,
         accepted_B: torch.Tensor,
         kv: KVCache,
-        graphs: HeadGraphs | None,
+        replays: Replays | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read a decode step; returns the rows that may guess, and the places of their last positions."""
+        """Read a decode step; returns the rows that may have drafts, and the places of their last positions."""
         header, count = step.header, step.header.draws
         size = header.size or count
         self._rows_B[:size], self._following_B[:size] = step["rows"][:size], output_4R[0, :size]
-        if graphs is not None and size in graphs.read:
-            graphs.read[size]()
+        if replays is not None and size in replays.get(READ, {}):
+            replays[READ][size]()
         else:
             self.read(count, header.max_context, kv)
         if "bases" in step:

@@ -20,7 +20,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from rollout.engine.speculation.suffix_index import Match, SuffixIndex
+from rollout.engine.features.drafts.suffix_index import Match, SuffixIndex
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +49,7 @@ class _Running:
 
 
 class SuffixDrafter:
-    """Guesses by suffix matching.
+    """Drafts by suffix matching.
 
     Beside running completions and their prompts it keeps `kept_tokens` tokens. A prompt in use may have more: as many
     tokens of ended completions as of itself and of running ones.
@@ -63,17 +63,17 @@ class SuffixDrafter:
         self.kept = 0  # of them, those that no running completion needs
 
     def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
-        """As `Drafter.path`."""
-        match, path = self.guess(key, prompt, tokens, want, version)
+        """As `HostDrafter.path`."""
+        match, path = self.matched_path(key, prompt, tokens, want, version)
         self._running[key].source = None if match is None else match.text
         return path
 
     def source(self, key: Hashable) -> int | None:
-        """As `Drafter.source`: of the newest token of the text, or None for the prompt."""
+        """As `HostDrafter.source`: of the newest token of the text, or None for the prompt."""
         running = self._running[key]
         return None if running.source is None else running.texts.versions[running.source]
 
-    def guess(
+    def matched_path(
         self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0
     ) -> tuple[Match | None, list[int]]:
         """A path, and the match that it follows. Takes the tokens that are new."""
@@ -93,7 +93,7 @@ class SuffixDrafter:
         return self._running[key].text
 
     def ended(self, key: Hashable) -> None:
-        """As `Drafter.ended`. Its tokens serve later completions of the same prompt."""
+        """As `HostDrafter.ended`. Its tokens serve later completions of the same prompt."""
         running = self._running.pop(key, None)
         if running is None:
             return

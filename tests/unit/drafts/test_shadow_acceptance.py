@@ -10,7 +10,7 @@ import pytest
 import torch
 from rollout_kernels.step import guess_by_ngrams, ngrams
 
-from rollout.engine.speculation.suffix_drafter import SuffixDrafter
+from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
 from scripts.check.shadow_acceptance import DRAFTERS, Acceptance, Group, NgramDrafter, main, play, read_groups
 from tests.support.engine.harness import Bench, load
 from tests.support.kernels.grids import nightly
@@ -89,10 +89,10 @@ def few_tokens(length: int, seed: int, different: int) -> list[int]:
 def grown(whole: list[int], prompt_length: int, want: int, most: int = 5):
     """The texts of a completion that grows by up to `most` tokens a step, with what the drafter expects after each."""
     rng, drafter, prompt = random.Random(0), NgramDrafter(), np.array(whole[:prompt_length], dtype=np.int32)
-    drafter.guess("a", prompt, [], 0)
+    drafter.matched_path("a", prompt, [], 0)
     seen = 1
     while seen <= len(whole) - prompt_length:
-        yield whole[: prompt_length + seen], drafter.guess("a", prompt, whole[prompt_length:][:seen], want)[1]
+        yield whole[: prompt_length + seen], drafter.matched_path("a", prompt, whole[prompt_length:][:seen], want)[1]
         seen += rng.randint(1, most)
 
 
@@ -142,7 +142,7 @@ def test_ngrams_have_accepted_what_an_engine_has(checkpoint, depth, k):
     bench.engine.tick()
     while bench.engine.busy:
         bench.engine.tick()
-        steps[counters.decode_rows] = counters.accepted
+        steps[counters.decode_rows] = bench.drafts.accepted
     bench.close()
     tokens, compared = bench.tokens("a"), 0
     assert len(tokens) == most
@@ -154,8 +154,8 @@ def test_ngrams_have_accepted_what_an_engine_has(checkpoint, depth, k):
             compared = accepted
     assert compared > 5
     if depth == 1:
-        assert drawn == most and sum(found.drafted) == counters.drafted
-        assert found.tokens_a_step == 1 + counters.accepted / counters.decode_rows
+        assert drawn == most and sum(found.drafted) == bench.drafts.drafted
+        assert found.tokens_a_step == 1 + bench.drafts.accepted / counters.decode_rows
 
 
 # --- input and command ------------------------------------------------------------------------------------------------

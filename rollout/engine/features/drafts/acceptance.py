@@ -1,6 +1,6 @@
 """How often a drafter is right for one row, measured whether or not its drafts were verified.
 
-A guess is kept until its tokens are committed, and then compared with them: accepted are the equal ones before the
+A path is kept until its tokens are committed, and then compared with them: accepted are the equal ones before the
 first that differs. So a row that does not draft is measured, too, and begins when drafts would pay.
 """
 
@@ -13,16 +13,16 @@ _KEPT, _OTHERS = 0.95, 4.0
 
 
 class Acceptance:
-    """The chance that a draft is accepted after those before it were; of one row, or with no guesses of its own of all.
+    """The chance that a draft is accepted after those before it were; of one row, or of all rows.
 
-    `all_rows` is that of all rows, which a row is assumed to be like until it says otherwise.
+    A row is assumed to be like `all_rows` until its own paths say otherwise.
     """
 
     def __init__(self, all_rows: Acceptance | None = None) -> None:
         self._all_rows = all_rows
         self._hits, self._tries = 0.0, 0.0
         self._begin = 0
-        self._guess: tuple[int, ...] = ()
+        self._path: tuple[int, ...] = ()
 
     @property
     def chance(self) -> float:
@@ -30,24 +30,24 @@ class Acceptance:
         assumed = 0.5 if self._all_rows is None else self._all_rows.chance
         return (self._hits + _OTHERS * assumed) / (self._tries + _OTHERS)
 
-    def follow(self, tokens: Seq[int], begin: int, guess: Seq[int]) -> None:
-        """Compare the kept guess with the committed `tokens`; then keep `guess`, of those from `begin` on, if any.
+    def follow(self, tokens: Seq[int], begin: int, path: Seq[int]) -> None:
+        """Compare the kept path with the committed `tokens`; then keep `path`, of those from `begin` on, if any.
 
         While more tokens are needed to tell how far the kept one is right, it stays.
         """
         self.settle(tokens)
-        if not self._guess:
-            self._begin, self._guess = begin, tuple(guess)
+        if not self._path:
+            self._begin, self._path = begin, tuple(path)
 
     def settle(self, tokens: Seq[int], ended: bool = False) -> None:
-        """Compare the kept guess with the committed `tokens`, to the end of which none come if the row has `ended`."""
-        come = tokens[self._begin : self._begin + len(self._guess)]
-        equal = next((i for i, (a, b) in enumerate(zip(come, self._guess, strict=False)) if a != b), len(come))
-        if equal == len(come) < len(self._guess) and not ended:
+        """Compare the kept path with the committed `tokens`, to the end of which none come if the row has `ended`."""
+        come = tokens[self._begin : self._begin + len(self._path)]
+        equal = next((i for i, (a, b) in enumerate(zip(come, self._path, strict=False)) if a != b), len(come))
+        if equal == len(come) < len(self._path) and not ended:
             return
         if come:
             self.note(equal, min(equal + 1, len(come)))
-        self._guess = ()
+        self._path = ()
 
     def note(self, accepted: int, tried: int) -> None:
         """Of `tried` drafts, which were all that counted, this many were right."""

@@ -15,10 +15,13 @@ and draws with the numbers of its own position, with the token counts that it wo
 each accepted draft, are the tokens that steps of one token would draw. Then r goes on after the last of them. What
 refused drafts have written lies beyond its length; the next step writes there again.
 
-Legend: M rows with drafts, K most drafts of one, N drafts of all, W tokens of a path, V vocabulary.
+Legend: R rows of the row state, G drafts that the device makes for a row, M rows with drafts, K most drafts of one,
+N drafts of all, W tokens of a path, V vocabulary.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -29,13 +32,28 @@ from rollout.engine.upload import IN_ROW_STATE, StepInput
 _NO_TOKEN = -1
 
 
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """What the row state has of drafts, at fixed addresses."""
+
+    drafts_R: torch.Tensor  # int64: of a draft row: its draft
+    next_RG: torch.Tensor | None  # int64: the next drafts of a row as the device made them; None if it makes none
+
+    @classmethod
+    def allocate(cls, rows: RowState, made: int) -> DraftState:
+        """State beside `rows`; the device makes `made` drafts for a row, 0 if none."""
+        count, device = len(rows.ints), rows.ints.device
+        next_RG = torch.zeros(count, made, dtype=torch.int64, device=device) if made else None
+        return cls(torch.zeros(count, dtype=torch.int64, device=device), next_RG)
+
+
 def tell_pages(rows: RowState, pages_N3: torch.Tensor) -> None:
     """Put pages into the page tables of rows: row, column, page."""
     row_N, column_N, page_N = pages_N3.long().unbind(1)
     rows.pages.index_put_((row_N, column_N), page_N.int())
 
 
-def set_up(rows: RowState, step: StepInput) -> None:
+def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
     """Set the draft rows of a step up."""
     draft_N, owner_N, ahead_N, which_N = step["drafts"].unbind(1)
     features = step.header.features
@@ -43,10 +61,10 @@ def set_up(rows: RowState, step: StepInput) -> None:
         from rollout_kernels.step.triton_verify import set_up_drafts
 
         column = next(iter(rows.columns.values()), None)
-        copied = rows.ints, rows.floats, rows.pages, rows.drafts, column, rows.guesses
+        copied = rows.ints, rows.floats, rows.pages, drafts.drafts_R, column, drafts.next_RG
         set_up_drafts(step["drafts"], step["verified"], step["paths"], *copied, last=LAST, length=LENGTH)
     else:
-        copy_rows(rows, step)
+        copy_rows(rows, drafts, step)
     for state, needs in (
         (rows.banned, features & Feature.MIN_TOKENS),
         (rows.bias_ids, features & Feature.BIAS),
@@ -55,7 +73,7 @@ def set_up(rows: RowState, step: StepInput) -> None:
         if needs:
             state.index_copy_(0, draft_N, state.index_select(0, owner_N))
     if features & Feature.PENALIZE:
-        token_N = rows.drafts.index_select(0, draft_N)
+        token_N = drafts.drafts_R.index_select(0, draft_N)
         before_NN = (which_N[:, None] == which_N) & (ahead_N[:, None] >= ahead_N)  # its own draft, too
         counts_NV = rows.counts.index_select(0, owner_N)
         place_NN = torch.arange(len(draft_N), device=draft_N.device)[:, None].expand_as(before_NN)
@@ -63,7 +81,7 @@ def set_up(rows: RowState, step: StepInput) -> None:
         rows.counts.index_copy_(0, draft_N, counts_NV)
 
 
-def copy_rows(rows: RowState, step: StepInput) -> None:
+def copy_rows(rows: RowState, drafts: DraftState, step: StepInput) -> None:
     """Make each draft row a copy of its row, some tokens ahead; the twin of `set_up_drafts`."""
     draft_N, owner_N, ahead_N, which_N = step["drafts"].unbind(1)
     paths_MW, begin_M = step["paths"], step["verified"][:, 3]
@@ -71,21 +89,23 @@ def copy_rows(rows: RowState, step: StepInput) -> None:
     position_N = ints_NI[:, LENGTH] + ahead_N
     at_N = (position_N - begin_M[which_N]).clamp_(0, paths_MW.shape[1] - 1)
     token_N = paths_MW[which_N, at_N]
-    if rows.guesses is not None:
-        token_N = torch.where(begin_M[which_N] == IN_ROW_STATE, rows.guesses[owner_N, ahead_N - 1], token_N)
+    if drafts.next_RG is not None:
+        token_N = torch.where(begin_M[which_N] == IN_ROW_STATE, drafts.next_RG[owner_N, ahead_N - 1], token_N)
     ints_NI[:, LENGTH], ints_NI[:, LAST] = position_N, token_N
     rows.ints.index_copy_(0, draft_N, ints_NI)
-    rows.drafts.index_copy_(0, draft_N, token_N)
+    drafts.drafts_R.index_copy_(0, draft_N, token_N)
     for state in (rows.floats, rows.pages, *rows.columns.values()):
         state.index_copy_(0, draft_N, state.index_select(0, owner_N))
 
 
-def refuse(rows: RowState, step: StepInput, places_N: torch.Tensor) -> None:
+def refuse(drafts: DraftState, step: StepInput, places_N: torch.Tensor) -> None:
     """Let no draft at these places of a step equal a token."""
-    rows.drafts.index_fill_(0, step["rows"].index_select(0, places_N), _NO_TOKEN)
+    drafts.drafts_R.index_fill_(0, step["rows"].index_select(0, places_N), _NO_TOKEN)
 
 
-def accept(rows: RowState, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor) -> None:
+def accept(
+    rows: RowState, drafts: DraftState, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor
+) -> None:
     """Compare the drafts with the tokens drawn; the rows go on after the last accepted one.
 
     `accepted_R` (int32) gets the number of accepted drafts at the place of each row with drafts.
@@ -93,10 +113,10 @@ def accept(rows: RowState, step: StepInput, output_4R: torch.Tensor, accepted_R:
     if rows.ints.is_cuda:
         from rollout_kernels.step.triton_verify import accept_drafts
 
-        drawn = output_4R[0], rows.drafts, rows.ints, accepted_R
+        drawn = output_4R[0], drafts.drafts_R, rows.ints, accepted_R
         accept_drafts(step["verified"], step["rows"], *drawn, last=LAST, length=LENGTH)
     else:
-        go_on(rows, step, output_4R, accepted_R)
+        go_on(rows, drafts, step, output_4R, accepted_R)
     if step.header.features & Feature.PENALIZE:  # the draw has counted the first token
         row_M, place_M, _, _ = step["verified"].unbind(1)
         ahead_K = torch.arange(step.header.drafts, device=row_M.device)
@@ -106,13 +126,15 @@ def accept(rows: RowState, step: StepInput, output_4R: torch.Tensor, accepted_R:
         rows.counts.index_put_((row_MK, output_4R[0].long()[place_MK]), taken_MK.int(), accumulate=True)
 
 
-def go_on(rows: RowState, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor) -> None:
+def go_on(
+    rows: RowState, drafts: DraftState, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor
+) -> None:
     """Compare drafts with tokens and let rows go on after the accepted ones; the twin of `accept_drafts`."""
     row_M, place_M, count_M, _ = step["verified"].unbind(1)
     drawn_R, step_rows = output_4R[0].long(), step["rows"]
     ahead_K = torch.arange(step.header.drafts, device=row_M.device)
     place_MK = (place_M[:, None] + 1 + ahead_K).clamp_(max=len(step_rows) - 1)  # of the drafts
-    equal_MK = drawn_R[place_MK - 1] == rows.drafts[step_rows[place_MK]]
+    equal_MK = drawn_R[place_MK - 1] == drafts.drafts_R[step_rows[place_MK]]
     accepted_M = (equal_MK & (ahead_K < count_M[:, None])).int().cumprod(1).sum(1)
     rows.ints[row_M, LAST] = drawn_R[place_M + accepted_M]
     rows.ints[row_M, LENGTH] += accepted_M

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.engine.speculation.acceptance import Acceptance
-from rollout.engine.speculation.step_costs import StepCosts, worthwhile
+from rollout.engine.features.drafts.acceptance import Acceptance
+from rollout.engine.features.drafts.step_costs import StepCosts, worthwhile
 
 
 def chances(p: float, rows: int, most: int = 3) -> np.ndarray:
@@ -100,7 +100,7 @@ def test_long_contexts_that_are_read_once_do_not_keep_rows_from_drafting():
         assert worthwhile(chances(0.6, 8), 8, 500_000, costs, 64) == [3 * shares] * 8
 
 
-def test_a_guess_is_compared_once_its_tokens_are_there():
+def test_a_draft_is_compared_once_its_tokens_are_there():
     row = Acceptance(everything := Acceptance())
     assert row.chance == 0.5
     row.follow([1, 2], 3, [4, 5])
@@ -113,7 +113,7 @@ def test_a_guess_is_compared_once_its_tokens_are_there():
     assert row.chance < 0.1
 
 
-def test_what_has_come_of_a_guess_counts_when_its_row_ends():
+def test_what_has_come_of_a_draft_counts_when_its_row_ends():
     row, text = Acceptance(), [1, 2, 3]
     row.follow(text, 3, [4, 5, 6])
     row.settle([*text, 4, 5])

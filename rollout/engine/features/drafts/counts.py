@@ -1,0 +1,72 @@
+"""Totals of drafts since the start, and the metrics that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from rollout.engine.schedule.plan import Drafts
+from rollout.metrics.definitions import DRAFT_AGES, DRAFTER_NAMES, percent
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Running totals. Those by drafter and by age are of steps that were committed."""
+
+    drafted: int = 0  # tokens that verify steps tried
+    accepted: int = 0  # drafts that equalled the token drawn
+    saved_s: float = 0.0  # of the device, by verify steps: plain ones of as many tokens would take so much longer
+    expected_saved_s: float = 0.0  # the same by the costs alone
+    #: (drafted, accepted) by the age of what was drafted from, as in `DRAFT_AGES`.
+    by_age: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)] * len(DRAFT_AGES))
+    #: (drafted, accepted) by drafter.
+    by_drafter: dict[str, tuple[int, int]] = field(default_factory=lambda: dict.fromkeys(DRAFTER_NAMES, (0, 0)))
+
+    def committed(self, drafts: Seq[Drafts], accepted: Seq[int]) -> None:
+        """Count the drafts of a step whose tokens are not taken yet; `accepted` as in `StepOutput`."""
+        for draft in drafts:
+            right = accepted[draft.place]
+            if not draft.seq.void:  # else they are dropped
+                self.accepted += right
+            self.note(draft.drafter, draft.age, draft.length, right)
+
+    def note(self, drafter: str, age: int | None, drafted: int, accepted: int) -> None:
+        """Count the drafts of a row; `age` in weights versions, None for drafts from no weights."""
+        before = self.by_drafter[drafter]
+        self.by_drafter[drafter] = before[0] + drafted, before[1] + accepted
+        if age is not None:
+            which = sum(age >= least for least in DRAFT_AGES.values()) - 1
+            before = self.by_age[which]
+            self.by_age[which] = before[0] + drafted, before[1] + accepted
+
+    def gauges(self, decode_rows: int) -> dict[str, float | None]:
+        """Values of the metrics; `decode_rows` are the rows of all decode steps."""
+        return {
+            "speculation/drafted": self.drafted,
+            "speculation/accepted": self.accepted,
+            "speculation/saved_s": self.saved_s,
+            "speculation/expected_saved_s": self.expected_saved_s,
+            "speculation/accepted_pct": _share(self.accepted, self.drafted),
+            **_accepted_by_drafter(self.by_drafter),
+            **_accepted_by_age(self.by_age),
+            "speculation/tokens_a_step": 1 + self.accepted / max(decode_rows, 1),
+        }
+
+
+def _share(accepted: int, drafted: int) -> float | None:
+    """In percent; None where nothing was drafted: a 0 would say that all drafts were wrong."""
+    return percent(accepted, drafted) if drafted else None
+
+
+def _accepted_by_drafter(drafts: Mapping[str, tuple[int, int]]) -> dict[str, float | None]:
+    """Of (drafted, accepted) by drafter."""
+    return {f"speculation/accepted_pct/by_{name}": _share(part, whole) for name, (whole, part) in drafts.items()}
+
+
+def _accepted_by_age(drafts: list[tuple[int, int]]) -> dict[str, float | None]:
+    """Of (drafted, accepted) by age."""
+    names = (f"speculation/accepted_pct/age_{name}" for name in DRAFT_AGES)
+    shares = {name: _share(accepted, drafted) for name, (drafted, accepted) in zip(names, drafts, strict=True)}
+    older = [sum(column) for column in zip(*drafts[1:], strict=True)]
+    return shares | {"speculation/accepted_older_pct": _share(older[1], older[0])}

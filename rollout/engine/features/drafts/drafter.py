@@ -1,0 +1,115 @@
+"""Drafters: what makes drafts, on the host and on the device, and how the settings name them.
+
+A draft is a token that a row is expected to draw next. A verify step puts the drafts of a row in with its last token;
+those that equal the tokens drawn are accepted. A wrong draft costs time and changes no token.
+
+    on the host      asked for a path, before a step: the tokens after the committed ones of a completion. A verify
+                     step takes its drafts from the path, at the position where the row is when the step runs
+    on the device    runs after a step, and leaves the next drafts of each row there. The host asks for nothing, and
+                     learns these drafts with the tokens of their step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Sequence as Seq
+from enum import StrEnum
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from rollout.config import EngineSettings
+from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
+from rollout.engine.step.feature import Replays
+from rollout.engine.step.row_state import RowState
+from rollout.engine.upload import StepInput
+from rollout.models.batch import AttentionBatch, HiddenTaps, KVCache
+from rollout.models.decoder import Decoder
+from rollout.models.language_model import LanguageModel
+
+#: The name of the feature: of its part in plans, uploads and outputs.
+NAME = "drafts"
+
+
+class HostDrafter(Protocol):
+    """Drafts on the host. `key` is one completion; only the loop calls it."""
+
+    def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
+        """At most `want` token ids expected after prompt (int32) and committed tokens; they may be any of the model's.
+
+        From call to call with one key, `tokens` only grow. `version` is the weights version of the newest token.
+        """
+
+    def source(self, key: Hashable) -> int | None:
+        """The version of the weights that the last path of this completion comes from; None if from no weights."""
+
+    def ended(self, key: Hashable) -> None:
+        """Nothing is added to this completion any more; its key may be unknown."""
+
+
+#: By name: makes a drafter on the host that keeps at most this number of tokens of completions.
+HOST_DRAFTERS: dict[str, Callable[[int], HostDrafter]] = {"suffix": SuffixDrafter}
+
+#: A drafter on the device: the draft model (`heads`), or n-grams of the row.
+DeviceDrafterName = Literal["heads", "ngram"]
+
+
+class After(StrEnum):
+    """What the drafter on the device does after a step."""
+
+    NOTHING = "nothing"
+    READ = "read"  # a draft model reads the step, and makes no drafts
+    DRAFT = "draft"  # makes the next drafts of each row that draws; a draft model reads the step before
+
+
+class DeviceDrafter:
+    """Drafts on the device, on the compute stream. A drafter that reads no hidden states overrides `run` alone.
+
+    `rows` is the row state, int64 `next_RG` [rows, drafts] receives the next drafts of each row.
+    """
+
+    reads_last_layer: bool = False  # reads hidden states after the last layer
+
+    def __init__(self, rows: RowState, next_RG: torch.Tensor) -> None:
+        self.rows = rows
+        self.next_RG = next_RG
+        self.most = next_RG.shape[1]  # drafts that it makes for a row
+
+    def run(
+        self,
+        step: StepInput,
+        output_4R: torch.Tensor,
+        accepted_B: torch.Tensor,
+        kv: KVCache,
+        after: After,
+        replays: Replays | None = None,
+    ) -> torch.Tensor | None:
+        """Do `after` after a step whose tokens are drawn. Returns the rows that have drafts now, in their order.
+
+        `accepted_B` (int32) are accepted drafts by place, 0 for all places without; read in steps with drafts.
+        `replays` as in `DeviceFeature.step_ends`.
+        """
+        raise NotImplementedError
+
+    def decode_taps(self, positions_B: torch.Tensor) -> HiddenTaps | None:
+        """Where a decode forward of rows at these positions keeps hidden states, at a fixed address."""
+        return None
+
+    def prefill_taps(self, tokens: int) -> HiddenTaps | None:
+        """Where a prefill of this number of tokens keeps hidden states."""
+        return None
+
+    def prefilled(self, batch: AttentionBatch, taps: HiddenTaps) -> None:
+        """A prefill has run; `run` reads it after its draw."""
+
+    def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
+        """As `DeviceFeature.decode_work`."""
+        return {}
+
+
+def device_drafter(settings: EngineSettings, model: LanguageModel) -> DeviceDrafterName | None:
+    """The drafter on the device of an engine; None if there is none."""
+    if settings.speculation in ("heads", "auto") and isinstance(model, Decoder) and model.draft is not None:
+        return "heads"
+    return "ngram" if settings.speculation in ("ngram", "auto") else None

@@ -1,0 +1,192 @@
+"""Drafts on the host: plans verify steps, packs their sections, counts what was accepted.
+
+    plan       `DraftPlanner` says which rows get drafts and what the drafter on the device does after the step. A step
+               with drafts, or with rows whose position is not known, is planned here
+    pack       the sections of drafts, and what the drafter on the device needs of the step
+    commit     which drafts were accepted; drafts of the device that come with the tokens of their step
+
+The part on the device is `verifier.DraftVerifier`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout.engine.features.drafts.counts import DraftCounts
+from rollout.engine.features.drafts.drafter import NAME, After
+from rollout.engine.features.drafts.planner import DraftPlanner, Versions
+from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.schedule.plan import Drafts, Plan, Span
+from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.step_output import StepOutput
+from rollout.engine.upload import Staging
+
+
+class DraftNote(NamedTuple):
+    """What a plan says to this feature alone."""
+
+    after: After
+    #: (row, column of its page table, page) of a verify step.
+    pages: Seq[tuple[int, int, int]] = ()
+
+
+class Drafting(StepFeature):
+    """Drafts of one engine.
+
+    Args:
+        planner: chooses the drafts.
+        draft_rows: the rows of the row state for drafts.
+        draft_names: tensors of the draft model in updates.
+        draft_version: of the weights that came with the draft model's.
+        counts: totals since the start.
+    """
+
+    name = NAME
+
+    def __init__(
+        self,
+        planner: DraftPlanner,
+        draft_rows: range,
+        draft_names: frozenset[str],
+        draft_version: int,
+        counts: DraftCounts,
+    ) -> None:
+        self.planner = planner
+        self._draft_rows = draft_rows
+        self._draft_names = draft_names
+        self.draft_version = draft_version
+        self.counts = counts
+
+    # --- plan ---------------------------------------------------------------------------------------------------------
+
+    def note(self, spans: Seq[Span]) -> DraftNote:
+        """What the drafter on the device does after a step of prompts."""
+        return DraftNote(self.planner.after_prompts)
+
+    def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> Plan | None:
+        """A verify step, if rows have drafts or a position that is not known, or if the device drafts after it."""
+
+        def grow(seq: Sequence, drafts: int) -> None:
+            while seq.kv.capacity < seq.kv.length + 1 + drafts and allocator.pool.available > kept:
+                if not allocator.try_grow(seq):
+                    break
+
+        drafts, after = self.planner.choose(seqs, Versions(version, self.draft_version), grow)
+        if not drafts and after is After.NOTHING and not any(seq.drafted for seq in seqs):
+            return None
+        return self._verify_plan(seqs, drafts, after, version, allocator)
+
+    def _verify_plan(
+        self, seqs: list[Sequence], drafts: list[Drafts], after: After, version: int, allocator: PageAllocator
+    ) -> Plan:
+        """A step of these decode rows, with `drafts` of some of them, in the order of `seqs`.
+
+        A draft model writes KV at the positions of the drafts that it makes, so the plan tells the pages of these, too.
+        """
+        page_size, ahead = allocator.page_size, self.planner.most if after is After.DRAFT else 0
+        counts, draft_rows = {draft.seq: draft.length for draft in drafts}, iter(self._draft_rows)
+        spans, rows, pages = [], [], []
+        features = longest = 0
+        for seq in seqs:
+            kv, count = seq.kv, 1 + counts.get(seq, 0)
+            first, end = kv.length - seq.drafted, kv.length + count
+            spans.append(Span(seq, kv.length, count, count))
+            rows += [seq.row, *(next(draft_rows) for _ in range(count - 1))]
+            told = min(end + ahead, kv.capacity)
+            pages += [(seq.row, i, kv.pages[i]) for i in range(first // page_size, (told - 1) // page_size + 1)]
+            features |= seq.feature_bits
+            longest = max(longest, end)
+        return Plan(
+            spans,
+            version,
+            Feature(features),
+            longest,
+            len(rows),
+            len(rows),
+            [],
+            allocator.prefixes.take_saves(),
+            tuple(drafts),
+            rows,
+            {NAME: DraftNote(after, pages)},
+        )
+
+    # --- upload -------------------------------------------------------------------------------------------------------
+
+    def pack(self, plan: Plan, staging: Staging) -> None:
+        """Put pages and drafts of a verify step, and what the drafter on the device needs."""
+        after, pages = _note(plan)
+        if after is not After.NOTHING:
+            staging.facts[NAME] = [str(after)]
+            if not plan.decodes:
+                staging.put("next_tokens", np.fromiter(_next_tokens(plan), dtype=np.int64))
+        if pages:
+            staging.put("pages", np.array(pages, dtype=np.int32))
+        if plan.drafts:
+            _put_drafts(plan, staging)
+            if after is After.DRAFT:
+                places = np.cumsum([0, *(span.draws for span in plan.spans[:-1])])
+                bases = zip([span.seq.row for span in plan.spans], places, strict=True)
+                staging.put("bases", np.array(list(bases), dtype=np.int64))
+
+    # --- launch and commit --------------------------------------------------------------------------------------------
+
+    def launched(self, plan: Plan) -> None:
+        """Drafts in flight count as accepted until their step is committed."""
+        for draft in plan.drafts:
+            draft.seq.drafted += draft.length
+            self.counts.drafted += draft.length
+        self.planner.launched(plan, _note(plan).after)
+
+    def commit(self, plan: Plan, output: StepOutput) -> None:
+        """Count which drafts were accepted."""
+        if plan.drafts:
+            assert output.accepted is not None, "a step with drafts says how many were accepted"
+            self.counts.committed(plan.drafts, output.accepted)
+
+    def committed(self, plan: Plan, output: StepOutput) -> None:
+        """Take the drafts that the device made after the step."""
+        drafts = output.of_features.get(NAME)
+        if drafts is not None:
+            self.planner.arrived(plan, drafts)
+
+    def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
+        """Correct the costs of steps."""
+        if plan.kind == "decode":
+            self.planner.ran(plan, _note(plan).after, tokens, seconds, self.counts)
+
+    def weights_changed(self, version: int, names: Collection[str]) -> None:
+        """Note the version of the draft model."""
+        if not self._draft_names.isdisjoint(names):
+            self.draft_version = version
+
+
+_NO_NOTE = DraftNote(After.NOTHING)
+
+
+def _note(plan: Plan) -> DraftNote:
+    return plan.notes.get(NAME, _NO_NOTE)
+
+
+def _next_tokens(plan: Plan) -> Iterator[int]:
+    """The token of each prompt after those that go in; 0 after the last."""
+    for seq, start, tokens_in, _, _ in plan.spans:
+        known, end = seq.kv.prefill_tokens, start + tokens_in
+        yield int(known[end]) if known is not None and end < len(known) else 0
+
+
+def _put_drafts(plan: Plan, staging: Staging) -> None:
+    paths_MW = np.zeros((len(plan.drafts), max(plan.path_tokens, 1)), dtype=np.int64)
+    verified, drafts = [], []
+    for which, (seq, place, count, path, begin, *_) in enumerate(plan.drafts):
+        verified.append((seq.row, place, count, begin))
+        drafts += [(plan.token_rows[place + ahead], seq.row, ahead, which) for ahead in range(1, count + 1)]
+        paths_MW[which, : len(path)] = path
+    staging.put("verified", np.array(verified, dtype=np.int64))
+    staging.put("paths", paths_MW)
+    staging.put("drafts", np.array(drafts, dtype=np.int64))

@@ -1,0 +1,316 @@
+"""Which decode rows get drafts in the next step, and how many.
+
+Drafts come from a drafter on the host, or from one on the device (`drafter`).
+
+The drafter on the host gives a path. It begins after the committed tokens of a row. The row's drafts begin later, where
+the row is once the steps in flight have run: each of them draws one token at least, and more if drafts are accepted. So
+a path is longer than the drafts.
+
+The drafter on the device runs after a step, and makes the drafts that the next step of each row may verify. The plan of
+the first step says that it runs, and sees to pages for its drafts; the plan of the second says how many of them are
+verified. The host knows neither these drafts nor where the row is. They arrive with the tokens of their step: masks of
+a constraint follow them, and the tokens that come next tell how good they were.
+
+With `adapts` rows draft only where the step costs less than the tokens that are expected of it: by how often the
+drafter was right for each row, and by the costs of steps. While no row drafts, the drafter on the host is asked for
+some plans only, and the one on the device runs now and then. All rows are measured so, those without drafts as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout.engine.features.drafts.acceptance import Acceptance
+from rollout.engine.features.drafts.counts import DraftCounts
+from rollout.engine.features.drafts.drafter import After, DeviceDrafterName, HostDrafter
+from rollout.engine.features.drafts.step_costs import StepCosts, worthwhile
+from rollout.engine.schedule.plan import Drafts, Plan
+from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.upload import IN_ROW_STATE
+
+#: While drafts do not pay, one plan in this number asks the drafter; the second while the costs of plain steps are
+#: not known.
+_ASKED_EVERY, _ASKED_SOON = 8, 4
+#: Part of the device's time that its drafter takes while its drafts do not pay.
+_UNPAID_SHARE = 0.005
+
+#: Gives a row pages for a number of tokens after its last one, as far as there are any.
+Grow = Callable[[Sequence, int], None]
+
+
+class Choice(NamedTuple):
+    """The additions of a step to plain decode rows."""
+
+    drafts: list[Drafts]
+    after: After
+
+
+class Versions(NamedTuple):
+    """The versions of the weights in use."""
+
+    weights: int
+    draft_model: int  # of the weights that came with those of the draft model
+
+
+class _Offer(NamedTuple):
+    """The drafts that one row could have."""
+
+    most: int
+    acceptance: Acceptance
+    path: list[int] | None  # None: drafts of the device
+
+
+class DraftPlanner:
+    """Asks the drafter on the host, and says when the one on the device runs.
+
+    Args:
+        drafter: drafts on the host; None if nothing does.
+        most: drafts of a row in a step.
+        most_rows: drafts of all rows in a step.
+        costs: of decode steps; corrected by the steps that run.
+        adapts: drafts only where they pay, else always.
+        on_device: the drafter on the device; None if there is none.
+    """
+
+    def __init__(
+        self,
+        drafter: HostDrafter | None,
+        most: int,
+        most_rows: int,
+        costs: StepCosts,
+        adapts: bool = False,
+        on_device: DeviceDrafterName | None = None,
+    ) -> None:
+        self._drafter = drafter
+        self.most = most  # drafts of a row in a step
+        self._most_rows = most_rows
+        self._followed: dict[Sequence, Acceptance] = {}  # that the drafter on the host knows
+        self._device_rows: dict[Sequence, Acceptance] = {}  # that the device has drafted for
+        self._costs = costs
+        self._adapts = adapts
+        self._on_device = on_device
+        self._reads = on_device == "heads"  # every step, or its KV has holes
+        self._all_rows, self._all_device_rows = Acceptance(), Acceptance()
+        self._resting = 0  # plans before the drafter is asked again
+        self._unpaid = 0  # plans since drafts of the device have paid
+        self._drafted_at = 0  # how many of these there were when the device last drafted
+        self._idle = After.NOTHING  # what the device does while its drafts do not pay
+
+    @property
+    def after_prompts(self) -> After:
+        """What the device does after a step of prompts; a draft model reads all of them."""
+        if self._on_device is None or (self._unpaid and not self._reads):
+            return After.NOTHING
+        return After.READ if self._unpaid else After.DRAFT
+
+    def choose(self, seqs: list[Sequence], versions: Versions, grow: Grow) -> Choice:
+        """The drafts of a step of these rows, in their order; may give rows pages more for them."""
+        self._end_finalized()
+        offers = self._offers(seqs)
+        wanted = self._wanted(offers, seqs) if offers else {}
+        drafts = self._drafts(seqs, offers, wanted, versions, grow) if any(wanted.values()) else []
+        after = self._after(seqs)
+        if after is After.DRAFT and self._reads:
+            self._grow(seqs, drafts, grow)
+        return Choice(drafts, after)
+
+    def launched(self, plan: Plan, after: After) -> None:
+        """A plan is in flight: its rows have the drafts that the device makes after it, and no older ones."""
+        if self._on_device is None:
+            return
+        made = self.most if after is After.DRAFT else 0
+        for seq, _, _, draws, _ in plan.spans:
+            seq.next_drafts = made if draws else 0
+
+    def arrived(self, plan: Plan, drafts: list[list[int]]) -> None:
+        """The drafts of the device after a step, in the order of its rows that draw; its tokens are committed."""
+        drawing = (span.seq for span in plan.spans if span.draws)
+        for seq, tokens in zip(drawing, drafts, strict=False):
+            seq.known_drafts = tokens
+            if self._adapts and seq.may_draft and not seq.finalized:
+                self._acceptance(seq).follow(seq.tokens, len(seq.tokens), tokens)
+
+    def ran(self, plan: Plan, after: After, tokens: int, seconds: float, counts: DraftCounts) -> None:
+        """A decode step was committed: it took this long on the device, and `tokens` of its tokens were kept."""
+        rows, drafts = plan.rows, plan.draws - plan.rows
+        context = float(sum(span.start + 1 for span in plan.spans))
+        makes = after is After.DRAFT
+        draft_s = self._costs.draft_s(rows) if makes else 0.0
+        if tokens and (drafts or makes):
+            plain_s = self._costs.plain_s(rows, context) * (tokens / rows if drafts else 1)
+            step_s = float(self._costs.verify_s(rows, context, np.array([drafts]))[0]) if drafts else plain_s
+            expected_s = step_s + draft_s
+            counts.saved_s += plain_s - seconds
+            counts.expected_saved_s += plain_s - expected_s
+        self._costs.ran(rows, context, drafts, seconds - draft_s)
+
+    # --- what rows could have -----------------------------------------------------------------------------------------
+
+    def _offers(self, seqs: list[Sequence]) -> dict[Sequence, _Offer]:
+        """The better offer of each row that has any."""
+        offers = self._device_offers(seqs) if self._on_device is not None else {}
+        if self._drafter is None:
+            return offers
+        if self._resting:
+            self._resting -= 1
+            return offers
+        paths = {seq: path for seq in seqs if (path := self._path(seq))}
+        if not paths:
+            self._resting = _ASKED_EVERY - 1 if self._adapts and not any(seq.drafted for seq in seqs) else 0
+        for seq, path in paths.items():
+            offer = _Offer(len(path) - _certain(seq), self._followed[seq], path)
+            if seq not in offers or offers[seq].acceptance.chance <= offer.acceptance.chance:
+                offers[seq] = offer
+        return offers
+
+    def _device_offers(self, seqs: list[Sequence]) -> dict[Sequence, _Offer]:
+        drafted = [seq for seq in seqs if seq.next_drafts and _may_draft(seq)]
+        return {seq: _Offer(seq.next_drafts, self._acceptance(seq), None) for seq in drafted}
+
+    def _acceptance(self, seq: Sequence) -> Acceptance:
+        """Of the device's drafts for a row."""
+        if seq not in self._device_rows:
+            self._device_rows[seq] = Acceptance(self._all_device_rows)
+        return self._device_rows[seq]
+
+    def _wanted(self, offers: dict[Sequence, _Offer], seqs: list[Sequence]) -> dict[Sequence, int]:
+        """The drafts that each row with an offer should get, if its pages allow."""
+        if not self._adapts:
+            return dict.fromkeys(offers, max(1, min(self.most, self._most_rows // len(offers))))
+        chances = [(offer.acceptance.chance, offer.most) for offer in offers.values()]
+        draft_s = self._costs.draft_s(len(seqs)) if any(offer.path is None for offer in offers.values()) else 0.0
+        counts = self._paying(chances, seqs, draft_s)
+        if not any(counts) and any(offer.path is not None for offer in offers.values()):
+            self._resting = (_ASKED_EVERY if self._costs.knows_plain else _ASKED_SOON) - 1
+        return dict(zip(offers, counts, strict=True))
+
+    def _paying(self, chances: list[tuple[float, int]], seqs: list[Sequence], draft_s: float) -> list[int]:
+        """The drafts that pay for each row whose (chance, most drafts) is given, in a step of `seqs`."""
+        ahead_K = np.arange(1, self.most + 1)
+        chances_M1 = np.array([chance for chance, _ in chances])[:, None]
+        drafts_M1 = np.array([most for _, most in chances])[:, None]
+        chances_MK = np.where(ahead_K <= drafts_M1, chances_M1**ahead_K, 0.0)
+        return worthwhile(chances_MK, len(seqs), _contexts(seqs), self._costs, self._most_rows, draft_s)
+
+    # --- what they get ------------------------------------------------------------------------------------------------
+
+    def _drafts(
+        self,
+        seqs: list[Sequence],
+        offers: dict[Sequence, _Offer],
+        wanted: dict[Sequence, int],
+        versions: Versions,
+        grow: Grow,
+    ) -> list[Drafts]:
+        left, place, drafts = self._most_rows, 0, []
+        for seq in seqs:
+            count, offer = 0, offers.get(seq)
+            if offer is not None:
+                count = self._count(seq, offer.most, min(wanted.get(seq, 0), left), grow)
+            if offer is not None and count > 0:
+                drafts.append(self._draft(seq, place, count, offer, versions))
+                left -= count
+            place += 1 + max(count, 0)
+        return drafts
+
+    def _draft(self, seq: Sequence, place: int, count: int, offer: _Offer, versions: Versions) -> Drafts:
+        if offer.path is None:
+            assert self._on_device is not None
+            age = max(versions.weights - versions.draft_model, 0) if self._reads else None
+            return Drafts(seq, place, count, [], IN_ROW_STATE, age, self._on_device)
+        assert self._drafter is not None
+        source = self._drafter.source(seq)
+        since = None if source is None else max(versions.weights - source, 0)
+        return Drafts(seq, place, count, offer.path, seq.prompt_len + len(seq.tokens), since)
+
+    def _count(self, seq: Sequence, offered: int, most: int, grow: Grow) -> int:
+        """How many drafts a row gets: as its offer, `max_tokens` and its pages allow."""
+        count = min(most, offered, seq.max_tokens - seq.launched - 1)
+        grow(seq, count)
+        return min(count, seq.kv.capacity - seq.kv.length - 1)
+
+    def _after(self, seqs: list[Sequence]) -> After:
+        """What the device does after a step of these rows."""
+        if self._on_device is None or not any(map(_may_draft, seqs)):
+            return After.READ if self._reads else After.NOTHING
+        if not self._adapts:
+            return After.DRAFT
+        if self._unpaid and (self._unpaid + 1) % _ASKED_EVERY:
+            self._unpaid += 1
+            return self._idle
+        rows, draft_s = [seq for seq in seqs if _may_draft(seq)], self._costs.draft_s(len(seqs))
+        if self._unpaid:
+            for seq, acceptance in self._device_rows.items():
+                acceptance.settle(seq.tokens)
+        chances = [(self._device_rows.get(seq, self._all_device_rows).chance, self.most) for seq in rows]
+        if any(self._paying(chances, seqs, draft_s)):
+            self._unpaid = self._drafted_at = 0
+            return After.DRAFT
+        self._unpaid += 1
+        # Drafts that would pay in a step of one row will pay when few rows are left: until then its KV is kept whole.
+        alone = max(range(len(rows)), key=lambda i: chances[i][0])
+        alone_pays = any(self._paying([chances[alone]], [rows[alone]], self._costs.draft_s(1)))
+        self._idle = After.READ if self._reads and alone_pays else After.NOTHING
+        plain_s = self._costs.plain_s(len(seqs), _contexts(seqs))
+        if draft_s <= (self._unpaid - self._drafted_at) * _UNPAID_SHARE * plain_s:
+            self._drafted_at = self._unpaid
+            return After.DRAFT
+        return self._idle
+
+    def _grow(self, seqs: list[Sequence], drafts: list[Drafts], grow: Grow) -> None:
+        """Give rows the pages of their next drafts, which the draft model writes to."""
+        counts = {draft.seq: draft.length for draft in drafts}
+        for seq in seqs:
+            spare = seq.max_tokens - seq.launched - 1
+            grow(seq, min(counts.get(seq, 0) + self.most, spare))
+
+    # --- the drafter on the host --------------------------------------------------------------------------------------
+
+    def _path(self, seq: Sequence) -> list[int]:
+        """The path of a row, if it reaches beyond the tokens in flight."""
+        spare = seq.max_tokens - seq.launched - 1
+        if spare < 1 or not seq.may_draft:
+            return []
+        if seq not in self._followed:
+            self._followed[seq] = Acceptance(self._all_rows)
+        in_flight = seq.launched - len(seq.tokens)
+        want = in_flight + min(self.most, spare)
+        path = self._ask(seq, want)
+        assert len(path) <= want, "a drafter gives no more than it is asked for"
+        if self._adapts:
+            certain = _certain(seq)
+            self._followed[seq].follow(seq.tokens, len(seq.tokens) + certain, path[certain:])
+        return path if len(path) > in_flight - seq.drafted else []
+
+    def _ask(self, seq: Sequence, want: int) -> list[int]:
+        assert self._drafter is not None
+        runs = seq.drawn.versions
+        version = runs[-1][0] if runs else 0
+        return self._drafter.path(seq, seq.group.request.prompt.token_ids, seq.tokens, want, version)
+
+    def _end_finalized(self) -> None:
+        for seq in [seq for seq in self._followed if seq.finalized]:
+            assert self._drafter is not None
+            self._ask(seq, 0)  # tells its last tokens
+            self._drafter.ended(seq)
+            self._followed.pop(seq).settle(seq.tokens, ended=True)
+        for seq in [seq for seq in self._device_rows if seq.finalized]:
+            self._device_rows.pop(seq).settle(seq.tokens, ended=True)
+
+
+def _contexts(seqs: list[Sequence]) -> float:
+    """What attention reads for a step of these rows, tokens."""
+    return float(sum(seq.kv.length + 1 for seq in seqs))
+
+
+def _certain(seq: Sequence) -> int:
+    """Tokens in flight that come in any case."""
+    return seq.launched - seq.drafted - len(seq.tokens)
+
+
+def _may_draft(seq: Sequence) -> bool:
+    """Whether a row may have drafts of the device."""
+    return seq.may_draft and seq.max_tokens - seq.launched > 1

@@ -1,0 +1,210 @@
+"""Drafts on the device: verifies those of a step, and makes the next ones.
+
+    begin        pages and draft rows of a verify step                              `verify`
+    forward      a draft model keeps hidden states
+    drawn        drafts up to the first that is not the token drawn before it       `verify`; states of linear attention
+                 are accepted                                                       follow
+    step_ends    the drafter on the device runs                                     `model_drafter`, `ngram_drafter`
+
+Its output for the host are the next drafts of each row that draws: int32 [rows, G].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.config import EngineSettings
+from rollout.engine.features.drafts import verify
+from rollout.engine.features.drafts.counts import DraftCounts
+from rollout.engine.features.drafts.decode_costs import measure_decode_costs
+from rollout.engine.features.drafts.drafter import HOST_DRAFTERS, NAME, After, DeviceDrafter, device_drafter
+from rollout.engine.features.drafts.feature import Drafting
+from rollout.engine.features.drafts.model_drafter import ModelDrafter
+from rollout.engine.features.drafts.ngram_drafter import NgramDrafter
+from rollout.engine.features.drafts.planner import DraftPlanner
+from rollout.engine.features.drafts.step_costs import StepCosts
+from rollout.engine.features.site import Site
+from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.sequence.features import Feature
+from rollout.engine.step.execute import Executor
+from rollout.engine.step.feature import DeviceFeature, Drawn, HostParts, Replays
+from rollout.engine.step.row_state import RowState
+from rollout.engine.step.slot import Slot
+from rollout.engine.upload import Header, Staging, StepInput
+from rollout.models.batch import AttentionBatch, KVCache
+from rollout.models.decoder import Decoder
+from rollout.models.language_model import LanguageModel, native
+
+_CONSTRAIN = Feature.CONSTRAIN.value  # flags of an enum are slow to test
+# int32 words of an upload.
+_DRAFT_WORDS = 8
+_BEHIND_WORDS = 1  # of a row or a draft of a model with states: the drafts behind it
+_BASE_WORDS = 4  # of a row after whose step the device drafts: row and place as int64
+_PAGE_WORDS = 3  # of a page that a verify step tells
+
+
+class DraftVerifier(DeviceFeature):
+    """Drafts for the model of a worker with speculation."""
+
+    name = NAME
+
+    def __init__(self, engine: EngineSettings, model: LanguageModel) -> None:
+        self._engine, self._model = engine, model
+        self.on_device = device_drafter(engine, model)
+        self.spare_words = verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
+        # As the forward goes through the tokens: see `DeltaNet.mix`.
+        self._one_by_one = engine.deterministic or model.embed.dtype == torch.float32
+        self.drafter: DeviceDrafter | None = None  # of the row state that is there
+        self._state: verify.DraftState | None = None
+        self._costs: StepCosts | None = None  # measured before `host_part`
+
+    @classmethod
+    def make(cls, site: Site) -> DraftVerifier | None:
+        """See `DeviceFeature`."""
+        engine = site.settings.engine
+        return None if engine.speculation == "off" else cls(engine, site.model)
+
+    def begin_rows(self, rows: RowState) -> None:
+        """Allocate the drafts beside the rows, and make the drafter on the device."""
+        engine = self._engine
+        self._state = verify.DraftState.allocate(rows, 0 if self.on_device is None else engine.speculation_tokens)
+        self._costs, next_RG = None, self._state.next_RG
+        if next_RG is not None and self.on_device == "heads":
+            model = native(self._model)
+            self.drafter = ModelDrafter(model, rows, next_RG, engine.step_rows, engine.fused_experts)
+        elif next_RG is not None:
+            self.drafter = NgramDrafter(rows, next_RG)
+
+    def measure(self, executor: Executor, slot: Slot) -> None:
+        """Measure the costs of steps, before `host_part`; decode steps are captured."""
+        self._costs = measure_decode_costs(executor, slot, self._engine.step_rows, self.on_device is not None)
+
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> Drafting:
+        """See `DeviceFeature`."""
+        settings = self._engine
+        adapts = settings.speculation == "auto"
+        make = HOST_DRAFTERS.get("suffix" if adapts else settings.speculation)
+        drafter = None if make is None else make(settings.constants.speculation_kept_tokens)
+        assert self._costs is not None, "the costs are measured before"
+        most = settings.speculation_tokens, settings.speculation_rows
+        planner = DraftPlanner(drafter, *most, self._costs, adapts, self.on_device)
+        names = self._model.draft_names() if isinstance(self._model, Decoder) else frozenset()
+        version, counts = engine.version, DraftCounts()
+        if isinstance(before, Drafting):
+            version, counts = before.draft_version, before.counts
+        return Drafting(planner, draft_rows(settings), names, version, counts)
+
+    @property
+    def state(self) -> verify.DraftState:
+        """The drafts beside the row state."""
+        assert self._state is not None, "the row state is there before the first step"
+        return self._state
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def begin(self, rows: RowState, step: StepInput) -> None:
+        """Set the pages and the draft rows of a verify step up."""
+        if "pages" in step:
+            verify.tell_pages(rows, step["pages"])
+        if "drafts" in step:
+            verify.set_up(rows, self.state, step)
+
+    def decode_fields(
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, features: int, output: Any
+    ) -> dict[str, Any]:
+        """Where the forward keeps hidden states."""
+        return {} if self.drafter is None else {"taps": self.drafter.decode_taps(positions_B)}
+
+    def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
+        """Where the forward keeps hidden states."""
+        if self.drafter is None or _after(step.header) is After.NOTHING:
+            return {}
+        return {"taps": self.drafter.prefill_taps(step.header.tokens)}
+
+    def reads_hidden(self, header: Header) -> bool:
+        """True for a draft model that reads the last layer."""
+        return self.drafter is not None and self.drafter.reads_last_layer
+
+    def forward_ends(self, batch: AttentionBatch, output: Any) -> None:
+        """Keep the batch of a prefill, which the draft model reads."""
+        if self.drafter is not None and batch.chunks and batch.taps is not None:
+            self.drafter.prefilled(batch, batch.taps)
+
+    def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
+        """Compare the drafts with the tokens drawn; rows and states go on after the last accepted one."""
+        header = step.header
+        if not header.drafts:
+            return
+        if header.features & _CONSTRAIN and len(drawn.masks.refused):
+            verify.refuse(self.state, step, drawn.masks.refused)
+        if _after(header) is After.DRAFT:
+            drawn.accepted_R.zero_()  # of rows without drafts, too
+        verify.accept(rows, self.state, step, drawn.output_4R, drawn.accepted_R)
+        if kv.states is not None and kv.states.drafts is not None:
+            kv.states.catch_up(step["verified"], step["rows"], drawn.accepted_R, self._one_by_one)
+
+    def step_ends(
+        self, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor | None, replays: Replays | None
+    ) -> None:
+        """Run the drafter on the device, if the step says so."""
+        after, drafter = _after(step.header), self.drafter
+        if after is After.NOTHING:
+            return
+        assert drafter is not None and output is not None, "a step says what the drafter does where there is one"
+        rows_R = drafter.run(step, drawn.output_4R, drawn.accepted_R, kv, after, replays)
+        if rows_R is not None:
+            output[: len(rows_R)] = drafter.next_RG.index_select(0, rows_R)
+
+    def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
+        """See `DeviceFeature`."""
+        return {} if self.drafter is None else self.drafter.decode_work(size, max_context, kv)
+
+    # --- output -------------------------------------------------------------------------------------------------------
+
+    def output_words(self, tokens: int) -> int:
+        """See `DeviceFeature`."""
+        return 0 if self.on_device is None else self._engine.step_rows * self._engine.speculation_tokens
+
+    def output(self, words: torch.Tensor) -> torch.Tensor | None:
+        """The next drafts of the rows that draw."""
+        return None if self.on_device is None else words.view(-1, self._engine.speculation_tokens)
+
+    def read(self, words: np.ndarray, header: Header) -> list[list[int]] | None:
+        """The next drafts of each row that draws, in their order; drafts of earlier steps may follow."""
+        if _after(header) is not After.DRAFT:
+            return None
+        return words.reshape(-1, self._engine.speculation_tokens)[: header.draws].tolist()
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, features: Feature) -> None:
+        """Have the drafter on the device run."""
+        if self.on_device is not None:
+            staging.facts[NAME] = [str(After.DRAFT)]
+        if self.on_device == "heads" and token_ids is not None:
+            staging.put("next_tokens", np.zeros(rows, dtype=np.int64))
+
+
+def _after(header: Header) -> After:
+    """What the drafter on the device does after a step."""
+    said = header.facts.get(NAME)
+    return After.NOTHING if said is None else After(said[0])
+
+
+def draft_rows(engine: EngineSettings) -> range:
+    """The rows of the row state for drafts."""
+    return range(engine.max_rows + 1, engine.step_rows + 1)
+
+
+def verify_words(max_rows: int, draft_rows: int, most: int) -> int:
+    """Upper bound on the int32 words that `draft_rows` drafts, `most` of a row, add to an upload; 0 without drafts."""
+    if not draft_rows:
+        return 0
+    positions = 2 * (most + 1)  # that a row may have in such a step, and tokens of its path
+    told = positions + most  # positions whose pages are sent: drafts of the device may follow
+    of_drafts = draft_rows * (2 * (_DRAFT_WORDS + positions) + _BEHIND_WORDS)
+    return of_drafts + max_rows * (_PAGE_WORDS * (told + 1) + _BASE_WORDS + _BEHIND_WORDS)
