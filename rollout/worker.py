@@ -41,7 +41,8 @@ from rollout.engine.device.streams import Device, make_device
 from rollout.engine.features.routing.record import kept_routing
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages import Command, Look, PutAdapter, RankStatus, Shutdown
+from rollout.engine.messages.statuses import RankStatus
+from rollout.engine.messages.to_engine import Command, Look, PutAdapter, Shutdown
 from rollout.engine.parts import Links
 from rollout.engine.step.execute import Orders
 from rollout.extras import install

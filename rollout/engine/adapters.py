@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rollout.engine.device.streams import Event
-from rollout.engine.messages import VERSION_END, AdapterStatus
+from rollout.engine.messages.requests import VERSION_END
+from rollout.engine.messages.statuses import AdapterStatus
 from rollout.models.lora_slots import AdapterWeights
 
 

@@ -32,7 +32,7 @@ from rollout.engine.kv.sessions import SessionCounts, Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.state_prefixes import StatePrefixes
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Event
+from rollout.engine.messages.to_service import Event
 from rollout.engine.parts import EngineParts, Links, Receiver
 from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.feature import StepFeature, find

@@ -17,18 +17,14 @@ from queue import Empty
 
 from rollout.engine.adapters import AdapterError
 from rollout.engine.features.adapters.changes import drop_adapter, put_adapter
-from rollout.engine.messages import (
+from rollout.engine.messages.to_engine import (
     Cancel,
     Command,
-    Done,
     DropAdapter,
     EndSession,
-    Event,
-    Failed,
     Look,
     Pause,
     PutAdapter,
-    Rejected,
     Resume,
     Shutdown,
     Sleep,
@@ -36,6 +32,7 @@ from rollout.engine.messages import (
     Submit,
     Wake,
 )
+from rollout.engine.messages.to_service import Done, Event, Failed, Rejected
 from rollout.engine.parts import EngineParts, Links
 from rollout.engine.sleep import Sleeper
 

@@ -49,7 +49,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rollout.engine.messages import Done, EngineState, Rejected, Request, SleepStatus
+from rollout.engine.messages.requests import Request
+from rollout.engine.messages.statuses import EngineState, SleepStatus
+from rollout.engine.messages.to_service import Done, Rejected
 
 #: Why no step may be launched.
 Blocked = Literal["asleep", "paused", "stale", "held"]

@@ -16,7 +16,7 @@ from rollout.engine.features.adapters.feature import Adapters
 from rollout.engine.features.drafts.counts import DraftCounts
 from rollout.engine.features.drafts.feature import Drafting
 from rollout.engine.loop import Engine
-from rollout.engine.messages import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
+from rollout.engine.messages.statuses import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
 from rollout.engine.schedule.feature import find
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence, State

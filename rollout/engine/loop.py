@@ -20,7 +20,7 @@ import time
 from rollout.config import EngineSettings
 from rollout.engine.commands import WORKER_ENDS, Commands
 from rollout.engine.device.group_memory import SleepMemory
-from rollout.engine.messages import Delta, Event, RequestDone
+from rollout.engine.messages.to_service import Delta, Event, RequestDone
 from rollout.engine.parts import EngineParts, Links
 from rollout.engine.recomputation import Recomputation
 from rollout.engine.schedule.plan import Plan

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from rollout.engine.adapters import AdapterRegistry, AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.engine.kv.offload import Offload
-from rollout.engine.messages import Command, Event
+from rollout.engine.messages.to_engine import Command
+from rollout.engine.messages.to_service import Event
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.step.execute import Executor

@@ -30,7 +30,8 @@ from collections import deque
 from rollout.config import EngineSettings
 from rollout.engine.device.group_memory import SleepMemory
 from rollout.engine.device.releasable import MemoryShortError
-from rollout.engine.messages import Done, Event, Failed, Sleep, Wake
+from rollout.engine.messages.to_engine import Sleep, Wake
+from rollout.engine.messages.to_service import Done, Event, Failed
 from rollout.engine.parts import EngineParts, Links
 from rollout.engine.schedule.preemption import leave_pool
 from rollout.engine.schedule.roster import Roster

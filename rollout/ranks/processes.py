@@ -29,7 +29,7 @@ import torch.distributed as dist
 from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import Settings
-from rollout.engine.messages import RankStatus
+from rollout.engine.messages.statuses import RankStatus
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.peft_tensors import AdapterPacker
 from rollout.process.compiling import compiling, watch_compilations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rollout.engine.messages import SequenceStatus
+from rollout.engine.messages.statuses import SequenceStatus
 from rollout.service.text.codec import TextCodec
 
 

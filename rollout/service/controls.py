@@ -14,7 +14,8 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
-from rollout.engine.messages import Command, Done, DropAdapter, Failed, Pause, PutAdapter, Resume, Sleep, Wake
+from rollout.engine.messages.to_engine import Command, DropAdapter, Pause, PutAdapter, Resume, Sleep, Wake
+from rollout.engine.messages.to_service import Done, Failed
 from rollout.models.lora_slots import AdapterWeights
 from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
 from rollout.service.capabilities import WeightControl

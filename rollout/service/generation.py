@@ -23,18 +23,10 @@ from itertools import count
 from queue import SimpleQueue
 
 from rollout.config import ServiceSettings
-from rollout.engine.messages import (
-    Cancel,
-    Command,
-    Delta,
-    EndSession,
-    EngineStatus,
-    Rejected,
-    RequestDone,
-    RequestKey,
-    StopAt,
-    Submit,
-)
+from rollout.engine.messages.requests import RequestKey
+from rollout.engine.messages.statuses import EngineStatus
+from rollout.engine.messages.to_engine import Cancel, Command, EndSession, StopAt, Submit
+from rollout.engine.messages.to_service import Delta, Rejected, RequestDone
 from rollout.process.logs import about
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.delivery.in_flight import InFlight

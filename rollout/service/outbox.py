@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from rollout.engine.messages import Event
+from rollout.engine.messages.to_service import Event
 from rollout.network.router_socket import Wake
 
 Item = Event | Callable[[], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.engine.messages import RoutingShape
+from rollout.engine.messages.requests import RoutingShape
 from rollout.models.vision_spec import TowerSpec
 
 

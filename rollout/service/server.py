@@ -24,7 +24,9 @@ from typing import Any, Literal
 import zmq
 
 from rollout.config import SecuritySettings, ServiceSettings
-from rollout.engine.messages import Command, Done, EndSession, EngineStatus, Failed
+from rollout.engine.messages.statuses import EngineStatus
+from rollout.engine.messages.to_engine import Command, EndSession
+from rollout.engine.messages.to_service import Done, Failed
 from rollout.metrics.mismatch import MismatchBox
 from rollout.network.access import Access
 from rollout.service.adapter_loading import AdapterFolders

@@ -14,7 +14,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Literal
 
-from rollout.engine.messages import Command, Shutdown
+from rollout.engine.messages.to_engine import Command, Shutdown
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.intake import PreparedPrompt
 

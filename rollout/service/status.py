@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollout.engine.messages import EngineStatus
+from rollout.engine.messages.statuses import EngineStatus
 from rollout.service.capabilities import Views, WeightControl
 from rollout.service.delivery.replies import sequence_fields, status_reply, trace_reply
 from rollout.service.generation import Generation

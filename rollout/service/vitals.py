@@ -15,7 +15,7 @@ from typing import Protocol
 from rollout.config import Settings
 from rollout.engine.inspect import Inspector
 from rollout.engine.loop import Engine
-from rollout.engine.messages import EngineStatus, RankStatus
+from rollout.engine.messages.statuses import EngineStatus, RankStatus
 from rollout.engine.parts import Links
 from rollout.metrics.definitions import TOP_METRICS
 from rollout.metrics.sinks import MetricsThread

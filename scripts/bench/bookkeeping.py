@@ -24,7 +24,9 @@ from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Prompt, Request, SamplingParams, Submit
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request, SamplingParams
+from rollout.engine.messages.to_engine import Submit
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import StepInput

@@ -37,7 +37,9 @@ from rollout.constraints.spec import ConstraintSpec
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Prompt, Request, SamplingParams, StopParams, Submit
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request, SamplingParams, StopParams
+from rollout.engine.messages.to_engine import Submit
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence

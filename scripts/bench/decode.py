@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from rollout.engine.messages import SamplingParams
+from rollout.engine.messages.requests import SamplingParams
 from rollout.settings_sources import SettingsError
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.output import write_results

@@ -12,19 +12,10 @@ from rollout.config import Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import Device
 from rollout.engine.loop import Engine
-from rollout.engine.messages import (
-    Cancel,
-    Delta,
-    Event,
-    Pause,
-    Prompt,
-    Rejected,
-    Request,
-    Resume,
-    SamplingParams,
-    StopParams,
-    Submit,
-)
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request, SamplingParams, StopParams
+from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Submit
+from rollout.engine.messages.to_service import Delta, Event, Rejected
 from rollout.engine.parts import Receiver
 from rollout.models.language_model import LanguageModel
 from rollout.process.progress import stage

@@ -29,7 +29,7 @@ import torch
 
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import make_device
-from rollout.engine.messages import SamplingParams
+from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.idle import IDLE_CAUSES
 from rollout.metrics.overlap import active_share
 from rollout.metrics.step_timing import StepTiming

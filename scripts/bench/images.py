@@ -87,7 +87,10 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
     from rollout.engine.device.streams import make_device
     from rollout.engine.features.images.encoder import ImageEncoder
     from rollout.engine.features.images.feature import Images
-    from rollout.engine.messages import Event, Prompt, Request, RequestDone, SamplingParams, Submit, TokenIds
+    from rollout.engine.messages.prompts import Prompt, TokenIds
+    from rollout.engine.messages.requests import Request, SamplingParams
+    from rollout.engine.messages.to_engine import Submit
+    from rollout.engine.messages.to_service import Event, RequestDone
     from rollout.engine.schedule.feature import find
     from rollout.models import load_model
 
@@ -153,7 +156,7 @@ def picture(seed: int, side: int, tower: Any) -> Any:
 
     import torch
 
-    from rollout.engine.messages import Media, Pixels
+    from rollout.engine.messages.prompts import Media, Pixels
 
     grid = (1, side, side)
     generator = torch.Generator().manual_seed(seed)

@@ -18,7 +18,7 @@ import torch
 
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import make_device
-from rollout.engine.messages import SamplingParams
+from rollout.engine.messages.requests import SamplingParams
 from rollout.engine.schedule.roster import Roster
 from rollout.models import load_model
 from scripts.bench.driver import Driver, random_prompt

@@ -29,7 +29,7 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.kv.offload import MoveRecord
-from rollout.engine.messages import SamplingParams
+from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder

@@ -23,7 +23,9 @@ from rollout.config import EngineSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Cancel, Prompt, Request, SamplingParams, Submit
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request, SamplingParams
+from rollout.engine.messages.to_engine import Cancel, Submit
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.layers import Attention, DenseFeedForward, SparseFeedForward
 from rollout.process.progress import stage

@@ -23,7 +23,9 @@ from rollout.config import EngineSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Prompt, Request, SamplingParams, Submit
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request, SamplingParams
+from rollout.engine.messages.to_engine import Submit
 from rollout.metrics.step_timing import StepTiming
 from scripts.bench.output import print_table, write_results
 from scripts.bench.peers.ours_engine import load_random, steady_figures

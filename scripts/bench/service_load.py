@@ -37,7 +37,9 @@ from rollout.engine.build import build_engine, local_links
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Prior, Prompt, Request, SamplingParams, Submit
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Prior, Request, SamplingParams
+from rollout.engine.messages.to_engine import Submit
 from rollout.engine.parts import Links
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming

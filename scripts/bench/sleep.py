@@ -31,7 +31,9 @@ import torch
 
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import Device, make_device
-from rollout.engine.messages import Done, Event, Failed, SamplingParams, Sleep, Wake
+from rollout.engine.messages.requests import SamplingParams
+from rollout.engine.messages.to_engine import Sleep, Wake
+from rollout.engine.messages.to_service import Done, Event, Failed
 from rollout.engine.sizing import weight_bytes
 from rollout.models import LoadedModel, load_model
 from rollout.models.decoder import Decoder

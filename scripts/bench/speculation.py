@@ -57,7 +57,7 @@ from rollout.engine.features.drafts.feature import Drafting
 from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.features.drafts.verifier import DraftVerifier
-from rollout.engine.messages import SamplingParams
+from rollout.engine.messages.requests import SamplingParams
 from rollout.engine.schedule.feature import find
 from rollout.engine.step import shared_pages
 from rollout.settings_sources import SettingsError

@@ -38,7 +38,7 @@ import transformers
 from rollout.config import EngineSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
-from rollout.engine.messages import SamplingParams
+from rollout.engine.messages.requests import SamplingParams
 from rollout.models.fused import FusedDecoder
 from rollout.models.language_model import LanguageModel
 from scripts.bench.driver import Driver, random_prompt

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.messages import Cancel, Delta, Done, DropAdapter, Failed, Prior, PutAdapter, Rejected
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import Cancel, DropAdapter, PutAdapter
+from rollout.engine.messages.to_service import Delta, Done, Failed, Rejected
 from rollout.engine.schedule.preemption import change_weights
 from tests.support.engine.adapted import SOME, Adapters, bench_of, greedy_is, make_adapters, table_of, versions_of
 from tests.support.engine.harness import Bench, prompt_of

@@ -7,7 +7,8 @@ from transformers import Qwen3ForCausalLM
 
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages import Failed, PutAdapter
+from rollout.engine.messages.to_engine import PutAdapter
+from rollout.engine.messages.to_service import Failed
 from rollout.models.lora_slots import AdapterWeights
 from tests.support.engine.adapted import Adapters, bench_of, greedy_is, make_adapters, table_of, versions_of
 from tests.support.engine.harness import Bench, prompt_of

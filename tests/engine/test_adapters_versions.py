@@ -8,7 +8,8 @@ from transformers import Qwen3ForCausalLM
 
 from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import AllowList
-from rollout.engine.messages import Cancel, Done, PutAdapter
+from rollout.engine.messages.to_engine import Cancel, PutAdapter
+from rollout.engine.messages.to_service import Done
 from tests.support.engine.adapted import Adapters, bench_of, greedy_is, make_adapters, versions_of
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import VOCAB, prompt_of

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rollout.engine.messages import Done, Pause, Rejected, Resume, Shutdown
+from rollout.engine.messages.to_engine import Pause, Resume, Shutdown
+from rollout.engine.messages.to_service import Done, Rejected
 from tests.support.engine.harness import Bench
 
 

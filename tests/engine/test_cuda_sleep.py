@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rollout.engine.device.cuda_pages import CudaPages
 from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import make_device
-from rollout.engine.messages import Done, Failed
+from rollout.engine.messages.to_service import Done, Failed
 from rollout.models.fused import FusedDecoder
 from rollout.weights.parameter_map import Fit
 from rollout.weights.staging import Staging

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from rollout.config import ModelSettings
-from rollout.engine.messages import Cancel, Prior, StopAt
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import Cancel, StopAt
 from rollout.models import load_model
 from rollout.models.cut import kept_values
 from tests.engine.test_invariants import run_watched

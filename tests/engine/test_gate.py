@@ -12,7 +12,9 @@ import pytest
 
 from rollout.engine import gate as gate_module
 from rollout.engine.gate import Gate
-from rollout.engine.messages import Done, Prompt, Request
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request
+from rollout.engine.messages.to_service import Done
 
 
 def request(min_version: int = 0) -> Request:

@@ -15,7 +15,7 @@ from rollout.engine.features.drafts import planner, verify
 from rollout.engine.features.drafts.drafter import NAME, After
 from rollout.engine.features.drafts.model_drafter import DRAFT, READ, ModelDrafter
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages import Cancel, StopAt
+from rollout.engine.messages.to_engine import Cancel, StopAt
 from rollout.engine.sequence.features import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from rollout.engine.step.sampler import Sampler

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rollout.constraints.marker import AfterMarker, TextMarker, TokenTexts
-from rollout.engine.messages import Cancel, Prior, PutAdapter, StopAt
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
 from tests.engine.test_heads import completions_by_seed
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import RULES, STOP

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages import Cancel, PutAdapter, StopAt
+from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import RULES, SAMPLED, assert_same, recorded
 from tests.support.engine.adapted import make_adapters

@@ -8,7 +8,8 @@ import torch
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages import Cancel, Prior, StopAt
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import Cancel, StopAt
 from tests.support.engine.adapted import bench_of, greedy_is, make_adapters
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.faults import fail_a_step

@@ -15,7 +15,9 @@ from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.images.feature import Images
-from rollout.engine.messages import Done, Prior, PutAdapter
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import PutAdapter
+from rollout.engine.messages.to_service import Done
 from rollout.engine.schedule.feature import find
 from rollout.models import load_model
 from rollout.models.batch import AttentionBatch, KVCache

@@ -104,7 +104,7 @@ def test_a_request_waits_for_the_version_that_it_asks_for(model, other, prompt_o
 
 
 def test_a_request_that_waits_for_a_version_ends_by_deadline_cancel_or_shutdown(model, prompt_of):
-    from rollout.engine.messages import Cancel, Shutdown
+    from rollout.engine.messages.to_engine import Cancel, Shutdown
 
     bench = Bench(model, None, Mailbox())
     bench.submit("overdue", prompt_of(13), 20, n=3, min_version=1, deadline_s=1e-9)

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from rollout.engine.messages import Cancel, Delta
+from rollout.engine.messages.to_engine import Cancel
+from rollout.engine.messages.to_service import Delta
 from rollout.engine.schedule.completion import make_delta
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler

@@ -9,7 +9,7 @@ import pytest
 
 from rollout.engine.features.drafts.drafter import NAME
 from rollout.engine.features.drafts.verifier import DraftVerifier
-from rollout.engine.messages import Cancel
+from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.schedule.feature import find
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import (

@@ -11,7 +11,7 @@ import torch
 
 from rollout.config import ModelSettings
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages import PutAdapter
+from rollout.engine.messages.to_engine import PutAdapter
 from rollout.models import load_model
 from tests.engine.test_heads_fuzz import SLOTS, assert_as_without, play, requests_of
 from tests.engine.test_invariants import run_watched

@@ -8,7 +8,7 @@ import pytest
 
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages import Cancel, Pause, Resume, Shutdown
+from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Shutdown
 from rollout.engine.sequence.sequence import State
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.harness import Bench, load, watch_prefills

@@ -9,7 +9,9 @@ import pytest
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import DeviceError
-from rollout.engine.messages import Done, Pause, Prior, Resume, Shutdown
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import Pause, Resume, Shutdown
+from rollout.engine.messages.to_service import Done
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench
 

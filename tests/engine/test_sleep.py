@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from rollout.engine.messages import Cancel, Done, Failed, Rejected, Sleep
+from rollout.engine.messages.to_engine import Cancel, Sleep
+from rollout.engine.messages.to_service import Done, Failed, Rejected
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import load
 from tests.support.engine.sleeping import Sleeping, outcome, submit_some

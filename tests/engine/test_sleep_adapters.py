@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.engine.messages import Done, PutAdapter
+from rollout.engine.messages.to_engine import PutAdapter
+from rollout.engine.messages.to_service import Done
 from rollout.models.lora_slots import random_adapter
 from tests.support.engine.adapted import table_of
 from tests.support.engine.harness import load

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages import Cancel, Done, Failed, Sleep
+from rollout.engine.messages.to_engine import Cancel, Sleep
+from rollout.engine.messages.to_service import Done, Failed
 from tests.support.engine.harness import load
 from tests.support.engine.replay import replayed
 from tests.support.engine.sleeping import Sleeping

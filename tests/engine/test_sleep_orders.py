@@ -8,7 +8,8 @@ import pytest
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.messages import Cancel, Done, Failed, Pause, Resume, Shutdown, Sleep, Wake
+from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Shutdown, Sleep, Wake
+from rollout.engine.messages.to_service import Done, Failed
 from tests.support.engine.harness import load
 from tests.support.engine.sleeping import Sleeping, outcome, submit_some
 from tests.support.engine.streams import LateDevice, random_delays

@@ -11,7 +11,8 @@ import pytest
 from rollout.engine.features.drafts.feature import Drafting
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages import Cancel, Delta, PutAdapter, StopAt
+from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
+from rollout.engine.messages.to_service import Delta
 from rollout.metrics.definitions import DRAFT_AGES
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.adapted import bench_of, make_adapters, versions_of

@@ -116,7 +116,7 @@ def test_completions_of_a_group_differ_and_are_reproducible(model, prompt_of):
 def test_continuing_a_partial_completion_gives_the_undisturbed_tokens(model, prompt_of, cut):
     import numpy as np
 
-    from rollout.engine.messages import Prior
+    from rollout.engine.messages.requests import Prior
 
     bench = Bench(model)
     bench.submit("whole", prompt_of(19), 40, sampling=SAMPLED)

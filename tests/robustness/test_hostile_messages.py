@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 import zmq
 
-from rollout.engine.messages import Delta, Done, Finish, Pause, Request, Resume, Shutdown, Submit
+from rollout.engine.messages.requests import Request
+from rollout.engine.messages.to_engine import Pause, Resume, Shutdown, Submit
+from rollout.engine.messages.to_service import Delta, Done, Finish
 from tests.support.robustness.corpus import MAKERS, UNREADABLE, Hostile, hostile_messages, throw_junk
 from tests.support.robustness.limits import little_memory_and_time, rss_bytes
 from tests.support.service.harness import Bench, Client, done, serving

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout.engine.messages import Finish
+from rollout.engine.messages.to_service import Finish
 from rollout.service.text.stop_strings import StopText
 from tests.support.service.harness import MODEL, delta, done, serving
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import zmq
 
-from rollout.engine.messages import Cancel, Done, EngineStatus, Finish, Pause, Resume, Shutdown, Sleep
+from rollout.engine.messages.statuses import EngineStatus
+from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Shutdown, Sleep
+from rollout.engine.messages.to_service import Done, Finish
 from rollout.service import router
 from rollout.service.outbox import Outbox
 from tests.support.service.harness import MODEL, ServedModel, delta, done, serving

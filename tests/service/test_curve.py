@@ -18,7 +18,7 @@ import zmq.auth
 from rollout.cli.main import main
 from rollout.config import SecuritySettings, ServiceSettings, Settings, WeightsSettings
 from rollout.engine.gate import Gate
-from rollout.engine.messages import EngineStatus
+from rollout.engine.messages.statuses import EngineStatus
 from rollout.network.access import Access, ClientKeyList, is_loopback
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, Server

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.messages import EngineStatus, Submit
+from rollout.engine.messages.statuses import EngineStatus
+from rollout.engine.messages.to_engine import Submit
 from tests.support.service.harness import serving
 from trainer_bridge.wire.codec import encode
 

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import zmq
 
-from rollout.engine.messages import Cancel, EngineStatus, Finish, Rejected, StopParams
+from rollout.engine.messages.requests import StopParams
+from rollout.engine.messages.statuses import EngineStatus
+from rollout.engine.messages.to_engine import Cancel
+from rollout.engine.messages.to_service import Finish, Rejected
 from tests.support.patience import PATIENCE_S
 from tests.support.service.harness import MODEL, delta, done, serving
 

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rollout.engine.messages import Finish
+from rollout.engine.messages.to_service import Finish
 from tests.support.service.harness import delta, done, serving
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.results import split_chunks

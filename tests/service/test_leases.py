@@ -8,7 +8,8 @@ import tracemalloc
 import pytest
 import zmq
 
-from rollout.engine.messages import Cancel, Finish
+from rollout.engine.messages.to_engine import Cancel
+from rollout.engine.messages.to_service import Finish
 from rollout.service.leases import Leases, client_key, may_return
 from tests.support.service.harness import delta, done, serving
 from tests.support.service.slow_codec import SlowCodec

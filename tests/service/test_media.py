@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.engine.messages import Media
+from rollout.engine.messages.prompts import Media
 from tests.support.service.harness import Bench, Client, serving
 from tests.support.service.media import PLACEHOLDER, TOWER, WITH_IMAGES, by_name, item_of, pixels_of, prompt_for
 from trainer_bridge.wire.media_hash import media_hash

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.engine.messages import Finish
+from rollout.engine.messages.to_service import Finish
 from tests.support.service.harness import delta, done, serving
 from trainer_bridge.client.results import read_completion
 

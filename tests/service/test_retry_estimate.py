@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.engine.messages import Rejected
+from rollout.engine.messages.to_service import Rejected
 from rollout.service.generation import RetryEstimate
 from tests.support.service.harness import serving
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout.engine.messages import Finish, RoutingShape
+from rollout.engine.messages.requests import RoutingShape
+from rollout.engine.messages.to_service import Finish
 from tests.support.service.harness import MODEL, delta, done, serving
 
 SHAPE = RoutingShape(layers=2, top_k=3, experts=8)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout.engine.messages import MAX_TOP_LOGPROBS, Finish
+from rollout.engine.messages.requests import MAX_TOP_LOGPROBS
+from rollout.engine.messages.to_service import Finish
 from rollout.service.requests.fields import top_id_rows, top_logprob_rows
 from tests.support.robustness.corpus import PLAIN, junk
 from tests.support.service.harness import ServedModel, delta, done, serving

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollout.config import ServiceSettings
-from rollout.engine.messages import Cancel, Done, EndSession, Rejected
+from rollout.engine.messages.to_engine import Cancel, EndSession
+from rollout.engine.messages.to_service import Done, Rejected
 from tests.support.service.harness import serving
 from tests.support.service.slow_codec import SlowCodec
 

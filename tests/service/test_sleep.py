@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout.engine.messages import Done, EngineStatus, Failed, Sleep, SleepStatus, Wake
+from rollout.engine.messages.statuses import EngineStatus, SleepStatus
+from rollout.engine.messages.to_engine import Sleep, Wake
+from rollout.engine.messages.to_service import Done, Failed
 from tests.support.service.harness import MODEL, Bench, ServedModel, serving
 
 SLEEPS = ServedModel(MODEL.name, MODEL.vocab_size, MODEL.max_context_tokens, MODEL.eos_ids, sleep=True)

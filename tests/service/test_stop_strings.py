@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.messages import Finish, StopAt
+from rollout.engine.messages.to_engine import StopAt
+from rollout.engine.messages.to_service import Finish
 from rollout.service.text.detokenizer import Detokenizer
 from rollout.service.text.stop_strings import StopMatch, StopText
 from tests.support.service.harness import delta, done, serving

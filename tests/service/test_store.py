@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.config import ServiceSettings
-from rollout.engine.messages import Cancel, Finish, Rejected
+from rollout.engine.messages.to_engine import Cancel
+from rollout.engine.messages.to_service import Finish, Rejected
 from rollout.service.delivery.store import ResultStore
 from rollout.service.delivery.waiters import Position
 from tests.support.service.harness import delta, done, serving

@@ -9,7 +9,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.messages import Finish
+from rollout.engine.messages.to_service import Finish
 from rollout.service import router
 from tests.support.service.harness import ServedModel, delta, done, serving
 

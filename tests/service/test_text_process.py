@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rollout.config import ServiceSettings
-from rollout.engine.messages import Cancel, Shutdown
+from rollout.engine.messages.to_engine import Cancel, Shutdown
 from rollout.service.text import process as text_process
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess

@@ -44,7 +44,7 @@ from typing import Literal, Protocol
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import PageMover, Piece
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.messages import OffloadStatus
+from rollout.engine.messages.statuses import OffloadStatus
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.sequence.sequence_kv import HostState, OffloadedKV, OffloadedPage, Restore
 

@@ -27,7 +27,8 @@ import numpy as np
 
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.messages import Request, RequestKey, SessionKey, SessionStatus
+from rollout.engine.messages.requests import Request, RequestKey, SessionKey
+from rollout.engine.messages.statuses import SessionStatus
 from rollout.engine.sequence.session import Session, SessionKV
 
 #: The heap of leases is cleaned when it has more entries than this plus twice those in use.

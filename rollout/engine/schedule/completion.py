@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.messages import Delta, RequestDone, VersionRuns
+from rollout.engine.messages.requests import VersionRuns
+from rollout.engine.messages.to_service import Delta, RequestDone
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit

@@ -22,7 +22,8 @@ from typing import Any, ClassVar, TypeVar
 
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.page_mirror import PageMirror
-from rollout.engine.messages import Rejected, Request
+from rollout.engine.messages.requests import Request
+from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Group, Sequence

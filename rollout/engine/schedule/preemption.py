@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from rollout.engine.messages import Finish
+from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.sequence.sequence import Sequence, State
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.engine.messages import Rejected, Request
+from rollout.engine.messages.requests import Request
+from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.swept_heap import SweptHeap
 from rollout.engine.sequence.sequence import Group
 

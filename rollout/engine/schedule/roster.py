@@ -21,7 +21,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.messages import Event, Finish, FinishReason, RequestKey
+from rollout.engine.messages.requests import RequestKey
+from rollout.engine.messages.to_service import Event, Finish, FinishReason
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.prompt_turns import PromptTurns

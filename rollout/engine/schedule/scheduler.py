@@ -22,7 +22,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
-from rollout.engine.messages import Finish, Request
+from rollout.engine.messages.requests import Request
+from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, decode_spans, make_plan

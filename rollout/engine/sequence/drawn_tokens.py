@@ -13,7 +13,7 @@ from array import array
 
 import numpy as np
 
-from rollout.engine.messages import Request
+from rollout.engine.messages.requests import Request
 
 
 class TopTokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntFlag, auto
 
-from rollout.engine.messages import Request
+from rollout.engine.messages.requests import Request
 from trainer_bridge.wire.sampling_rules import RULES, Part
 
 

@@ -40,7 +40,8 @@ import numpy as np
 
 from rollout.constraints.matcher import Free, Matcher
 from rollout.engine.adapters import Adapter, AdapterUse
-from rollout.engine.messages import Finish, Request, RequestKey
+from rollout.engine.messages.requests import Request, RequestKey
+from rollout.engine.messages.to_service import Finish
 from rollout.engine.sequence.drawn_tokens import DrawnTokens
 from rollout.engine.sequence.features import Feature, features_of
 from rollout.engine.sequence.prefix_keys import PrefixKeys

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.engine.messages import RequestKey, SessionKey
+from rollout.engine.messages.requests import RequestKey, SessionKey
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence_kv import Snapshot
 

@@ -36,7 +36,7 @@ import torch
 
 from rollout.constraints.matcher import WORD_BITS, Matcher, mask_of, mask_words
 from rollout.engine.device.streams import Device
-from rollout.engine.messages import Finish
+from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.features import Feature
 from rollout.engine.sequence.sequence import Sequence

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from rollout_kernels import PROMPT_BIT
 
-from rollout.engine.messages import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from rollout.engine.messages.requests import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.sequence.features import Feature

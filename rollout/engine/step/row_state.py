@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from rollout.engine.messages import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from rollout.engine.messages.requests import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from rollout.engine.upload import StepInput
 from trainer_bridge.wire.sampling_rules import RULES
 

@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
-from rollout.engine.messages import Delta, Finish
+from rollout.engine.messages.to_service import Delta, Finish
 from rollout.service.delivery.expert_records import RoutingColumn
 from rollout.service.delivery.replies import prompt_scores
 from rollout.service.delivery.token_columns import TokenColumns, marks_between, runs_between

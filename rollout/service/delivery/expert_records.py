@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollout.engine.messages import RoutingShape
+from rollout.engine.messages.requests import RoutingShape
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.schema import GenerateMessage
 from trainer_bridge.wire.errors import BadRequest

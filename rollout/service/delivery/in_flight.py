@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout.engine.messages import Request, RequestKey
+from rollout.engine.messages.requests import Request, RequestKey
 from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.waiters import Waiter
 from rollout.service.requests.schema import GenerateMessage

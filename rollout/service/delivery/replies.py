@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.messages import Delta, EngineStatus, RequestDone, SequenceStatus
+from rollout.engine.messages.statuses import EngineStatus, SequenceStatus
+from rollout.engine.messages.to_service import Delta, RequestDone
 from rollout.service.served_model import ServedModel
 from trainer_bridge.wire.codec import JOINED_ARRAYS, PROTOCOL_VERSION
 from trainer_bridge.wire.errors import RolloutError

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.messages import VersionRuns
+from rollout.engine.messages.requests import VersionRuns
 
 _FIRST_CAPACITY = 64
 #: In `top_ids`: the likeliest tokens are unknown.

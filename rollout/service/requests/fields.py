@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from rollout.engine.messages import MAX_LOGIT_BIAS, VERSION_END
+from rollout.engine.messages.requests import MAX_LOGIT_BIAS, VERSION_END
 
 INT32_MAX = 2**31 - 1
 SEED_END = 2**63

@@ -15,7 +15,8 @@ import numpy as np
 
 from rollout.config import ServiceSettings
 from rollout.constraints.matcher import Constraint
-from rollout.engine.messages import MAX_STOP_IDS, Prior, Prompt, Request, RequestKey, SamplingParams, StopParams
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
 from rollout.models.vision_spec import TowerSpec
 from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position

@@ -14,7 +14,8 @@ from functools import partial
 
 import numpy as np
 
-from rollout.engine.messages import Prompt, RequestKey
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import RequestKey
 from rollout.service.delivery.in_flight import InFlight
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from rollout.engine.messages import Media, Pixels, Prompt, TokenIds
+from rollout.engine.messages.prompts import Media, Pixels, Prompt, TokenIds
 from rollout.models.vision_spec import TowerSpec
 from trainer_bridge.wire.errors import BadRequest, MediaNeeded, Overloaded
 from trainer_bridge.wire.media_hash import HASH_CHARS, PIXEL_TYPES, media_hash

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from rollout.engine.messages import MAX_TOP_LOGPROBS, VERSION_END
+from rollout.engine.messages.requests import MAX_TOP_LOGPROBS, VERSION_END
 from rollout.service.requests.constraint import ConstraintFields
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.fields import (

@@ -18,7 +18,10 @@ from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Setti
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
 from rollout.engine.features.drafts.feature import Drafting
-from rollout.engine.messages import Delta, Event, Prompt, PutAdapter, Rejected, Request, SamplingParams, Submit
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request, SamplingParams
+from rollout.engine.messages.to_engine import PutAdapter, Submit
+from rollout.engine.messages.to_service import Delta, Event, Rejected
 from rollout.engine.schedule.feature import find
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model

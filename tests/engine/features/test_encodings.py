@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollout.engine.features.images.encodings import BLOCK, Encodings
-from rollout.engine.messages import Request
+from rollout.engine.messages.requests import Request
 from rollout.engine.sequence.sequence import Group, Sequence
 from tests.support.engine.images import engine_prompt, pixels_of
 from tests.support.models.images import picture, prompt_with

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rollout.engine.messages import Cancel
+from rollout.engine.messages.to_engine import Cancel
 from tests.support.engine.harness import VOCAB, Bench, load, watch_prefills
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly

@@ -10,7 +10,7 @@ import torch
 from rollout.engine.build import longest_sequence
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.messages import Rejected
+from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.preemption import change_weights
 from rollout.models.batch import KVCache
 from tests.support.engine.harness import Bench, watch_prefills

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages import Cancel
+from rollout.engine.messages.to_engine import Cancel
 from tests.support.engine.harness import Bench, watch_prefills
 from tests.support.engine.offloading import assert_as_if_undisturbed, counts, offloading, submit_six
 from tests.support.engine.streams import LateDevice

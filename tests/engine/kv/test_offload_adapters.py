@@ -10,7 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages import Cancel, Done, DropAdapter, Failed, PutAdapter
+from rollout.engine.messages.to_engine import Cancel, DropAdapter, PutAdapter
+from rollout.engine.messages.to_service import Done, Failed
 from tests.support.engine.adapted import Adapters, greedy_is, make_adapters, slots_of, table_of, versions_of
 from tests.support.engine.harness import Bench, Completion, prompt_of
 from tests.support.engine.offloading import counts, offloading, restoring

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from rollout.engine.messages import Cancel, Pause, Resume
+from rollout.engine.messages.to_engine import Cancel, Pause, Resume
 from tests.support.engine.offloading import counts, offloading
 from tests.support.engine.streams import LateDevice
 

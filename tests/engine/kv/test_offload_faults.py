@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages import Cancel
+from rollout.engine.messages.to_engine import Cancel
 from tests.support.engine.offloading import assert_as_if_undisturbed, counts, offloading, submit_six
 from tests.support.engine.streams import LateDevice
 from tests.support.kernels.grids import nightly

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rollout.engine.messages import Cancel, StopAt
+from rollout.engine.messages.to_engine import Cancel, StopAt
 from tests.support.engine.constraints import SIZE, Cycle, X, Y
 from tests.support.engine.harness import watch_prefills
 from tests.support.engine.offloading import counts, offloading, restoring, submit_six

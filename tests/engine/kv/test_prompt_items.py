@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.engine.messages import Prompt, Request, SamplingParams, Submit, TokenIds
+from rollout.engine.messages.prompts import Prompt, TokenIds
+from rollout.engine.messages.requests import Request, SamplingParams
+from rollout.engine.messages.to_engine import Submit
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from tests.support.engine.harness import Bench
 

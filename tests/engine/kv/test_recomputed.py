@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.engine.messages import Prior
+from rollout.engine.messages.requests import Prior
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.replay import replayed
 from tests.support.engine.updates import Mailbox, Update

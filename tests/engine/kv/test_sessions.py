@@ -12,7 +12,10 @@ from rollout.engine.build import rebuild_engine
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.messages import Cancel, Done, EndSession, Prompt, Rejected, Request, StopAt
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request
+from rollout.engine.messages.to_engine import Cancel, EndSession, StopAt
+from rollout.engine.messages.to_service import Done, Rejected
 from rollout.engine.sequence.session import Session, SessionKV
 from tests.support.alive import alive
 from tests.support.engine.conversation import Conversation, admissions

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.engine.messages import Prior, RequestDone
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_service import RequestDone
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.updates import Mailbox, Update
 

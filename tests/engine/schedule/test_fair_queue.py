@@ -9,7 +9,9 @@ from itertools import count
 import numpy as np
 import pytest
 
-from rollout.engine.messages import Cancel, Pause, Prompt, Request
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request
+from rollout.engine.messages.to_engine import Cancel, Pause
 from rollout.engine.schedule.fair_queue import WaitingQueue
 from rollout.engine.sequence.sequence import Group, Sequence
 from tests.support.engine.harness import Bench

@@ -7,7 +7,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from rollout.engine.messages import Prompt, Request
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request
 from rollout.engine.schedule.prompt_turns import PromptTurns
 from rollout.engine.sequence.sequence import Group, Sequence
 from tests.support.engine.harness import Bench, load

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.engine.messages import Cancel
+from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence import Sequence
 from tests.support.alive import alive

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout.constraints.matcher import AllowList, mask_words
-from rollout.engine.messages import Prior, StopParams
+from rollout.engine.messages.requests import Prior, StopParams
 from rollout.engine.step import masks as masks_module
 from rollout.engine.step.masks import MOST_LEFT_BEHIND, Ahead
 from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, MaskTime, X, Y, only_hangs_are_late

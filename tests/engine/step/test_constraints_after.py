@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rollout.constraints.marker import AfterMarker, IdMarker, TextMarker, TokenTexts
-from rollout.engine.messages import Cancel, Prior
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.sequence.features import Feature
 from tests.support.engine.constraints import SIZE, AlwaysMasked, Cycle, X, Y
 from tests.support.engine.drafting import drafting

@@ -9,7 +9,7 @@ from rollout_kernels.step import guess_by_ngrams
 from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import make_device
 from rollout.engine.features.drafts import ngram_drafter
-from rollout.engine.messages import PutAdapter
+from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.step import shared_pages
 from rollout.models.lora_slots import random_adapter
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation

@@ -7,7 +7,7 @@ import torch
 from rollout_kernels.moe.quantize import quantize
 
 from rollout.config import EngineSettings, ModelSettings
-from rollout.engine.messages import Done
+from rollout.engine.messages.to_service import Done
 from rollout.engine.sizing import weight_bytes
 from rollout.models import load_model
 from rollout.models.layers import SparseFeedForward

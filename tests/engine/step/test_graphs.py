@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rollout.engine import build
-from rollout.engine.messages import PutAdapter
+from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step import graphs
 from rollout.engine.step.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from rollout.constraints.matcher import AllowList
-from rollout.engine.messages import Cancel, Prior, Rejected
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import Cancel
+from rollout.engine.messages.to_service import Rejected
 from rollout.engine.step.sampler import Sampler
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import VOCAB, Bench, load, watch_prefills

@@ -9,7 +9,8 @@ import torch
 from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.routing.feature import Routing
-from rollout.engine.messages import EndSession, Prior
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import EndSession
 from rollout.engine.schedule.completion import make_delta
 from rollout.engine.schedule.feature import find
 from tests.support.engine.faults import fail_a_step

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kernels import SamplingRows, sample
 
-from rollout.engine.messages import Request, SamplingParams
+from rollout.engine.messages.requests import Request, SamplingParams
 from rollout.engine.sequence.features import Feature, features_of
 from rollout.service.requests.schema import parse_request
 from trainer_bridge.client.generate_request import plan_request

@@ -12,7 +12,8 @@ from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.scores import buffers as scores_module
 from rollout.engine.features.scores.feature import StepScores, asked_of
 from rollout.engine.features.scores.taker import ScoreTaker
-from rollout.engine.messages import Cancel, Prior, StopAt
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import Cancel, StopAt
 from rollout.engine.schedule.feature import find
 from rollout.engine.step.pack import spare_words, upload_words
 from tests.support.engine.harness import Bench, load

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.messages import Cancel, Prior
+from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import ALIGNMENT_WORDS
 from tests.support.engine.harness import Bench

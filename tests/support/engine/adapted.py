@@ -11,7 +11,8 @@ from transformers import Qwen3ForCausalLM
 
 from rollout.engine.features.adapters.feature import Adapters as AdapterFeature
 from rollout.engine.features.adapters.memory import AdapterMemory
-from rollout.engine.messages import Delta, PutAdapter
+from rollout.engine.messages.to_engine import PutAdapter
+from rollout.engine.messages.to_service import Delta
 from rollout.engine.schedule.feature import find
 from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import load_peft_folder

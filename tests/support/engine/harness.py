@@ -17,17 +17,11 @@ from rollout.engine.features.drafts.counts import DraftCounts
 from rollout.engine.features.drafts.feature import Drafting
 from rollout.engine.inspect import Inspector
 from rollout.engine.loop import Engine
-from rollout.engine.messages import (
-    Delta,
-    EngineStatus,
-    Event,
-    Prompt,
-    Request,
-    RequestDone,
-    SamplingParams,
-    StopParams,
-    Submit,
-)
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request, SamplingParams, StopParams
+from rollout.engine.messages.statuses import EngineStatus
+from rollout.engine.messages.to_engine import Submit
+from rollout.engine.messages.to_service import Delta, Event, RequestDone
 from rollout.engine.schedule.feature import find
 from rollout.models import load_model
 from rollout.models.decoder import Decoder

@@ -8,7 +8,9 @@ import numpy as np
 
 from rollout.engine.features.images.encoder import ImageEncoder
 from rollout.engine.features.images.feature import Images
-from rollout.engine.messages import Media, Pixels, Prompt, Request, SamplingParams, StopParams, Submit, TokenIds
+from rollout.engine.messages.prompts import Media, Pixels, Prompt, TokenIds
+from rollout.engine.messages.requests import Request, SamplingParams, StopParams
+from rollout.engine.messages.to_engine import Submit
 from rollout.engine.schedule.feature import find
 from rollout.models.vision_spec import TowerSpec
 from tests.support.engine.harness import Bench

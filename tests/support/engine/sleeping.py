@@ -7,7 +7,8 @@ import mmap
 import numpy as np
 
 from rollout.engine.device.releasable import HostPages, MemoryShortError
-from rollout.engine.messages import Done, Failed, Pause, Resume, Sleep, Wake
+from rollout.engine.messages.to_engine import Pause, Resume, Sleep, Wake
+from rollout.engine.messages.to_service import Done, Failed
 from tests.support.engine.harness import Bench
 
 _TOKEN = 1000

@@ -12,7 +12,10 @@ import numpy as np
 import zmq
 
 from rollout.config import ServiceSettings
-from rollout.engine.messages import Delta, EngineStatus, Finish, Request, RequestDone, RequestKey, Submit
+from rollout.engine.messages.requests import Request, RequestKey
+from rollout.engine.messages.statuses import EngineStatus
+from rollout.engine.messages.to_engine import Submit
+from rollout.engine.messages.to_service import Delta, Finish, RequestDone
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, ServedText, Server
 from tests.support.patience import PATIENCE_S

@@ -9,7 +9,7 @@ import torch
 
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.messages import SamplingParams
+from rollout.engine.messages.requests import SamplingParams
 from rollout.models import load_model
 from scripts.bench.driver import Driver
 from scripts.bench.shapes import write_checkpoint

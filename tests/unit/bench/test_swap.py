@@ -17,7 +17,7 @@ import torch
 
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import make_device
-from rollout.engine.messages import SamplingParams
+from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.recording import Recording
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import load_model

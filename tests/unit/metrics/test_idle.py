@@ -10,7 +10,7 @@ import torch
 
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.messages import SamplingParams
+from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.idle import IDLE_CAUSES, IdleCauses, IdleWindow
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming

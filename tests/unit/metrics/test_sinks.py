@@ -19,7 +19,7 @@ import torch
 
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.messages import SamplingParams
+from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS
 from rollout.metrics.health import Health
 from rollout.metrics.meter import Meter

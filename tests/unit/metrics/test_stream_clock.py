@@ -12,7 +12,7 @@ import torch
 
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import CpuDevice, CpuStream
-from rollout.engine.messages import SamplingParams
+from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import load_model

@@ -11,7 +11,7 @@ import torch
 
 from rollout.config import ModelSettings
 from rollout.engine.features.routing.record import StepExperts, record_words, routing_shape
-from rollout.engine.messages import RoutingShape
+from rollout.engine.messages.requests import RoutingShape
 from rollout.models import Decoder, fused_experts, load_model
 from rollout.models.batch import AttentionBatch, ExpertRecord
 from rollout.models.fused import FusedDecoder

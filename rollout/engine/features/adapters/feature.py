@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from rollout.engine.features.adapters.table import AdapterTable
-from rollout.engine.messages import Rejected, Request
+from rollout.engine.messages.requests import Request
+from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.features import Feature

@@ -21,7 +21,7 @@ from rollout.config import EngineSettings
 from rollout.engine.features.images.encodings import BLOCK, Encode, Encodings, encodes_of, extra_of
 from rollout.engine.features.images.feature import TOKEN_WORDS, Images
 from rollout.engine.features.site import Site
-from rollout.engine.messages import Pixels
+from rollout.engine.messages.prompts import Pixels
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.step.feature import DeviceFeature, HostParts
 from rollout.engine.step.row_state import ROPE_DELTA, RowState

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.engine.messages import Media, Pixels
+from rollout.engine.messages.prompts import Media, Pixels
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.upload import Extra
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollout.engine.messages import RoutingShape
+from rollout.engine.messages.requests import RoutingShape
 
 
 def entry_words(shape: RoutingShape) -> int:

@@ -21,7 +21,7 @@ from rollout.config import EngineSettings
 from rollout.engine.features.routing.entries import ExpertPages, entry_words
 from rollout.engine.features.routing.feature import Routing
 from rollout.engine.features.site import Site
-from rollout.engine.messages import RoutingShape
+from rollout.engine.messages.requests import RoutingShape
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.step.feature import DeviceFeature, HostParts
 from rollout.engine.step.row_state import RowState
