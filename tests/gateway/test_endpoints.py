@@ -35,7 +35,7 @@ def paths_in(table: str) -> set[str]:
 
 
 def test_the_page_of_the_gateway_names_every_endpoint_and_no_other() -> None:
-    offered, _, refused = section("gateway.md", "Endpoints").partition("**Refused**")
+    offered, _, refused = section("gateway.md", "Endpoints").partition("### Refused")
     served = {path for endpoint in ENDPOINTS for path in endpoint.paths}
     assert paths_in(offered) <= served
     assert {endpoint.paths[0] for endpoint in ENDPOINTS} <= paths_in(offered) | paths_in(refused)

@@ -20,32 +20,35 @@ _ABOUT_CODE = "architecture", "glossary", "recipes"
 #: Pages about the code: the files and names in them exist.
 ABOUT_CODE = [*sorted((DOCS / "design").glob("*.md")), *(DOCS / f"{name}.md" for name in _ABOUT_CODE)]
 MOST_WORDS = {
-    DOCS / "architecture.md": 1500,
-    DOCS / "correctness.md": 350,
-    DOCS / "glossary.md": 750,
-    DOCS / "performance.md": 900,
-    DOCS / "recipes.md": 1100,
-    DOCS / "operations.md": 2300,
-    DOCS / "deployment.md": 800,
-    DOCS / "tensor_groups.md": 700,
-    DOCS / "fleet.md": 500,
-    DOCS / "install.md": 400,
-    **dict.fromkeys((DOCS / "design").glob("*.md"), 1200),
-    DOCS / "gateway.md": 1850,
-    DOCS / "security.md": 720,
-    DOCS / "tutorial.md": 700,
-    DOCS / "index.md": 250,
-    ROOT / "CONTRIBUTING.md": 500,
+    DOCS / "architecture.md": 1450,
+    DOCS / "correctness.md": 250,
+    DOCS / "glossary.md": 650,
+    DOCS / "performance.md": 850,
+    DOCS / "recipes.md": 1040,
+    DOCS / "operations.md": 2060,
+    DOCS / "deployment.md": 670,
+    DOCS / "tensor_groups.md": 680,
+    DOCS / "fleet.md": 480,
+    DOCS / "install.md": 370,
+    **dict.fromkeys((DOCS / "design").glob("*.md"), 650),
+    DOCS / "gateway.md": 1740,
+    DOCS / "security.md": 670,
+    DOCS / "tutorial.md": 660,
+    DOCS / "index.md": 240,
+    ROOT / "README.md": 660,
+    ROOT / "CONTRIBUTING.md": 460,
     ROOT / "CHANGELOG.md": 1500,
-    **dict.fromkeys((DOCS / "integrations").glob("*.md"), 350),
-    DOCS / "integrations/index.md": 420,
+    **dict.fromkeys((DOCS / "integrations").glob("*.md"), 330),
+    DOCS / "integrations/index.md": 360,
 }
 #: Words of all pages of a folder together.
-MOST_WORDS_OF_FOLDER = {DOCS / "notes": 900, DOCS / "design": 7000}
+MOST_WORDS_OF_FOLDER = {DOCS / "notes": 880, DOCS / "design": 5950, DOCS / "integrations": 2350}
+#: Words of all pages by hand together, without the changelog.
+MOST_WORDS_BY_HAND = 22_000
 MOST_DRAWINGS, MOST_GLOSSARY_WORDS = 4, 40
 #: Pages that are written by hand; scripts write the other folders of docs.
 BY_HAND = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("design/*.md"))]
-BY_HAND += sorted(DOCS.glob("notes/*.md"))
+BY_HAND += [*sorted(DOCS.glob("notes/*.md")), *sorted(DOCS.glob("integrations/*.md"))]
 MOST_NUMBERS = 15
 #: Names that the recipes make up.
 MADE_UP = {"epsilon", "epsilon_S", "rollout_kv_cached_pct", "NAME"}
@@ -234,6 +237,11 @@ def test_pages_stay_short(page: Path):
 @pytest.mark.parametrize("folder", MOST_WORDS_OF_FOLDER, ids=lambda folder: folder.name)
 def test_the_pages_of_a_folder_stay_short(folder: Path):
     assert sum(len(page.read_text().split()) for page in folder.glob("*.md")) <= MOST_WORDS_OF_FOLDER[folder]
+
+
+def test_all_pages_by_hand_together_stay_short():
+    pages = [page for page in BY_HAND if page.name != "CHANGELOG.md"]
+    assert sum(len(page.read_text().split()) for page in pages) <= MOST_WORDS_BY_HAND
 
 
 def paragraphs(text: str) -> list[str]:
