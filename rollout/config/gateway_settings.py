@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from rollout.config.section import Section
 
-#: Which log-prob of a sampled token is shown; see `rollout/gateway/logprobs.py`.
+#: Which log-prob of a sampled token is shown; see `rollout/gateway/answers/logprobs.py`.
 LogprobMode = Literal["policy", "processed", "raw"]
-#: How `/inference/v1/generate` shows the experts of tokens; see `rollout/gateway/experts.py`.
+#: How `/inference/v1/generate` shows the experts of tokens; see `rollout/gateway/answers/routed_experts.py`.
 ExpertFormat = Literal["off", "npy", "object"]
 
 

@@ -75,7 +75,7 @@ class Commands:
         match command:
             case Submit(request) if request.key not in parts.roster.groups:
                 return [Rejected(request.key, "internal", message)]
-            case PutAdapter(token=int(token)) | DropAdapter(token=int(token)):
+            case PutAdapter(token=int(token)) | DropAdapter(token=int(token)) | EndSession(token=int(token)):
                 return [Failed(token, message, code="internal")]
         return []
 

@@ -169,6 +169,15 @@ class UpdateIntake:
         self._post = post
         self._said_unused = self._said_kept = False
         self._groups = ProcessGroups(targets.parameters, receivers, self._say_unused)
+        self._actions = {
+            "begin": self._begin,
+            "commit": self._commit,
+            "abort": self._abort,
+            "status": self._status,
+            "join": self._groups.join,
+            "gather": self._groups.gather,
+            "leave": self._groups.leave,
+        }
 
     # --- one round of the thread -------------------------------------------------------------------------------------
 
@@ -258,10 +267,7 @@ class UpdateIntake:
             if self.closing:
                 raise ended()
             action = check_fields(header)
-            {
-                **{"begin": self._begin, "commit": self._commit, "abort": self._abort, "status": self._status},
-                **{"join": self._groups.join, "gather": self._groups.gather, "leave": self._groups.leave},
-            }[action](header, reply)
+            self._actions[action](header, reply)
         except RolloutError as error:
             reply(error_reply(error))
         except Exception as error:
@@ -364,13 +370,10 @@ class UpdateIntake:
         return True
 
     def _retry_begin(self) -> None:
-        names = sorted(self.waiting, key=lambda name: name is not None)  # the model's first
-        may_begin = (
-            name for name in names if not self._must_wait(name) or self._gives_way_to(name, self.waiting[name][0])
-        )
-        name = next(may_begin, "")
-        if name in self.waiting:
-            self.control(*self.waiting.pop(name))
+        for name in sorted(self.waiting, key=lambda name: name is not None):  # the model's first
+            if not self._must_wait(name) or self._gives_way_to(name, self.waiting[name][0]):
+                self.control(*self.waiting.pop(name))
+                return
 
     def _commit(self, header: Mapping[str, Any], reply: Reply) -> None:
         token, options = read_token(header["token"]), header["options"]
@@ -506,7 +509,8 @@ def read_begin(
     manifest = from_wire(header["manifest"], max_tensors=most)
     if type(header["version"]) is not int or header["version"] != manifest.version:
         raise WeightsRejected(f"version must be the manifest's, {manifest.version}", field="version")
-    if served is not None and manifest.version <= served - again:
+    too_old = served is not None and (manifest.version < served if again else manifest.version <= served)
+    if too_old:
         raise WeightsRejected(
             f"version {manifest.version} is not newer than version {served}, which is served; "
             "publish with a version that grows",

@@ -1,6 +1,6 @@
 """A feature of steps on the host: what an optional capability adds to plans, uploads and commits.
 
-The stages of a step call every feature of their worker by these hooks, and know none by name. A worker without a
+The stages of a step call every feature of their worker by these hooks. A worker without a
 feature has no object of it. Its part on the device is a `step.feature.DeviceFeature`.
 
     request   refusal, enter; a sequence gets a row: ready, admitted; gives it back: left
@@ -37,7 +37,7 @@ class StepFeature(PageMirror):
     """One feature of an engine. A hook that is not overridden does nothing."""
 
     name: ClassVar[str]  # that of its part on the device
-    serves: ClassVar[Feature] = Feature.NONE  # rows that need this are refused without the feature
+    serves: ClassVar[Feature] = Feature.NONE  # of `OPTIONAL`: requests that need it are refused without the feature
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

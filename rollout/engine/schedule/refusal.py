@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.swept_heap import SweptHeap
+from rollout.engine.sequence.features import OPTIONAL, Feature, features_of
 from rollout.engine.sequence.sequence import Group
 
 
@@ -28,8 +29,9 @@ def refusal(
     pool_tokens: int,
     waiting: int,
     session_busy: bool = False,
+    served: Feature = OPTIONAL,
 ) -> Rejected | None:
-    """Why a request can't be taken, or None if it can."""
+    """Why a request can't be taken, or None if it can. `served` are the optional needs that features serve."""
     total, most = len(request.prompt) + request.max_tokens, min(limits.max_context, pool_tokens)
     if total > most:
         message = f"prompt plus max_tokens is {total} tokens and this worker holds at most {most}: ask for fewer"
@@ -46,6 +48,9 @@ def refusal(
     if session_busy:
         message = "a turn of this session has not ended yet: wait for its result or cancel it, or use another session"
         return Rejected(request.key, "bad_request", message, "session")
+    if missing := features_of(request) & OPTIONAL & ~served:
+        message = f"this worker serves no requests of this kind: {missing.name}"
+        return Rejected(request.key, "bad_request", message)
     return None
 
 

@@ -19,6 +19,7 @@ Rules that keep it right:
 
 from __future__ import annotations
 
+import functools
 from bisect import insort
 from collections.abc import Callable
 
@@ -49,6 +50,7 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.roster = roster
+        self._served = functools.reduce(lambda needs, feature: needs | feature.serves, roster.features, Feature.NONE)
         self._page_size = roster.allocator.page_size
         self._deadlines = Deadlines()
         self._arrivals = 0
@@ -64,7 +66,7 @@ class Scheduler:
         assert request.key not in roster.groups, "the service keeps keys unique"
         pool_tokens = allocator.pool.total * self._page_size
         busy = allocator.sessions.turn_of(request) in roster.groups
-        rejected = refusal(request, self.limits, pool_tokens, roster.waiting, busy)
+        rejected = refusal(request, self.limits, pool_tokens, roster.waiting, busy, self._served)
         for feature in roster.features:
             rejected = rejected or feature.refusal(request)
         if rejected is not None:

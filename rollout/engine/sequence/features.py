@@ -1,4 +1,4 @@
-"""Features: what a row needs beyond a plain forward and draw. A step does the union of what its rows need."""
+"""What a row needs beyond a plain forward and draw, as bits. A step does the union of what its rows need."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class Feature(IntFlag):
         return bool(self & ~(Feature.GREEDY | Feature.DRAW | Feature.TOP | Feature.ADAPTER))
 
 
+#: What a worker can lack: a `StepFeature` serves it.
+OPTIONAL = Feature.ADAPTER
 #: Sampling that is inside a captured step.
 PLAIN = Feature.GREEDY | Feature.DRAW
 #: The feature that a sampling rule needs, by its part of the draw. Every draw has a temperature.

@@ -65,6 +65,7 @@ class DeviceFeature:
     token_words: ClassVar[int] = 0
 
     changes_forward: ClassVar[Feature] = Feature.NONE  # rows with this take decode forwards that are captured apart
+    #: At most one feature of a worker may: the kernel that sets draft rows up copies one.
     row_column: ClassVar[bool] = False  # it has a column of the row state, set up from the section `init_NAME`
     own_stream: ClassVar[bool] = False  # it has a stream for work beside the steps
     spare_words: int = 0  # int32 words that it adds to an upload at most, besides those of tokens

@@ -144,6 +144,6 @@ async def refuse(request: HttpRequest[Any]) -> dict[str, Any]:
     """Refuse a way of sending weights through a process group that needs a receiver of its own, or pickle."""
     raise HttpError(
         501,
-        f"{request.path}: this gateway takes no weights through a process group; update from a folder, or with "
-        "WeightPublisher",
+        f"{request.path} is not served: it needs a receiver of its own, or pickle. Send weights by "
+        "/update_weights_from_distributed, from a folder, or with WeightPublisher",
     )

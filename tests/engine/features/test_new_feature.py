@@ -1,4 +1,4 @@
-"""A made-up feature: two classes and an entry in the list. The recipe is in docs/recipes.md."""
+"""A made-up feature: two classes and an entry in the list. The recipe is in docs/design/features.md."""
 
 from __future__ import annotations
 
