@@ -74,7 +74,7 @@ class Header(NamedTuple):
     rows: int  # that take part
     tokens: int  # that go in
     draws: int  # that come out
-    features: int  # bits of `Feature`
+    needs: int  # bits of `RowNeeds`
     max_context: int  # longest context in the step, this step's tokens included
     sections: dict[str, Section]
     size: int = 0  # rows of the captured decode step that runs it; 0 if it is launched kernel by kernel
@@ -165,9 +165,9 @@ class Staging:
         self.sections[name] = Section(start, words, array.dtype.str, array.shape)
         self.used = -(-(start + words) // _ALIGN) * _ALIGN
 
-    def upload(self, rows: int, tokens: int, draws: int, features: int, max_context: int, **more: Any) -> Upload:
+    def upload(self, rows: int, tokens: int, draws: int, needs: int, max_context: int, **more: Any) -> Upload:
         """The upload of what was put; `more` are the other fields of its header."""
-        header = Header(rows, tokens, draws, features, max_context, self.sections, **more, facts=self.facts)
+        header = Header(rows, tokens, draws, needs, max_context, self.sections, **more, facts=self.facts)
         return Upload(header, self.words[: self.used], tuple(self.extras))
 
 

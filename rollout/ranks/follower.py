@@ -22,7 +22,7 @@ import torch
 from rollout.config import Settings
 from rollout.engine.build import build_follower, sleeping_memory
 from rollout.engine.device.streams import make_device
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import Header, Upload
@@ -100,7 +100,7 @@ class Follower:
             content, self._extra = self._extra, bytearray()
             upload = read_step(layout, rest, content)
             self._launch(upload)
-            if not upload.header.features & Feature.CONSTRAIN.value:
+            if not upload.header.needs & RowNeeds.CONSTRAIN.value:
                 self._enqueued(reports)
         elif head.kind == EXTRA:
             self._extra += rest

@@ -41,7 +41,7 @@ from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request, SamplingParams, StopParams
 from rollout.engine.messages.to_engine import Submit
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import Staging, Upload
@@ -159,7 +159,7 @@ def masks_first(engine: Engine) -> None:
 
     def executing(upload: Upload, slot: Slot) -> None:
         if packed[0].draws_later:
-            made.append(build([seq for seq in packed[0].sampled if seq.features & Feature.CONSTRAIN], slot.masks))
+            made.append(build([seq for seq in packed[0].sampled if seq.needs & RowNeeds.CONSTRAIN], slot.masks))
         execute(upload, slot)
 
     engine.masks.build = lambda seqs, masks: made.pop()  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ import torch
 
 from rollout.engine.loop import Engine
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.sequence.features import PLAIN, Feature
+from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.feature import Replays
 from rollout.engine.step.graphs import CapturedSizes, DecodeGraphs
@@ -134,7 +134,7 @@ class _SleepingGraphs:
 class _AnySize:
     """Replaces the captured sizes: every size is captured."""
 
-    def size_for(self, rows: int, features: Feature = PLAIN) -> int:
+    def size_for(self, rows: int, features: RowNeeds = PLAIN) -> int:
         return rows
 
 

@@ -16,7 +16,7 @@ from rollout.engine.features.drafts.drafter import NAME, After
 from rollout.engine.features.drafts.model_drafter import DRAFT, READ, ModelDrafter
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.to_engine import Cancel, StopAt
-from rollout.engine.sequence.features import PLAIN
+from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from rollout.engine.step.sampler import Sampler
 from tests.engine.step.test_verify import accept_by_kernel, set_up_by_kernel

@@ -15,7 +15,7 @@ from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.schedule.feature import find
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sizing import DeviceMemory, PoolSize, check_row_state, kv_pages
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.execute import Executor
@@ -162,9 +162,9 @@ def test_a_rehearsal_runs_the_most_tokens_and_draws_for_every_row(model):
         sample(logits, rows, features, *rest),
     )
     rehearse(executor, bench.engine.pipeline.acquire(), 6, 50, 40, graph_rows=None)
-    most = ALL_FEATURES & ~Feature.ADAPTER
+    most = ALL_FEATURES & ~RowNeeds.ADAPTER
     assert max(tokens) == 50 and draws.count((6, most)) == 2 and {1, 2, 4} <= {count for count, _ in draws}
-    assert most.reshapes and all(feature in ALL_FEATURES for feature in Feature)
+    assert most.reshapes and all(feature in ALL_FEATURES for feature in RowNeeds)
     executor.close()
 
 
@@ -208,8 +208,8 @@ def test_a_rehearsal_runs_the_most_tokens_with_adapters_and_without(tmp_path, co
     step = DeviceStep(model, FusedDecoder(model), kv, rows, features=[AdapterMemory(slots, bench.device)])
     steps = steps_to_rehearse(Executor(bench.device, bench.engine.executor.streams, step), 6, 700, context, None)
     bench.close()
-    largest = [one.features for one in steps if sum(one.prompts) == 700 and not one.earlier]
-    assert {bool(features & Feature.ADAPTER) for features in largest} == {False, True}
+    largest = [one.needs for one in steps if sum(one.prompts) == 700 and not one.earlier]
+    assert {bool(features & RowNeeds.ADAPTER) for features in largest} == {False, True}
 
 
 @given(st.integers(1, 300), st.integers(1, 5000), st.integers(2, 3000))

@@ -25,7 +25,7 @@ from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Staging
@@ -37,7 +37,7 @@ class StepFeature(PageMirror):
     """One feature of an engine. A hook that is not overridden does nothing."""
 
     name: ClassVar[str]  # that of its part on the device
-    serves: ClassVar[Feature] = Feature.NONE  # of `OPTIONAL`: requests that need it are refused without the feature
+    serves: ClassVar[RowNeeds] = RowNeeds.NONE  # of `OPTIONAL`: requests that need it are refused without the feature
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -27,11 +27,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.upload import IN_ROW_STATE
 
-_ADAPTER = Feature.ADAPTER.value
+_ADAPTER = RowNeeds.ADAPTER.value
 NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -88,7 +88,7 @@ class Plan:
 
     spans: list[Span]
     version: int  # of the weights that the step is launched with
-    features: Feature
+    needs: RowNeeds
     max_context: int  # longest context in the step, this step's tokens included
     tokens: int  # that go in
     draws: int  # tokens that come out
@@ -132,7 +132,7 @@ class Plan:
     @property
     def draws_later(self) -> bool:
         """True if the draw waits for the masks of constrained rows."""
-        return bool(self.features & Feature.CONSTRAIN)
+        return bool(self.needs & RowNeeds.CONSTRAIN)
 
 
 def make_plan(
@@ -144,17 +144,17 @@ def make_plan(
 ) -> Plan:
     """The step of these spans under the weights of `version`; `saves` and `notes` as in `Plan`."""
     opens: list[tuple[int, int]] = []
-    features = tokens = draws = longest = 0
+    needs = tokens = draws = longest = 0
     for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
         # A row that draws nothing needs nothing of the draw, but the forward needs its adapter.
-        features |= seq.feature_bits if drawn else seq.feature_bits & _ADAPTER
+        needs |= seq.need_bits if drawn else seq.need_bits & _ADAPTER
         tokens += tokens_in
         draws += drawn
         if start + tokens_in > longest:
             longest = start + tokens_in
         if not start % page_size:
             opens.append((place, seq.kv.pages[start // page_size]))
-    of_step = Feature(features), longest, tokens, draws, opens, saves
+    of_step = RowNeeds(needs), longest, tokens, draws, opens, saves
     return Plan(spans, version, *of_step, notes=notes)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.swept_heap import SweptHeap
-from rollout.engine.sequence.features import OPTIONAL, Feature, features_of
+from rollout.engine.sequence.row_needs import OPTIONAL, RowNeeds, needs_of
 from rollout.engine.sequence.sequence import Group
 
 
@@ -29,7 +29,7 @@ def refusal(
     pool_tokens: int,
     waiting: int,
     session_busy: bool = False,
-    served: Feature = OPTIONAL,
+    served: RowNeeds = OPTIONAL,
 ) -> Rejected | None:
     """Why a request can't be taken, or None if it can. `served` are the optional needs that features serve."""
     total, most = len(request.prompt) + request.max_tokens, min(limits.max_context, pool_tokens)
@@ -48,7 +48,7 @@ def refusal(
     if session_busy:
         message = "a turn of this session has not ended yet: wait for its result or cancel it, or use another session"
         return Rejected(request.key, "bad_request", message, "session")
-    if missing := features_of(request) & OPTIONAL & ~served:
+    if missing := needs_of(request) & OPTIONAL & ~served:
         message = f"this worker serves no requests of this kind: {missing.name}"
         return Rejected(request.key, "bad_request", message)
     return None

@@ -31,12 +31,12 @@ from rollout.engine.schedule.plan import Plan, decode_spans, make_plan
 from rollout.engine.schedule.prompt_spans import prompt_spans
 from rollout.engine.schedule.refusal import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence, State
 from rollout.engine.sequence.sequence_kv import Prefill
 from rollout.engine.step_output import StepOutput
 
-_CONSTRAIN = Feature.CONSTRAIN.value  # flags of an enum are slow to test
+_CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
 
 
 class Scheduler:
@@ -50,7 +50,7 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.roster = roster
-        self._served = functools.reduce(lambda needs, feature: needs | feature.serves, roster.features, Feature.NONE)
+        self._served = functools.reduce(lambda needs, feature: needs | feature.serves, roster.features, RowNeeds.NONE)
         self._page_size = roster.allocator.page_size
         self._deadlines = Deadlines()
         self._arrivals = 0
@@ -281,7 +281,7 @@ class Scheduler:
         roster, drawn, request = self.roster, seq.drawn, seq.group.request
         count = len(drawn.tokens)
         # Before `min_tokens` only the mask of a constraint lets a stop token be drawn: where nothing else may follow.
-        if token in seq.stop_ids and (count > request.stop.min_tokens or seq.feature_bits & _CONSTRAIN):
+        if token in seq.stop_ids and (count > request.stop.min_tokens or seq.need_bits & _CONSTRAIN):
             roster.finish(seq, Finish("stop", token))
         elif count >= seq.max_tokens:
             roster.finish(seq, Finish("length"))
@@ -298,7 +298,7 @@ class Scheduler:
             unmasked = seq.note_constraint() and seq.launched > count
             if unmasked:
                 roster.draw_again(seq)
-            if seq.free is not None and seq.feature_bits & _CONSTRAIN:
+            if seq.free is not None and seq.need_bits & _CONSTRAIN:
                 seq.check_at = count + 1  # the next token may be free again
             return unmasked
         return True

@@ -43,14 +43,14 @@ from rollout.engine.adapters import Adapter, AdapterUse
 from rollout.engine.messages.requests import Request, RequestKey
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.sequence.drawn_tokens import DrawnTokens
-from rollout.engine.sequence.features import Feature, features_of
 from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.row_needs import RowNeeds, needs_of
 from rollout.engine.sequence.sequence_kv import SequenceKV
 from rollout.engine.sequence.session import Session
 from trainer_bridge.wire.prompt_tops import PromptTops
 
 SEED_MASK = (1 << 63) - 1
-_CONSTRAIN = Feature.CONSTRAIN.value
+_CONSTRAIN = RowNeeds.CONSTRAIN.value
 
 
 class State(Enum):
@@ -128,8 +128,8 @@ class Sequence:
         "drafted",
         "may_draft",
         "drawn",
-        "feature_bits",
-        "features",
+        "need_bits",
+        "needs",
         "finalized",
         "finish",
         "free",
@@ -163,15 +163,15 @@ class Sequence:
         self.arrival = arrival
         self.priority = request.priority
         self.seed = request.sampling.seed if request.prior is not None else row_seed(request.sampling.seed, index)
-        self.features = features_of(request)
-        self.feature_bits = self.features.value  # of its next step: without CONSTRAIN while that needs no mask
+        self.needs = needs_of(request)
+        self.need_bits = self.needs.value  # of its next step: without CONSTRAIN while that needs no mask
         self.stop_ids = frozenset(request.stop.token_ids)
         self.free: Free | None = None  # its constraint does not hold yet, and this finds where it will
         self.watched = self.stop_ids  # tokens that a commit examines
         self.max_tokens = request.max_tokens
         self.prompt_len = len(request.prompt)
 
-        self.drawn = DrawnTokens(request, self.features.reshapes)
+        self.drawn = DrawnTokens(request, self.needs.reshapes)
         self.kv = SequenceKV()
         self.adapter_use = AdapterUse(group.adapter)
         self.matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it
@@ -251,20 +251,20 @@ class Sequence:
         if constraint is not None and constraint.free is not None:
             self.free = constraint.free
             self.watched = self.stop_ids | self.free.ends
-            self.feature_bits &= ~_CONSTRAIN
+            self.need_bits &= ~_CONSTRAIN
             self.note_constraint()
 
     def note_constraint(self) -> bool:
         """Note whether the next token needs a mask; True if it does and the last one did not."""
         assert self.free is not None
-        narrows, before = self.free.narrows(self.tokens), self.feature_bits
+        narrows, before = self.free.narrows(self.tokens), self.need_bits
         if narrows == "all":
             self.free, self.watched = None, self.stop_ids
         if narrows == "no":
-            self.feature_bits &= ~_CONSTRAIN
+            self.need_bits &= ~_CONSTRAIN
         else:
-            self.feature_bits |= _CONSTRAIN
-        return self.feature_bits & ~before != 0
+            self.need_bits |= _CONSTRAIN
+        return self.need_bits & ~before != 0
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rollout_kernels.step import begin_step
 
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
@@ -85,7 +85,7 @@ class DeviceStep:
         self.shares_pages = shares_pages
         self.features = features
         #: The features of forwards that are captured apart, and their bits together.
-        self.kinds = (Feature.NONE, *(feature.changes_forward for feature in features if feature.changes_forward))
+        self.kinds = (RowNeeds.NONE, *(feature.changes_forward for feature in features if feature.changes_forward))
         self.changes = functools.reduce(lambda bits, kind: bits | kind.value, self.kinds, 0)
         self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
 
@@ -115,7 +115,7 @@ class DeviceStep:
     def decode(self, step: StepInput, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each row: its last token goes in at position `length`. Logits of the next one, and rows."""
         header = step.header
-        return self.decode_rows(step, header.max_context, header.features, outputs), step["rows"]
+        return self.decode_rows(step, header.max_context, header.needs, outputs), step["rows"]
 
     def decode_rows(self, step: StepInput, max_context: int, features: int, outputs: Outputs) -> torch.Tensor:
         """Logits after the last tokens of a step's rows, whose contexts are up to `max_context` tokens."""

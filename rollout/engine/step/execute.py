@@ -23,7 +23,7 @@ from rollout_kernels.parallel import TensorGroup
 
 from rollout.engine.device.streams import Device, DeviceError, Event
 from rollout.engine.kv.page_mover import CopyQueue, PageMover
-from rollout.engine.sequence.features import PLAIN, Feature
+from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.slot import Slot
@@ -32,7 +32,7 @@ from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, StepInput, Upload
 
 # Flags of an enum are slow to test.
-_CONSTRAIN = Feature.CONSTRAIN.value
+_CONSTRAIN = RowNeeds.CONSTRAIN.value
 _NOT_PLAIN = ~PLAIN.value
 
 
@@ -81,7 +81,7 @@ class Executor:
         for extra in upload.extras:
             self.compute.run(functools.partial(self.step.prepare, extra))
         self.compute.run(functools.partial(self.run, step, slot))
-        if header.features & _CONSTRAIN:
+        if header.needs & _CONSTRAIN:
             self.compute.record(slot.forward_end)
         else:
             self._finish(header, slot)
@@ -139,7 +139,7 @@ class Executor:
             forwarded = self.step.decode(step, slot.outputs)
         else:
             assert self.graphs is not None, "a step that was packed for a graph"
-            if not header.features & _NOT_PLAIN:
+            if not header.needs & _NOT_PLAIN:
                 self.graphs.run(slot, header.size, "behind" in step)
                 self._drawn(step, slot)
                 return
@@ -149,14 +149,14 @@ class Executor:
         slot.forwarded = forwarded
         if forwarded is None:
             self.end_step(step, slot)
-        elif not header.features & _CONSTRAIN:
+        elif not header.needs & _CONSTRAIN:
             self.run_draw(header, slot)
 
     def run_draw(self, header: Header, slot: Slot) -> None:
         """Draw from the logits of the slot's forward, if any row draws."""
         forwarded, slot.forwarded = slot.forwarded, None
         if forwarded is not None:
-            self.step.sample(*forwarded, Feature(header.features), slot.output, slot.masks)
+            self.step.sample(*forwarded, RowNeeds(header.needs), slot.output, slot.masks)
             self._drawn(StepInput(header, slot.input), slot)
 
     def _drawn(self, step: StepInput, slot: Slot) -> None:

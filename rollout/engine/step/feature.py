@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from rollout.engine.schedule.feature import StepFeature
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.streams import Orders, Streams
@@ -64,7 +64,7 @@ class DeviceFeature:
     #: int32 words that its sections add to a token of a prompt at most.
     token_words: ClassVar[int] = 0
 
-    changes_forward: ClassVar[Feature] = Feature.NONE  # rows with this take decode forwards that are captured apart
+    changes_forward: ClassVar[RowNeeds] = RowNeeds.NONE  # rows with this take decode forwards that are captured apart
     #: At most one feature of a worker may: the kernel that sets draft rows up copies one.
     row_column: ClassVar[bool] = False  # it has a column of the row state, set up from the section `init_NAME`
     own_stream: ClassVar[bool] = False  # it has a stream for work beside the steps
@@ -86,7 +86,7 @@ class DeviceFeature:
     def decode_fields(
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, features: int, output: Any
     ) -> dict[str, Any]:
-        """Fields of the batch of a decode forward: of rows at these positions. `features` are bits of `Feature`."""
+        """Fields of the batch of a decode forward: of rows at these positions. `features` are bits of `RowNeeds`."""
         return {}
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class DeviceFeature:
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: Any) -> None:
         """The logits are there, before any sampling rule. They may not be changed.
 
-        On a GPU, rows that need this have a bit of `Feature`: plain decode steps are captured whole.
+        On a GPU, rows that need this have a bit of `RowNeeds`: plain decode steps are captured whole.
         """
 
     def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
@@ -164,5 +164,5 @@ class DeviceFeature:
         """The largest extra that a step can have, to learn what it takes; None if steps have none."""
         return None
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, features: Feature) -> None:
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, features: RowNeeds) -> None:
         """Put the most that a step of `rows` rows with `features` can have; `token_ids` are those of a prefill."""

@@ -30,7 +30,7 @@ import torch
 from rollout_kernels.attention.segments import no_segments
 
 from rollout.engine.device.streams import Stream
-from rollout.engine.sequence.features import PLAIN, Feature
+from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_step import DeviceStep, Outputs
 from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.slot import Slot
@@ -93,7 +93,7 @@ class CapturedSizes:
         sizes = graph_sizes(most)
         return cls(sizes, forward_sizes(sizes))
 
-    def size_for(self, rows: int, features: Feature = PLAIN) -> int | None:
+    def size_for(self, rows: int, features: RowNeeds = PLAIN) -> int | None:
         """The captured size that a step of `rows` rows takes; None if none is large enough."""
         sizes = self.forward if features & ~PLAIN else self.whole
         return next((size for size in sizes if size >= rows), None)
@@ -183,7 +183,7 @@ class DecodeGraphs:
     def forward(self, step: StepInput, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the forward alone; its logits, which the next one overwrites, and rows. On the compute stream."""
         header = step.header
-        forward = self.forwards[header.size, header.features & self._step.changes, "behind" in step]
+        forward = self.forwards[header.size, header.needs & self._step.changes, "behind" in step]
         own = forward.step.words
         own.copy_(step.words[: len(own)])  # the sections of `_upload`, which lie first; the graph reads nothing else
         forward.graph.replay()
@@ -201,7 +201,7 @@ class DecodeGraphs:
         with torch.inference_mode(), torch.cuda.stream(stream):
             if (size, 0, False) not in self.forwards:
                 stream.synchronize()  # capturing writes to the staging buffer, from which a copy may be under way
-                self._capture_forward(slot, size, Feature.NONE, False)
+                self._capture_forward(slot, size, RowNeeds.NONE, False)
             forward = self.forwards[size, 0, False]
             forward.step.words.copy_(slot.input[: len(forward.step.words)])
         return CapturedStep(self._steps[id(slot), size, False], forward.graph, forward.logits_SV)
@@ -259,7 +259,7 @@ class DecodeGraphs:
             for name, launch in feature.decode_work(size, self._max_context, self._step.kv).items():
                 yield feature.name, name, launch
 
-    def _capture_forward(self, slot: Slot, size: int, features: Feature, drafted: bool) -> None:
+    def _capture_forward(self, slot: Slot, size: int, features: RowNeeds, drafted: bool) -> None:
         upload, graph = self._upload(slot, size, drafted), torch.cuda.CUDAGraph()
         step = StepInput(upload.header, torch.zeros_like(slot.input[: len(upload.words)]))
         outputs = {feature.name: self._output(feature, size) for feature in self._step.features}
@@ -276,7 +276,7 @@ class DecodeGraphs:
         """What the graph of a whole step holds: forward and sampling."""
         self._step.sample(self.run_forward(step, slot.outputs), step["rows"], PLAIN, slot.output)
 
-    def run_forward(self, step: StepInput, outputs: Outputs, features: Feature = Feature.NONE) -> torch.Tensor:
+    def run_forward(self, step: StepInput, outputs: Outputs, features: RowNeeds = RowNeeds.NONE) -> torch.Tensor:
         """What the graph of a forward holds; returns logits [S, V]."""
         return self._step.decode_rows(step, self._max_context, features, outputs)
 

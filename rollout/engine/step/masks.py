@@ -38,11 +38,11 @@ from rollout.constraints.matcher import WORD_BITS, Matcher, mask_of, mask_words
 from rollout.engine.device.streams import Device
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
 
-_CONSTRAIN = Feature.CONSTRAIN.value  # flags of an enum are slow to test
+_CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
 #: Matchers that may hang, each with a thread and a core; after that every constrained completion ends.
 MOST_LEFT_BEHIND = 4
 
@@ -219,7 +219,7 @@ class MaskBuilder:
         """Write the masks of a step whose earlier steps are committed."""
         place, at, seqs = 0, [], []
         for seq, _, _, draws, _ in plan.spans:
-            if draws and seq.feature_bits & _CONSTRAIN and not (seq.finalized or seq.void):
+            if draws and seq.need_bits & _CONSTRAIN and not (seq.finalized or seq.void):
                 at.append(place)
                 seqs.append(seq)
             place += draws

@@ -19,7 +19,7 @@ from rollout_kernels import PROMPT_BIT
 from rollout.engine.messages.requests import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.graphs import CapturedSizes
@@ -40,7 +40,7 @@ _TOKEN_WORDS = 6
 _SPAN_WORDS = 32
 _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, the column of a feature
 #: Features whose rows have more to set up.
-_SETUP_FEATURES = Feature.MIN_TOKENS | Feature.BIAS | Feature.PENALIZE
+_SETUP_FEATURES = RowNeeds.MIN_TOKENS | RowNeeds.BIAS | RowNeeds.PENALIZE
 _SAVE_WORDS = 4  # of a row that ended and whose state is saved: row and place as int64
 
 
@@ -70,7 +70,7 @@ class Packer:
         size = 0
         layout: tuple[tuple[int, int, int, int], ...] = ()
         if plan.decodes:
-            size = 0 if self.captured is None else self.captured.size_for(plan.draws, plan.features) or 0
+            size = 0 if self.captured is None else self.captured.size_for(plan.draws, plan.needs) or 0
             self._put_decode(plan, size or plan.draws, staging)
         else:
             layout = _put_prefill(plan.spans, staging)
@@ -85,7 +85,7 @@ class Packer:
             plan.draws if plan.drafts else plan.rows,
             plan.tokens,
             plan.draws,
-            plan.features.value,
+            plan.needs.value,
             plan.max_context,
             size=size,
             layout=layout,
@@ -143,10 +143,10 @@ def _put_setup(staging: Staging, seqs: Seq[Sequence]) -> None:
 
 
 def _put_lists(staging: Staging, seqs: Seq[Sequence]) -> None:
-    if banned := [seq for seq in seqs if seq.features & Feature.MIN_TOKENS]:
+    if banned := [seq for seq in seqs if seq.needs & RowNeeds.MIN_TOKENS]:
         staging.put("banned_rows", _rows(banned))
         staging.put("banned", np.array([_repeated(seq.group.request.stop.token_ids) for seq in banned], dtype=np.int64))
-    if biased := [seq for seq in seqs if seq.features & Feature.BIAS]:
+    if biased := [seq for seq in seqs if seq.needs & RowNeeds.BIAS]:
         ids = np.zeros((len(biased), MAX_LOGIT_BIAS), dtype=np.int64)
         values = np.zeros((len(biased), MAX_LOGIT_BIAS), dtype=np.float32)
         for i, seq in enumerate(biased):
@@ -156,7 +156,7 @@ def _put_lists(staging: Staging, seqs: Seq[Sequence]) -> None:
         staging.put("bias_rows", _rows(biased))
         staging.put("bias_ids", ids)
         staging.put("bias", values)
-    if counted := [seq for seq in seqs if seq.features & Feature.PENALIZE]:
+    if counted := [seq for seq in seqs if seq.needs & RowNeeds.PENALIZE]:
         staging.put("counts_rows", _rows(counted))
         staging.put("counts", np.concatenate([_count_updates(seq) for seq in counted]))
 
@@ -168,7 +168,7 @@ def _rows(seqs: Seq[Sequence]) -> np.ndarray:
 def _ints(seq: Sequence) -> list[float]:
     sampling = seq.group.request.sampling
     # Without stop tokens there is nothing to ban, and what the row's list holds is its predecessor's.
-    min_tokens = seq.group.request.stop.min_tokens if seq.features & Feature.MIN_TOKENS else 0
+    min_tokens = seq.group.request.stop.min_tokens if seq.needs & RowNeeds.MIN_TOKENS else 0
     rules = [rule.row_value(sampling) for rule in INT_RULES]
     return [seq.row, 0, 0, seq.prompt_len, min_tokens, seq.group.request.prompt.rope_delta, *rules, seq.seed]
 
@@ -218,7 +218,7 @@ def upload_words(seq: Sequence, length: int) -> int:
     if not seq.row_ready:
         kv = seq.kv
         assert kv.prefill_tokens is not None
-        words += _setup_words(len(kv.pages), len(kv.prefill_tokens), seq.features) + 2
+        words += _setup_words(len(kv.pages), len(kv.prefill_tokens), seq.needs) + 2
     return words
 
 
@@ -231,10 +231,10 @@ def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: in
     return max(16 * max_rows, largest) + 64 * max_rows + spare + 1024
 
 
-def _setup_words(pages: int, history: int, features: Feature) -> int:
+def _setup_words(pages: int, history: int, features: RowNeeds) -> int:
     """Upper bound on the int32 words that setting up a row adds to an upload; `history` in tokens."""
     words = _INIT_WORDS + 3 * pages + 32
-    words += (MAX_STOP_IDS + 1) * 2 if features & Feature.MIN_TOKENS else 0
-    words += (MAX_LOGIT_BIAS * 3 + 2) if features & Feature.BIAS else 0
-    words += 3 * history + 2 if features & Feature.PENALIZE else 0
+    words += (MAX_STOP_IDS + 1) * 2 if features & RowNeeds.MIN_TOKENS else 0
+    words += (MAX_LOGIT_BIAS * 3 + 2) if features & RowNeeds.BIAS else 0
+    words += 3 * history + 2 if features & RowNeeds.PENALIZE else 0
     return words

@@ -16,7 +16,7 @@ from rollout_kernels.attention.gathered import MOST_CHUNKS, MOST_GATHERED
 from rollout_kernels.attention.segments import no_segments
 from rollout_kernels.attention.triton_prefill import SHORT_CHUNK
 
-from rollout.engine.sequence.features import PLAIN, Feature
+from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.compile_ahead import compile_kernels_of
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import DecodeGraphs
@@ -25,7 +25,7 @@ from rollout.engine.upload import Upload, put_decode, put_prefill
 from rollout.models.decoder import Decoder
 
 #: All that can be asked of sampling at once.
-ALL_FEATURES = functools.reduce(lambda a, b: a | b, Feature)
+ALL_FEATURES = functools.reduce(lambda a, b: a | b, RowNeeds)
 #: Lengths of the longest span of a prefill step at which its attention changes kernels.
 _SPAN_LENGTHS = (1, 32, 64, 128, SHORT_CHUNK + 1)
 #: Tokens of a span that ends a long context: enough for every kernel of attention.
@@ -55,7 +55,7 @@ class StepNeeds:
 class Rehearsed:
     """One step to rehearse: a prefill of prompts of these lengths, or a decode of this number of rows."""
 
-    features: Feature
+    needs: RowNeeds
     prompts: tuple[int, ...] = ()
     earlier: int = 0  # tokens of each prompt that earlier steps have run
     rows: int = 0
@@ -191,8 +191,8 @@ def _pack_decode(executor: Executor, slot: Slot, step: Rehearsed, max_context: i
     staging.begin()
     put_decode(staging, [], [], rows, no_segments(rows) if executor.step.shares_pages else None)
     for feature in executor.step.features:
-        feature.put_largest(staging, rows, None, step.features)
-    return staging.upload(rows, rows, rows, step.features.value, max_context)
+        feature.put_largest(staging, rows, None, step.needs)
+    return staging.upload(rows, rows, rows, step.needs.value, max_context)
 
 
 def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: int) -> Upload:
@@ -203,8 +203,8 @@ def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: 
     tokens = np.arange(total, dtype=np.int64) % executor.step.rows.vocab
     layout = put_prefill(staging, [(0, step.earlier, length, 1) for length in step.prompts], tokens)
     for feature in executor.step.features:
-        feature.put_largest(staging, rows, tokens, step.features)
-    return staging.upload(rows, total, rows, step.features.value, max_context, layout=layout)
+        feature.put_largest(staging, rows, tokens, step.needs)
+    return staging.upload(rows, total, rows, step.needs.value, max_context, layout=layout)
 
 
 def _run(executor: Executor, slot: Slot, upload: Upload) -> None:
@@ -222,8 +222,8 @@ def _run(executor: Executor, slot: Slot, upload: Upload) -> None:
     executor.check()
 
 
-def _possible(executor: Executor, features: Feature) -> Feature:
-    return features & ~Feature.ADAPTER | executor.step.changes & features
+def _possible(executor: Executor, features: RowNeeds) -> RowNeeds:
+    return features & ~RowNeeds.ADAPTER | executor.step.changes & features
 
 
 def _spans(tokens: int, longest: int) -> list[int]:

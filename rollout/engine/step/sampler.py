@@ -12,7 +12,7 @@ import torch
 from rollout_kernels import Sampled, SamplingRows, change_logits, sample
 from rollout_kernels.sampling import VocabShard, sample_shard
 
-from rollout.engine.sequence.features import FEATURES, Feature
+from rollout.engine.sequence.row_needs import NEEDS, RowNeeds
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import (
     FIRST_FLOAT_RULE,
@@ -38,10 +38,8 @@ _COLUMNS = {
     "NOISE": NOISE,
 }
 #: Of each sampling rule: its field of `SamplingRows`, the feature that needs it, its column.
-_INT_FIELDS = [(f"{rule.name}_S", FEATURES[rule.part].value, i) for i, rule in enumerate(INT_RULES, FIRST_INT_RULE)]
-_FLOAT_FIELDS = [
-    (f"{rule.name}_S", FEATURES[rule.part].value, i) for i, rule in enumerate(FLOAT_RULES, FIRST_FLOAT_RULE)
-]
+_INT_FIELDS = [(f"{rule.name}_S", NEEDS[rule.part].value, i) for i, rule in enumerate(INT_RULES, FIRST_INT_RULE)]
+_FLOAT_FIELDS = [(f"{rule.name}_S", NEEDS[rule.part].value, i) for i, rule in enumerate(FLOAT_RULES, FIRST_FLOAT_RULE)]
 
 
 class Sampler:
@@ -58,7 +56,7 @@ class Sampler:
         self,
         logits_SV: torch.Tensor,
         rows_S: torch.Tensor,
-        features: Feature,
+        features: RowNeeds,
         output_4R: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> None:
@@ -66,13 +64,13 @@ class Sampler:
 
         The logits cover the vocabulary, or the shard.
 
-        `masks` is read only with `Feature.CONSTRAIN`.
+        `masks` is read only with `RowNeeds.CONSTRAIN`.
         """
         if logits_SV.is_cuda:
             self._draw_on_gpu(logits_SV, rows_S, features, output_4R, masks)
         else:
             self._draw(logits_SV, rows_S, features, output_4R, masks)
-        if features & Feature.PENALIZE:
+        if features & RowNeeds.PENALIZE:
             one = torch.ones((), dtype=torch.int32, device=rows_S.device)
             tokens_S = output_4R[0, : len(rows_S)].long()
             self.rows.counts.index_put_((rows_S, tokens_S), one, accumulate=True)
@@ -81,7 +79,7 @@ class Sampler:
         self,
         logits_SV: torch.Tensor,
         rows_S: torch.Tensor,
-        features: Feature,
+        features: RowNeeds,
         output_4R: torch.Tensor,
         masks: StepMasks | None,
     ) -> None:
@@ -97,7 +95,7 @@ class Sampler:
         self,
         logits_SV: torch.Tensor,
         rows_S: torch.Tensor,
-        features: Feature,
+        features: RowNeeds,
         output_4R: torch.Tensor,
         masks: StepMasks | None,
     ) -> None:
@@ -115,15 +113,15 @@ class Sampler:
         draw_and_advance(logits_SV, drawn_SV, *state, output_4R, _COLUMNS, self._shard)
 
     def _settings(
-        self, rows_S: torch.Tensor, ints_SI: torch.Tensor, features: Feature, masks: StepMasks | None, width: int
+        self, rows_S: torch.Tensor, ints_SI: torch.Tensor, features: RowNeeds, masks: StepMasks | None, width: int
     ) -> SamplingRows:
         state, index_S = self.rows, ints_SI[:, LENGTH] + 1 - ints_SI[:, PROMPT]
         floats_SF = state.floats.index_select(0, rows_S)
-        penalize, bias = bool(features & Feature.PENALIZE), bool(features & Feature.BIAS)
-        ban, bits = bool(features & Feature.MIN_TOKENS), features.value
+        penalize, bias = bool(features & RowNeeds.PENALIZE), bool(features & RowNeeds.BIAS)
+        ban, bits = bool(features & RowNeeds.MIN_TOKENS), features.value
         rules = {name: floats_SF[:, column] for name, needs, column in _FLOAT_FIELDS if bits & needs}
         rules |= {name: ints_SI[:, column] for name, needs, column in _INT_FIELDS if bits & needs}
-        masks = masks if features & Feature.CONSTRAIN else None
+        masks = masks if features & RowNeeds.CONSTRAIN else None
         first = None if self._shard is None else self._shard.first_token
         counts_RV = state.counts if first is None else state.counts[:, first : first + width]
         banned_S = index_S < ints_SI[:, MIN_TOKENS] if ban else None
@@ -131,7 +129,7 @@ class Sampler:
             banned_S.index_fill_(0, masks.at, False)  # masks have the ban: they know where only a stop token is left
         return SamplingRows(
             temperature_S=floats_SF[:, TEMPERATURE],
-            noise_S=floats_SF[:, NOISE] if features & Feature.DRAW else None,
+            noise_S=floats_SF[:, NOISE] if features & RowNeeds.DRAW else None,
             seed_S=ints_SI[:, SEED],
             index_S=index_S,
             counts_SV=counts_RV.index_select(0, rows_S) if penalize else None,

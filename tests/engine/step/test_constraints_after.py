@@ -12,7 +12,7 @@ import pytest
 from rollout.constraints.marker import AfterMarker, IdMarker, TextMarker, TokenTexts
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import Cancel
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from tests.support.engine.constraints import SIZE, AlwaysMasked, Cycle, X, Y
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import VOCAB, Bench, load
@@ -375,7 +375,7 @@ def test_the_step_before_the_marker_has_no_feature_of_constraints(model, prompt_
                  constraint=made("one", False))  # fmt: skip
     bench.engine.tick()
     (seq,) = bench.engine.roster.decoding
-    assert not seq.feature_bits & Feature.CONSTRAIN.value and seq.features & Feature.CONSTRAIN
+    assert not seq.need_bits & RowNeeds.CONSTRAIN.value and seq.needs & RowNeeds.CONSTRAIN
     bench.run()
     assert len(bench.completions["one", 0].drawn_logprobs) == 20
     bench.close()

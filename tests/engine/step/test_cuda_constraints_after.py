@@ -6,7 +6,7 @@ import pytest
 
 from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.engine.device.streams import make_device
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from tests.support.engine.constraints import SIZE, AlwaysMasked, Cycle, X, Y
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
 from tests.support.engine.drafting import drafting
@@ -76,7 +76,7 @@ def test_free_rows_take_captured_steps_that_wait_for_no_mask(folder):
     bench.run()
     decodes = [header for header in headers if not header.layout]
     assert len(decodes) > 90 and all(header.size for header in decodes)
-    assert not any(header.features & Feature.CONSTRAIN.value for header in headers)
+    assert not any(header.needs & RowNeeds.CONSTRAIN.value for header in headers)
     for i in range(4):
         assert len(bench.completions[f"r{i}", 0].drawn_logprobs) == 100
     bench.close()

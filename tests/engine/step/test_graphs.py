@@ -16,7 +16,7 @@ import torch
 
 from rollout.engine import build
 from rollout.engine.messages.to_engine import PutAdapter
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step import graphs
 from rollout.engine.step.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
 from rollout.models.decoder import Decoder
@@ -64,7 +64,7 @@ def replays(monkeypatch) -> list[tuple[str, int]]:
             return whole(self, step, slot)
         recording.replay = lambda: (ran.append(("whole", len(step["rows"]))), whole(self, step, slot))
 
-    def record_forward(self, step, experts, features=Feature.NONE):
+    def record_forward(self, step, experts, features=RowNeeds.NONE):
         recording = Recording.under_way
         if recording is None:
             return forward(self, step, experts, features)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rollout_kernels import SamplingRows, sample
 
 from rollout.engine.messages.requests import Request, SamplingParams
-from rollout.engine.sequence.features import Feature, features_of
+from rollout.engine.sequence.row_needs import RowNeeds, needs_of
 from rollout.service.requests.schema import parse_request
 from trainer_bridge.client.generate_request import plan_request
 from trainer_bridge.wire.errors import RolloutError
@@ -51,7 +51,7 @@ def test_a_default_that_is_sent_is_as_good_as_none(rule: SamplingRule):
     sent = parse_request(HEADER | {"sampling": {rule.name: rule.default}})
     assert sent.sampling == parse_request(HEADER).sampling
     request = Request(("c", "a"), torch.zeros(1).numpy(), 4, sampling=SamplingParams(**{rule.name: rule.default}))
-    assert features_of(request) == Feature.DRAW
+    assert needs_of(request) == RowNeeds.DRAW
 
 
 @each_rule

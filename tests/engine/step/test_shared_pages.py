@@ -9,7 +9,7 @@ import pytest
 from rollout_kernels.attention.segments import no_segments
 
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step import shared_pages
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.shared_pages import SharedPages, same_pages
@@ -135,7 +135,7 @@ class _Row:
 
 
 def plan_of(rows: list[_Row]) -> Plan:
-    return Plan([Span(row, 0, 1, 1) for row in rows], 0, Feature.NONE, 1, len(rows), len(rows), [])
+    return Plan([Span(row, 0, 1, 1) for row in rows], 0, RowNeeds.NONE, 1, len(rows), len(rows), [])
 
 
 def test_segments_are_made_again_only_when_rows_change(monkeypatch):

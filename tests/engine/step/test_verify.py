@@ -10,7 +10,7 @@ import torch
 from rollout_kernels.step.triton_verify import accept_drafts, set_up_drafts
 
 from rollout.engine.features.drafts import verify
-from rollout.engine.sequence.features import PLAIN
+from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.upload import IN_ROW_STATE, Staging, StepInput, put_decode
 

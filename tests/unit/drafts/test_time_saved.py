@@ -9,7 +9,7 @@ from rollout.engine.features.drafts.drafter import After
 from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.sequence.features import PLAIN
+from rollout.engine.sequence.row_needs import PLAIN
 
 
 class Noted(StepCosts):

@@ -12,7 +12,7 @@ from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.upload import Staging
 
@@ -21,7 +21,7 @@ class Adapters(StepFeature):
     """The adapters of one engine; `table` are their slots."""
 
     name = "adapters"
-    serves = Feature.ADAPTER
+    serves = RowNeeds.ADAPTER
 
     def __init__(self, table: AdapterTable) -> None:
         self.table = table

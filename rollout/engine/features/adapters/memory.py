@@ -13,7 +13,7 @@ from rollout.engine.features.adapters.feature import Adapters
 from rollout.engine.features.adapters.table import AdapterTable
 from rollout.engine.features.site import Site
 from rollout.engine.schedule.feature import StepFeature
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.feature import DeviceFeature, HostParts
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import StepInput
@@ -22,14 +22,14 @@ from rollout.models.lora_slots import AdapterSlots, StepAdapters
 
 log = logging.getLogger(__name__)
 
-_ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
+_ADAPTER = RowNeeds.ADAPTER.value  # flags of an enum are slow to test
 
 
 class AdapterMemory(DeviceFeature):
     """The slots of a worker for adapters of `registry`; a follower of a tensor group has no registry."""
 
     name = "adapters"
-    changes_forward = Feature.ADAPTER
+    changes_forward = RowNeeds.ADAPTER
     row_column = True
     own_stream = True  # copies adapters to slots that no row uses
 
@@ -74,7 +74,7 @@ class AdapterMemory(DeviceFeature):
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
         """The slots of the tokens of spans."""
-        if not step.header.features & _ADAPTER:
+        if not step.header.needs & _ADAPTER:
             return {}
         slots_C = rows.columns[self.name].index_select(0, step["rows"])
         slots_T = slots_C.index_select(0, step["token_span"])
@@ -82,7 +82,7 @@ class AdapterMemory(DeviceFeature):
 
     def wanted_fields(self, rows: RowState, step: StepInput) -> dict[str, Any]:
         """The slots of the rows that draw."""
-        return {"adapters": self._of(rows, step["sampled_rows"])} if step.header.features & _ADAPTER else {}
+        return {"adapters": self._of(rows, step["sampled_rows"])} if step.header.needs & _ADAPTER else {}
 
     def _of(self, rows: RowState, rows_B: torch.Tensor) -> StepAdapters:
         return StepAdapters(self.slots, rows.columns[self.name].index_select(0, rows_B), segmented=False)

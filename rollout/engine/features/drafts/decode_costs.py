@@ -18,7 +18,7 @@ from rollout_kernels.attention.segments import no_segments
 
 from rollout.engine.features.drafts.drafter import NAME, After
 from rollout.engine.features.drafts.step_costs import StepCosts
-from rollout.engine.sequence.features import PLAIN
+from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.row_state import LAST, RowState
 from rollout.engine.step.slot import Slot

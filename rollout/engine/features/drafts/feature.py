@@ -22,7 +22,7 @@ from rollout.engine.features.drafts.planner import DraftPlanner, Versions
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Drafts, Plan, Span
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Staging
@@ -100,12 +100,12 @@ class Drafting(StepFeature):
             rows += [seq.row, *(next(draft_rows) for _ in range(count - 1))]
             told = min(end + ahead, kv.capacity)
             pages += [(seq.row, i, kv.pages[i]) for i in range(first // page_size, (told - 1) // page_size + 1)]
-            features |= seq.feature_bits
+            features |= seq.need_bits
             longest = max(longest, end)
         return Plan(
             spans,
             version,
-            Feature(features),
+            RowNeeds(features),
             longest,
             len(rows),
             len(rows),

@@ -27,7 +27,7 @@ from dataclasses import replace
 import torch
 
 from rollout.engine.features.drafts.drafter import After, DeviceDrafter
-from rollout.engine.sequence.features import PLAIN, Feature
+from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.feature import Replays
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
@@ -39,9 +39,9 @@ from rollout.models.fused_experts import FusedExperts, kernels_take
 from rollout.models.layers import SparseFeedForward
 
 #: Features of the draw that drafts heed.
-_HEEDED = Feature.GREEDY | Feature.DRAW | Feature.TRUNCATE | Feature.PENALIZE | Feature.BIAS | Feature.MIN_TOKENS
+_HEEDED = RowNeeds.GREEDY | RowNeeds.DRAW | RowNeeds.TRUNCATE | RowNeeds.PENALIZE | RowNeeds.BIAS | RowNeeds.MIN_TOKENS
 #: Features that captured work cannot heed. It ignores bans: the model rarely drafts a stop before `min_tokens`.
-_NOT_CAPTURED = Feature.TRUNCATE | Feature.PENALIZE | Feature.BIAS
+_NOT_CAPTURED = RowNeeds.TRUNCATE | RowNeeds.PENALIZE | RowNeeds.BIAS
 #: Names of what is captured.
 READ, DRAFT = "read", "draft"
 
@@ -127,7 +127,7 @@ class ModelDrafter(DeviceDrafter):
             self._hidden_BH[: header.draws] = hidden_TH.index_select(0, step["sampled_at"])
         if after is not After.DRAFT:
             return None
-        count, features = len(rows_R), Feature(header.features) & _HEEDED
+        count, features = len(rows_R), RowNeeds(header.needs) & _HEEDED
         captured = {} if replays is None or features & _NOT_CAPTURED else replays.get(DRAFT, {})
         size = min((size for size in captured if size >= count), default=None)
         self._rows_R[:count], self._at_R[:count] = rows_R, at_R
@@ -150,7 +150,7 @@ class ModelDrafter(DeviceDrafter):
         self._hidden_BH[:places] = self._read(self._following_B[:places], hidden_TF, batch, kv)
 
     @torch.inference_mode()
-    def draft(self, count: int, max_context: int, features: Feature, kv: KVCache) -> None:
+    def draft(self, count: int, max_context: int, features: RowNeeds, kv: KVCache) -> None:
         """Draft the next tokens of `count` rows, from the hidden states of the positions before their newest token."""
         output_4R, rows_R = self._output_4R, self._rows_R[:count]
         ahead_R, copies = self._ahead_rows_R[:count], slice(1, count + 1)
@@ -182,17 +182,19 @@ class ModelDrafter(DeviceDrafter):
             ahead.ints[copies, LAST] = tokens_R
         return tokens_R
 
-    def _copy_rows(self, rows_R: torch.Tensor, copies: slice, features: Feature) -> tuple[RowState, Sampler]:
+    def _copy_rows(self, rows_R: torch.Tensor, copies: slice, features: RowNeeds) -> tuple[RowState, Sampler]:
         """Copies of rows with what `features` need of them, and what draws for these."""
         rows, ahead, draw = self.rows, self._ahead, self._draw
-        if features & Feature.PENALIZE:  # with counts, which take a vocabulary for each row: only while they are needed
+        if (
+            features & RowNeeds.PENALIZE
+        ):  # with counts, which take a vocabulary for each row: only while they are needed
             ahead = RowState(len(rows_R), 1, rows.vocab, rows.ints.device)
             draw = self._sampler(ahead)
             torch.index_select(rows.counts, 0, rows_R, out=ahead.counts[copies])
         copied = [(ahead.ints, rows.ints), (ahead.floats, rows.floats)]
-        if features & Feature.BIAS:
+        if features & RowNeeds.BIAS:
             copied += [(ahead.bias_ids, rows.bias_ids), (ahead.bias, rows.bias)]
-        if features & Feature.MIN_TOKENS:
+        if features & RowNeeds.MIN_TOKENS:
             copied.append((ahead.banned, rows.banned))
         for target, source in copied:
             target[copies] = source.index_select(0, rows_R)

@@ -29,7 +29,7 @@ from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.features.site import Site
 from rollout.engine.schedule.feature import StepFeature
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.feature import DeviceFeature, Drawn, HostParts, Replays
 from rollout.engine.step.row_state import RowState
@@ -39,7 +39,7 @@ from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel, native
 
-_CONSTRAIN = Feature.CONSTRAIN.value  # flags of an enum are slow to test
+_CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
 # int32 words of an upload.
 _DRAFT_WORDS = 8
 _BEHIND_WORDS = 1  # of a row or a draft of a model with states: the drafts behind it
@@ -139,7 +139,7 @@ class DraftVerifier(DeviceFeature):
         header = step.header
         if not header.drafts:
             return
-        if header.features & _CONSTRAIN and len(drawn.masks.refused):
+        if header.needs & _CONSTRAIN and len(drawn.masks.refused):
             verify.refuse(self.state, step, drawn.masks.refused)
         if _after(header) is After.DRAFT:
             drawn.accepted_R.zero_()  # of rows without drafts, too
@@ -181,7 +181,7 @@ class DraftVerifier(DeviceFeature):
 
     # --- start --------------------------------------------------------------------------------------------------------
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, features: Feature) -> None:
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, features: RowNeeds) -> None:
         """Have the drafter on the device run."""
         if self.on_device is not None:
             staging.facts[NAME] = [str(After.DRAFT)]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.upload import IN_ROW_STATE, StepInput
 
@@ -56,7 +56,7 @@ def tell_pages(rows: RowState, pages_N3: torch.Tensor) -> None:
 def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
     """Set the draft rows of a step up."""
     draft_N, owner_N, ahead_N, which_N = step["drafts"].unbind(1)
-    features = step.header.features
+    features = step.header.needs
     if rows.ints.is_cuda:
         from rollout_kernels.step.triton_verify import set_up_drafts
 
@@ -66,13 +66,13 @@ def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
     else:
         copy_rows(rows, drafts, step)
     for state, needs in (
-        (rows.banned, features & Feature.MIN_TOKENS),
-        (rows.bias_ids, features & Feature.BIAS),
-        (rows.bias, features & Feature.BIAS),
+        (rows.banned, features & RowNeeds.MIN_TOKENS),
+        (rows.bias_ids, features & RowNeeds.BIAS),
+        (rows.bias, features & RowNeeds.BIAS),
     ):
         if needs:
             state.index_copy_(0, draft_N, state.index_select(0, owner_N))
-    if features & Feature.PENALIZE:
+    if features & RowNeeds.PENALIZE:
         token_N = drafts.drafts_R.index_select(0, draft_N)
         before_NN = (which_N[:, None] == which_N) & (ahead_N[:, None] >= ahead_N)  # its own draft, too
         counts_NV = rows.counts.index_select(0, owner_N)
@@ -117,7 +117,7 @@ def accept(
         accept_drafts(step["verified"], step["rows"], *drawn, last=LAST, length=LENGTH)
     else:
         go_on(rows, drafts, step, output_4R, accepted_R)
-    if step.header.features & Feature.PENALIZE:  # the draw has counted the first token
+    if step.header.needs & RowNeeds.PENALIZE:  # the draw has counted the first token
         row_M, place_M, _, _ = step["verified"].unbind(1)
         ahead_K = torch.arange(step.header.drafts, device=row_M.device)
         taken_MK = ahead_K < accepted_R[place_M][:, None]

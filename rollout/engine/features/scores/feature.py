@@ -16,7 +16,7 @@ import numpy as np
 from rollout.engine.features.scores.buffers import Scores
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, Staging
@@ -26,7 +26,7 @@ NAME = "scores"
 #: int32 words of a token that is scored: its place and the next token's id.
 SCORED_WORDS = 4
 
-_TOP = Feature.TOP.value  # flags of an enum are slow to test
+_TOP = RowNeeds.TOP.value  # flags of an enum are slow to test
 
 
 class Asked(NamedTuple):
@@ -66,7 +66,7 @@ class StepScores(StepFeature):
     def pack(self, plan: Plan, staging: Staging) -> None:
         """Put which rows and positions are scored."""
         asked = self._put_scored(plan, staging) if plan.kind == "prefill" else _NOTHING
-        if plan.features.value & _TOP:
+        if plan.needs.value & _TOP:
             places = [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops is not None]
             asked = asked._replace(tops=put_tops(staging, places))
         if asked != _NOTHING:

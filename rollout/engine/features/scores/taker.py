@@ -14,7 +14,7 @@ from rollout.engine.features.scores.buffers import SCORED_AT_ONCE, ScoreBuffers,
 from rollout.engine.features.scores.feature import NAME, SCORED_WORDS, Asked, StepScores, asked_of, put_scored, put_tops
 from rollout.engine.features.site import Site
 from rollout.engine.schedule.feature import StepFeature
-from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.feature import DeviceFeature, HostParts
 from rollout.engine.upload import Header, Staging, StepInput
 from rollout.models.decoder import Decoder
@@ -83,9 +83,9 @@ class ScoreTaker(DeviceFeature):
         tops, scored, ranked, prompt_tops = asked_of(header)
         return output.read(tops, scored, ranked=ranked, prompt_tops=prompt_tops)
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, features: Feature) -> None:
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, features: RowNeeds) -> None:
         """All rows, and all tokens of a prefill."""
-        if not features & Feature.TOP:
+        if not features & RowNeeds.TOP:
             return
         asked = Asked(put_tops(staging, range(rows)))
         if token_ids is not None:

@@ -8,7 +8,7 @@ from rollout.engine.messages.requests import Request
 from trainer_bridge.wire.sampling_rules import RULES, Part
 
 
-class Feature(IntFlag):
+class RowNeeds(IntFlag):
     """One bit for each part of a step that is left out when no row needs it."""
 
     NONE = 0
@@ -25,36 +25,36 @@ class Feature(IntFlag):
     @property
     def reshapes(self) -> bool:
         """True if the drawn distribution is not the plain one."""
-        return bool(self & ~(Feature.GREEDY | Feature.DRAW | Feature.TOP | Feature.ADAPTER))
+        return bool(self & ~(RowNeeds.GREEDY | RowNeeds.DRAW | RowNeeds.TOP | RowNeeds.ADAPTER))
 
 
 #: What a worker can lack: a `StepFeature` serves it.
-OPTIONAL = Feature.ADAPTER
+OPTIONAL = RowNeeds.ADAPTER
 #: Sampling that is inside a captured step.
-PLAIN = Feature.GREEDY | Feature.DRAW
-#: The feature that a sampling rule needs, by its part of the draw. Every draw has a temperature.
-FEATURES: dict[Part, Feature] = {
-    "temperature": Feature.NONE,
-    "truncation": Feature.TRUNCATE,
-    "penalty": Feature.PENALIZE,
+PLAIN = RowNeeds.GREEDY | RowNeeds.DRAW
+#: What a sampling rule needs, by its part of the draw. Every draw has a temperature.
+NEEDS: dict[Part, RowNeeds] = {
+    "temperature": RowNeeds.NONE,
+    "truncation": RowNeeds.TRUNCATE,
+    "penalty": RowNeeds.PENALIZE,
 }
 
 
-def features_of(request: Request) -> Feature:
+def needs_of(request: Request) -> RowNeeds:
     """What the rows of a request need."""
     sampling = request.sampling
-    features = Feature.GREEDY if sampling.temperature == 0 else Feature.DRAW
+    needs = RowNeeds.GREEDY if sampling.temperature == 0 else RowNeeds.DRAW
     for rule in RULES:
         if rule.changes(sampling):
-            features |= FEATURES[rule.part]
+            needs |= NEEDS[rule.part]
     if sampling.logit_bias:
-        features |= Feature.BIAS
+        needs |= RowNeeds.BIAS
     if request.stop.min_tokens > 0 and request.stop.token_ids:
-        features |= Feature.MIN_TOKENS
+        needs |= RowNeeds.MIN_TOKENS
     if request.constraint is not None:
-        features |= Feature.CONSTRAIN
+        needs |= RowNeeds.CONSTRAIN
     if request.top_logprobs:
-        features |= Feature.TOP
+        needs |= RowNeeds.TOP
     if request.adapter is not None:
-        features |= Feature.ADAPTER
-    return features
+        needs |= RowNeeds.ADAPTER
+    return needs
