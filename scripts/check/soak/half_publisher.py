@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-import trainer_bridge.publish.publisher
+from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.payload import Payload
 
 _BUCKET_BYTES = 1 << 14
@@ -28,10 +28,13 @@ class _HalfPayload(Payload):
         return super().pack_bucket(index, out)
 
 
+class _HalfPublisher(WeightPublisher):
+    payload_type = _HalfPayload
+
+
 def main(endpoint: str, folder: str, version: str) -> None:
     """Publish, and never finish."""
-    trainer_bridge.publish.publisher.Payload = _HalfPayload  # type: ignore[misc]
-    publisher = trainer_bridge.publish.publisher.WeightPublisher(endpoint, transport="zmq", bucket_bytes=_BUCKET_BYTES)
+    publisher = _HalfPublisher(endpoint, transport="zmq", bucket_bytes=_BUCKET_BYTES)
     publisher.publish(load_file(Path(folder) / "model.safetensors"), int(version)).applied()
 
 

@@ -130,7 +130,6 @@ def test_nothing_is_allocated_before_the_first_update_and_the_relay_stays_small(
         assert worker.relayed.size == 4 * SMALL
 
 
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_transfer_waits_for_the_slowest_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     enter(monkeypatch, "disk", receiver=lambda worker: DiskReceiver(read_bytes=SMALL))  # as a rule, at most a piece
