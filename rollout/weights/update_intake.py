@@ -169,7 +169,7 @@ class UpdateIntake:
         self._post = post
         self._said_unused = self._said_kept = False
         self._groups = ProcessGroups(targets.parameters, receivers, self._say_unused)
-        self._actions = {
+        self._handlers = {
             "begin": self._begin,
             "commit": self._commit,
             "abort": self._abort,
@@ -267,7 +267,7 @@ class UpdateIntake:
             if self.closing:
                 raise ended()
             action = check_fields(header)
-            self._actions[action](header, reply)
+            self._handlers[action](header, reply)
         except RolloutError as error:
             reply(error_reply(error))
         except Exception as error:
