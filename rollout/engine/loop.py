@@ -5,7 +5,7 @@
     launch     H2D -> forward [-> draw] -> D2H, enqueued       never waits
     commit     the oldest step, if the pipeline is full or nothing was launched: waits for its D2H event
     draw       of the step just launched, where its draw needs masks: they depend on the step just committed
-    swap       what a trainer has published comes into use, between two steps (buckets in place: while held)
+    swap       a published update is copied into the parameters, between two steps
     sleep      orders to sleep and wake, while there are any
     events     everything that the service must know, in one call
 

@@ -93,8 +93,9 @@ class StagedWeights:
                 self._copying, self._copied = False, True
 
     def close(self, applied: bool) -> None:
-        """The engine is done with this update. Its memory is free once no copy reads it; if `applied` is true, that
-        includes a copy that is queued and has not begun.
+        """The engine is done with this update. Its memory may be used again once no copy reads it.
+
+        With `applied` a copy that is queued counts, too.
         """
         with self._lock:
             self._closed = True

@@ -7,7 +7,7 @@ A plan is a list of spans, one for each row of the step:
     with k drafts      [ KV is there      ][ last token ][ k drafts ]            1 + k in and drawn, 1 or more kept
     prompt chunk       [ KV is there      ][ the next L tokens of the prompt ]   L in; 1 drawn after the last, if any is
 
-Both differ in two facts only. The token that goes into a decode row was drawn on the device and is there; those of a
+Both differ in two facts only. The token that goes into a decode row is on the device, which drew it; the tokens of a
 prompt come from the host (`Span.prompt`). And a step whose spans are all of one token takes the decode forward,
 whatever its tokens are. A prompt of which only the last token has no KV is planned as a decode row; the upload sets it
 up.

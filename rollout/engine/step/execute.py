@@ -5,8 +5,8 @@
     compute                       wait h2d_done | start | begin, forward, sample | end
     d2h                                                                           wait end | copy | d2h_done
 
-A step with constrained rows stops after its forward, until `draw` comes with their masks. Features read
-the results of the forward before the draw, and may copy to the host what they take.
+A step with constrained rows stops after its forward, until `draw` comes with their masks. Features read the
+forward's results before the draw, and may copy their own results to the host.
 
 `execute` never waits. All that it knows of a step is the upload: no sequence, no plan. So a process that is sent header
 and words, and has the same model, KV and row state, computes the same tokens.

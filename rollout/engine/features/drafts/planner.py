@@ -250,7 +250,8 @@ class DraftPlanner:
             self._unpaid = self._drafted_at = 0
             return After.DRAFT
         self._unpaid += 1
-        # Drafts that would pay in a step of one row will pay when few rows are left: until then its KV is kept whole.
+        # If drafts would pay for a single row, they will pay once few rows are left: until then the draft model's KV is
+        # kept complete.
         alone = max(range(len(rows)), key=lambda i: chances[i][0])
         alone_pays = any(self._paying([chances[alone]], [rows[alone]], self._costs.draft_s(1)))
         self._idle = After.READ if self._reads and alone_pays else After.NOTHING

@@ -4,8 +4,8 @@
 
 `measured` is a table from start-up: steps of this many rows with short contexts. Constant and slope correct it by the
 steps that were run: attention reads the context of each row, and a verify step sets drafts up. Plain and verify steps
-have a correction each. That of verify steps begins at the one of plain steps, and goes back there while only plain ones
-run: what they were at other rows must not keep rows from drafting. A context counts again for each draft, unless
+have a correction each. The correction of verify steps starts equal to that of plain steps, and goes back to it while
+only plain steps run, so that old costs do not keep rows from drafting. A context counts again for each draft, unless
 attention reads shared pages once. What the drafter on the device takes after a step is a table of its own, by rows.
 """
 

@@ -2,8 +2,8 @@
 
     begin        pages and draft rows of a verify step                              `verify`
     forward      a draft model keeps hidden states
-    drawn        drafts up to the first that is not the token drawn before it       `verify`; states of linear attention
-                 are accepted                                                       follow
+    drawn        drafts are accepted that equal the token of the row before, up    `verify`; states of linear attention
+                 to the first that does not                                         follow
     step_ends    the drafter on the device runs                                     `model_drafter`, `ngram_drafter`
 
 Its output for the host are the next drafts of each row that draws: int32 [rows, G].

@@ -4,8 +4,8 @@
 
 An encoding is needed from the step that makes it to the steps that compute KV of its tokens. All these run on one
 stream, so a place may be given away as soon as no step that is being planned needs it: a later encoding overwrites it
-after the earlier steps have read it. So nothing is freed by hand. The least recently used encodings give way, and one
-that is needed again is made again from the pixels, which requests keep on the host.
+after the earlier steps have read it. So nothing is freed by hand. The least recently used encodings are overwritten.
+If a request needs one again, it is encoded again from the pixels, which requests keep on the host.
 
 Encodings belong to the weights of the tower: an update that changes these drops all of them.
 """
