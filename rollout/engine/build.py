@@ -57,7 +57,7 @@ from rollout.engine.sizing import (
     weight_bytes,
 )
 from rollout.engine.step.device_step import DeviceStep, make_forward
-from rollout.engine.step.execute import Executor
+from rollout.engine.step.execute import Executor, Movers, Rank
 from rollout.engine.step.feature import DeviceFeature, HostParts
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
 from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words
@@ -347,11 +347,11 @@ def _build_executor(
             tensors = memory.states.tensors  # they are moved one at a time
             state_mover = PageMover(device, tensors, host, 1, streams.compute, "state", orders)
     except BaseException:
-        Executor(device, streams, step, graphs, mover, state_mover).close()
+        Executor(device, streams, step, graphs, Movers(mover, state_mover)).close()
         raise
     checked = model.group if engine.check_ranks and isinstance(model, Decoder) and model.group.size > 1 else None
-    movers = mover, state_mover
-    return Executor(device, streams, step, graphs, *movers, orders, not site.follows, checked)
+    movers = Movers(mover, state_mover)
+    return Executor(device, streams, step, graphs, movers, Rank(orders, not site.follows, checked))
 
 
 def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:

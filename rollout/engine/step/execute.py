@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 from rollout_kernels.parallel import TensorGroup
@@ -36,13 +37,26 @@ _CONSTRAIN = RowNeeds.CONSTRAIN.value
 _NOT_PLAIN = ~PLAIN.value
 
 
-class Executor:
-    """Runs steps: `step` says what they do, `graphs` are the captured ones.
+class Movers(NamedTuple):
+    """What copies to the host and back."""
 
-    The movers, which copy KV and states to the host and back, end with it. The first rank of a tensor group gives
-    `orders` to the others; these have `downloads` = False, as nobody reads their outputs. After each step the tokens of
-    the ranks of `checked` are compared.
-    """
+    kv: PageMover | None = None
+    states: PageMover | None = None
+
+
+class Rank(NamedTuple):
+    """The part of an executor in a tensor group; alone it has none."""
+
+    orders: Orders | None = None  # of the first rank, to the others
+    downloads: bool = True  # False on the other ranks: their outputs are not read
+    checked: TensorGroup | None = None  # after each step the tokens of its ranks are compared
+
+
+_NO_MOVERS, _ALONE = Movers(), Rank()
+
+
+class Executor:
+    """Runs steps: `step` says what they do, `graphs` are the captured ones. The movers end with it."""
 
     def __init__(
         self,
@@ -50,22 +64,16 @@ class Executor:
         streams: Streams,
         step: DeviceStep,
         graphs: DecodeGraphs | None = None,
-        mover: PageMover | None = None,
-        state_mover: PageMover | None = None,
-        orders: Orders | None = None,
-        downloads: bool = True,
-        checked: TensorGroup | None = None,
+        movers: Movers = _NO_MOVERS,
+        rank: Rank = _ALONE,
     ) -> None:
         self.device = device
         self.streams = streams
         self.h2d, self.compute, self.d2h = streams.h2d, streams.compute, streams.d2h
         self.step = step
         self.graphs = graphs
-        self.mover = mover
-        self.state_mover = state_mover
-        self.orders = orders
-        self._downloads = downloads
-        self._checked = checked
+        self.mover, self.state_mover = movers
+        self.orders, self._downloads, self._checked = rank
 
     def execute(self, upload: Upload, slot: Slot) -> None:
         """Enqueue a step; returns without waiting for anything."""
