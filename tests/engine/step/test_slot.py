@@ -28,7 +28,7 @@ def test_every_section_comes_back_and_starts_at_sixteen_bytes():
     }
     for name, array in arrays.items():
         staging.put(name, array)
-    upload = staging.upload(rows=4, tokens=4, draws=4, features=0, max_context=8)
+    upload = staging.upload(rows=4, tokens=4, draws=4, needs=0, max_context=8)
     step = slot.input_for(upload)
     step.receive(upload.words)
     for name, array in arrays.items():
