@@ -117,14 +117,14 @@ class DeviceStep:
         header = step.header
         return self.decode_rows(step, header.max_context, header.needs, outputs), step["rows"]
 
-    def decode_rows(self, step: StepInput, max_context: int, features: int, outputs: Outputs) -> torch.Tensor:
+    def decode_rows(self, step: StepInput, max_context: int, needs: int, outputs: Outputs) -> torch.Tensor:
         """Logits after the last tokens of a step's rows, whose contexts are up to `max_context` tokens."""
         token_ids_B, batch = self.begin_decode(
             step["rows"],
             step["new_pages"],
             max_context,
             outputs,
-            features,
+            needs,
             step["segments"] if self.shares_pages else None,
             step["behind"] if "behind" in step else None,
         )
@@ -138,7 +138,7 @@ class DeviceStep:
         new_pages_B: torch.Tensor,
         max_context: int,
         outputs: Outputs = _NO_OUTPUTS,
-        features: int = 0,
+        needs: int = 0,
         segments_SW: torch.Tensor | None = None,
         behind_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, AttentionBatch]:
@@ -167,7 +167,7 @@ class DeviceStep:
             segments_SW=segments_SW,
             **self._fields(
                 lambda feature: feature.decode_fields(
-                    self.rows, rows_B, begun.positions_B, features, outputs.get(feature.name)
+                    self.rows, rows_B, begun.positions_B, needs, outputs.get(feature.name)
                 )
             ),
         )

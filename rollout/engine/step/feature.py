@@ -84,9 +84,9 @@ class DeviceFeature:
         """The rows that a step begins are set up, its forward is not launched."""
 
     def decode_fields(
-        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, features: int, output: Any
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any
     ) -> dict[str, Any]:
-        """Fields of the batch of a decode forward: of rows at these positions. `features` are bits of `RowNeeds`."""
+        """Fields of the batch of a decode forward: of rows at these positions. `needs` are bits of `RowNeeds`."""
         return {}
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
@@ -164,5 +164,5 @@ class DeviceFeature:
         """The largest extra that a step can have, to learn what it takes; None if steps have none."""
         return None
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, features: RowNeeds) -> None:
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
         """Put the most that a step of `rows` rows with `features` can have; `token_ids` are those of a prefill."""

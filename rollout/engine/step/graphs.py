@@ -93,9 +93,9 @@ class CapturedSizes:
         sizes = graph_sizes(most)
         return cls(sizes, forward_sizes(sizes))
 
-    def size_for(self, rows: int, features: RowNeeds = PLAIN) -> int | None:
+    def size_for(self, rows: int, needs: RowNeeds = PLAIN) -> int | None:
         """The captured size that a step of `rows` rows takes; None if none is large enough."""
-        sizes = self.forward if features & ~PLAIN else self.whole
+        sizes = self.forward if needs & ~PLAIN else self.whole
         return next((size for size in sizes if size >= rows), None)
 
 
@@ -235,9 +235,9 @@ class DecodeGraphs:
 
     def _capture(self, slots: list[Slot], size: int) -> None:
         if size in self.sizes.forward:
-            for features in self._step.kinds:
+            for needs in self._step.kinds:
                 for drafted in self._drafted:
-                    self._capture_forward(slots[0], size, features, drafted)
+                    self._capture_forward(slots[0], size, needs, drafted)
         for feature, name, launch in self._decode_work(size):
             graph = torch.cuda.CUDAGraph()
             with capturing(graph, self._pool):
@@ -259,13 +259,13 @@ class DecodeGraphs:
             for name, launch in feature.decode_work(size, self._max_context, self._step.kv).items():
                 yield feature.name, name, launch
 
-    def _capture_forward(self, slot: Slot, size: int, features: RowNeeds, drafted: bool) -> None:
+    def _capture_forward(self, slot: Slot, size: int, needs: RowNeeds, drafted: bool) -> None:
         upload, graph = self._upload(slot, size, drafted), torch.cuda.CUDAGraph()
         step = StepInput(upload.header, torch.zeros_like(slot.input[: len(upload.words)]))
         outputs = {feature.name: self._output(feature, size) for feature in self._step.features}
         with capturing(graph, self._pool):
-            logits_SV = self.run_forward(step, outputs, features)
-        self.forwards[size, features.value, drafted] = _Forward(graph, step, logits_SV, outputs)
+            logits_SV = self.run_forward(step, outputs, needs)
+        self.forwards[size, needs.value, drafted] = _Forward(graph, step, logits_SV, outputs)
 
     def _output(self, feature: DeviceFeature, size: int) -> Any:
         words = feature.output_words(size)
@@ -276,9 +276,9 @@ class DecodeGraphs:
         """What the graph of a whole step holds: forward and sampling."""
         self._step.sample(self.run_forward(step, slot.outputs), step["rows"], PLAIN, slot.output)
 
-    def run_forward(self, step: StepInput, outputs: Outputs, features: RowNeeds = RowNeeds.NONE) -> torch.Tensor:
+    def run_forward(self, step: StepInput, outputs: Outputs, needs: RowNeeds = RowNeeds.NONE) -> torch.Tensor:
         """What the graph of a forward holds; returns logits [S, V]."""
-        return self._step.decode_rows(step, self._max_context, features, outputs)
+        return self._step.decode_rows(step, self._max_context, needs, outputs)
 
 
 @contextmanager

@@ -231,10 +231,10 @@ def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: in
     return max(16 * max_rows, largest) + 64 * max_rows + spare + 1024
 
 
-def _setup_words(pages: int, history: int, features: RowNeeds) -> int:
+def _setup_words(pages: int, history: int, needs: RowNeeds) -> int:
     """Upper bound on the int32 words that setting up a row adds to an upload; `history` in tokens."""
     words = _INIT_WORDS + 3 * pages + 32
-    words += (MAX_STOP_IDS + 1) * 2 if features & RowNeeds.MIN_TOKENS else 0
-    words += (MAX_LOGIT_BIAS * 3 + 2) if features & RowNeeds.BIAS else 0
-    words += 3 * history + 2 if features & RowNeeds.PENALIZE else 0
+    words += (MAX_STOP_IDS + 1) * 2 if needs & RowNeeds.MIN_TOKENS else 0
+    words += (MAX_LOGIT_BIAS * 3 + 2) if needs & RowNeeds.BIAS else 0
+    words += 3 * history + 2 if needs & RowNeeds.PENALIZE else 0
     return words

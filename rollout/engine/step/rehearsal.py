@@ -222,8 +222,8 @@ def _run(executor: Executor, slot: Slot, upload: Upload) -> None:
     executor.check()
 
 
-def _possible(executor: Executor, features: RowNeeds) -> RowNeeds:
-    return features & ~RowNeeds.ADAPTER | executor.step.changes & features
+def _possible(executor: Executor, needs: RowNeeds) -> RowNeeds:
+    return needs & ~RowNeeds.ADAPTER | executor.step.changes & needs
 
 
 def _spans(tokens: int, longest: int) -> list[int]:

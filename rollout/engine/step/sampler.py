@@ -37,7 +37,7 @@ _COLUMNS = {
     "TEMPERATURE": TEMPERATURE,
     "NOISE": NOISE,
 }
-#: Of each sampling rule: its field of `SamplingRows`, the feature that needs it, its column.
+#: Of each sampling rule: its field of `SamplingRows`, its bit of `RowNeeds`, its column.
 _INT_FIELDS = [(f"{rule.name}_S", NEEDS[rule.part].value, i) for i, rule in enumerate(INT_RULES, FIRST_INT_RULE)]
 _FLOAT_FIELDS = [(f"{rule.name}_S", NEEDS[rule.part].value, i) for i, rule in enumerate(FLOAT_RULES, FIRST_FLOAT_RULE)]
 
@@ -56,7 +56,7 @@ class Sampler:
         self,
         logits_SV: torch.Tensor,
         rows_S: torch.Tensor,
-        features: RowNeeds,
+        needs: RowNeeds,
         output_4R: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> None:
@@ -67,10 +67,10 @@ class Sampler:
         `masks` is read only with `RowNeeds.CONSTRAIN`.
         """
         if logits_SV.is_cuda:
-            self._draw_on_gpu(logits_SV, rows_S, features, output_4R, masks)
+            self._draw_on_gpu(logits_SV, rows_S, needs, output_4R, masks)
         else:
-            self._draw(logits_SV, rows_S, features, output_4R, masks)
-        if features & RowNeeds.PENALIZE:
+            self._draw(logits_SV, rows_S, needs, output_4R, masks)
+        if needs & RowNeeds.PENALIZE:
             one = torch.ones((), dtype=torch.int32, device=rows_S.device)
             tokens_S = output_4R[0, : len(rows_S)].long()
             self.rows.counts.index_put_((rows_S, tokens_S), one, accumulate=True)
@@ -79,12 +79,12 @@ class Sampler:
         self,
         logits_SV: torch.Tensor,
         rows_S: torch.Tensor,
-        features: RowNeeds,
+        needs: RowNeeds,
         output_4R: torch.Tensor,
         masks: StepMasks | None,
     ) -> None:
         ints_SI, shard = self.rows.ints.index_select(0, rows_S), self._shard
-        settings = self._settings(rows_S, ints_SI, features, masks, logits_SV.shape[1])
+        settings = self._settings(rows_S, ints_SI, needs, masks, logits_SV.shape[1])
         sampled = sample(logits_SV, settings) if shard is None else sample_shard(logits_SV, settings, shard)
         ints_SI[:, LAST] = sampled.tokens_S
         ints_SI[:, LENGTH] += 1
@@ -95,7 +95,7 @@ class Sampler:
         self,
         logits_SV: torch.Tensor,
         rows_S: torch.Tensor,
-        features: RowNeeds,
+        needs: RowNeeds,
         output_4R: torch.Tensor,
         masks: StepMasks | None,
     ) -> None:
@@ -103,9 +103,9 @@ class Sampler:
         from rollout_kernels.sampling.triton_truncate import truncate
 
         drawn_SV = None
-        if features.reshapes:
+        if needs.reshapes:
             ints_SI = self.rows.ints.index_select(0, rows_S)
-            settings = self._settings(rows_S, ints_SI, features, masks, logits_SV.shape[1])
+            settings = self._settings(rows_S, ints_SI, needs, masks, logits_SV.shape[1])
             drawn_SV = change_logits(logits_SV, settings) / settings.temperature_S[:, None]
             if settings.top_k_S is not None:
                 truncate(drawn_SV, settings, self._shard)
@@ -113,15 +113,15 @@ class Sampler:
         draw_and_advance(logits_SV, drawn_SV, *state, output_4R, _COLUMNS, self._shard)
 
     def _settings(
-        self, rows_S: torch.Tensor, ints_SI: torch.Tensor, features: RowNeeds, masks: StepMasks | None, width: int
+        self, rows_S: torch.Tensor, ints_SI: torch.Tensor, needs: RowNeeds, masks: StepMasks | None, width: int
     ) -> SamplingRows:
         state, index_S = self.rows, ints_SI[:, LENGTH] + 1 - ints_SI[:, PROMPT]
         floats_SF = state.floats.index_select(0, rows_S)
-        penalize, bias = bool(features & RowNeeds.PENALIZE), bool(features & RowNeeds.BIAS)
-        ban, bits = bool(features & RowNeeds.MIN_TOKENS), features.value
-        rules = {name: floats_SF[:, column] for name, needs, column in _FLOAT_FIELDS if bits & needs}
-        rules |= {name: ints_SI[:, column] for name, needs, column in _INT_FIELDS if bits & needs}
-        masks = masks if features & RowNeeds.CONSTRAIN else None
+        penalize, bias = bool(needs & RowNeeds.PENALIZE), bool(needs & RowNeeds.BIAS)
+        ban, bits = bool(needs & RowNeeds.MIN_TOKENS), needs.value
+        rules = {name: floats_SF[:, column] for name, bit, column in _FLOAT_FIELDS if bits & bit}
+        rules |= {name: ints_SI[:, column] for name, bit, column in _INT_FIELDS if bits & bit}
+        masks = masks if needs & RowNeeds.CONSTRAIN else None
         first = None if self._shard is None else self._shard.first_token
         counts_RV = state.counts if first is None else state.counts[:, first : first + width]
         banned_S = index_S < ints_SI[:, MIN_TOKENS] if ban else None
@@ -129,7 +129,7 @@ class Sampler:
             banned_S.index_fill_(0, masks.at, False)  # masks have the ban: they know where only a stop token is left
         return SamplingRows(
             temperature_S=floats_SF[:, TEMPERATURE],
-            noise_S=floats_SF[:, NOISE] if features & RowNeeds.DRAW else None,
+            noise_S=floats_SF[:, NOISE] if needs & RowNeeds.DRAW else None,
             seed_S=ints_SI[:, SEED],
             index_S=index_S,
             counts_SV=counts_RV.index_select(0, rows_S) if penalize else None,

@@ -67,10 +67,10 @@ class AdapterMemory(DeviceFeature):
         return Adapters(AdapterTable(registry, self.slots, self._device, loads, streams.compute, engine.orders))
 
     def decode_fields(
-        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, features: int, output: Any
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any
     ) -> dict[str, Any]:
         """The slots of the rows."""
-        return {"adapters": self._of(rows, rows_B)} if features & _ADAPTER else {}
+        return {"adapters": self._of(rows, rows_B)} if needs & _ADAPTER else {}
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
         """The slots of the tokens of spans."""

@@ -92,7 +92,7 @@ class Drafting(StepFeature):
         page_size, ahead = allocator.page_size, self.planner.most if after is After.DRAFT else 0
         counts, draft_rows = {draft.seq: draft.length for draft in drafts}, iter(self._draft_rows)
         spans, rows, pages = [], [], []
-        features = longest = 0
+        needs = longest = 0
         for seq in seqs:
             kv, count = seq.kv, 1 + counts.get(seq, 0)
             first, end = kv.length - seq.drafted, kv.length + count
@@ -100,12 +100,12 @@ class Drafting(StepFeature):
             rows += [seq.row, *(next(draft_rows) for _ in range(count - 1))]
             told = min(end + ahead, kv.capacity)
             pages += [(seq.row, i, kv.pages[i]) for i in range(first // page_size, (told - 1) // page_size + 1)]
-            features |= seq.need_bits
+            needs |= seq.need_bits
             longest = max(longest, end)
         return Plan(
             spans,
             version,
-            RowNeeds(features),
+            RowNeeds(needs),
             longest,
             len(rows),
             len(rows),

@@ -127,12 +127,12 @@ class ModelDrafter(DeviceDrafter):
             self._hidden_BH[: header.draws] = hidden_TH.index_select(0, step["sampled_at"])
         if after is not After.DRAFT:
             return None
-        count, features = len(rows_R), RowNeeds(header.needs) & _HEEDED
-        captured = {} if replays is None or features & _NOT_CAPTURED else replays.get(DRAFT, {})
+        count, needs = len(rows_R), RowNeeds(header.needs) & _HEEDED
+        captured = {} if replays is None or needs & _NOT_CAPTURED else replays.get(DRAFT, {})
         size = min((size for size in captured if size >= count), default=None)
         self._rows_R[:count], self._at_R[:count] = rows_R, at_R
         if size is None:
-            self.draft(count, header.max_context, features, kv)
+            self.draft(count, header.max_context, needs, kv)
             return rows_R
         if size > count:
             self._rows_R[count:size].zero_()
@@ -150,17 +150,17 @@ class ModelDrafter(DeviceDrafter):
         self._hidden_BH[:places] = self._read(self._following_B[:places], hidden_TF, batch, kv)
 
     @torch.inference_mode()
-    def draft(self, count: int, max_context: int, features: RowNeeds, kv: KVCache) -> None:
+    def draft(self, count: int, max_context: int, needs: RowNeeds, kv: KVCache) -> None:
         """Draft the next tokens of `count` rows, from the hidden states of the positions before their newest token."""
         output_4R, rows_R = self._output_4R, self._rows_R[:count]
         ahead_R, copies = self._ahead_rows_R[:count], slice(1, count + 1)
         hidden_RH = self._hidden_BH.index_select(0, self._at_R[:count])
-        ahead, draw = self._copy_rows(rows_R, copies, features)
+        ahead, draw = self._copy_rows(rows_R, copies, needs)
         max_context = min(max_context + self.most, self.rows.pages.shape[1] * kv.page_size)
         table_RP = self._table(rows_R, max_context, kv)
         for index in range(self.most):
             logits_RV = self._head.compute_logits(hidden_RH, self._model.lm_head)
-            draw(logits_RV, ahead_R, features, output_4R)
+            draw(logits_RV, ahead_R, needs, output_4R)
             tokens_R = self._agreed(ahead, copies)
             self.next_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
             if index + 1 < self.most:
@@ -182,19 +182,17 @@ class ModelDrafter(DeviceDrafter):
             ahead.ints[copies, LAST] = tokens_R
         return tokens_R
 
-    def _copy_rows(self, rows_R: torch.Tensor, copies: slice, features: RowNeeds) -> tuple[RowState, Sampler]:
-        """Copies of rows with what `features` need of them, and what draws for these."""
+    def _copy_rows(self, rows_R: torch.Tensor, copies: slice, needs: RowNeeds) -> tuple[RowState, Sampler]:
+        """Copies of rows with what `needs` ask of them, and what draws for these."""
         rows, ahead, draw = self.rows, self._ahead, self._draw
-        if (
-            features & RowNeeds.PENALIZE
-        ):  # with counts, which take a vocabulary for each row: only while they are needed
+        if needs & RowNeeds.PENALIZE:  # with counts, which take a vocabulary for each row: only while they are needed
             ahead = RowState(len(rows_R), 1, rows.vocab, rows.ints.device)
             draw = self._sampler(ahead)
             torch.index_select(rows.counts, 0, rows_R, out=ahead.counts[copies])
         copied = [(ahead.ints, rows.ints), (ahead.floats, rows.floats)]
-        if features & RowNeeds.BIAS:
+        if needs & RowNeeds.BIAS:
             copied += [(ahead.bias_ids, rows.bias_ids), (ahead.bias, rows.bias)]
-        if features & RowNeeds.MIN_TOKENS:
+        if needs & RowNeeds.MIN_TOKENS:
             copied.append((ahead.banned, rows.banned))
         for target, source in copied:
             target[copies] = source.index_select(0, rows_R)

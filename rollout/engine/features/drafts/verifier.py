@@ -114,7 +114,7 @@ class DraftVerifier(DeviceFeature):
             verify.set_up(rows, self.state, step)
 
     def decode_fields(
-        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, features: int, output: Any
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any
     ) -> dict[str, Any]:
         """Where the forward keeps hidden states."""
         return {} if self.drafter is None else {"taps": self.drafter.decode_taps(positions_B)}
@@ -181,7 +181,7 @@ class DraftVerifier(DeviceFeature):
 
     # --- start --------------------------------------------------------------------------------------------------------
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, features: RowNeeds) -> None:
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
         """Have the drafter on the device run."""
         if self.on_device is not None:
             staging.facts[NAME] = [str(After.DRAFT)]

@@ -108,7 +108,7 @@ class ImageEncoder(DeviceFeature):
             self.buffer_PW.index_copy_(0, to_device(places, self._device), embeddings_NW)
 
     def decode_fields(
-        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, features: int, output: Any
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any
     ) -> dict[str, Any]:
         """Positions of the rotary embedding, where rows may have images."""
         return {"rope_positions": positions_B + rows.ints[:, ROPE_DELTA].index_select(0, rows_B)}

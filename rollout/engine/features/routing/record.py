@@ -66,7 +66,7 @@ class RoutingRecord(DeviceFeature):
         target.copy_from(source, tokens)
 
     def decode_fields(
-        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, features: int, output: StepExperts
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: StepExperts
     ) -> dict[str, Any]:
         """Where the routers write."""
         return {"experts": output.experts}

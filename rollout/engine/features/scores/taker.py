@@ -83,9 +83,9 @@ class ScoreTaker(DeviceFeature):
         tops, scored, ranked, prompt_tops = asked_of(header)
         return output.read(tops, scored, ranked=ranked, prompt_tops=prompt_tops)
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, features: RowNeeds) -> None:
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
         """All rows, and all tokens of a prefill."""
-        if not features & RowNeeds.TOP:
+        if not needs & RowNeeds.TOP:
             return
         asked = Asked(put_tops(staging, range(rows)))
         if token_ids is not None:
