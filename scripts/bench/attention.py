@@ -196,13 +196,14 @@ def usable(configs: list, compile_one: Callable, check: Callable) -> list:
 
 def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_heads: int) -> list[dict]:
     """Time all shapes for one number of heads."""
-    bases = [default_decode_config(DIM, torch.bfloat16, rows, args.fp8) for rows in (1, 32)]
+    group = heads // kv_heads
+    bases = [default_decode_config(DIM, torch.bfloat16, rows, args.fp8, group=group) for rows in (1, 32)]
     chunked = dataclasses.replace(bases[1], chunk=1024)
     configs = [*dict.fromkeys([*bases, *decode_candidates()])] if args.sweep else [*bases, chunked]
     tiny = Problem([700], heads, kv_heads, args.page_size, 1, args.fp8)
 
     def compile_one(config: DecodeConfig) -> float:
-        how = {"group": heads // kv_heads, "window": args.window, "config": config, "max_context": 700}
+        how = {"group": group, "window": args.window, "config": config, "max_context": 700}
         work = plan_decode_work(tiny.lens, kv_heads, **how)
         k, v = tiny.kv[0]
         options = {"scale": tiny.scale, "window": args.window, "scales_P2GS": tiny.scales[0], "work": work}
@@ -229,7 +230,7 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
         timed.sort(key=lambda entry: entry["us"])
         floor_us = kv_bytes / bandwidth * 1e6
         best = timed[0]
-        base = default_decode_config(DIM, torch.bfloat16, len(lens), args.fp8)
+        base = default_decode_config(DIM, torch.bfloat16, len(lens), args.fp8, group=group)
         default = min((t for t in timed if _same(t, base)), key=lambda t: t["us"], default=best)
         row = {"kind": "decode", "heads": f"{heads}/{kv_heads}", "shape": shape, "floor_us": floor_us}
         rows.append({**row, "default": default, "best": best})

@@ -258,9 +258,9 @@ def _decode(
     shape: Shape, rows: int, cache, scales, table, lens, window, shared: bool = False, variant: bool = False
 ) -> None:
     coded = scales is not None
-    config = triton_decode.default_decode_config(shape.dim, torch.bfloat16, rows, coded, shared)
-    segments = ints(2 * rows, SEGMENT_WORDS) if shared else None
     group = shape.heads // shape.kv_heads
+    config = triton_decode.default_decode_config(shape.dim, torch.bfloat16, rows, coded, shared, group)
+    segments = ints(2 * rows, SEGMENT_WORDS) if shared else None
     how = {"group": group, "window": window, "config": config, "multiprocessors": MULTIPROCESSORS}
     work = plan_decode_work(lens, shape.kv_heads, segments_SW=segments, **how)
     q = empty(rows, shape.heads, shape.dim)

@@ -141,8 +141,8 @@ def plan_paged_decode(
     from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 
     coded = k_cache_PSGD.dtype == torch.uint8
-    config = default_decode_config(dim, dtype, len(context_lens_B), coded, shared=segments_SW is not None)
-    group = heads // kv_heads
+    group, shared = heads // kv_heads, segments_SW is not None
+    config = default_decode_config(dim, dtype, len(context_lens_B), coded, shared, group)
     return plan_decode_work(
         context_lens_B, kv_heads, group=group, window=window, config=config, segments_SW=segments_SW
     )

@@ -191,11 +191,12 @@ def _attend(
 
 
 def default_decode_config(
-    dim: int, dtype: torch.dtype, rows: int, coded: bool = False, shared: bool = False
+    dim: int, dtype: torch.dtype, rows: int, coded: bool = False, shared: bool = False, group: int = 1
 ) -> DecodeConfig:
     """The configuration for a head dimension, the queries' dtype and a number of rows.
 
-    `coded` is for e4m3 caches, `shared` for plans that say which rows share pages.
+    `coded` is for e4m3 caches, `shared` for plans that say which rows share pages. `group` counts the query heads of a
+    KV head.
 
     Measured on an H200 in whole steps. Many rows get small tiles and many programs, because a program waits at the
     start of each row, which is frequent with short contexts. A few rows get larger tiles: split over many programs,
@@ -208,6 +209,8 @@ def default_decode_config(
         config = DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=4)
     else:
         config = DecodeConfig(num_warps=2) if coded else DecodeConfig(num_stages=2)
+    if coded:  # with 8 query heads to a KV head, a second kernel combines the parts 10% faster (H200, 80 rows of 6.5K)
+        config = replace(config, block_m=8, fused=group <= 4)
     if not shared:
         return config
     tile = SHARED_TILES[coded]
@@ -253,7 +256,7 @@ def decode_attention(
     assert k_cache_PSGD.dtype == (q_BHD.dtype if scales_P2GS is None else torch.uint8)
     assert scales_P2GS is None or scales_P2GS.is_contiguous()
     if work is None:
-        config = default_decode_config(dim, q_BHD.dtype, rows, coded=scales_P2GS is not None)
+        config = default_decode_config(dim, q_BHD.dtype, rows, coded=scales_P2GS is not None, group=heads // kv_heads)
         work = plan_decode_work(context_lens_B, kv_heads, group=heads // kv_heads, window=window, config=config)
     assert work.window == window and work.arrivals_BG.shape == (rows, kv_heads)
     config, group = work.config, heads // kv_heads
