@@ -1,23 +1,36 @@
-"""Which process of pytest-xdist gets which tests: whole files, and those that start workers first."""
+"""Which process of pytest-xdist gets which tests: whole files, those that start workers first.
+
+A file that takes long and begins last keeps one core while the others are idle. Files that share a worker go to one
+process, which starts it once.
+"""
 
 from __future__ import annotations
+
+import re
 
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-#: Folders whose files take long, as they start workers. One that came last would keep a core while others have ended.
-SLOW = ("tests/worker/", "tests/gateway/", "tests/robustness/", "tests/integrations/", "tests/unit/parallel/")
-#: A folder whose files share a worker of their own: one process gets them all, and starts one.
-TOGETHER = "tests/gateway/test_"
+#: Files that take long, as they start workers.
+SLOW = re.compile("tests/(worker|gateway|robustness|integrations|unit/parallel)/")
+#: Groups of files that share workers. A file that is missing here is as right, and starts its workers again.
+TOGETHER = {
+    "the worker of the gateway": re.compile("tests/gateway/test_"),
+    "the first and the second worker": re.compile(
+        "tests/(robustness/test_hostile_(manifests|messages_at_a_worker)|"
+        "worker/test_(clients|command_line|control|eos|errors|fleet|raw_protocol|raw_weights|report|sampling|sessions|"
+        "shared_memory|soak_short|views|weights))[.]py"
+    ),
+}
 
 
 class SlowFilesFirst(LoadFileScheduling):
-    """Files in the order of collection, except that those of `SLOW` come first."""
+    """Files in the order of collection, except that groups and slow files come first."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
+        return next((name for name, files in TOGETHER.items() if files.match(nodeid)), super()._split_scope(nodeid))
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        first = min(self.workqueue, key=lambda scope: (scope != TOGETHER, not scope.startswith(SLOW)))
+        first = min(self.workqueue, key=lambda scope: (scope not in TOGETHER, SLOW.match(scope) is None))
         self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
