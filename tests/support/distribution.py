@@ -1,7 +1,7 @@
 """Which process of pytest-xdist gets which tests: whole files, those that start workers first.
 
-A file that takes long and begins last keeps one core while the others are idle. Files that share a worker go to one
-process, which starts it once.
+A file that takes long and begins last keeps one core while the others are idle. Files that share a worker or ranks go
+to one process, which starts them once.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 #: Files that take long, as they start workers.
-SLOW = re.compile("tests/(worker|gateway|robustness|integrations|unit/parallel)/")
-#: Groups of files that share workers. A file that is missing here is as right, and starts its workers again.
+SLOW = re.compile("tests/(worker|gateway|robustness|integrations)/")
+#: Groups of files that share processes. A file that is missing here is as right, and starts its own again.
 TOGETHER = {
     "the worker of the gateway": re.compile("tests/gateway/test_"),
+    "the ranks of a group": re.compile("tests/unit/parallel/"),
     "the first and the second worker": re.compile(
         "tests/(robustness/test_hostile_(manifests|messages_at_a_worker)|"
         "worker/test_(clients|command_line|control|eos|errors|fleet|raw_protocol|raw_weights|report|sampling|sessions|"
