@@ -16,6 +16,10 @@ SLOW = re.compile("tests/(worker|gateway|robustness|integrations)/")
 #: Groups of files that share processes. A file that is missing here is as right, and starts its own again.
 TOGETHER = {
     "the worker of the gateway": re.compile("tests/gateway/test_"),
+    "the server of faults": re.compile(
+        "tests/bridge/(publish/test_(fsdp|lent_parts|ranks|tensor_parallel)|receiver/test_tensor_group|"
+        "transports/test_faults)[.]py"
+    ),
     "the ranks of a group": re.compile("tests/unit/parallel/"),
     "the first and the second worker": re.compile(
         "tests/(robustness/test_hostile_(manifests|messages_at_a_worker)|"
