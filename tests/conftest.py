@@ -27,6 +27,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 import torch  # noqa: E402
 
 from rollout.process.logs import LineStream  # noqa: E402
+from tests.support.worker.harness import launch_shared  # noqa: E402
+from trainer_bridge.client.launch import WorkerProcess  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -47,7 +49,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)  # also in the process that only hands tests out, which collects none
 def pytest_runtestloop() -> None:
     """Objects made before the first test stay: the garbage collector need not visit them."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
@@ -61,6 +62,22 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     seed = terminalreporter.config.getoption("randomly_seed", None)
     if seed is not None:
         terminalreporter.write_line(f"random order: --randomly-seed={seed}")
+
+
+@pytest.fixture(scope="session")
+def first_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """A worker that is shared by all tests of this process; it keeps its weights."""
+    with launch_shared(tmp_path_factory.mktemp("workers") / "first.log") as worker:
+        yield worker
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.support.distribution import SlowFilesFirst
+
+    return SlowFilesFirst(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ from rollout.models.batch import AttentionBatch, KVCache, WantedTokens
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.delta_net import DeltaNet
 from rollout.models.deterministic import KernelProduct, head_product, kernel_product
-from rollout.models.fused_experts import FusedExperts
+from rollout.models.fused_experts import PLANS, ExpertPlans, FusedExperts
 from rollout.models.fused_experts import kernels_take as experts_take
 from rollout.models.layers import (
     Attention,
@@ -139,9 +139,10 @@ class FusedDecoder:
     """Runs steps of a `Decoder` with the fused kernels; shares its parameters and stands in for it.
 
     With `deterministic` a token's results do not depend on the step that it is in; see `rollout.models.deterministic`.
+    Experts choose their kernels by `plans`.
     """
 
-    def __init__(self, model: Decoder, deterministic: bool = False) -> None:
+    def __init__(self, model: Decoder, deterministic: bool = False, plans: ExpertPlans = PLANS) -> None:
         if not model.spec.plain_stream:
             raise ValueError(f"the fused kernels do not run the residual stream of {model.spec.architecture}")
         if deterministic:
@@ -160,7 +161,7 @@ class FusedDecoder:
             architecture = model.spec.architecture
             raise ValueError(f"deterministic is not possible for this {architecture}: not all its blocks have kernels")
         sparse = any(isinstance(block, SparseFeedForward) for block in feed_forwards)
-        self._experts = FusedExperts.of_model(model, deterministic) if sparse else None
+        self._experts = FusedExperts.of_model(model, deterministic, plans) if sparse else None
         self._products: dict[Linear, KernelProduct] = {}
         for mixer in mixers:
             if isinstance(mixer, Attention):

@@ -17,7 +17,7 @@ Legend: T tokens, S parts, H hidden, K experts a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -57,6 +57,18 @@ def experts_of(block: SparseFeedForward) -> LayerExperts:
     return LayerExperts(block.weights("gate_up"), block.weights("down"), glu)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertPlans:
+    """How sparse blocks choose their kernels by the number of tokens of a step."""
+
+    plan: Callable[..., Plan] = moe_plan
+    #: Norm and router are one launch in a step of so many tokens at most; not above `MOST_TOKENS`.
+    joined_tokens: int = MOST_TOKENS
+
+
+PLANS = ExpertPlans()
+
+
 def kernels_take(spec: MoESpec, dtype: torch.dtype) -> bool:
     """True if the kernels can run these experts: 16 bits, and even widths."""
     return dtype in (torch.bfloat16, torch.float16) and spec.hidden % 2 == 0 and spec.intermediate % 2 == 0
@@ -69,9 +81,15 @@ class FusedExperts:
     """
 
     def __init__(
-        self, blocks: Sequence[SparseFeedForward], eps: float, unit_offset: bool = False, deterministic: bool = False
+        self,
+        blocks: Sequence[SparseFeedForward],
+        eps: float,
+        unit_offset: bool = False,
+        deterministic: bool = False,
+        plans: ExpertPlans = PLANS,
     ) -> None:
         first = blocks[0]
+        self._plans = plans
         spec = first.spec
         self._router, self._eps, self._dtype = spec.router, eps, first.router.dtype
         self._unit_offset = unit_offset
@@ -94,16 +112,16 @@ class FusedExperts:
         self._chosen: list[torch.Tensor] | None = None  # its experts, if it is being captured
 
     @classmethod
-    def of_model(cls, model: Decoder, deterministic: bool = False) -> FusedExperts:
+    def of_model(cls, model: Decoder, deterministic: bool = False, plans: ExpertPlans = PLANS) -> FusedExperts:
         """Of all sparse layers of a model."""
         blocks = [cast(DecoderLayer, layer).feed_forward for layer in model.layers]
         sparse = [block for block in blocks if isinstance(block, SparseFeedForward)]
-        return cls(sparse, model.spec.eps, model.spec.unit_offset, deterministic)
+        return cls(sparse, model.spec.eps, model.spec.unit_offset, deterministic, plans)
 
     def begin_step(self, tokens: int) -> None:
         """Choose the plan for a step of `tokens` tokens, which all its layers run by. Call this before its launch."""
         shape, deterministic = self._shape, self._deterministic
-        self._plan = moe_plan(
+        self._plan = self._plans.plan(
             shape, self._format, self._dtype, tokens, deterministic=deterministic, device=self._device
         )
         self._chosen = [] if self._scratch.arrived_T.is_cuda and torch.cuda.is_current_stream_capturing() else None
@@ -125,11 +143,11 @@ class FusedExperts:
         padded = 1
         if self._device is not None:
             padded = padded_from(self._shape, self._format, self._dtype, self._device) or 1
-        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS, MANY_TOKENS - 1, padded - 1} - {0})
+        return sorted({*bands, *grouping, self._plans.joined_tokens, MOST_ROWS, MANY_TOKENS - 1, padded - 1} - {0})
 
     def joins_norm(self, tokens: int) -> bool:
         """True if norm and router of a step of `tokens` tokens are one launch."""
-        return self._rule is None and tokens <= MOST_TOKENS and not self._deterministic
+        return self._rule is None and tokens <= self._plans.joined_tokens and not self._deterministic
 
     def run(
         self,
@@ -229,8 +247,8 @@ class DecoderWithFusedExperts:
     Nothing is read on the host, so that steps can be captured. It shares the parameters of the model.
     """
 
-    def __init__(self, model: Decoder) -> None:
-        self._model, self._experts = model, FusedExperts.of_model(model)
+    def __init__(self, model: Decoder, plans: ExpertPlans = PLANS) -> None:
+        self._model, self._experts = model, FusedExperts.of_model(model, plans=plans)
 
     def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""

@@ -9,19 +9,64 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 #: Seconds after which a compilation is taken for failed.
 MOST_S = 300.0
-_running = 0
-_begun_s = 0.0  # the last one; of many, the end of the last one
+
+
+class Compilations:
+    """Counts the compilations that run. `clock` is in seconds, and never goes back."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._running = 0
+        self._begun_s = 0.0  # the last one; of many, the end of the last one
+
+    def running(self) -> bool:
+        """True while a kernel is compiled."""
+        return self._running > 0 and self._clock() < self._begun_s + MOST_S
+
+    @contextmanager
+    def many(self) -> Iterator[None]:
+        """Within, kernels are compiled ahead of their use. Triton reports the end of each, maybe its begin twice."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def begins(self, **facts: Any) -> bool:
+        """Triton's hook before a compilation; true would stop it."""
+        if not facts.get("is_manual_warmup"):
+            self._begin()
+        return False
+
+    def ended(self, **facts: Any) -> None:
+        """Triton's hook after one."""
+        if facts.get("is_manual_warmup"):
+            self._begun_s = self._clock()
+        else:
+            self._end()
+
+    def _begin(self) -> None:
+        if not self.running():  # one before may have failed
+            self._running = 0
+        self._running, self._begun_s = self._running + 1, self._clock()
+
+    def _end(self) -> None:
+        self._running = max(0, self._running - 1)
+
+
+_here = Compilations()
+many_compilations = _here.many
 
 
 def compiling() -> int:
-    """1 while a kernel is compiled, else 0. `watch_compilations` must have been called."""
-    return int(_running > 0 and time.monotonic() < _begun_s + MOST_S)
+    """1 while this process compiles a kernel, else 0. `watch_compilations` must have been called."""
+    return int(_here.running())
 
 
 def watch_compilations() -> None:
@@ -30,43 +75,5 @@ def watch_compilations() -> None:
         return
     from triton import knobs
 
-    knobs.runtime.jit_cache_hook = begins
-    knobs.runtime.jit_post_compile_hook = ended
-
-
-@contextmanager
-def many_compilations() -> Iterator[None]:
-    """Within, kernels are compiled ahead of their use. Triton reports the end of each, maybe its begin twice."""
-    _begin()
-    try:
-        yield
-    finally:
-        _end()
-
-
-def begins(**facts: Any) -> bool:
-    """Triton's hook before a compilation; true would stop it."""
-    if not facts.get("is_manual_warmup"):
-        _begin()
-    return False
-
-
-def ended(**facts: Any) -> None:
-    """Triton's hook after one."""
-    global _begun_s
-    if facts.get("is_manual_warmup"):
-        _begun_s = time.monotonic()
-    else:
-        _end()
-
-
-def _begin() -> None:
-    global _running, _begun_s
-    if not compiling():  # one before may have failed
-        _running = 0
-    _running, _begun_s = _running + 1, time.monotonic()
-
-
-def _end() -> None:
-    global _running
-    _running = max(0, _running - 1)
+    knobs.runtime.jit_cache_hook = _here.begins
+    knobs.runtime.jit_post_compile_hook = _here.ended

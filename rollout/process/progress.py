@@ -27,19 +27,20 @@ log = logging.getLogger("rollout.progress")
 #: Reports progress: (done, total) in any unit; a total of 0 means unknown. May be called from any thread.
 Advance = Callable[[int, int], None]
 
-_QUICK_S = 2.0  # a shorter stage prints nothing
-_EVERY_S = 15.0  # between two lines
+QUICK_S = 2.0  # a shorter stage prints nothing
+EVERY_S = 15.0  # between two lines
 
 
 @contextmanager
-def stage(what: str, *, quiet: bool = False) -> Iterator[Advance]:
+def stage(what: str, *, quiet: bool = False, quick_s: float = QUICK_S, every_s: float = EVERY_S) -> Iterator[Advance]:
     """Show the progress of a stage; yields the function that reports it.
 
-    `what` names the stage, as in "loading weights". With `quiet` there is a bar on a terminal, but no lines.
+    `what` names the stage, as in "loading weights". With `quiet` there is a bar on a terminal, but no lines. A stage of
+    less than `quick_s` prints nothing; then a line comes every `every_s`.
     """
     console = Console(file=sys.stderr)
     shown = console.is_terminal and not console.is_dumb_terminal
-    lines = _Lines(what, silent=shown or quiet)
+    lines = _Lines(what, shown or quiet, quick_s, every_s)
     began_s = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     try:
@@ -54,7 +55,7 @@ def stage(what: str, *, quiet: bool = False) -> Iterator[Advance]:
     finally:
         lines.end()
     took_s = time.perf_counter() - began_s
-    if took_s >= _QUICK_S and not quiet:
+    if took_s >= quick_s and not quiet:
         _say(f"{what} took {took_s:.1f} s", stage=what, took_s=round(took_s, 1))
 
 
@@ -69,12 +70,13 @@ def both(first: Advance, second: Advance) -> Advance:
 
 
 class _Lines:
-    """A thread that prints the progress after two seconds, and then every 15 seconds."""
+    """A thread that prints the progress after `quick_s`, and then every `every_s`."""
 
-    def __init__(self, what: str, silent: bool) -> None:
+    def __init__(self, what: str, silent: bool, quick_s: float, every_s: float) -> None:
         self.at = (0, 0)
         self._what = what
         self._silent = silent
+        self._quick_s, self._every_s = quick_s, every_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         if not silent:
@@ -87,10 +89,10 @@ class _Lines:
             self._thread.join()
 
     def _run(self) -> None:
-        if self._over.wait(_QUICK_S):
+        if self._over.wait(self._quick_s):
             return
         _say(self._what, stage=self._what)
-        while not self._over.wait(_EVERY_S):
+        while not self._over.wait(self._every_s):
             done, total = self.at
             share = f": {100 * done / total:.0f} %" if total else ", still"
             _say(f"{self._what}{share}", stage=self._what, done=done, total=total)

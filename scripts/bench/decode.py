@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
@@ -160,7 +161,7 @@ def main() -> None:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="an engine setting; repeatable"
     )
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     changes = dict(change.partition("=")[::2] for change in args.set)
     job = Job(
         shape=args.shape,

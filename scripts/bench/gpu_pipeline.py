@@ -21,6 +21,7 @@ import gc
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,7 @@ def print_tables(lines: list[dict[str, Any]]) -> None:
         print(f"meter and profiler are at most {max(apart):.2f} points apart")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure every shape, print and write each line at once."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"])
@@ -254,7 +255,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="runs of each depth, in turn")
     parser.add_argument("--profiled", type=int, default=32, help="steps under the profiler at each depth; 0: none")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     plan = Plan(args.prompt, args.new, args.turns, args.profiled if args.device != "cpu" else 0)
     lines = []
     for shape in args.shapes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -94,7 +94,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     engine.executor.close()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=16_384, help="tokens of the prompt that is scored")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     results = []
     for row in cases(args):
         results.append({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})

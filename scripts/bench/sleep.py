@@ -24,6 +24,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, A
     return rows, facts
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
@@ -231,7 +232,7 @@ def main() -> int:
     parser.add_argument("--host-kv-gib", type=float, default=0.0, help="host memory for the KV of sleeping rows")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rows, facts = measure(args)
     print_table(f"{args.shape}, {args.rows} rows; a step without it {facts['plain_step_ms']:.3f} ms", rows)
     write_results(args.out, rows, **facts)

@@ -282,7 +282,7 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
     return well
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print each row at once, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
@@ -324,7 +324,7 @@ def main() -> int:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of the worker, a device each")
     parser.add_argument("--limit-s", type=float, default=120.0, help="time limit of each operation, seconds")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.updates and model_config(args.shape)["tie_word_embeddings"]:
         parser.error(
             f"{args.shape} cannot reveal its version, because its output layer is its embedding; take another shape"

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def over_rounds(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print each measurement at once, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="toy")
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--warm-s", type=float, default=2.0, help="seconds of updates before a measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "swap_rate_cpu.json")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.rows % args.prompts:
         parser.error("--prompts must divide --rows")
     with tempfile.TemporaryDirectory(prefix="bench-swap-rate-") as folder:

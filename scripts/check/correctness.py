@@ -27,7 +27,7 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -421,7 +421,7 @@ def check_families(args: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks and write the results; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
@@ -440,7 +440,7 @@ def main() -> int:
     parser.add_argument("--long-rows", type=int, default=32)
     parser.add_argument("--long-tokens", type=int, default=16384)
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     transformers.utils.logging.disable_progress_bar()
     long = LongRun(args.long_shape, args.device, args.long_rows, args.long_tokens)
     results = [run_long(long)] if args.long else check_families(args)

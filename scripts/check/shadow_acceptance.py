@@ -149,10 +149,10 @@ class NgramDrafter:
     Of a completion that has not ended, and of its prompt, a token takes about 1.2 KB.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reach: int | None = None) -> None:
         from rollout_kernels.step import ngrams  # imports torch, which suffix matching does not need
 
-        self._most_equal, self._reach = ngrams.MOST_EQUAL, ngrams.REACH
+        self._most_equal, self._reach = ngrams.MOST_EQUAL, ngrams.REACH if reach is None else reach
         self._rows: dict[Hashable, tuple[list[int], dict[tuple[int, ...], int]]] = {}
 
     def matched_path(

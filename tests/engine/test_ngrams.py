@@ -89,6 +89,15 @@ def submit_eight(bench: Bench) -> None:
         bench.submit(f"r{i}", prompt(i), 50, sampling=sampling)
 
 
+@pytest.fixture(scope="module")
+def plain_eight(folders) -> Bench:
+    bench = Bench(load(folders[0]), kv_pages=600)
+    submit_eight(bench)
+    bench.run()
+    bench.close()
+    return bench
+
+
 @pytest.mark.parametrize(
     ("fields", "preempted"),
     [
@@ -98,13 +107,9 @@ def submit_eight(bench: Bench) -> None:
         ({"kv_pages": 40, "page_size": PAGE, "host_kv_pages": 512}, True),
     ],
 )
-def test_drafts_are_those_of_the_whole_text(folders, model, monkeypatch, fields, preempted):
+def test_drafts_are_those_of_the_whole_text(plain_eight, model, monkeypatch, fields, preempted):
     """With prompts from the prefix cache, in pieces, and after rows gave their pages up."""
-    plain = Bench(load(folders[0]), kv_pages=600)
-    submit_eight(plain)
-    plain.run()
-    plain.close()
-    checked = CheckedDrafts(monkeypatch, texts_of(plain, {f"r{i}": prompt(i) for i in range(8)}))
+    checked = CheckedDrafts(monkeypatch, texts_of(plain_eight, {f"r{i}": prompt(i) for i in range(8)}))
     fields = dict(fields)
     if host_pages := fields.pop("host_kv_pages", 0):
         page_bytes = (model.spec.kv_bytes_per_token(model.embed.dtype) + 4) * PAGE
@@ -113,7 +118,7 @@ def test_drafts_are_those_of_the_whole_text(folders, model, monkeypatch, fields,
     submit_eight(bench)
     run_watched(bench)
     bench.close()
-    assert_same(bench, plain)
+    assert_same(bench, plain_eight)
     assert checked.count > 100 and checked.wrong == []
     counters = bench.engine.roster.counters
     drafts = bench.drafts

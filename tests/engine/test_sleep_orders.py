@@ -7,11 +7,10 @@ import random
 import pytest
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Shutdown, Sleep, Wake
 from rollout.engine.messages.to_service import Done, Failed
 from tests.support.engine.harness import load
-from tests.support.engine.sleeping import Sleeping, outcome, submit_some
+from tests.support.engine.sleeping import Sleeping, SomeHost, outcome, submit_some
 from tests.support.engine.streams import LateDevice, random_delays
 from tests.support.engine.updates import InPlace, Mailbox, Update
 from tests.support.kernels.grids import nightly
@@ -78,13 +77,13 @@ def test_a_wake_that_finds_too_little_leaves_all_of_it_asleep_and_a_later_one_su
     bench.close()
 
 
-def test_weights_that_the_host_cannot_keep_leave_it_awake_with_all_its_kv(model, prompt_of, greedy, monkeypatch):
-    bench = Sleeping(model)
+def test_weights_that_the_host_cannot_keep_leave_it_awake_with_all_its_kv(model, prompt_of, greedy):
+    bench = Sleeping(model, host := SomeHost())
     bench.submit("prefix", prompt_of(33), 5)
     bench.run()
     bench.submit("a", prompt_of(9), 20)
     bench.ticks(6)
-    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 0)
+    host.free = 0
     answer = bench.sleep()
     assert isinstance(answer, Failed) and answer.code == "unavailable" and "level 2" in answer.message
     assert bench.status().state == "serving" and bench.engine.gate.admit_update()
@@ -250,14 +249,14 @@ def test_an_engine_that_fails_asleep_is_not_built_anew(model):
     bench.close(check=False)
 
 
-def test_an_engine_that_fails_while_its_weights_come_back_is_not_built_anew_around_them(model, monkeypatch):
-    bench = Sleeping(model)
+def test_an_engine_that_fails_while_its_weights_come_back_is_not_built_anew_around_them(model):
+    bench = Sleeping(model, host := SomeHost())
     bench.sleep()
-    monkeypatch.setattr(CpuDevice, "synchronize", lambda self: 1 / 0)
+    host.broken = True
     token = bench.order(Wake)
     with pytest.raises(ZeroDivisionError):
         bench.engine.tick()
-    monkeypatch.undo()
+    host.broken = False
     bench.engine.fail("broken")
     assert bench.answer(token).code == "internal"
     with pytest.raises(RuntimeError, match="given back"):

@@ -46,14 +46,11 @@ def test_hostile_messages_hold(fuzz: ModuleType) -> None:
         fuzz.check_frames(message.frames)
 
 
-def test_a_reader_that_is_broken_is_noticed(fuzz: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_is_broken_is_noticed(fuzz: ModuleType) -> None:
     frames = wire.encode({"v": 1, "op": "ping", "id": "x", "y": np.arange(3)})
     assert fuzz.check_frames(frames)
-    decode = wire.decode
-    monkeypatch.setattr(wire, "decode", lambda frames: decode(frames) | {"y": np.arange(3)})
     with pytest.raises(AssertionError):  # a writable array
-        fuzz.check_frames(frames)
+        fuzz.check_frames(frames, lambda frames: wire.decode(frames) | {"y": np.arange(3)})
     readings = iter([{"y": 1}, {"y": 1.0}])
-    monkeypatch.setattr(wire, "decode", lambda frames: next(readings))
     with pytest.raises(AssertionError, match="changes when it is sent again"):
-        fuzz.check_frames(wire.encode({"y": 1}))
+        fuzz.check_frames(wire.encode({"y": 1}), lambda frames: next(readings))

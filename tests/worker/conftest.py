@@ -1,42 +1,24 @@
-"""Two workers, each started once where a test needs it and shared by all tests here; each test leaves them idle."""
+"""Fixtures of whole workers: `first_worker` of all tests, and a second one; each test leaves them idle."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.worker.harness import assert_idle, launch
+from tests.support.worker.harness import assert_idle, launch, launch_shared
 from tests.support.worker.lost_ranks import Points
 from tests.support.worker.raw_client import RawClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 
-MAX_ROWS, MAX_QUEUE, MAX_CONTEXT = 8, 24, 32_768
-
-
-def start(log: Path) -> WorkerProcess:
-    """A worker that counts in ones."""
-    flags = {"max_rows": MAX_ROWS, "max_queue": MAX_QUEUE, "max_context_tokens": MAX_CONTEXT}
-    if importlib.util.find_spec("prometheus_client") is not None:
-        flags |= {"metrics_port": 0, "interval_s": 0.5}
-    return launch(log=log, ready_timeout_s=120, **flags)
-
-
-@pytest.fixture(scope="session")
-def first_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """It keeps its weights."""
-    with start(tmp_path_factory.mktemp("workers") / "first.log") as worker:
-        yield worker
-
 
 @pytest.fixture(scope="session")
 def second_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """It is for tests that publish other weights."""
-    with start(tmp_path_factory.mktemp("workers") / "second.log") as worker:
+    with launch_shared(tmp_path_factory.mktemp("workers") / "second.log") as worker:
         yield worker
 
 

@@ -77,8 +77,8 @@ def same(one: GenerateResult, two: GenerateResult) -> bool:
     )
 
 
-def test_twenty_killed_clients_leave_nothing_behind(worker: WorkerProcess, tmp_path: Path) -> None:
-    names = [f"job-{i}" if i % 2 else "" for i in range(20)]
+def test_killed_clients_leave_nothing_behind(worker: WorkerProcess, tmp_path: Path) -> None:
+    names = [f"job-{i}" if i % 2 else "" for i in range(8)]
     clients = [
         subprocess.Popen(
             [sys.executable, "-c", CLIENT_SCRIPT, worker.endpoint, name, "stream" if i % 4 < 2 else ""],
@@ -91,7 +91,7 @@ def test_twenty_killed_clients_leave_nothing_behind(worker: WorkerProcess, tmp_p
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         before = client.status()["reclaimed"]
         send_all(clients)
-        until(lambda: client.status()["rows"]["running"] == 40, "all to run at once")
+        until(lambda: client.status()["rows"]["running"] == 16, "all to run at once")
         for process in clients:
             process.send_signal(signal.SIGKILL)
         for process in clients:
@@ -99,8 +99,8 @@ def test_twenty_killed_clients_leave_nothing_behind(worker: WorkerProcess, tmp_p
         until(lambda: client.status()["rows"]["running"] == 0, "the rows to come back")
         assert_idle(worker)
         status = client.status()
-        assert status["reclaimed"] == before + 40
-        assert status["results"]["stored"] == 10, "partials of clients that may come back, and of no others"
+        assert status["reclaimed"] == before + 16
+        assert status["results"]["stored"] == 4, "partials of clients that may come back, and of no others"
     for name in filter(None, names):
         with RolloutClient(worker.endpoint, client=name, timeout_s=60.0) as client:
             for completion in client.attach("r").completions:

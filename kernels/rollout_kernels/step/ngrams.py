@@ -25,6 +25,7 @@ def guess_by_ngrams(
     *,
     last: int,
     length: int,
+    reach: int = REACH,
 ) -> None:
     """Guess the next tokens of rows. On a GPU it does not wait for the device.
 
@@ -36,11 +37,12 @@ def guess_by_ngrams(
         guesses_NG: int64; receives the guesses of these rows.
         last: column of `ints_NI` with the last token.
         length: column of `ints_NI` with the number of tokens in the pages.
+        reach: tokens at the end of a text that are searched.
     """
     if ints_NI.is_cuda:
         from rollout_kernels.step import triton_ngrams
 
-        limits = {"most_equal": MOST_EQUAL, "reach": REACH}
+        limits = {"most_equal": MOST_EQUAL, "reach": reach}
         triton_ngrams.guess_by_ngrams(
             rows_R, ints_NI, pages_NP, tokens_PS, guesses_NG, last=last, length=length, **limits
         )
@@ -50,13 +52,13 @@ def guess_by_ngrams(
         written = int(ints_NI[row, length])
         pages = pages_NP[row, : -(-written // page_size)].long()
         text_T = torch.cat([tokens_PS[pages].flatten()[:written].long(), ints_NI[row, last : last + 1]])
-        guesses_NG[row] = _follow(text_T, guesses_NG.shape[1])
+        guesses_NG[row] = _follow(text_T, guesses_NG.shape[1], reach)
 
 
-def _follow(text_T: torch.Tensor, count: int) -> torch.Tensor:
+def _follow(text_T: torch.Tensor, count: int, reach: int) -> torch.Tensor:
     """The `count` guesses after a text, int64."""
     total = len(text_T)
-    places_N = torch.arange(max(1, total - REACH), total)
+    places_N = torch.arange(max(1, total - reach), total)
     alive_N, equal_N = torch.ones_like(places_N, dtype=torch.bool), torch.zeros_like(places_N)
     for j in range(min(MOST_EQUAL, total - 1)):
         at_N = places_N - 1 - j

@@ -30,10 +30,10 @@ _GIB = 2**30
 #: Alignment of tensors in a block, bytes: the same as in torch's own allocator.
 _ALIGN = 512
 #: Tensors that are moved share blocks of about this size. While a block is moved, both places take memory.
-_BLOCK_BYTES = 256 << 20
+BLOCK_BYTES = 256 << 20
 #: Host memory is allocated in pieces of powers of two, because pinned memory is rounded up to those: pieces of the
 #: first size, and the rest of a block in smaller pieces, down to the second size.
-_PIECE_BYTES, _LEAST_PIECE_BYTES = 256 << 20, 1 << 20
+PIECE_BYTES, _LEAST_PIECE_BYTES = 256 << 20, 1 << 20
 
 
 class MemoryShortError(RuntimeError):
@@ -75,10 +75,17 @@ class _Block:
 
 
 class ReleasableMemory:
-    """All blocks of a worker. Call `release` and `restore` only while nothing runs on the device."""
+    """All blocks of a worker. Call `release` and `restore` only while nothing runs on the device.
 
-    def __init__(self, device: Device, backing: Backing) -> None:
+    Tensors that are moved share blocks of about `block_bytes`; host memory comes in pieces of `piece_bytes` at most.
+    """
+
+    def __init__(
+        self, device: Device, backing: Backing, block_bytes: int = BLOCK_BYTES, piece_bytes: int = PIECE_BYTES
+    ) -> None:
         self._device = device
+        self._host = device if isinstance(device, CpuDevice) else CpuDevice()
+        self._block_bytes, self._piece_bytes = block_bytes, piece_bytes
         self._backing = backing
         self._blocks: list[_Block] = []
         self._saved = self._was_saved = False  # the second: before the last wake
@@ -118,7 +125,7 @@ class ReleasableMemory:
     @torch.no_grad()
     def take_over(self, tensors: Iterable[torch.Tensor], *, kept: bool) -> None:
         """Move tensors into blocks. The tensor objects stay the same; earlier views still refer to the old memory."""
-        for group in _grouped(tensors):
+        for group in _grouped(tensors, self._block_bytes):
             starts, end = [], 0
             for tensor in group:
                 assert tensor.is_contiguous(), "only contiguous tensors can be moved"
@@ -152,7 +159,7 @@ class ReleasableMemory:
     def save(self) -> None:
         """Copy kept content to host memory. Raises MemoryShortError if there is too little of it."""
         missing = self.kept_bytes - sum(block.nbytes for block in self._blocks if block.host)
-        free = CpuDevice().free_bytes()
+        free = self._host.free_bytes()
         if missing > free:
             raise MemoryShortError(
                 f"keeping the weights takes {missing / _GIB:.2f} GiB of host memory and {free / _GIB:.2f} GiB are "
@@ -169,7 +176,7 @@ class ReleasableMemory:
     def _host_pieces(self, nbytes: int) -> list[torch.Tensor]:
         pieces = []
         try:
-            for piece in _pieces(nbytes):
+            for piece in pieces_of(nbytes, self._piece_bytes):
                 pieces.append(self._device.host_buffer((piece,), torch.uint8))
                 self.parts += 1
             return pieces
@@ -271,10 +278,10 @@ class ReleasableMemory:
         return self._backing.tensor(block.addresses, 0, block.nbytes)
 
 
-def _grouped(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _grouped(tensors: Iterable[torch.Tensor], block_bytes: int) -> Iterator[list[torch.Tensor]]:
     group: list[torch.Tensor] = []
     for tensor in tensors:
-        if group and sum(other.nbytes for other in group) + tensor.nbytes > _BLOCK_BYTES:
+        if group and sum(other.nbytes for other in group) + tensor.nbytes > block_bytes:
             yield group
             group = []
         group.append(tensor)
@@ -282,9 +289,9 @@ def _grouped(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield group
 
 
-def _pieces(nbytes: int) -> list[int]:
-    """Sizes of pieces that add up to `nbytes`."""
-    sizes, piece = [], _PIECE_BYTES
+def pieces_of(nbytes: int, piece: int = PIECE_BYTES) -> list[int]:
+    """Sizes of pieces that add up to `nbytes`: of `piece` bytes, and the rest in smaller ones."""
+    sizes = []
     while nbytes > 0:
         if nbytes < piece and piece > _LEAST_PIECE_BYTES:
             piece //= 2

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.engine.device import releasable
 from rollout.engine.device.cuda_pages import CudaPages, DriverError, _Access, _Properties
-from rollout.engine.device.releasable import HostPages, MemoryShortError, ReleasableMemory
+from rollout.engine.device.releasable import HostPages, MemoryShortError, ReleasableMemory, pieces_of
 from rollout.engine.device.streams import CpuDevice
-from tests.support.engine.sleeping import StrictPages
+from tests.support.engine.sleeping import SomeHost, StrictPages
 
 MIB = 1 << 20
 
@@ -41,10 +40,8 @@ def test_the_system_has_the_memory_while_it_is_given_back():
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_tensors_and_views_are_the_same_objects_at_the_same_addresses(monkeypatch, saved):
-    monkeypatch.setattr(releasable, "_BLOCK_BYTES", 3000)
-    monkeypatch.setattr(releasable, "_PIECE_BYTES", 1024)
-    memory = ReleasableMemory(CpuDevice(), StrictPages())
+def test_tensors_and_views_are_the_same_objects_at_the_same_addresses(saved):
+    memory = ReleasableMemory(CpuDevice(), StrictPages(), block_bytes=3000, piece_bytes=1024)
     first, large = nn.Parameter(torch.rand(10, 20), requires_grad=False), torch.rand(1000)
     coded = torch.arange(77, dtype=torch.uint8)
     tensors = [first, large, coded, torch.empty(0)]
@@ -71,7 +68,7 @@ def test_tensors_and_views_are_the_same_objects_at_the_same_addresses(monkeypatc
             tensor.copy_(value)
 
 
-def test_dropped_memory_returns_as_zeros(monkeypatch):
+def test_dropped_memory_returns_as_zeros():
     memory = ReleasableMemory(CpuDevice(), StrictPages())
     weight = torch.rand(9)
     memory.take_over([weight], kept=True)
@@ -102,54 +99,68 @@ def test_memory_that_runs_out_at_any_block_leaves_none_and_can_be_had_later(bloc
     assert torch.equal(weight, value) and not any(cache.any() for cache in kv) and len(pages.backed) == 4
 
 
-def test_too_little_is_said_in_gib_before_anything_is_tried(monkeypatch):
-    pages = StrictPages()
+class SomePages(StrictPages):
+    """Memory of which as much is free as the test says."""
+
+    free = None
+
+    def trim(self) -> int:
+        return 2 << 30  # what steps had made the allocator hold
+
+    def free_bytes(self) -> int:
+        return super().free_bytes() if self.free is None else self.free
+
+    def back(self, span) -> None:
+        assert self.free is None, "there is too little"
+        super().back(span)
+
+
+def test_too_little_is_said_in_gib_before_anything_is_tried():
+    pages = SomePages()
     memory = ReleasableMemory(CpuDevice(), pages)
     memory.zeros((3 << 20,), torch.uint8)
-    monkeypatch.setattr(pages, "trim", lambda: 2 << 30, raising=False)  # what steps had made the allocator hold
     memory.release()
-    free = [1 << 30]
-    monkeypatch.setattr(pages, "free_bytes", lambda: free[0], raising=False)
-    monkeypatch.setattr(pages, "back", lambda span: pytest.fail("there is too little"), raising=False)
+    pages.free = 1 << 30
     with pytest.raises(MemoryShortError, match=r"2.00 GiB and 1.00 GiB are free: 1.00 GiB are missing"):
         memory.restore()
-    monkeypatch.undo()
+    pages.free = 2 << 31
+    with pytest.raises(AssertionError, match="there is too little"):
+        memory.restore()  # it is tried where there is enough
+    pages.free = None
     memory.restore()
 
 
-def test_weights_that_the_host_cannot_keep_are_not_given_back(monkeypatch):
-    memory = ReleasableMemory(CpuDevice(), StrictPages())
+def test_weights_that_the_host_cannot_keep_are_not_given_back():
+    device = SomeHost()
+    memory = ReleasableMemory(device, StrictPages())
     weight = torch.rand(9)
     memory.take_over([weight], kept=True)
-    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 511)
+    device.free = 511
     with pytest.raises(MemoryShortError, match="host memory.*level 2"):
         memory.save()
-    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 512)
+    device.free = 512
     memory.save()
-    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 0)
+    device.free = 0
     memory.save()  # what it has for this it keeps
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 511, MIB, 3 * MIB + 5, 201 * MIB, 256 * MIB, 257 * MIB, 1245 * MIB + 512])
 def test_pinned_memory_which_is_rounded_up_to_powers_of_two_is_not_much_more_than_the_weights(nbytes):
-    pieces = releasable._pieces(nbytes)
+    pieces = pieces_of(nbytes)
     pinned = sum(1 << (piece - 1).bit_length() for piece in pieces)
     assert sum(pieces) == nbytes <= pinned <= nbytes + MIB and len(pieces) <= nbytes // (256 * MIB) + 9
 
 
-def test_host_memory_that_is_not_given_is_too_little_of_it(monkeypatch):
-    memory = ReleasableMemory(CpuDevice(), StrictPages())
+def test_host_memory_that_is_not_given_is_too_little_of_it():
+    device = SomeHost()
+    memory = ReleasableMemory(device, StrictPages())
     weight = torch.rand(9)
     value = weight.clone()
     memory.take_over([weight], kept=True)
-
-    def refuse(self, shape, dtype):
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(CpuDevice, "host_buffer", refuse)
+    device.refuses = True
     with pytest.raises(MemoryShortError, match=r"pinned memory.*level 2.*out of memory"):
         memory.save()
-    monkeypatch.undo()
+    device.refuses = False
     memory.save()
     memory.release()
     memory.restore()
@@ -203,10 +214,13 @@ def test_the_structures_are_laid_out_as_the_drivers():
         ("cuMemSetAccess", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease"]),
     ],
 )
-def test_a_call_that_fails_leaves_nothing_mapped(monkeypatch, failing, undone):
-    monkeypatch.setattr(CudaPages, "free_bytes", lambda self: 5 << 30)
+def test_a_call_that_fails_leaves_nothing_mapped(failing, undone):
+    class SomeCudaPages(CudaPages):
+        def free_bytes(self) -> int:
+            return 5 << 30
+
     driver = Recorded()
-    pages = CudaPages(torch.device("cuda", 3), driver)
+    pages = SomeCudaPages(torch.device("cuda", 3), driver)
     span = pages.reserve(5)
     assert driver.since() == ["cuMemGetAllocationGranularity", "cuMemAddressReserve"]
     driver.fails[failing] = 2

@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 
 import numpy as np
+import torch
 
 from rollout.engine.device.releasable import HostPages, MemoryShortError
+from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages.to_engine import Pause, Resume, Sleep, Wake
 from rollout.engine.messages.to_service import Done, Failed
 from tests.support.engine.harness import Bench
@@ -50,6 +52,25 @@ class StrictPages(HostPages):
     @staticmethod
     def _fill(span: mmap.mmap) -> None:
         np.frombuffer(span, np.uint8)[:] = 0xFF
+
+
+class SomeHost(CpuDevice):
+    """A host with as much free memory as the test says, which may refuse to give any or fail in its wait."""
+
+    free: int | None = None
+    refuses = broken = False
+
+    def free_bytes(self) -> int:
+        return super().free_bytes() if self.free is None else self.free
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self.refuses:
+            raise RuntimeError("CUDA error: out of memory")
+        return super().host_buffer(shape, dtype)
+
+    def synchronize(self) -> None:
+        if self.broken:
+            raise ZeroDivisionError
 
 
 class Sleeping(Bench):

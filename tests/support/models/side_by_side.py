@@ -16,7 +16,7 @@ from rollout_kernels.moe.triton_warp_experts import WarpConfig
 from rollout.config import ModelSettings
 from rollout.models import Decoder, load_model
 from rollout.models.fused import FusedDecoder
-from rollout.models.fused_experts import DecoderWithFusedExperts
+from rollout.models.fused_experts import PLANS, DecoderWithFusedExperts, ExpertPlans
 from rollout.models.layers import Linear
 from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
 from tests.support.models.families import make_checkpoint
@@ -153,10 +153,12 @@ class Beside(NamedTuple):
     by_modules: PagedRunner
 
 
-def side_by_side(model: Decoder, wide: Decoder, kv_dtype: torch.dtype | None = None) -> Beside:
+def side_by_side(
+    model: Decoder, wide: Decoder, kv_dtype: torch.dtype | None = None, plans: ExpertPlans = PLANS
+) -> Beside:
     """Run all paths with the kernels' choice of experts, which must nearly equal the choice of the others."""
     choices = ExpertChoices()
-    forward = FusedDecoder(model) if model.spec.plain_stream else DecoderWithFusedExperts(model)
+    forward = FusedDecoder(model, plans=plans) if model.spec.plain_stream else DecoderWithFusedExperts(model, plans)
     with choices.noted():
         fused, by_kernels, _ = steps(model, forward, LONG, kv_dtype)
     with choices.taken() as regrets, rounded_products():
@@ -185,3 +187,6 @@ def coarse(*asked: Any, **options: Any) -> Plan:
     """The plan that is asked for, by output with tall tiles: the interpreter's time is the number of programs."""
     plan = moe_plan(*asked, **options)
     return WarpPlan(WarpConfig(rows=32), WarpConfig(rows=32)) if plan.path == "warp" else plan
+
+
+COARSE = ExpertPlans(coarse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -58,6 +59,14 @@ def launch(
         env={**without, **_ALWAYS, **(env or {})},
         **{"wandb": False, "drain_s": 60, "kv_memory_max_gib": 1 / 32, **flags},
     )
+
+
+def launch_shared(log: Path) -> WorkerProcess:
+    """A worker that counts in ones, with room for the tests that share it."""
+    flags: dict[str, Any] = {"max_rows": 8, "max_queue": 24, "max_context_tokens": 32_768}
+    if importlib.util.find_spec("prometheus_client") is not None:
+        flags |= {"metrics_port": 0, "interval_s": 0.5}
+    return launch(log=log, ready_timeout_s=120, **flags)
 
 
 def rollout(*arguments: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -35,16 +34,15 @@ def correctness():
     return load_script("check.correctness")
 
 
-def run(script: ModuleType, monkeypatch, out: Path, *arguments: str) -> tuple[int | None, list[dict]]:
-    monkeypatch.setattr(sys, "argv", [script.__name__, "--device", "cpu", "--out", str(out), *arguments])
-    status = script.main()
+def run(script: ModuleType, out: Path, *arguments: str) -> tuple[int | None, list[dict]]:
+    status = script.main(["--device", "cpu", "--out", str(out), *arguments])
     return status, json.loads(out.read_text())["rows"]
 
 
-def test_the_pipeline_benchmark_compares_a_prediction_with_both_depths(pipeline, monkeypatch, tmp_path):
+def test_the_pipeline_benchmark_compares_a_prediction_with_both_depths(pipeline, tmp_path):
     out = tmp_path / "pipeline.json"
     sizes = ("--rows", "2", "--prompt", "8", "--new", "40", "--turns", "1")
-    _, (line,) = run(pipeline, monkeypatch, out, "--shapes", "toy", *sizes)
+    _, (line,) = run(pipeline, out, "--shapes", "toy", *sizes)
     assert line["f_ms"] + line["s_ms"] + line["b_ms"] > 0
     assert line["error_points"] == pytest.approx(line["predicted_pct"] - line["observed_pct"])
     assert line["steps"]["1"] == line["steps"]["2"]
@@ -127,48 +125,46 @@ def test_the_benchmark_of_drafts_replays_guesses_of_a_draft_model(monkeypatch, t
 @pytest.mark.parametrize(
     ("shape", "option", "mark"), [("toy-moe", "routing", "routing"), ("toy", "truncate", "truncated")]
 )
-def test_the_decode_benchmark_measures_a_step_with_an_option_beside_one_without(
-    monkeypatch, tmp_path, shape, option, mark
-):
+def test_the_decode_benchmark_measures_a_step_with_an_option_beside_one_without(tmp_path, shape, option, mark):
     sizes = ("--shape", shape, "--rows", "2", "--prompt", "8", "--new", "40")
-    _, (plain, other) = run(load_script("bench.decode"), monkeypatch, tmp_path / "d.json", *sizes, f"--{option}")
+    _, (plain, other) = run(load_script("bench.decode"), tmp_path / "d.json", *sizes, f"--{option}")
     assert mark not in plain and other[mark] and plain["rows"] == other["rows"] == 2
     overhead = (other["steady_ms"] / plain["steady_ms"] - 1) * 100
     assert other["overhead_pct"]["steady_ms"] == pytest.approx(overhead)
 
 
 @pytest.mark.nightly
-def test_the_decode_benchmark_takes_settings_and_its_floor_follows_them(monkeypatch, tmp_path):
+def test_the_decode_benchmark_takes_settings_and_its_floor_follows_them(tmp_path):
     need = load_script("bench.decode").step_needs
     plain, coded = need("toy-moe", {}), need("toy-moe", {"expert_dtype": "mxfp8", "kv_dtype": "fp8_e4m3"})
     assert coded.weights == plain.weights and coded.expert == round(plain.expert * 33 / 64)
     assert coded.kv_per_token == plain.kv_per_token * 20 / 32, "heads of 16: codes and a scale"
     sizes = ("--shape", "toy-moe", "--rows", "2", "--prompt", "8", "--new", "20", "--set", "kv_dtype=fp8_e4m3")
-    _, (row,) = run(load_script("bench.decode"), monkeypatch, tmp_path / "d.json", *sizes)
+    _, (row,) = run(load_script("bench.decode"), tmp_path / "d.json", *sizes)
     written = json.loads((tmp_path / "d.json").read_text())
     assert written["settings"] == {"kv_dtype": "fp8_e4m3"} and row["steady_ms"] > 0
 
 
-def test_an_unknown_setting_is_wrong_usage(monkeypatch, tmp_path, capsys):
+def test_an_unknown_setting_is_wrong_usage(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
-        run(load_script("bench.decode"), monkeypatch, tmp_path / "d.json", "--set", "kv_dtyp=fp8_e4m3")
+        run(load_script("bench.decode"), tmp_path / "d.json", "--set", "kv_dtyp=fp8_e4m3")
     assert end.value.code == 2 and "did you mean engine.kv_dtype?" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
-def test_the_benchmark_of_scores_measures_steps_and_a_prompt(monkeypatch, tmp_path):
+def test_the_benchmark_of_scores_measures_steps_and_a_prompt(tmp_path):
     sizes = ("--shape", "toy", "--rows", "2", "--prompt", "8", "--new", "20", "--tops", "3", "--long", "200")
-    _, rows = run(load_script("bench.scores"), monkeypatch, tmp_path / "s.json", *sizes)
+    _, rows = run(load_script("bench.scores"), tmp_path / "s.json", *sizes)
     assert [row.get("asking") for row in rows] == [0, 1, 2, None, None]
     assert [row["scored"] for row in rows[3:]] == [False, True]
     assert all(row.get("steady_ms", row.get("prefill_ms")) > 0 for row in rows)
 
 
 @pytest.mark.nightly
-def test_the_benchmark_of_offloading_runs_all_three(monkeypatch, tmp_path):
+def test_the_benchmark_of_offloading_runs_all_three(tmp_path):
     sizes = ("--shape", "toy", "--rows", "4", "--prompt", "8", "--tokens", "120", "--holds", "2", "--piece-mib", "0.02")
     script = load_script("bench.offload")
-    _, rows = run(script, monkeypatch, tmp_path / "o.json", *sizes)
+    _, rows = run(script, tmp_path / "o.json", *sizes)
     by_mode = {row["mode"]: row for row in rows}
     assert list(by_mode) == ["offload", "recompute", "whole"]
     assert by_mode["offload"]["restored"] == by_mode["offload"]["preemptions"] > 0 == by_mode["whole"]["preemptions"]
@@ -186,9 +182,9 @@ def test_a_step_is_moving_while_a_piece_is_on_its_way():
 
 
 @pytest.mark.nightly
-def test_the_benchmark_of_sleep_wakes_at_both_levels(monkeypatch, tmp_path):
+def test_the_benchmark_of_sleep_wakes_at_both_levels(tmp_path):
     few = ("--shape", "toy", "--rows", "3", "--prompt", "20", "--new", "120", "--steps", "8", "--kv-pages", "60")
-    status, rows = run(load_script("bench.sleep"), monkeypatch, tmp_path / "sleep.json", *few, "--repeat", "1")
+    status, rows = run(load_script("bench.sleep"), tmp_path / "sleep.json", *few, "--repeat", "1")
     assert status == 0 and [row["level"] for row in rows] == [1, 2]
     assert all(row["same"] and row["step_after_ms"] > 0 and row["wake_s"] > 0 for row in rows)
 
@@ -200,9 +196,9 @@ def test_the_stop_token_is_new_to_every_row(pipeline):
 
 
 @pytest.mark.nightly
-def test_a_right_engine_passes(correctness, monkeypatch, tmp_path):
+def test_a_right_engine_passes(correctness, tmp_path):
     arguments = ("--size", "toy", "--dtype", "float32")
-    status, found = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    status, found = run(correctness, tmp_path / "c.json", *arguments)
     families = ["qwen3", "llama", "qwen3_moe", "mixtral", "olmoe"]
     assert status == 0 and [one["family"] for one in found] == families
     assert all(0.5 <= one["entropy"] <= 2.0 and one["logits"]["ours"]["rms"] < 1e-5 for one in found)
@@ -210,28 +206,28 @@ def test_a_right_engine_passes(correctness, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("shape", ["qwen3.5-35b-a3b", *nightly(*OTHER_SHAPES, *FAMILY_SIZES)])
-def test_layers_of_a_real_shape_pass(correctness, monkeypatch, tmp_path, shape):
+def test_layers_of_a_real_shape_pass(correctness, tmp_path, shape):
     """Looks at logits leave the states of linear attention as they were, or all later tokens would be wrong."""
     arguments = ("--size", "toy", "--dtype", "float32", "--shapes", shape)
-    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    status, (found,) = run(correctness, tmp_path / "c.json", *arguments)
     assert status == 0 and found["family"] == shape and found["layers"] >= 2
     assert found["logits"]["ours"]["rms"] < 1e-4 and found["depths"]["equal"]["logprobs_equal"]
 
 
 @pytest.mark.parametrize("damage", ["", *nightly("page")])
-def test_layers_through_transformers_own_code_are_held_to_the_same_bounds(correctness, monkeypatch, tmp_path, damage):
+def test_layers_through_transformers_own_code_are_held_to_the_same_bounds(correctness, tmp_path, damage):
     arguments = ["--size", "toy", "--dtype", "float32", "--shapes", "gemma-2-9b", "--fallback"]
     arguments += ["--break", damage] if damage else []
-    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    status, (found,) = run(correctness, tmp_path / "c.json", *arguments)
     assert found["fallback"] and status == (1 if damage else 0)
     assert (found["logits"]["ours"]["rms"] < 1e-4) == (not damage)
 
 
 @pytest.mark.parametrize("damage", ["page", *nightly("rope")])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_a_spoiled_engine_fails(correctness, monkeypatch, tmp_path, damage, dtype):
+def test_a_spoiled_engine_fails(correctness, tmp_path, damage, dtype):
     arguments = ("--size", "toy", "--dtype", dtype, "--families", "qwen3", "--break", damage)
-    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    status, (found,) = run(correctness, tmp_path / "c.json", *arguments)
     assert status == 1
     said = " ".join(found["failures"])
     assert "logits" in said and "log-probs" in said
@@ -257,14 +253,14 @@ def test_rows_that_part_between_the_depths_fail(correctness, monkeypatch, tmp_pa
 
     monkeypatch.setattr(correctness.Checker, "depths", depths)
     arguments = ("--size", "toy", "--dtype", "float32", "--families", "qwen3")
-    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    status, (found,) = run(correctness, tmp_path / "c.json", *arguments)
     assert status == 1 and found["depths"]["equal"]["first_divergence"] == 7
 
 
 @pytest.mark.nightly
-def test_many_long_rows_give_everything_back(correctness, monkeypatch, tmp_path):
+def test_many_long_rows_give_everything_back(correctness, tmp_path):
     arguments = ("--long", "--long-shape", "toy", "--long-rows", "2", "--long-tokens", "200")
-    status, (found,) = run(correctness, monkeypatch, tmp_path / "l.json", *arguments)
+    status, (found,) = run(correctness, tmp_path / "l.json", *arguments)
     assert status == 0 and found["marks"] == 9 and set(found["memory_mib"]) == {"allocated", "reserved", "driver_free"}
     assert found["pages"] >= 2 * 216 // 16
 
@@ -277,7 +273,7 @@ def test_a_page_that_does_not_come_back_fails(correctness, monkeypatch, tmp_path
     plain = correctness.Driver.close
     monkeypatch.setattr(correctness.Driver, "close", leaking)
     arguments = ("--long", "--long-shape", "toy", "--long-rows", "2", "--long-tokens", "80")
-    status, (found,) = run(correctness, monkeypatch, tmp_path / "l.json", *arguments)
+    status, (found,) = run(correctness, tmp_path / "l.json", *arguments)
     assert status == 1 and "not whole" in found["failures"][0]
 
 

@@ -183,17 +183,14 @@ def test_layers_share_memory_only_if_they_are_alike(shape: str, layers: int, fit
     assert len(layers_held) == min(layers, 94)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> tuple[int, list[dict]]:
+def run(out: Path, *arguments: str) -> tuple[int, list[dict]]:
     script = importlib.import_module("scripts.bench.swap")
     sizes = ("--device", "cpu", "--shape", "toy", "--rows", "4", "--prompt", "8", "--bucket-mib", "1")
-    monkeypatch.setattr(sys, "argv", [script.__name__, "--out", str(out), *sizes, *arguments])
-    return script.main(), json.loads(out.read_text())["rows"]
+    return script.main(["--out", str(out), *sizes, *arguments]), json.loads(out.read_text())["rows"]
 
 
 @pytest.mark.nightly
-def test_updates_are_measured_beside_rows_that_decode_and_then_come_many_in_a_row(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_updates_are_measured_beside_rows_that_decode_and_then_come_many_in_a_row(tmp_path: Path) -> None:
     arguments = (
         "--transport",
         "nccl",
@@ -206,7 +203,7 @@ def test_updates_are_measured_beside_rows_that_decode_and_then_come_many_in_a_ro
         "--new",
         "20000",
     )
-    status, found = run(monkeypatch, tmp_path / "swap.json", *arguments)
+    status, found = run(tmp_path / "swap.json", *arguments)
     assert status == 0
     facts, first, second, medians, *others = found[:7]
     assert (facts["apply"], facts["staging"]) == ("staged", "host")
@@ -225,13 +222,9 @@ def test_updates_are_measured_beside_rows_that_decode_and_then_come_many_in_a_ro
 
 
 @pytest.mark.nightly
-def test_an_update_of_several_ranks_is_applied_when_all_workers_use_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_update_of_several_ranks_is_applied_when_all_workers_use_it(tmp_path: Path) -> None:
     places = ("--trainer-device", "cpu", "cpu", "--worker-device", "cpu", "cpu")
-    status, found = run(
-        monkeypatch, tmp_path / "swap.json", *places, "--transport", "nccl", "--repeat", "1", "--new", "20000"
-    )
+    status, found = run(tmp_path / "swap.json", *places, "--transport", "nccl", "--repeat", "1", "--new", "20000")
     facts, *rows, medians = found
     assert status == 0 and (facts["workers"], facts["ranks"]) == (2, 2)
     assert [(row["version"], row["transport"], row["bytes"]) for row in rows] == [
@@ -239,7 +232,7 @@ def test_an_update_of_several_ranks_is_applied_when_all_workers_use_it(
     ]
     assert medians["median_of"] == 1
     with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path / "swap.json", *places, "--updates", "5")
+        run(tmp_path / "swap.json", *places, "--updates", "5")
 
 
 @pytest.mark.nightly
@@ -270,20 +263,16 @@ def test_the_figure_of_a_plain_broadcast_is_not_the_last_word_of_a_warning(
     assert plain_seconds(("cpu", "cpu"), 1 << 20, 1 << 18) != 12.0
 
 
-def test_a_shape_that_cannot_show_its_version_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_shape_that_cannot_show_its_version_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path / "swap.json", "--shape", "qwen3-0.6b", "--updates", "5")
+        run(tmp_path / "swap.json", "--shape", "qwen3-0.6b", "--updates", "5")
 
 
 @pytest.mark.nightly
-def test_a_trainer_without_memory_for_the_model_updates_all_of_a_worker_of_two_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_trainer_without_memory_for_the_model_updates_all_of_a_worker_of_two_ranks(tmp_path: Path) -> None:
     places = ("--shape", "toy-moe", "--tensor-parallel", "2", "--trainer-device", "cpu", "cpu", "--apply", "in_place")
     more = ("--transport", "shm", "--repeat", "1", "--new", "2000", "--trainer-layers", "1")
-    status, (facts, *rows, _) = run(monkeypatch, tmp_path / "swap.json", *places, *more)
+    status, (facts, *rows, _) = run(tmp_path / "swap.json", *places, *more)
     assert status == 0 and (facts["ranks"], facts["tensor_parallel"], facts["trainer_layers"]) == (2, 2, 1)
     tensors = shape_tensors(write_checkpoint("toy-moe", tmp_path / "model"), torch.device("cpu"))
     held = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers.1." not in name)
@@ -307,18 +296,18 @@ def test_a_trainer_may_have_more_ranks_than_a_tensor_has_rows(tmp_path: Path) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_updates_wait_in_its_own_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_on_a_gpu_updates_wait_in_its_own_memory(tmp_path: Path) -> None:
     arguments = ("--device", "cuda:0", "--shape", "qwen3-0.6b", "--bucket-mib", "64", "--repeat", "2", "--new", "20000")
-    status, (facts, *rows) = run(monkeypatch, tmp_path / "swap.json", *arguments, "--transport", "auto", "shm")
+    status, (facts, *rows) = run(tmp_path / "swap.json", *arguments, "--transport", "auto", "shm")
     assert status == 0 and facts["staging"] == "device" and facts["upload_bytes_per_s"] > 0
     assert [row["transport"] for row in rows] == ["cuda_ipc"] * 4 + ["shm"] * 4
     assert all(row["pause_ms"] > 0 for row in rows)
 
 
 @pytest.mark.nightly
-def test_a_worker_of_two_ranks_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_of_two_ranks_is_measured(tmp_path: Path) -> None:
     arguments = ("--tensor-parallel", "2", "--transport", "shm", "nccl", "--repeat", "1", "--updates", "3")
-    status, found = run(monkeypatch, tmp_path / "swap.json", *arguments, "--new", "20000")
+    status, found = run(tmp_path / "swap.json", *arguments, "--new", "20000")
     facts, first, *_ = found
     assert status == 0 and facts["tensor_parallel"] == 2 and facts["ready_s"] > 0
     assert first["floor_ms"] == pytest.approx(1e3 * facts["bytes"] / facts["copy_bytes_per_s"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,10 @@ from scripts.bench import swap_rate
 
 
 @pytest.mark.nightly
-def test_each_way_is_measured_with_and_without_updates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_way_is_measured_with_and_without_updates(tmp_path: Path) -> None:
     sizes = ("--rows", "4", "--prompts", "2", "--prompt", "40", "--rounds", "1", "--seconds", "2", "--warm-s", "0.5")
     out = tmp_path / "rate.json"
-    monkeypatch.setattr(sys, "argv", ["swap_rate", *sizes, "--every", "0.2", "--out", str(out)])
-    swap_rate.main()
+    swap_rate.main([*sizes, "--every", "0.2", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
     ways = ["keep", "recompute, 1", "recompute, 0.3"]
     assert [(row["kv"], row["every_s"]) for row in rows] == [(way, every) for every in (None, 0.2) for way in ways]

@@ -86,9 +86,9 @@ def few_tokens(length: int, seed: int, different: int) -> list[int]:
     return [rng.randrange(different) + 3 for _ in range(length)]
 
 
-def grown(whole: list[int], prompt_length: int, want: int, most: int = 5):
+def grown(whole: list[int], prompt_length: int, want: int, reach: int | None = None, most: int = 5):
     """The texts of a completion that grows by up to `most` tokens a step, with what the drafter expects after each."""
-    rng, drafter, prompt = random.Random(0), NgramDrafter(), np.array(whole[:prompt_length], dtype=np.int32)
+    rng, drafter, prompt = random.Random(0), NgramDrafter(reach), np.array(whole[:prompt_length], dtype=np.int32)
     drafter.matched_path("a", prompt, [], 0)
     seen = 1
     while seen <= len(whole) - prompt_length:
@@ -104,14 +104,13 @@ def test_ngrams_are_those_of_the_loop(different, seed):
 
 
 @pytest.mark.parametrize(("reach", "different"), [(ngrams.REACH, 3), (1, 2), (12, 40), (40, 4)])
-def test_ngrams_are_those_of_the_device(monkeypatch, reach, different):
+def test_ngrams_are_those_of_the_device(reach, different):
     """Also in a text that is longer than what is searched."""
-    monkeypatch.setattr(ngrams, "REACH", reach)
     pages, guesses = torch.arange(50)[None], torch.zeros(1, 3, dtype=torch.int64)
-    for text, path in grown(few_tokens(180, 0, different), 30, 3):
+    for text, path in grown(few_tokens(180, 0, different), 30, 3, reach):
         tokens = torch.tensor(text + [0] * (200 - len(text)), dtype=torch.int32).view(50, 4)
         row = torch.tensor([[text[-1], len(text) - 1]])
-        guess_by_ngrams(torch.tensor([0]), row, pages, tokens, guesses, last=0, length=1)
+        guess_by_ngrams(torch.tensor([0]), row, pages, tokens, guesses, last=0, length=1, reach=reach)
         assert guesses[0].tolist() == path
 
 

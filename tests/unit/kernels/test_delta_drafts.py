@@ -84,13 +84,9 @@ def one_by_one_spans(places: torch.Tensor, positions: torch.Tensor, one_by_one: 
     return Spans(places, positions, (1,) * len(places), starts, True)
 
 
-#: In the interpreter, "some" meets every kernel: by one path with each of the sizes, and one case of each other step.
-USUAL = {
-    ("some", True, torch.float32),
-    ("some", False, torch.bfloat16),
-    ("one row", False, torch.bfloat16),
-    ("none accepted", True, torch.float32),
-}
+#: In the interpreter, "some" meets every kernel: by one path with each of the sizes. Of its rows all drafts
+#: are accepted, some, or none.
+USUAL = {("some", True, torch.float32), ("some", False, torch.bfloat16)}
 
 
 def _cases() -> list[Any]:

@@ -36,13 +36,13 @@ class Rows:
         for name in ("ints", "pages", "tokens", "guesses", "rows"):
             setattr(self, name, getattr(self, name).to(device))
 
-    def guess(self, by) -> torch.Tensor:
-        by(self.rows, self.ints, self.pages, self.tokens, self.guesses, last=LAST, length=LENGTH)
+    def guess(self, by, reach: int = REACH) -> torch.Tensor:
+        by(self.rows, self.ints, self.pages, self.tokens, self.guesses, last=LAST, length=LENGTH, reach=reach)
         return self.guesses
 
 
 def by_kernel(*tensors: torch.Tensor, **columns: int) -> None:
-    triton_ngrams.guess_by_ngrams(*tensors, **columns, most_equal=MOST_EQUAL, reach=ngrams.REACH)
+    triton_ngrams.guess_by_ngrams(*tensors, **columns, most_equal=MOST_EQUAL)
 
 
 #: Tokens that are equal, in texts longer than two blocks of the kernel.
@@ -80,12 +80,11 @@ def test_more_equal_tokens_count_until_there_are_as_many_as_are_compared(by, dev
 
 
 @pytest.mark.parametrize(("by", "device"), BOTH)
-def test_only_the_end_of_a_long_text_is_searched(by, device, monkeypatch):
-    monkeypatch.setattr(ngrams, "REACH", 64)
+def test_only_the_end_of_a_long_text_is_searched(by, device):
     filler = [100 + i for i in range(64)]
     texts = [[7, 8, *filler[:-2], 7], [7, 8, *filler[:-1], 7]]
     rows = Rows(texts, 1, 0, device)
-    assert rows.guess(by)[rows.rows].flatten().tolist() == [8, 7]
+    assert rows.guess(by, reach=64)[rows.rows].flatten().tolist() == [8, 7]
     assert REACH > 16_384
 
 
@@ -103,9 +102,8 @@ def test_texts_of_all_lengths_around_the_ends_of_pages(by, device):
 
 @pytest.mark.parametrize(("by", "device"), BOTH)
 @pytest.mark.parametrize("reach", [1, 2, 17, 1024, 1025, 2500])
-def test_places_lie_within_reach_in_texts_of_several_blocks(by, device, reach, monkeypatch):
+def test_places_lie_within_reach_in_texts_of_several_blocks(by, device, reach):
     """The only place with equal tokens is the last one within reach, or the first one beyond."""
-    monkeypatch.setattr(ngrams, "REACH", reach)
     texts = []
     for total in (2510, 2600):
         for place in (total - reach, total - reach - 1):
@@ -113,7 +111,7 @@ def test_places_lie_within_reach_in_texts_of_several_blocks(by, device, reach, m
             text[place - 1] = text[-1] = 5
             texts.append(text)
     rows = Rows(texts, 2, 0, device)
-    guesses = rows.guess(by).tolist()
+    guesses = rows.guess(by, reach).tolist()
     for i, (row, text) in enumerate(zip(rows.rows.tolist(), texts, strict=True)):
         place = len(text) - reach
         found = [text[place], text[place + 1] if reach > 1 else text[place]]

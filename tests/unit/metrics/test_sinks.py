@@ -421,10 +421,12 @@ def test_an_engine_generates_at_its_pace_while_the_sink_is_stuck(tmp_path):
 
 
 def test_wandb_run_goes_on_offline_when_the_server_does_not_answer(tmp_path, no_account, monkeypatch, caplog):
+    class Impatient(WandbSink):
+        ONLINE_TIMEOUT_S = 1.0
+
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "01234567")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # a closed port
-    monkeypatch.setattr(WandbSink, "ONLINE_TIMEOUT_S", 1.0)
-    sink = WandbSink(MetricsSettings(wandb_dir=str(tmp_path / "runs")), {})
+    sink = Impatient(MetricsSettings(wandb_dir=str(tmp_path / "runs")), {})
     thread = MetricsThread([sink])
     thread.start()
     thread.put(10, {"gpu/active_pct": 91.5})

@@ -12,7 +12,8 @@ from rollout_kernels.moe.formats import Format
 from rollout_kernels.moe.quantize import quantize
 
 from rollout.config import ModelSettings
-from rollout.models import Decoder, fused_experts, load_model
+from rollout.models import Decoder, load_model
+from rollout.models.fused_experts import ExpertPlans
 from rollout.models.layers import SparseFeedForward
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
@@ -64,16 +65,14 @@ def test_logits_are_those_of_a_plain_model_with_the_decoded_weights(family, form
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
 @pytest.mark.parametrize(("family", "format"), [CODED[0], *nightly(*CODED[1:3])])
-def test_fused_steps_are_as_close_to_float32_as_generic_ones(family, format, tmp_path, monkeypatch):
+def test_fused_steps_are_as_close_to_float32_as_generic_ones(family, format, tmp_path):
     """Many, some and few tokens: the kernels by expert and by output read the model's own codes and scales."""
-    monkeypatch.setattr(fused_experts, "MOST_TOKENS", 2)
-    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
-    runs = []
+    plans, runs = ExpertPlans(coarse, joined_tokens=2), []
     for seed in SEEDS:
         folder = tmp_path / str(seed)
         save_rounded(family, folder, seed)
         coded, wide = load(folder, "bfloat16", format), decode_into(load(folder, "float32"), format)
-        runs.append(side_by_side(coded, wide))
+        runs.append(side_by_side(coded, wide, plans=plans))
     by_kernels, by_modules = errors(runs)
     assert by_kernels < 1.25 * by_modules + 1e-4
 

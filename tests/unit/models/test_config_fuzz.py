@@ -21,7 +21,7 @@ _QUICK = (
 
 
 @pytest.mark.parametrize(
-    ("name", "cases"), [*((name, 9) for name in _QUICK), *nightly(*((name, 200) for name in NAMES))]
+    ("name", "cases"), [*((name, 5) for name in _QUICK), *nightly(*((name, 200) for name in NAMES))]
 )
 def test_a_changed_config_is_as_in_transformers_or_refused(name: str, cases: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)

@@ -21,10 +21,10 @@ from rollout_kernels.sampling import SamplingRows, truncate
 from triton.runtime import interpreter
 
 from rollout.config import ModelSettings
-from rollout.models import Decoder, delta_net, deterministic, fused_experts, load_model
+from rollout.models import Decoder, delta_net, deterministic, load_model
 from rollout.models.deterministic import check_deterministic, head_product, layer_products
 from rollout.models.fused import FusedDecoder
-from rollout.models.fused_experts import FusedExperts
+from rollout.models.fused_experts import ExpertPlans, FusedExperts
 from tests.support.kernels.grids import nightly
 from tests.support.models import sigmoid_router
 from tests.support.models.families import make_checkpoint
@@ -206,17 +206,16 @@ def _whole(lens, window):
     return plan_decode_work(lens, 2, group=1, window=window, config=DecodeConfig(block_n=16), multiprocessors=1)
 
 
-def test_steps_of_any_size_have_one_plan_for_experts_and_one_split_of_each_product(tmp_path, monkeypatch):
+def test_steps_of_any_size_have_one_plan_for_experts_and_one_split_of_each_product(tmp_path):
     model, sizes, plans = load("mixtral", tmp_path), (1, 5, 40, 129, 3000), []
 
     def noted(*asked, **options):
         plans.append(moe_plan(*asked, **options))
         return plans[-1]
 
-    monkeypatch.setattr(fused_experts, "moe_plan", noted)
     products = [*layer_products(model.spec.layers[0]).values(), head_product(model.spec)]
     for in_one_order in (True, False):
-        experts = FusedExperts.of_model(model, in_one_order)
+        experts = FusedExperts.of_model(model, in_one_order, ExpertPlans(noted))
         plans.clear()
         for count in sizes:
             experts.begin_step(count)

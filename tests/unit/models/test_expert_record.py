@@ -12,9 +12,10 @@ import torch
 from rollout.config import ModelSettings
 from rollout.engine.features.routing.record import StepExperts, record_words, routing_shape
 from rollout.engine.messages.requests import RoutingShape
-from rollout.models import Decoder, fused_experts, load_model
+from rollout.models import Decoder, load_model
 from rollout.models.batch import AttentionBatch, ExpertRecord
 from rollout.models.fused import FusedDecoder
+from rollout.models.fused_experts import ExpertPlans
 from tests.support.kernels.grids import nightly
 from tests.support.models import side_by_side
 from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
@@ -57,12 +58,8 @@ def tokens(count: int, model: Decoder) -> list[int]:
         *nightly(*((family, (8, 2)[i % 2]) for i, family in enumerate(MODELS))),
     ],
 )
-def test_kernels_record_what_they_run_and_what_the_torch_modules_record(
-    family: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_record_what_they_run_and_what_the_torch_modules_record(family: str, most: int, tmp_path: Path) -> None:
     model, choices = made(family, tmp_path, "bfloat16"), ExpertChoices()
-    monkeypatch.setattr(fused_experts, "MOST_TOKENS", most)
-    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
 
     def recorded(forward: Any) -> torch.Tensor:
         runner = PagedRunner(model, rows=1, max_tokens=12, forward=forward)
@@ -71,7 +68,7 @@ def test_kernels_record_what_they_run_and_what_the_torch_modules_record(
         return runner.experts.experts_TLK.int()
 
     with choices.noted():
-        kernels = recorded(FusedDecoder(model))
+        kernels = recorded(FusedDecoder(model, plans=ExpertPlans(coarse, most)))
     with choices.taken() as regrets:
         modules = recorded(model)
     ran = torch.stack(choices.chosen, dim=1)[:, :, : model.spec.moe.router.top_k]  # type: ignore[union-attr]

@@ -13,9 +13,10 @@ from rollout_kernels.moe.dispatch import MoEShape, moe_plan
 from rollout_kernels.moe.triton_group_pairs import pairs_at_once
 
 from rollout.config import ModelSettings
-from rollout.models import Decoder, KVCache, fused, fused_experts, load_model
+from rollout.models import Decoder, KVCache, fused, load_model
 from rollout.models.batch import HiddenTaps
 from rollout.models.fused import FusedDecoder, supports, takes_feed_forward, takes_mixer
+from rollout.models.fused_experts import PLANS, ExpertPlans
 from rollout.models.layers import Attention, DenseFeedForward, SparseFeedForward
 from rollout.models.random_init import fill_random
 from rollout.models.spec import RopeSpec
@@ -23,6 +24,7 @@ from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.side_by_side import (
+    COARSE,
     CPU,
     LONG,
     MODELS,
@@ -85,13 +87,12 @@ def test_hidden_states_for_a_draft_model_are_transformers(name: str, wanted: boo
         torch.testing.assert_close(torch.cat(found), expected_TF, rtol=1e-4, atol=1e-4)
 
 
-def test_hidden_states_of_experts_are_those_of_the_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_states_of_experts_are_those_of_the_modules(tmp_path: Path) -> None:
     """In 16 bits: what the kernels leave to add is in the stream before the next layer reads it."""
-    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
     model, _ = make("qwen3_moe", tmp_path, "bfloat16")
     taps, ids = tuple(range(len(model.spec.layers) + 1)), tokens(LONG, model.spec.vocab, 1)
     found = []
-    for forward in (FusedDecoder(model), model):
+    for forward in (FusedDecoder(model, plans=COARSE), model):
         runner = PagedRunner(model, rows=1, max_tokens=LONG, forward=forward)
         memory = torch.zeros(LONG, len(taps) * model.spec.hidden, dtype=torch.bfloat16)
         runner.taps = HiddenTaps(taps, memory)
@@ -112,9 +113,8 @@ def test_products_of_many_tokens_are_added_to_the_residual_stream(
     added, add = [], torch.Tensor.addmm_
     monkeypatch.setattr(fused, "ADDED_FROM", 1)
     monkeypatch.setattr(fused, "linear_config", lambda *_: None)
-    monkeypatch.setattr(fused_experts, "MOST_TOKENS", 0)
     monkeypatch.setattr(torch.Tensor, "addmm_", lambda to, *of: added.append(to) or add(to, *of))
-    logits, _, _ = steps(model, FusedDecoder(model), LONG)
+    logits, _, _ = steps(model, FusedDecoder(model, plans=ExpertPlans(joined_tokens=0)), LONG)
     assert added and error(logits, by_parts) < 1e-5
 
 
@@ -137,14 +137,11 @@ def test_tokens_that_are_not_wanted_leave_their_kv_alone(name: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "dtype"), [("qwen3-odd", "float32"), *nightly(("olmoe", "bfloat16"), ("qwen3", "float32"))]
 )
-def test_kv_in_fp8_is_what_the_generic_path_keeps(
-    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_in_fp8_is_what_the_generic_path_keeps(name: str, dtype: str, tmp_path: Path) -> None:
     """With its window, and with both norms of queries and keys: by head, and over all heads."""
-    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
     save_rounded(name, tmp_path, 0)
     model, wide = load(tmp_path, dtype), load(tmp_path, "float32")
-    coded, plain = side_by_side(model, wide, torch.float8_e4m3fn), side_by_side(model, wide)
+    coded, plain = (side_by_side(model, wide, kv_dtype, COARSE) for kv_dtype in (torch.float8_e4m3fn, None))
     runner, generic = coded.by_kernels, coded.by_modules
     assert all(cache.dtype == torch.uint8 for cache in runner.kv.k)
     if dtype == "float32":  # in bf16 the paths' last bits differ too often
@@ -160,17 +157,13 @@ def test_kv_in_fp8_is_what_the_generic_path_keeps(
 
 
 @pytest.mark.parametrize("name", ["olmoe", *nightly("gpt_oss", "qwen3", *SPARSE[:3], "shared", "shared-gated")])
-def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(name: str, tmp_path: Path) -> None:
     """Of a mixture the first step takes the kernels for many tokens, the second those for more than a few."""
-    monkeypatch.setattr(fused_experts, "MOST_TOKENS", 2)
-    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
-    runs = []
+    plans, runs = ExpertPlans(coarse, joined_tokens=2), []
     for seed in SEEDS:
         reference = save_rounded(name, tmp_path / str(seed), seed)
         wide = load(tmp_path / str(seed), "float32")
-        runs.append(side_by_side(load(tmp_path / str(seed), "bfloat16"), wide))
+        runs.append(side_by_side(load(tmp_path / str(seed), "bfloat16"), wide, plans=plans))
         exact, _, ids = steps(wide, wide, LONG)  # with experts of its own choice
         assert (exact - expected(reference, ids)).abs().max() < 1e-4
         mine, theirs = runs[-1].by_kernels.kv, runs[-1].by_modules.kv
@@ -255,7 +248,7 @@ def test_kernel_sizes_bound_the_steps_that_run_the_same_kernels(tmp_path: Path) 
         plans = [moe_plan(shape, "plain", torch.bfloat16, size) for size in (tokens_, largest)]
         assert plans[0] == plans[1]
         assert pairs_at_once(2 * tokens_) == pairs_at_once(2 * largest)
-        for bound in (MOST_ROWS, fused_experts.MOST_TOKENS):
+        for bound in (MOST_ROWS, PLANS.joined_tokens):
             assert (tokens_ <= bound) == (largest <= bound)
 
 

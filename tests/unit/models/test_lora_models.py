@@ -12,8 +12,9 @@ from rollout_kernels.moe.dispatch import WarpPlan
 from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
 from rollout.config import ModelSettings
-from rollout.models import fused_experts, load_model
+from rollout.models import load_model
 from rollout.models.fused import FusedDecoder
+from rollout.models.fused_experts import ExpertPlans
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.spec import MoESpec
@@ -101,11 +102,8 @@ def test_in_16_bits_slots_are_as_accurate_as_merged_weights(tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore:no measured plan")
 @pytest.mark.parametrize("family", ["qwen3_moe", *nightly("olmoe")])
-def test_attention_before_experts_is_corrected_too(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_before_experts_is_corrected_too(family: str, tmp_path: Path) -> None:
     """In 16 bits, which the kernels of experts take alone: held against the generic path in 16 bits and in 32."""
-    monkeypatch.setattr(fused_experts, "moe_plan", lambda *asked, **how: TALL)
     sizes = {"moe_intermediate_size": 32, "attention_bias": False, "mlp_only_layers": [1]}
     reference = make_checkpoint(family, tmp_path / "base", **(EVEN | (sizes if family == "qwen3_moe" else {})))
     model, wide = (
@@ -119,11 +117,11 @@ def test_attention_before_experts_is_corrected_too(
         slots.write(i + 1, load_peft_folder(folder, model.spec, 16, torch.bfloat16))
         wide_slots.write(i + 1, load_peft_folder(folder, model.spec, 16, torch.float32))
         merged_logits.append(exact_logits(merged(reference, folder)))
-    adapter_of, choices = [2, 0, 1], ExpertChoices()
+    adapter_of, choices, plans = [2, 0, 1], ExpertChoices(), ExpertPlans(lambda *asked, **how: TALL)
     for slot, got in zip(adapter_of, logits_of(wide, wide, wide_slots, adapter_of), strict=True):
         assert (got - merged_logits[slot]).abs().max() < ROUNDING
     with choices.noted():
-        fused = logits_of(model, FusedDecoder(model), slots, adapter_of)
+        fused = logits_of(model, FusedDecoder(model, plans=plans), slots, adapter_of)
     with choices.taken() as regrets:
         generic = logits_of(model, model, slots, adapter_of)
     with choices.taken() as wide_regrets:

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
-from rollout.models import fused_experts, load_model
+from rollout.models import load_model
 from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.config_rules import layer_list
 from rollout.models.lora_slots import AdapterSlots
@@ -37,9 +37,9 @@ from tests.support.models import sigmoid_router
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import check
 from tests.support.models.side_by_side import (
+    COARSE,
     LONG,
     SEEDS,
-    coarse,
     errors,
     expected,
     load,
@@ -215,17 +215,16 @@ def test_a_router_may_have_a_rule_and_a_bias_of_its_own(tmp_path: Path, monkeypa
     check(load_model(ModelSettings(path=str(tmp_path)), CPU), reference)
 
 
-def compare_kernels(save: Callable[[Path, int], Any], folder: Path, patch: pytest.MonkeyPatch, atol: float) -> None:
+def compare_kernels(save: Callable[[Path, int], Any], folder: Path, atol: float) -> None:
     """By the kernels in bf16 a model is as close to float32 as by its modules, and in float32 it is transformers'.
 
     `save` makes a checkpoint of a seed in a folder, and returns it as transformers' model.
     """
-    patch.setattr(fused_experts, "moe_plan", coarse)
     runs = []
     for seed in SEEDS:
         reference = save(folder / str(seed), seed)
         wide = load(folder / str(seed), "float32")
-        runs.append(side_by_side(load(folder / str(seed), "bfloat16"), wide))
+        runs.append(side_by_side(load(folder / str(seed), "bfloat16"), wide, plans=COARSE))
         exact, _, ids = steps(wide, wide, LONG)
         assert (exact - expected(reference, ids)).abs().max() < atol
     by_kernels, by_modules = errors(runs)
@@ -244,7 +243,7 @@ def test_a_shared_expert_runs_after_the_kernels(tmp_path: Path, monkeypatch: pyt
     def save(folder: Path, seed: int) -> Any:
         return save_rounded("Qwen2Moe", folder, seed, **(SIZES | sizes))
 
-    compare_kernels(save, tmp_path, monkeypatch, atol=1e-3)
+    compare_kernels(save, tmp_path, atol=1e-3)
 
 
 @pytest.mark.nightly
@@ -260,42 +259,34 @@ def test_the_kernels_run_the_experts_of_a_router_that_they_do_not_have(
         sigmoid_router.give_biases(folder, reference)
         return reference
 
-    compare_kernels(save, tmp_path, monkeypatch, atol=1e-4)
+    compare_kernels(save, tmp_path, atol=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
 @pytest.mark.nightly
-def test_the_kernels_run_experts_with_a_scale_beside_shared_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_run_experts_with_a_scale_beside_shared_ones(tmp_path: Path) -> None:
     """GLM-4.5: half of a head turns, and the first layer is dense."""
     sizes = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "head_dim": 16,
         "hidden_size": 64, "moe_intermediate_size": 32, "attention_bias": True,
     }  # fmt: skip
-    compare_kernels(
-        lambda folder, seed: save_rounded("Glm4Moe", folder, seed, **(SIZES | sizes)), tmp_path, monkeypatch, atol=1e-3
-    )
+    compare_kernels(lambda folder, seed: save_rounded("Glm4Moe", folder, seed, **(SIZES | sizes)), tmp_path, atol=1e-3)
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
 @pytest.mark.parametrize("shared", [1, *nightly(2)])
-def test_the_kernels_run_experts_between_blocks_that_torch_runs(
-    shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_run_experts_between_blocks_that_torch_runs(shared: int, tmp_path: Path) -> None:
     """AFMoE has norms after its blocks. One or two shared experts are stored with the others."""
     sizes = {
         "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": shared,
         "num_dense_layers": 1, "route_scale": 1.7, "mup_enabled": True, "head_dim": 16, "hidden_size": 64,
         "moe_intermediate_size": 32, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
     }  # fmt: skip
-    compare_kernels(
-        lambda folder, seed: save_rounded("Afmoe", folder, seed, **(SIZES | sizes)), tmp_path, monkeypatch, atol=1e-3
-    )
+    compare_kernels(lambda folder, seed: save_rounded("Afmoe", folder, seed, **(SIZES | sizes)), tmp_path, atol=1e-3)
 
 
 # --- keys of config.json ----------------------------------------------------------------------------------------------

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-import pytest
-
-from rollout.process import compiling
+from rollout.process.compiling import MOST_S, Compilations
 
 
-def test_a_compilation_that_fails_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_running", 0)
+def test_a_compilation_that_fails_is_forgotten_in_time() -> None:
     now_s = 1000.0
-    monkeypatch.setattr(compiling.time, "monotonic", lambda: now_s)
-    assert not compiling.compiling()
-    assert compiling.begins() is False, "true would stop it"
-    compiling.begins()
-    assert compiling.compiling()
-    compiling.ended()
-    assert compiling.compiling()  # the other one
-    now_s += compiling.MOST_S
-    assert not compiling.compiling()
-    compiling.begins()
-    assert compiling.compiling()
-    compiling.ended()
-    assert not compiling.compiling()
+    kernels = Compilations(lambda: now_s)
+    assert not kernels.running()
+    assert kernels.begins() is False, "true would stop it"
+    kernels.begins()
+    assert kernels.running()
+    kernels.ended()
+    assert kernels.running()  # the other one
+    now_s += MOST_S
+    assert not kernels.running()
+    kernels.begins()
+    assert kernels.running()
+    kernels.ended()
+    assert not kernels.running()
 
 
-def test_many_count_until_long_after_the_last_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_running", 0)
+def test_many_count_until_long_after_the_last_one_that_ended() -> None:
     now_s = 1000.0
-    monkeypatch.setattr(compiling.time, "monotonic", lambda: now_s)
-    compiling.begins(is_manual_warmup=True)
-    assert not compiling.compiling(), "it may be asked for several times"
-    with compiling.many_compilations():
+    kernels = Compilations(lambda: now_s)
+    kernels.begins(is_manual_warmup=True)
+    assert not kernels.running(), "it may be asked for several times"
+    with kernels.many():
         for _ in range(3):
-            assert compiling.compiling()
-            now_s += compiling.MOST_S - 1
-            compiling.begins(is_manual_warmup=True)
-            compiling.ended(is_manual_warmup=True)
-        assert compiling.compiling()
-        now_s += compiling.MOST_S
-        assert not compiling.compiling(), "one hangs"
-        compiling.begins(is_manual_warmup=False)
-        compiling.ended(is_manual_warmup=False)
-    assert not compiling.compiling()
+            assert kernels.running()
+            now_s += MOST_S - 1
+            kernels.begins(is_manual_warmup=True)
+            kernels.ended(is_manual_warmup=True)
+        assert kernels.running()
+        now_s += MOST_S
+        assert not kernels.running(), "one hangs"
+        kernels.begins(is_manual_warmup=False)
+        kernels.ended(is_manual_warmup=False)
+    assert not kernels.running()
