@@ -96,7 +96,7 @@ def floor_of(trajectories: Sequence[Trajectory], agents: int, need: StepBytes, m
                 ready_s[i] = now_s + trajectories[i].tool_s(done)
         if not (left > 0).any() and not (ready_s <= now_s).any() and not (waiting and busy < agents):
             if not np.isfinite(ready_s).any() and not any(i not in waiting for i in forks):
-                return Floor(now_s, decode_s, prompts_s, steps)
+                return Floor(float(now_s), float(decode_s), prompts_s, steps)
             if np.isfinite(ready_s).any():
                 now_s = max(now_s, ready_s.min())
 

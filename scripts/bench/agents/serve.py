@@ -19,6 +19,7 @@ from scripts.bench.swap_trainer import Order, Trainer
 from trainer_bridge.client.launch import WorkerProcess, start_worker
 
 _PAGE = 16
+_READY_S = 900.0
 _START_S = 120.0
 _UPDATE_S = 300.0
 
@@ -55,7 +56,11 @@ def workers(
         try:
             for i in range(number):
                 own = {} if device == "cpu" or number == 1 else {"device": f"cuda:{i}"}
-                started.append(stack.enter_context(start_worker(folder, progress=False, **flags, **own)))
+                started.append(
+                    stack.enter_context(start_worker(folder, progress=False, wait=False, **{**flags, **own}))
+                )
+            for worker in started:
+                worker.wait_ready(_READY_S)
             yield started
         except BaseException:
             for worker in started:
