@@ -164,7 +164,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--scale", choices=SCALES, default="full", help="of the load: small is for a CPU")
     add("--trace", type=Path, help="replay this file in place of a load")
     add("--write", type=Path, help="only write the trace of the load there")
-    add("--seed", type=int, default=0, help="of the load and of its tokens; every further run has the next one")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the load and its tokens; every further run has the "
+        "next one. A running worker that had a trace before needs another one",
+    )
     add("--trajectories", type=int, help="of the load; default: its own number")
     add("--streams", type=int, help="of a group that shares a task; default: the load's own number")
     add("--turns", type=int, help="most turns of a trajectory of the load; default: the load's own number")

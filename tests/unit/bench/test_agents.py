@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -279,8 +280,13 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+SEEDS = itertools.count(100, 10)
+
+
 def replayed(trace: Path, out: Path, *flags: str) -> list[dict[str, Any]]:
-    assert main(["--trace", str(trace), "--model", "tiny", "--device", "cpu", "--out", str(out), *flags]) == 0
+    """The rows of a replay with tokens that the workers have not seen."""
+    more = ["--model", "tiny", "--device", "cpu", "--seed", str(next(SEEDS)), "--out", str(out), *flags]
+    assert main(["--trace", str(trace), *more]) == 0
     return json.loads(out.read_text())["rows"]
 
 
