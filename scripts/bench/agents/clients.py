@@ -150,6 +150,7 @@ class HttpTurns:
             "ignore_eos": True,
             "logprobs": 0,  # what a trainer needs
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # no tokenizer is needed
             "stream": True,
         }
         connection = http.client.HTTPConnection(self._at.hostname or "", self._at.port or 80, timeout=_TIMEOUT_S)
