@@ -1,21 +1,11 @@
 """Trajectories of agents: a file of JSON lines, one a trajectory, and the histories that they make.
 
     {"group": 0, "stream": 1, "prompt_len": 7570, "out_lens": [399, 65], "obs_lens": [23, 942],
-     "tool_times": [1.5, 0.4], "system_len": 6476, "fork": [0, 3], "compact": [[1, 4000]]}
+     "tool_times": [1.5, 0.4], "system_len": 6476, "fork": [0, 3], "compact": [[1, 7800]]}
 
-    group, stream   a task, and one of the streams that work on it; together they name the trajectory
-    prompt_len      tokens of the first prompt: the system prompt and the task, which all streams of a group share
-    out_lens        tokens that the model draws, by turn
-    obs_lens        tokens of the tool's answer, by turn
-    tool_times      seconds that the tool takes, by turn (0)
-    system_len      how many tokens of the first prompt all trajectories of the file share (0)
-    fork            [stream, turn]: begins with the history of that stream of the group after that turn, in place of the
-                    first prompt; the stream stands earlier in the file
-    compact         [turn, length] pairs: before that turn the history is cut to that length. The first prompt stays,
-                    and so do the newest tokens
-
-Turns count from 0; those of a fork are its own. Nothing is asked after the last turn, so its answer and its time, which
-may be left out, are not used. The first six fields are those of the traces that vLLM's benchmark for TPUs replays.
+`FIELDS` says what they mean. Turns count from 0; those of a fork are its own. Nothing is asked after the last turn, so
+its answer and its time, which may be left out, are not used. The first six fields are those of the traces that vLLM's
+benchmark for TPUs replays.
 """
 
 from __future__ import annotations
@@ -27,6 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+#: The fields of a line; those with a default in parentheses may be left out.
+FIELDS = {
+    "group, stream": "a task, and one of the streams that work on it; together they name the trajectory",
+    "prompt_len": "tokens of the first prompt: system prompt and task, which all streams of a group share",
+    "out_lens": "tokens that the model draws, by turn",
+    "obs_lens": "tokens of the tool's answer, by turn; the last one may be missing",
+    "tool_times": "seconds that the tool takes, by turn (0)",
+    "system_len": "how many tokens of the first prompt all trajectories of the file share (0)",
+    "fork": "[stream, turn]: it begins with the history of that stream of the group after that turn, in place of the "
+    "first prompt; the stream stands earlier in the file (none)",
+    "compact": "[turn, length] pairs: before that turn the history is cut to that length. The first prompt stays, and "
+    "so do the newest tokens (none)",
+}
 _OPTIONAL = ("tool_times", "system_len", "fork", "compact")
 
 
