@@ -90,7 +90,7 @@ class SocketTurns:
             yield ask
 
     async def _ask(self, prompt: np.ndarray, max_tokens: int) -> Answer:
-        where = {} if self._in_turn is None else {"endpoint": next(self._in_turn)}
+        where: Any = {} if self._in_turn is None else {"endpoint": next(self._in_turn)}
         return _answer(await self._client.generate(prompt, **_fields(max_tokens), **where))
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ def floor_of(trajectories: Sequence[Trajectory], agents: int, need: StepBytes, m
             if i not in waiting and turn[number_of[one.group, one.fork[0]]] > one.fork[1]:
                 ready_s[i] = now_s
                 del forks[i]
-        for i in np.flatnonzero(ready_s <= now_s):  # a prompt, and with it the first token
+        for i in map(int, np.flatnonzero(ready_s <= now_s)):  # a prompt, and with it the first token
             took_s = paths[i].fresh[turn[i]] * prompt_s
             prompts_s, now_s = prompts_s + took_s, now_s + took_s
             left[i], own[i], ready_s[i] = trajectories[i].out_lens[turn[i]] - 1, paths[i].own[turn[i]] + 1, np.inf
@@ -87,7 +87,7 @@ def floor_of(trajectories: Sequence[Trajectory], agents: int, need: StepBytes, m
             left[rows] -= 1
             own[rows] += 1
             left[rows[left[rows] == 0]] = -1
-        for i in np.flatnonzero(left < 0):
+        for i in map(int, np.flatnonzero(left < 0)):
             left[i], done = 0, turn[i]
             turn[i] += 1
             if turn[i] == len(trajectories[i].out_lens):

@@ -59,7 +59,9 @@ class Load:
             system=round(self.system * scale.tokens),
             turns=replace(self.turns, most=min(self.turns.most, scale.most_turns)),
             most_context=round(self.most_context * scale.tokens),
-            **{name: _times(getattr(self, name), scale.tokens) for name in ("task", "out", "obs")},
+            task=_times(self.task, scale.tokens),
+            out=_times(self.out, scale.tokens),
+            obs=_times(self.obs, scale.tokens),
             tool_s=_times(self.tool_s, scale.seconds),
         )
 

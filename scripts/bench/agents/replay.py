@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -107,14 +108,15 @@ class Replay:
         if self._publish is not None and self._update_every_s:
             watch.append(asyncio.create_task(self._update(self._publish)))
         agents = asyncio.gather(*(self._agent(queue) for _ in range(self._agents)))
+        everyone: list[asyncio.Future[Any]] = [agents, *watch]
         try:
-            done, _ = await asyncio.wait([agents, *watch], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(everyone, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises; those that watch do not end by themselves
         finally:
-            for task in (agents, *watch):
+            for task in everyone:
                 task.cancel()
-            await asyncio.gather(agents, *watch, return_exceptions=True)
+            await asyncio.gather(*everyone, return_exceptions=True)
         self._run.after = await self._gauge.settled()
         return self._run
 
