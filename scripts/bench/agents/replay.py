@@ -71,7 +71,7 @@ class Replay:
         agents: trajectories at once.
         vocab: token ids are below this.
         seed: of the ids that are not drawn by the model.
-        limit_s: no turn begins later than this; None: all turns of all trajectories.
+        limit_s: no turn begins from then on, and no tool is waited for; None: all turns of all trajectories.
         publish: publishes an update; it is called in a thread.
         update_every_s: seconds between two updates; 0: none.
     """
@@ -153,9 +153,17 @@ class Replay:
                     self._ends[*trajectory.name, number] = history
                     event.set()
                 if number + 1 < len(trajectory.out_lens):
-                    await asyncio.sleep(trajectory.tool_s(number))
+                    await self._wait_for_tool(trajectory.tool_s(number))
         self._run.trajectories += 1
         self._run.staleness += [(self._newest - version, tokens) for version, tokens in versions]
+
+    async def _wait_for_tool(self, seconds: float) -> None:
+        """Wait so long, but not beyond the time limit: no turn follows there."""
+        due_s = self._now() + seconds
+        if self._limit_s is not None:
+            due_s = min(due_s, self._limit_s)
+        while (left_s := due_s - self._now()) > 0:
+            await asyncio.sleep(left_s)
 
     async def _turn(self, ask: Ask, turn: Turn, versions: list[tuple[int, int]]) -> Parts:
         """Ask for a turn; returns the history after it, with the tool's answer if there is one."""
@@ -211,7 +219,7 @@ class Replay:
             self._newest = max(self._newest, version)
 
     def _over(self) -> bool:
-        return self._limit_s is not None and self._now() > self._limit_s
+        return self._limit_s is not None and self._now() >= self._limit_s
 
     def _now(self) -> float:
         return time.perf_counter() - self._began_s

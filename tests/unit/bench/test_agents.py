@@ -347,9 +347,16 @@ def test_updates_come_while_agents_run_and_tokens_tell_their_age(
     assert row["staleness"]["most"] > 0 and sum(row["staleness"]["pct"].values()) == pytest.approx(100, abs=0.1)
 
 
-def test_a_time_limit_ends_a_replay_early(endpoints: list[str], trace: Path, tmp_path: Path) -> None:
-    (row,) = replayed(trace, tmp_path / "out.json", "--workers", endpoints[0], "--seconds", "0.1", "--agents", "2")
-    assert 0 < row["turns"] < sum(len(one.out_lens) for one in read_trace(trace))
+def test_a_time_limit_ends_a_replay_early_also_while_tools_run(
+    endpoints: list[str], trace: Path, tmp_path: Path
+) -> None:
+    several = [one for one in read_trace(trace) if len(one.out_lens) > 1]
+    slow = [replace(one, fork=None, tool_times=(3600.0,) * len(one.out_lens)) for one in several]
+    assert len(slow) > 2
+    write_trace(tmp_path / "slow.jsonl", slow)
+    flags = ("--workers", endpoints[0], "--seconds", "2", "--agents", "2")
+    (row,) = replayed(tmp_path / "slow.jsonl", tmp_path / "out.json", *flags)
+    assert (row["turns"], row["trajectories"]) == (2, 0), "an agent that waits for its tool takes no other trajectory"
     assert row["computed_prompt_tokens"] + row["known_prompt_tokens"] == row["sent_prompt_tokens"]
 
 
@@ -360,6 +367,7 @@ def test_a_time_limit_ends_a_replay_early(endpoints: list[str], trace: Path, tmp
         ("--url", "http://127.0.0.1:1", "--update-every", "1"),
         ("--route", "round-robin", "--requests", "sessions"),
         ("--forks", "0.5"),
+        ("--bandwidth", "4.69", "--seconds", "9"),
         ("--model", "no-such-shape"),
     ],
 )
