@@ -1,7 +1,7 @@
 """Makes the pages of tables of docs/benchmarks from the summaries; `scripts.bench.charts` writes them.
 
-A page has a topic, a table one figure. Below a table stands how it was measured, as its summaries say it. Aims are
-targets of this project; they are in no summary, so they stand here.
+A page has a topic, a table one figure. Below a table of figures stands how it was measured, as its summaries say it.
+Aims are targets of this project; they are in no summary, so they stand here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scripts.bench.agents.trace import FIELDS as TRACE_FIELDS
 from scripts.bench.summaries import Cell, Row, figure, ratio, row, rows, source, summary, value
 
 _ROWS = (1, 8, 32, 128)
@@ -224,6 +225,30 @@ def _agents() -> list[Table]:
             "Aims: 125 s and 0.63M prompt tokens in bf16, 85 s in fp8.",
         ),
         Table("The load", ("", ""), sizes, ("agents_8b_h200",)),
+        columns(
+            "On a CPU, with KV for a third of what 8 agents hold",
+            ("agents_cpu", "agents_two_cpu"),
+            {
+                "workers": "workers",
+                "requests": "requests",
+                "route": "route",
+                "prompt tokens sent": "sent_prompt_tokens",
+                "distinct": "distinct_prompt_tokens",
+                "computed": "computed_prompt_tokens",
+                "computed over distinct": "computed_over_distinct",
+            },
+            "A toy model; each worker has that much KV, and 1 GiB of host memory for preempted rows. Which turns find "
+            "their KV depends on what else the machine does: runs differ by a fifth.",
+        ),
+        Table(
+            "The format of a trace",
+            ("field", "of a trajectory, one JSON object a line"),
+            [[name, meaning] for name, meaning in TRACE_FIELDS.items()],
+            (),
+            "`python -m scripts.bench.agents --trace FILE` replays a file against workers, or with `--url` against a "
+            "server of OpenAI's completions; `--load short --write FILE` makes one. Turns count from 0. Token ids are "
+            "random; what the model drew is sent back as it came.",
+        ),
     ]
 
 
@@ -915,4 +940,4 @@ def _table(table: Table, known: set[str]) -> list[str]:
         lines.append(f"| {' | '.join(map(figure, cells))} |")
     names = dict.fromkeys(table.files)
     sources = [f"- `{name}`: as above" if name in known else f"- {source(name)}" for name in names]
-    return [f"## {table.title}", "\n".join(lines), *([table.note] if table.note else []), "\n".join(sources)]
+    return [f"## {table.title}", "\n".join(lines), *filter(None, [table.note, "\n".join(sources)])]
