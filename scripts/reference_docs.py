@@ -129,8 +129,10 @@ _ERRORS_OF_HTTP = """
 _API_INTRODUCTION = """\
 # Python API
 
-What `trainer_bridge` exports, from the docstrings. Examples: [client.md](client.md). Exceptions:
-[errors.md](errors.md). Fields of requests and results: [protocol.md](protocol.md)."""
+What `trainer_bridge` exports. Examples, and which worker gets a request: [client](client.md). Exceptions:
+[errors](errors.md). Fields of requests and results: [protocol](protocol.md). Chunks, completions and results have
+`to_dict()`: all fields as plain values, lists for arrays, None for NaN. `AsyncStream` and `AsyncSession` are as
+`Stream` and `Session`, with `async for` and `async with`."""
 
 _METRICS_INTRODUCTION = """\
 # Metrics
@@ -357,6 +359,7 @@ _MADE = {
 }
 #: Methods that only this package calls.
 _OWN_METHODS = {
+    **dict.fromkeys(("Chunk", "Completion", "GenerateResult"), {"to_dict"}),  # the introduction says what it does
     "ClientCurve": {"apply"},
     "MediaItem": {"fields"},
     "PublishHandle": {"end", "learn", "report", "use_every_name"},

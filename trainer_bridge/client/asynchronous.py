@@ -62,7 +62,7 @@ class AsyncRolloutClient(ClientFace):
     ) -> Answer[Any]:
         """As `RolloutClient.generate`: `async for chunk in await client.generate(prompt, stream="tokens")`.
 
-        Cancelling the task cancels the request at the worker.
+        Cancelling the task cancels the request.
         """
         return Answer(self._generate(prompt, stream, fields))
 
@@ -196,7 +196,7 @@ class AsyncRolloutClient(ClientFace):
         return await self._run(calls.control, op, endpoint, timeout_s, **fields)
 
     def is_connected(self, endpoint: str) -> bool:
-        """Whether a worker is connected now. A worker that hangs counts as connected for three heartbeats."""
+        """Whether a worker is connected. A worker that hangs counts as connected for three heartbeats."""
         self._bind()
         self._core.check_known(endpoint)
         self._core.absorb(endpoint)

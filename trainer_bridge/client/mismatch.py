@@ -18,10 +18,10 @@ _MOST_BYTES = 16 << 20  # in one message; a worker takes 64 MiB
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """How far the trainer's log-probs are from the worker's, over the tokens where both are known.
+    """How far the trainer's log-probs are from the worker's, in nats, over the tokens where both are known.
 
-    `k3_kl` is the mean of exp(d) - 1 - d with d = trainer - worker: an estimate of KL(worker || trainer), nats.
-    `versions` has a `Mismatch` for each weights version.
+    `k3_kl`, the mean of exp(d) - 1 - d with d = trainer - worker, estimates KL(worker || trainer). `versions` has a
+    `Mismatch` for each weights version.
     """
 
     tokens: int = 0

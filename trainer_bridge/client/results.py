@@ -27,10 +27,10 @@ _FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Completion:
-    """One completion, or in a stream its tokens so far (`finish_reason` is then None).
+    """One completion, or in a stream its tokens until now (`finish_reason` is then None).
 
-    The protocol describes the fields. Arrays are numpy's, int32 or float32, with an entry for each token; versions are
-    lists of pairs. A field that the request did not ask for is None.
+    The fields are the protocol's. Arrays are numpy's: int32 and float32 [tokens], top ones [tokens, k], `routing` uint8
+    or uint16 [entries, MoE layers, experts]. Versions are lists of pairs. A field without a request for it is None.
     """
 
     index: int
@@ -72,8 +72,8 @@ class Completion:
 class Chunk:
     """New tokens of one completion, from position `offset` on.
 
-    `part` is a `Completion` of the new tokens only; the last chunk has its `finish_reason`. Scores of the prompt come
-    with the first chunk of completion 0.
+    `part` is a `Completion` of the new tokens; the last chunk has its `finish_reason`. The first chunk of completion 0
+    has the scores of the prompt.
     """
 
     offset: int

@@ -53,8 +53,7 @@ class BackgroundFuture(ProcessBound, Future[_Value]):
 class BackgroundClient(ProcessBound):
     """`RolloutClient` for any thread, with the same arguments: its methods return futures at once.
 
-    They are futures of `concurrent.futures` and raise the client's errors. Cancelling a future cancels its requests at
-    the worker.
+    They are futures of `concurrent.futures` and raise the client's errors. Cancelling a future cancels its requests.
     """
 
     _instead = MAKE_CLIENTS
