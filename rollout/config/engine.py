@@ -29,11 +29,6 @@ class StepSettings(Section):
     pipeline_depth: Literal[1, 2] = Field(
         2, description="steps in flight: 2 overlaps host and device, 1 waits for each step"
     )
-    fair_queue: bool = Field(
-        True,
-        description="clients of one priority share tokens equally, however many completions each has queued; false: "
-        "order of arrival",
-    )
     cuda_graphs: bool = Field(
         True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"
     )
@@ -261,16 +256,17 @@ class FaultSettings(Section):
     max_faults: int = Field(
         3, ge=0, description="faults in an hour that are repaired by a rebuild; one more ends the worker"
     )
-    stall_s: float = Field(
-        120.0,
-        gt=0,
-        description="seconds without a tick of the loop, after which `status` says stalled and requests are refused",
-    )
     stall_exit_s: float | None = Field(
         600.0,
         gt=0,
-        description="seconds without a tick, after which the worker returns all tokens and exits; none: never",
+        description="seconds without a tick of the loop, after which the worker returns all tokens and exits; after a "
+        "fifth of them `status` says stalled, and requests are refused; none: no exit, stalled after 120",
     )
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds without a tick after which the worker counts as stalled."""
+        return 120.0 if self.stall_exit_s is None else self.stall_exit_s / 5
 
 
 class EngineConstants(Section):

@@ -27,7 +27,6 @@ class RequestSettings(Section):
     """Requests and their clients."""
 
     max_queue: int = Field(4096, ge=1, description="most completions in the queue")
-    max_constraint_s: float = Field(20.0, gt=0, description="time limit for compiling a constraint, seconds")
     lease_s: float = Field(
         60.0, ge=0, description="seconds that a named client may be disconnected before its requests are cancelled"
     )
@@ -69,6 +68,8 @@ class ServiceConstants(Section):
     #: Seconds for chat template and tokenizer of one prompt. The longest prompts take some seconds; an endless template
     #: must not block the prompts after it for long.
     max_prompt_s: float = 60.0
+    #: Seconds for compiling a constraint: one that never ends must not hold a thread of the compiler.
+    max_constraint_s: float = 20.0
     max_session_lease_s: float = MAX_SESSION_LEASE_S
     #: Patches of all images and videos of a request: 16 of the largest size.
     max_media_patches: int = 262_144

@@ -56,7 +56,7 @@ class Vitals:
         self.status = EngineStatus(state="serving", rows_max=settings.engine.max_rows)
         self._engine, self._inspector, self._links = engine, Inspector(engine), links
         self._receiver, self._metrics, self._prompts = receiver, metrics, prompts
-        self._stall_s = settings.engine.stall_s
+        self._stall_s = settings.engine.stalled_s
         self._restarts = restarts
         self._ranks = ranks
         self._next_status_s = 0.0
