@@ -136,8 +136,8 @@ async def complete_chat(request: HttpRequest[ChatBody]) -> Any:
         else:
             fields["constraint"] = fields["constraint"] | {"after": after}
     fields |= {"return_text": from_worker(model.text, body, cut.shown), "logprobs": body.top_logprobs}
-    prompt = TokenRequest(chat.token_ids, fields, body.n, media=chat.media)
-    call = Call(gateway, request.id("chatcmpl-", body.request_id), [prompt], session, body.worker_names("messages"))
+    prompt = TokenRequest(chat.token_ids, fields, body.n, body.worker_names("messages"), chat.media)
+    call = Call(gateway, request.id("chatcmpl-", body.request_id), [prompt], session)
 
     def views() -> Views:
         pieces = text_pieces(model.text, body, body.include_stop_str_in_output, cut.shown)
