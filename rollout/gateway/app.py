@@ -93,7 +93,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, allowed, hint = request.url.path, (error.headers or {}).get("Allow"), ""
     if error.status_code == 404:
-        hint = f"; {_NOT_SERVED.get(path) or _closest(path, request.app.routes)}docs/gateway.md lists all endpoints"
+        near = _NOT_SERVED.get(path) or _closest(path, request.app.routes)
+        hint = f"; {near}docs/reference/endpoints.md lists all endpoints"
     elif allowed is not None:
         hint = f"; use {allowed}"
     answer = HttpError(error.status_code, f"{request.method} {path:.200}: {error.detail}{hint}").response()
