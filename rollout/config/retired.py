@@ -1,4 +1,4 @@
-"""Names that were settings once: what holds now, for the error that a file, a variable or a flag with such a name gets.
+"""Names that were settings in earlier versions, with the rule that holds now. The error for such a name quotes it.
 
 `section.name` -> a clause that says what holds now. `tests/unit/test_settings.py` compares the numbers with the code.
 """

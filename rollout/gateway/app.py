@@ -106,6 +106,6 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 def _closest(path: str, routes: Sequence[BaseRoute]) -> str:
     """The served path that is most like this one, as a question; empty if none is."""
     served = [route.path for route in routes if isinstance(route, Route)]
-    ends = [each for each in served if path.endswith(each)]  # behind a prefix, such as a second /v1
+    ends = [each for each in served if path.endswith(each)]  # after a prefix, such as a second /v1
     like = ends or difflib.get_close_matches(path[:200], served, n=1, cutoff=0.75)
     return f"did you mean {like[0]}? " if like else ""

@@ -67,7 +67,7 @@ def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[Reque
 def settle_all(
     core: ClientCore, wake: Callable[[], object], plans: list[RequestPlan], max_in_flight: int
 ) -> Generator[Settled | float | None, None, None]:
-    """Send all requests; yield each outcome as it comes and, while there is none, the seconds to wait at most.
+    """Send all requests; yield each outcome as it comes, and between outcomes the most seconds to wait.
 
     `wake` is called when something has come. Closing the generator abandons what is in flight.
     """

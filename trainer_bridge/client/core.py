@@ -43,7 +43,7 @@ _MOST_ACKS = 1024  # in one message
 _ASK_AGAIN_S = 1.0  # whether newcomers have current weights
 _ENVELOPE_FIELDS = ("v", "id", "op")
 _MOST_PIXEL_BYTES = 32 << 20  # of a request; more go ahead of it, in messages of their own
-_MOST_SENT_AGAIN = 2  # a request with images: with those that are missing, then with all
+_MOST_SENT_AGAIN = 2  # a request with images: first with the missing ones, then with all
 _MOST_KNOWN = 65_536  # images that a worker has been sent
 #: What to do instead of taking a client to another process.
 MAKE_CLIENTS = "pass its endpoints, and make a client in each process"

@@ -271,12 +271,12 @@ def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             raise ProtocolError("a chunk in a reply is not a map with an 'id'")
         end = start + _required(head, "tokens", int)
         if not start <= end <= len(columns["token_ids"]):
-            raise ProtocolError("the 'tokens' of a reply's chunks are not those of its arrays")
+            raise ProtocolError("the 'tokens' of a reply's chunks do not match the length of its arrays")
         arrays = {name: each[start:end] for name, each in columns.items()}
         yield {**head, **arrays, "v": reply.get("v"), "op": "chunk"}
         start = end
     if any(len(each) != start for each in columns.values()):
-        raise ProtocolError("the 'tokens' of a reply's chunks are not those of its arrays")
+        raise ProtocolError("the 'tokens' of a reply's chunks do not match the length of its arrays")
 
 
 def _prompt_scores(header: Mapping[str, Any]) -> PromptScores:

@@ -92,7 +92,7 @@ class ResumedCall(ClientCall):
         return self.resumes > 0 or any(self.new_tokens(part) or part.done for part in self.parts)
 
     def new_tokens(self, part: ResumedCompletion) -> int:
-        """Tokens of a completion, without those of `continue_from`."""
+        """Tokens of a completion, without the tokens of `continue_from`."""
         prior = 0 if self.plan.prior is None else len(self.plan.prior)
         return self.assembler.length(part.index) - prior
 

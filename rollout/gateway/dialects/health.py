@@ -19,7 +19,7 @@ _LOGPROB_MODES = {"policy": "policy_logprobs", "processed": "processed_logprobs"
 
 
 async def health(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Tell whether a worker is in order and has the fleet's weights; otherwise status 503 with the reasons."""
+    """Return 200 if a worker is in order and has the fleet's weights; otherwise 503 with the reasons."""
     watch = request.gateway.workers.watch
     states = watch.states()
     problems = {state.endpoint: state.problem for state in states if state.problem}

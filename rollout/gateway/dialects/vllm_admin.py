@@ -1,4 +1,4 @@
-"""vLLM's admin endpoints, and those that prime-rl, SkyRL and AReaL add to them."""
+"""vLLM's admin endpoints, and the ones that prime-rl, SkyRL and AReaL add."""
 
 from __future__ import annotations
 
@@ -260,7 +260,9 @@ async def collective_rpc(request: HttpRequest[RpcBody]) -> dict[str, Any]:
             await process_groups.finish(request.with_body(FinishBody.take(body.kwargs, "kwargs.")))
         case "update_weights_ipc":
             raise HttpError(
-                501, "handles of CUDA IPC are pickled, and never read here; set SkyRL's colocate_all=false", "method"
+                501,
+                "CUDA IPC handles are pickled, so this gateway does not read them; set SkyRL's colocate_all=false",
+                "method",
             )
         case "skyrl_sleep_for_weight_sync" | "skyrl_wake_for_weight_sync":
             raise HttpError(

@@ -97,7 +97,7 @@ def media_of(items: list[dict[str, Any]]) -> tuple[MediaItem, ...]:
             data = base64.b64decode(item.pixel_values, validate=True)
             patches = frames * height * width
             if patches <= 0 or not data or len(data) % patches:
-                raise ValueError(f"{len(data)} bytes are no rows for {patches} patches")
+                raise ValueError(f"{len(data)} bytes cannot be divided into {patches} patches")
             values = np.frombuffer(data, _PIXELS[item.dtype]).reshape(patches, -1)
             media.append(MediaItem(item.offset, item.length, (frames, height, width), values, item.seconds_per_frame))
         except ValueError as error:  # also of base64

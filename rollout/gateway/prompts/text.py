@@ -56,7 +56,7 @@ class Text:
         return self._codec is not None
 
     def formats(self, tools: str, reasoning: str) -> Formats:
-        """The formats of answers that the flags name. Raises ValueError for those that cannot be used."""
+        """The formats of answers that the flags name. Raises ValueError for a format that cannot be used."""
         codec = self._codec
         if codec is None or not codec.has_chat_template:
             if tools in ("auto", "none") and reasoning in ("auto", "none"):

@@ -112,7 +112,7 @@ def test_a_result_that_is_not_what_its_stream_was_is_an_error(
     worker = serve(chunks({**completion(chunk), "offset": 0, **more}, then=result([completion([1, 2])])))
     stream = connect(worker.endpoint).generate([0], stream="tokens")
     assert next(stream).token_ids.tolist() == chunk
-    with pytest.raises(errors.ProtocolError, match="not what its stream was"):
+    with pytest.raises(errors.ProtocolError, match="differs from its stream"):
         next(stream)
 
 
