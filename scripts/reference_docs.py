@@ -211,6 +211,8 @@ _TOGETHER = (
     "speculation/accepted_pct/by_",
     "speculation/accepted_pct/age_",
     "completion/finish_reason/",
+    "completion/length_",
+    "step/decode_ms",
 )
 
 
@@ -238,10 +240,10 @@ def _metric_lines(metrics: Iterable[Metric]) -> list[str]:
     for begin, members in together.items():
         first = members[0]
         shared = commonprefix([metric.meaning for metric in members]).rpartition(" ")[0] if len(members) > 1 else ""
-        name = f"`{begin}...`" if shared else f"`{first.name}`"
+        name = f"`{begin}...`" if shared else f"`{first.name}`"  # a member may have the beginning as its whole name
         ends = [(metric.name.removeprefix(begin), metric.meaning[len(shared) + 1 :]) for metric in members]
-        parts = [f"`{end}`" if end == rest else f"`{end}` {rest}" for end, rest in ends]
-        meaning = f"{shared.rstrip(':')}: {'; '.join(parts)}" if shared else first.meaning
+        parts = [f"`{end}`" if end == rest else f"`{end}` {rest}" if end else rest for end, rest in ends]
+        meaning = f"{shared.rstrip(':,')}: {'; '.join(parts)}" if shared else first.meaning
         unit = first.unit if first.kind == "gauge" else f"{first.kind}, {first.unit}"
         lines.append(f"- {name} ({unit}): {meaning}")
     return lines

@@ -78,7 +78,7 @@ def make_app(
 
 
 async def _first_status(workers: Workers, within_s: float) -> dict[str, Any]:
-    """The status of a worker, once one has answered. Raises `Unavailable` if none does in time."""
+    """The status of the first worker that answers. Raises `Unavailable` if no worker answers in time."""
     end_s = asyncio.get_running_loop().time() + within_s
     while True:
         try:
@@ -104,7 +104,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 def _closest(path: str, routes: Sequence[BaseRoute]) -> str:
-    """The served path that is most like this one, as a question; empty if none is."""
+    """The most similar served path, as a question; empty if no path is similar."""
     served = [route.path for route in routes if isinstance(route, Route)]
     ends = [each for each in served if path.endswith(each)]  # after a prefix, such as a second /v1
     like = ends or difflib.get_close_matches(path[:200], served, n=1, cutoff=0.75)

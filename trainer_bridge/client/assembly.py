@@ -228,7 +228,7 @@ def _routing(parts: list[Completion]) -> np.ndarray | None:
 
 
 def _tops(rows: list[np.ndarray | None], parts: list[Completion], unknown: float) -> np.ndarray | None:
-    """The rows of all parts, `unknown` for one that came without; None if all did."""
+    """The rows of all parts, with `unknown` for a part without rows; None if no part has rows."""
     known = next((each for each in rows if each is not None), None)
     if known is None:
         return None

@@ -290,15 +290,15 @@ class Answer(ProcessBound, Coroutine[Any, Any, _Value]):
         return self._coroutine.__await__()
 
     def send(self, value: Any) -> Any:
-        """Go on; asyncio calls this."""
+        """Continue; asyncio calls this."""
         return self._coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Go on with an exception; asyncio calls this."""
+        """Continue with an exception; asyncio calls this."""
         return self._coroutine.throw(*error)
 
     def close(self) -> None:
-        """End it where it is."""
+        """End the coroutine."""
         self._coroutine.close()
 
     def __aiter__(self) -> NoReturn:
@@ -334,7 +334,7 @@ class AsyncStream(StreamView, Generic[_Item]):
         return self._item(chunk)
 
     async def arrived(self) -> list[Chunk]:
-        """All new tokens that have come, one chunk for each completion; waits for the first. Empty at the end."""
+        """All new tokens, one chunk for each completion; waits for the first. Empty at the end."""
         chunk = await self._client._run(calls.next_chunk, self._call, keep=True)
         if chunk is None or not self._call.chunks:
             return [] if chunk is None else [chunk]

@@ -1,4 +1,4 @@
-"""The part of the clients, their streams and their sessions that waits for nothing: both clients inherit it."""
+"""The parts of clients, streams and sessions that never wait; both clients inherit them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ClientFace(ProcessBound):
         self._prepare_to_wait()
 
     def _prepare_to_wait(self) -> None:
-        """Make what the client waits with. The constructor calls it once the connections are there."""
+        """Prepare to wait. The constructor calls this after it has made the connections."""
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -99,12 +99,12 @@ class StreamView(ProcessBound):
 
     @property
     def endpoint(self) -> str:
-        """Where it runs; empty for a request that waits for its first worker."""
+        """The endpoint of its worker; empty until it has one."""
         return self._call.endpoint
 
     @property
     def result(self) -> GenerateResult | None:
-        """The whole result, once it has come."""
+        """The whole result; None until it has arrived."""
         return self._call.result
 
     def partials(self) -> list[Completion]:

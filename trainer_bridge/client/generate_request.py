@@ -311,7 +311,7 @@ class AttachFields(TypedDict, total=False):
 def attach_fields(
     target: str, stream: Literal[False] | StreamKind, given: AttachFields
 ) -> tuple[dict[str, Any], list[Completion]]:
-    """The fields of an `attach` message, and the partial completions that its stream goes on after."""
+    """The fields of an `attach` message, and the partial completions after which its stream continues."""
     if unknown := sorted(given.keys() - AttachFields.__annotations__.keys()):
         raise TypeError(f"attach takes no {unknown[0]!r}; it takes {', '.join(AttachFields.__annotations__)}")
     fields: dict[str, Any] = {"target": target}

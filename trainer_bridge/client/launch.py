@@ -187,24 +187,24 @@ class WorkerProcess(ProcessBound):
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where clients connect, of every worker; they stay when a worker is started again."""
+        """The request endpoint of every worker. A worker keeps its endpoint when it restarts."""
         return tuple(worker["endpoint"] for worker in self._workers())
 
     @property
     def weights_endpoints(self) -> tuple[str, ...]:
-        """Where weights are sent, of every worker."""
+        """The weights endpoint of every worker."""
         return tuple(worker["weights_endpoint"] for worker in self._workers())
 
     @property
     def pids(self) -> tuple[int | None, ...]:
-        """The process ids of the workers as they are now: another one after a restart, None for one that stays away."""
+        """The present process ids of the workers; None for a worker that is not restarted any more."""
         self._told("pid")
         self._ready = self._read_ready() or self._ready
         return tuple(worker["pid"] for worker in self._workers())
 
     @property
     def model(self) -> str:
-        """What it serves."""
+        """The served model."""
         return self._told("model")
 
     def _workers(self) -> list[dict[str, Any]]:
@@ -291,7 +291,7 @@ class WorkerProcess(ProcessBound):
             pass
 
     def kill(self) -> int:
-        """End the worker's whole process group now, take its temporary folder away, return its exit status."""
+        """Kill the worker's process group, remove its temporary folder, and return the exit status."""
         self._end()
         return self._process.wait()
 

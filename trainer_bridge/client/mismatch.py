@@ -1,4 +1,4 @@
-"""A trainer's own log-probs of a result, sent back for the worker's mismatch metrics, and what it answers."""
+"""A trainer's own log-probs of a result, sent back for the worker's mismatch metrics, and the worker's answer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TrainerLogprobs = Mapping[int, Any] | Sequence[Any]
 def report_messages(
     core: ClientCore, target: GenerateResult | str, logprobs: TrainerLogprobs, endpoint: str | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The endpoint and the fields of each message of a report. Raises ValueError for what cannot be sent."""
+    """The endpoint and the fields of each message of a report. Raises ValueError for values that cannot be sent."""
     if core.acknowledges:
         raise ValueError(
             "this client acknowledges every result as it comes, and workers forget those: make it with "

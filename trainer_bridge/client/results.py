@@ -1,4 +1,4 @@
-"""What a client gets back, typed: completions, chunks of a stream, the result of a request.
+"""The typed results of a client: completions, chunks of a stream, the result of a request.
 
 Arrays are numpy, one entry a token, and writable: `torch.from_numpy` takes them. `to_dict` gives plain values that
 `json.dumps` takes; `repr` is short, with the number of tokens in their place. A reply whose arrays differ in length, or
@@ -191,7 +191,7 @@ def _plain_fields(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value that `json.dumps` takes. Bytes, which JSON has not, are written in hexadecimal."""
+    """A value for `json.dumps`; bytes become hexadecimal text."""
     if isinstance(value, (Completion, PromptTops, Timing)):
         return _plain_fields(value)
     if isinstance(value, np.ndarray):

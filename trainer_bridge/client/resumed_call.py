@@ -33,7 +33,7 @@ _SEED_BITS = 63
 
 @dataclass(slots=True, eq=False)
 class ResumedCompletion:
-    """One completion on its way. Times are of `time.monotonic`."""
+    """One completion in flight. Times are by `time.monotonic`."""
 
     index: int
     seed: int
@@ -110,7 +110,7 @@ class ResumedCall(ClientCall):
         return replace(self.assembler.joined(part.index), seed=part.seed)
 
     def restore(self, saved: Saved) -> None:
-        """Take what a journal has of this request: all of it, or its beginning."""
+        """Take the records of this request from a journal: all, or the first ones."""
         self.resumes = max(0, len(saved.legs) - 1)
         for chunk in saved.chunks:
             if not 0 <= chunk.index < len(self.parts):

@@ -27,7 +27,7 @@ _Value = TypeVar("_Value")
 
 
 class BackgroundFuture(ProcessBound, Future[_Value]):
-    """A `concurrent.futures.Future` of what a `BackgroundClient` does in its thread."""
+    """A `concurrent.futures.Future` of a call that a `BackgroundClient` makes in its thread."""
 
     _instead = "wait for it in its process, and pass its result"
 

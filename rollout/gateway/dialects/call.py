@@ -27,7 +27,7 @@ class StreamedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request of a client. `id` is what the client knows it by. Each dialect shows the answer in its own form."""
+    """One request of a client, with the `id` that the client knows. Each dialect shows the answer in its own form."""
 
     gateway: Gateway
     id: str
@@ -37,7 +37,7 @@ class Call:
     results: dict[int, GenerateResult] = field(default_factory=dict)
 
     async def whole(self) -> list[GenerateResult]:
-        """The results, prompt by prompt. Raises `HttpError`, also if faults have ended all."""
+        """The results, prompt by prompt. Raises `HttpError`, also if faults ended every completion."""
         results = await self.gateway.workers.generate_all(self.id, self.requests, self.session)
         faults = [fault(completion) for result in results for completion in result.completions]
         if faults[0] is not None and all(faults):
@@ -45,7 +45,7 @@ class Call:
         return results
 
     async def chunks(self, least_every: int = 1) -> AsyncGenerator[StreamedChunk, None]:
-        """The chunks of all prompts as they come, of `least_every` tokens or more. At the end `results` is whole."""
+        """The chunks of all prompts as they come, of `least_every` tokens or more. At the end `results` is complete."""
         sources = [self._stream(place, least_every) for place in range(len(self.requests))]
         async with aclosing(merged(sources)) as found:
             async for each in found:

@@ -63,7 +63,7 @@ class ChatBody(OpenAiBody):
 
     @property
     def calls_wanted(self) -> bool:
-        """True if calls are looked for in the text of the answer."""
+        """True if the gateway looks for calls in the answer."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -87,12 +87,12 @@ class ChatBody(OpenAiBody):
 
     @property
     def demand(self) -> Demand | None:
-        """The calls that the completion is constrained to be; None if it is not."""
+        """The calls that a constraint demands; None without such a constraint."""
         return Demand(named_tool(self.tool_choice)) if demands_call(self.tool_choice) else None
 
 
 async def render(request: HttpRequest[ChatBody]) -> dict[str, Any]:
-    """Give the prompt of a conversation as token ids. Nothing is generated."""
+    """Return the prompt of a conversation as token ids; generate nothing."""
     body, model = request.body, request.gateway.model
     chat = await render_chat(model, body.messages, body.rendering)
     return {
