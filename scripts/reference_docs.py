@@ -102,7 +102,7 @@ _LONGROPE = """\
 Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers switches to the long set once a row is
 longer than the original context, so log-probs of earlier tokens change. The worker uses one set for all sequences:
 
-- `longrope = short` (default): sequences end at the original context. Log-probs equal those of transformers.
+- `longrope = short` (default): sequences end at the original context. Log-probs equal transformers' own.
 - `longrope = long`: the whole context, with the long set from the first token on, as in vLLM. For shorter sequences a
   trainer that uses transformers must also use the long set: copy `long_factor` over `short_factor` in its config.json.
   A worker serves such a checkpoint's whole context without the setting."""
@@ -137,7 +137,7 @@ What `trainer_bridge` exports. Examples, and which worker gets a request: [clien
 _METRICS_INTRODUCTION = """\
 # Metrics
 
-A worker reports every `metrics.interval_s` seconds, and once for the whole run when it ends. Names are those of W&B and
+A worker reports every `metrics.interval_s` seconds, and once for the whole run when it ends. The names are for W&B and
 JSON lines. Prometheus names have the prefix `rollout_` (once), `_` for `/`, and `_total` after a counter:
 `kv/preemptions` is `rollout_kv_preemptions_total`. How to read them:
 [operations](../operations.md#reading-the-dashboard); words: [glossary](../glossary.md).
@@ -191,7 +191,7 @@ if attention has kernels and no operation waits for the device; otherwise the lo
 - attention to later tokens, to chunks of the text, to chosen positions, or outside of transformers' attention
   interface (ALiBi in Bloom and MPT);
 - encoders, quantized checkpoints, and parameters that transformers stores in another order than the checkpoint;
-- a model whose logits over the paged cache differ from those of its own eager attention: every start compares them.
+- a model whose logits over the paged cache differ from its own eager attention: every start compares them.
 
 LongRoPE: [models](models.md#longrope). Tests compare the architectures below as for [native families](models.md), with
 200 decode steps. Each line: attention; whose code runs experts; architectures without `ForCausalLM`."""

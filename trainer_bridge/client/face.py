@@ -54,7 +54,7 @@ class ClientFace(ProcessBound):
         return tuple(self._core.endpoints)
 
     def add(self, endpoint: str) -> None:
-        """Add a worker. It gets requests once its weights are as new as those of the other workers.
+        """Add a worker. It gets requests once its weights are as new as the other workers' weights.
 
         Cancels a removal of the same endpoint. Raises ValueError for one that is there already.
         """
