@@ -163,7 +163,7 @@ class ResumedCall(ClientCall):
         """What a result has of a completion beyond its chunks. Raises `ProtocolError` if it has less."""
         have = self.assembler.length(part.index)
         if len(whole) < have or not np.array_equal(whole.token_ids[:have], self.assembler.tokens(part.index)):
-            raise ProtocolError(f"the result of completion {part.index} is not what its stream was")
+            raise ProtocolError(f"the result of completion {part.index} differs from its stream")
         if part.done:
             return None
         if self.assembler.prompt.prompt_logprobs is not None:
