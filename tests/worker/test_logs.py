@@ -26,7 +26,7 @@ COLUMNS = {
 STEPS = 400
 SETTINGS: dict[str, dict[str, Any]] = {
     "faulty": {"max_faults": 1, "log_format": "json", "wandb": True},
-    "hanging": {"stall_exit_s": 4.0, "log_format": "json"},
+    "hanging": {"stall_exit_s": 5.0, "log_format": "json"},
     "text": {},
 }
 
