@@ -121,6 +121,10 @@ class Supervisor:
         changes["TERM"] = "dumb"  # lines instead of bars: bars of several workers would overwrite each other
         if worker.device is not None:
             changes["CUDA_VISIBLE_DEVICES"] = worker.device
+        name = os.environ.get("WANDB_NAME") or readable_name(self._settings.model.path)
+        changes["WANDB_NAME"] = f"{name}-{worker.index}"
+        group = os.environ.get("WANDB_RUN_GROUP")
+        changes["WANDB_RUN_GROUP"] = group or f"rollout-{socket.gethostname()}-{os.getpid()}"
         worker.process = subprocess.Popen(
             [*self._command, *self._own_flags(worker)],
             stdin=subprocess.DEVNULL,
@@ -142,10 +146,6 @@ class Supervisor:
                 flags[name] = Path(path).with_stem(f"{Path(path).stem}-{worker.index}")
         if metrics.metrics_port:  # with 0 each worker picks a free port
             flags["metrics-port"] = metrics.metrics_port + worker.index
-        name = metrics.wandb_name or os.environ.get("WANDB_NAME") or readable_name(self._settings.model.path)
-        flags["wandb-name"] = f"{name}-{worker.index}"
-        if metrics.wandb_group is None and not os.environ.get("WANDB_RUN_GROUP"):  # a flag would override it
-            flags["wandb-group"] = f"rollout-{socket.gethostname()}-{os.getpid()}"
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         totals = self._folder.path / f"totals-{worker.index}.json"
         return [*words, "--continued-run", f"{self._job}-{worker.index}", str(totals), "--exit-with-parent"]

@@ -188,7 +188,7 @@ class Worker:
             ServedText(
                 text,
                 self.prompts,
-                constraints_for(text, loaded.spec.vocab, settings.service.max_constraint_s, eos),
+                constraints_for(text, loaded.spec.vocab, settings.service.constants.max_constraint_s, eos),
             ),
             worker_name=worker_name(),
             metrics_url=_metrics_url(sinks),

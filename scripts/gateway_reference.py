@@ -5,23 +5,29 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
+
+from pydantic.fields import FieldInfo
 
 from rollout.gateway.dialects import process_group_bodies as group_bodies
 from rollout.gateway.dialects import vllm_admin, vllm_generate
 from rollout.gateway.dialects.sglang_generate import SglangParams
 from rollout.gateway.endpoints import ENDPOINTS, Endpoint
-from rollout.gateway.http.bodies import Body, EmptyBody, Query
+from rollout.gateway.http.bodies import Body, EmptyBody
 from rollout.gateway.prompts import sampling
 
 _INTRODUCTION = """\
 # Endpoints of the gateway
 
-Every endpoint of the [gateway](../gateway.md), and the fields that it takes. The dialect is the server or the trainer
-whose clients use the endpoint. An endpoint without a link ignores its body and its URL's parameters.
+How to use them: [gateway](../gateway.md). In parentheses: the server or trainer whose clients use the endpoint. A link
+leads to the fields of the body, or of the URL for a GET, a pause, sleep, wake or session. An endpoint without a link
+ignores both.
 
-A field that is not listed is an error (400), and the error names the field. A field that is `null` has its default."""
+Below, each field has its default after `=`, or "required"; any other field is `null` by default. `null` always means
+the default. A token id or count is at most 2147483647. A field that is not listed is an error (400) that names it.
+**Off only** lists fields of features that are not served: they may be `null`, or the value that is given."""
 
 #: Bodies inside other bodies: the class, and the fields that hold it.
 _INNER: Mapping[type[Body], str] = {
@@ -36,6 +42,8 @@ _INNER: Mapping[type[Body], str] = {
     group_bodies.UpdateInfo: "`update_info`",
     vllm_admin.UpdateInfoBody: "`kwargs` of `/collective_rpc` with `update_weights_nccl`",
 }
+#: The bound of token ids and counts, which the introduction states.
+_MOST = sampling.MAX_TOKEN_ID
 _SHARED: Mapping[type[Body], str] = {
     sampling.SamplingBody: "Sampling fields",
     sampling.OpenAiBody: "OpenAI's fields",
@@ -44,10 +52,11 @@ _SHARED: Mapping[type[Body], str] = {
 
 def endpoints_page() -> str:
     """The text of the page."""
-    rows = [(_names(each), each.dialect, _sentence(each.handler), _link(each.takes)) for each in ENDPOINTS]
-    lines = [_INTRODUCTION, "", *_table(("endpoint", "dialect", "what it does", "takes"), rows)]
+    lines = [_INTRODUCTION, ""]
+    for sentence, endpoints in groupby(ENDPOINTS, lambda each: _sentence(each.handler)):
+        lines.append(f"- {', '.join(map(_shown, endpoints))}: {sentence}")
     for body, title in _titles().items():
-        lines += ["", f"## {title}", *_body(body)]
+        lines += ["", f"## {title}", "", *_body(body)]
     return "\n".join(lines) + "\n"
 
 
@@ -60,21 +69,15 @@ def _titles() -> dict[type[Body], str]:
     return {body: ", ".join(paths) for body, paths in taken.items()} | dict(_SHARED) | dict(_INNER)
 
 
-def _names(endpoint: Endpoint) -> str:
-    return f"{' and '.join(endpoint.methods)} {', '.join(f'`{path}`' for path in endpoint.paths)}"
+def _shown(endpoint: Endpoint) -> str:
+    """An endpoint with its aliases, linked to the fields that it takes, and its dialect."""
+    paths = ", ".join(f"`{path}`" for path in endpoint.paths)
+    known = paths if endpoint.takes in (None, EmptyBody) else _to(endpoint.takes, paths)
+    return f"{'/'.join(endpoint.methods)} {known} ({endpoint.dialect})"
 
 
 def _sentence(thing: Any) -> str:
     return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
-
-
-def _link(takes: type[Body] | None) -> str:
-    if takes is None:
-        return ""
-    if takes is EmptyBody:
-        return "a body without fields"
-    kind = "parameters" if issubclass(takes, Query) else "body, may be empty" if takes.may_be_empty else "body"
-    return _to(takes, kind)
 
 
 def _to(body: type[Body], text: str) -> str:
@@ -86,56 +89,64 @@ def _body(body: type[Body]) -> Iterator[str]:
     """The fields that a class adds to those of its bases."""
     bases = [base for base in body.__mro__[1:] if issubclass(base, Body) and base in _titles()]
     schema = body.model_json_schema()["properties"] if body.model_fields else {}
-    rows = []
-    for name, field in body.model_fields.items():
-        if not any(name in base.model_fields for base in bases):
-            shown = field.alias or name
-            default = "required" if field.is_required() else f"`{json.dumps(_plain(field.default))}`"
-            rows.append((f"`{shown}`", _values(schema[shown]), default))
-    if rows:
-        yield from ("", *_table(("field", "values", "default"), rows))
+    own = [
+        (_defaulted(field.alias or name, field), _of_field(schema[field.alias or name], field))
+        for name, field in body.model_fields.items()
+        if not any(name in base.model_fields for base in bases)
+    ]
+    for values, alike in groupby(own, lambda each: each[1]):
+        yield f"- {', '.join(shown for shown, _ in alike)}{values}"
     if bases:
-        yield from ("", f"Also the fields of {_to(bases[0], _titles()[bases[0]])}.")
+        yield f"- also: {_to(bases[0], _titles()[bases[0]])}"
     ignored = _added(body.ignored, [base.ignored for base in bases])
     if ignored:
-        yield from ("", f"Ignored: {'; '.join(f'`{name}` ({why})' for name, why in ignored.items())}.")
+        why: dict[str, list[str]] = {}
+        for name, reason in ignored.items():
+            why.setdefault(reason, []).append(f"`{name}`")
+        reasons = (f"{', '.join(names)} ({reason})" for reason, names in why.items())
+        yield f"- **Ignored**: {'; '.join(reasons)}"
     off = _added(body.switched_off, [base.switched_off for base in bases])
     if off:
-        names = (f"`{name}` ({_literals(values)})" for name, values in off.items())
-        yield from ("", f"Accepted only with a value that switches the feature off: {', '.join(names)}.")
+        yield f"- **Off only**: {', '.join(f'`{name}`{_off_values(values)}' for name, values in off.items())}"
+
+
+def _defaulted(name: str, field: FieldInfo) -> str:
+    if field.is_required() or field.default is None:
+        return f"`{name}`"
+    default = {} if isinstance(field.default, Body) else field.default
+    return f"`{name}` = `{json.dumps(default)}`"
+
+
+def _of_field(schema: Mapping[str, Any], field: FieldInfo) -> str:
+    """The values of a field; none for a boolean, whose default says the same."""
+    if isinstance(field.default, bool):
+        return ""
+    return f": {_values(schema)}{', required' if field.is_required() else ''}"
+
+
+def _off_values(values: tuple[Any, ...]) -> str:
+    """The values except null that switch a feature off, each number once."""
+    others = dict.fromkeys(value for value in map(json.dumps, values) if value not in ("null", "1.0"))
+    return f" ({', '.join(f'`{value}`' for value in others)})" if others else ""
 
 
 def _added(named: Mapping[str, Any], earlier: list[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if not any(name in each for each in earlier)}
 
 
-def _plain(default: Any) -> Any:
-    return default.model_dump() if isinstance(default, Body) else default
-
-
-def _literals(values: Iterable[Any]) -> str:
-    return " or ".join(f"`{json.dumps(value)}`" for value in values)
-
-
 def _values(schema: Mapping[str, Any]) -> str:
     """The values that a JSON schema allows, in words."""
     if "anyOf" in schema:
-        return " or ".join(_values(each) for each in schema["anyOf"])
+        return " or ".join(_values(each) for each in schema["anyOf"] if each.get("type") != "null")
     if "enum" in schema or "const" in schema:
-        return _literals(schema.get("enum", [schema.get("const")]))
+        return ", ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
     kind: str = schema.get("type", "object" if "$ref" in schema else "any value")
     if kind == "array":
         return f"list of {_values(schema['items'])}" if schema.get("items") else "list"
-    least = schema.get("minimum", schema.get("minLength"))
-    most = schema.get("maximum", schema.get("maxLength", schema.get("exclusiveMaximum", 0) - 1))
+    least = schema.get("minimum", schema.get("minLength", schema.get("exclusiveMinimum")))
+    most = schema.get("maximum", schema.get("maxLength", schema.get("exclusiveMaximum", _MOST + 1) - 1))
     unit = " characters" if kind == "string" else ""
-    if most >= 0:
-        return f"{kind} ({least or 0} to {most}{unit})"
-    if least is not None:
-        return f"{kind} (at least {least}{unit})"
-    return f"{kind} (more than {schema['exclusiveMinimum']})" if "exclusiveMinimum" in schema else kind
-
-
-def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in (list(heads), ["---"] * len(heads), *cells)]
+    if most == _MOST:
+        above = ">" if "exclusiveMinimum" in schema else ">="
+        return kind if least in (None, -_MOST) else f"{kind} {above} {least}{unit}"
+    return f"{kind}, {least} to {most}{unit}"

@@ -43,12 +43,11 @@ Settings come from three sources; the later one wins:
 
 1. the TOML file of `--config`: `max_rows = 64` below `[engine]`;
 2. the environment: `ROLLOUT_ENGINE__MAX_ROWS=64`, or `ROLLOUT_LOG_LEVEL=debug` for a setting without a section;
-3. a flag: `--max-rows 64`; `--prefix-cache`, `--no-prefix-cache`. The model is `rollout serve MODEL`, and `bind` of
-   `[weights]` is `--weights-bind`.
+3. a flag: `--max-rows 64`; `--prefix-cache`, `--no-prefix-cache`; `--weights-bind` for `bind` of `[weights]`. The model
+   is `rollout serve MODEL`.
 
-In the environment and in flags, `none` unsets a setting that may be absent. An unknown name is an error.
-The [gateway](gateway.md) takes its settings from the same sources,
-in `[gateway]`. The [glossary](../glossary.md) explains words.
+In the environment and in flags, `none` unsets a setting that may be absent. An unknown name is an error. The
+[gateway](gateway.md) uses the same sources. Words: [glossary](../glossary.md).
 
 Each line: the setting, its default (and other choices), its meaning."""
 
@@ -56,109 +55,111 @@ _MODELS_INTRODUCTION = """\
 # Models
 
 The families that a worker runs natively, by `architectures` of config.json. For other architectures see
-[fallback](fallback.md). Checkpoints are safetensors in 16 or 32 bits; experts of gpt-oss may be in MXFP4, and are
-decoded to 16 bits.
+[fallback](fallback.md). Checkpoints are safetensors in 16 or 32 bits; experts of gpt-oss in MXFP4 are decoded to 16.
 
 On a GPU, with the default config of transformers:
 
-- **fused**: fused kernels, in CUDA graphs. **fused in part**: the same, but torch runs some blocks.
-- **torch in graphs**: torch and the attention kernels, in CUDA graphs. **torch**: the same without graphs; slow.
+- **fused**: fused kernels, in CUDA graphs. **fused in part**: torch runs some blocks.
+- **torch in graphs**: torch and the attention kernels, in CUDA graphs. **torch**: without graphs; slow.
 
 Marks:
 
-- **images**: with `model.images` the worker also serves images and videos. The vision tower is transformers' module,
-  run by torch; updates may contain its tensors or not. Without the setting, and for other models of text and images,
-  the worker serves the language model, and drops the other tensors.
-- **MTP**: the checkpoint has layers for multi-token prediction; the first one drafts with `speculation = heads`.
-- **MLA**: latent attention; the KV cache has one latent a token. `kv_dtype = fp8_e4m3`, `deterministic` and adapters of
-  `kv_b_proj` are errors, and `group_attention` changes nothing.
+- **images**: with `model.images` the worker also serves images and videos. torch runs the vision tower, transformers'
+  own module; updates may omit its tensors. Without the setting, and for other models of text and images, the worker
+  serves the language model and drops the other tensors.
+- **MTP**: has layers for multi-token prediction; the first one drafts with `speculation = heads`.
+- **MLA**: latent attention, one latent a token in the KV cache. `kv_dtype = fp8_e4m3`, `deterministic` and adapters of
+  `kv_b_proj` are errors; `group_attention` changes nothing.
 
-Tests compare each family with transformers' own class of the same name, or of the one that the table names, in
-float32 with tiny random weights: logits within 1e-4 for prompts in chunks and decode steps; the same greedy tokens with
-several rows, preemptions and a change of weights."""
+Tests compare each family with the class of transformers of the same name, or the one that its line names, in float32
+with tiny random weights: logits within 1e-4 for prompts in chunks and decode steps; the same greedy tokens with several
+rows, preemptions and a change of weights.
+
+Each line: models (marks), architecture, how it runs."""
 
 _CONFIG = """\
 ## What config.json means
 
-The worker builds transformers' own config of the checkpoint and takes every value from it. The output layer is the
-embedding if `tie_word_embeddings` says so and the files contain no other one; if they do, the log warns. If the files
-have only one of the two tensors, it serves as both.
+The worker builds transformers' own config of the checkpoint and takes every value from it. With `tie_word_embeddings`
+the output layer is the embedding, unless the files have another one: then the log warns. A single one of the two
+tensors serves as both.
 
-A config is in the **known form** if each of its keys
+A config is in the **known form**, as transformers saves it for these families, if each of its keys
 
-- is read by the declaration of the family, or is another name that transformers has for such a key;
+- is read by the family, or is another name that transformers has for such a key;
 - does not affect the forward (names, token ids, dropout, caches); or
 - switches something off by null, such as `final_logit_softcapping`.
 
-Configs that transformers saves for these families have the known form. `per_layer_config`, and `is_causal` other than
-true, are errors. For any other config the worker **compares logits** with transformers' class at the start: on the
-CPU, in float32, with one layer of each kind. If the logits of a token differ by more than 0.001 of their standard
-deviation, or an attention window differs, the worker does not start, and the error names the keys. The comparison
-takes about 15 s on one slow core and 6 GiB of host memory for Qwen3-8B. The log says if it is not possible."""
+`per_layer_config`, and `is_causal` other than true, are errors. For any other config the worker **compares logits**
+with transformers' class at the start: on the CPU, in float32, with one layer of each kind. If a token's logits differ
+by more than 0.001 of their standard deviation, or an attention window differs, the worker does not start, and the error
+names the keys. For Qwen3-8B this takes about 15 s on one slow core, and 6 GiB of host memory. The log says if it is not
+possible."""
 
 _LONGROPE = """\
 ## LongRoPE
 
-Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers switches to the long set as soon as a row
-is longer than the original context, so log-probs of earlier tokens change. The worker uses one set for all sequences:
+Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers switches to the long set once a row is
+longer than the original context, so log-probs of earlier tokens change. The worker uses one set for all sequences:
 
-- `longrope = short` (default): sequences end at the original context. Log-probs equal those of transformers.
-- `longrope = long`: the whole context, with the long set from the first token on, as vLLM does for a long
-  `max_model_len`. For sequences within the original context a trainer that uses transformers must also use the long
-  set: copy `long_factor` over `short_factor` in its config.json. A worker serves such a checkpoint's whole context
-  without the setting."""
+- `longrope = short` (default): sequences end at the original context. Log-probs equal transformers' own.
+- `longrope = long`: the whole context, with the long set from the first token on, as in vLLM. For shorter sequences a
+  trainer that uses transformers must also use the long set: copy `long_factor` over `short_factor` in its config.json.
+  A worker serves such a checkpoint's whole context without the setting."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
 
 A worker answers a wrong message with `code`, `message` (what to change), `field` and, with `overloaded`,
-`retry_after_s`. The Python client raises the exception, a subclass of `RolloutError` with these fields as attributes,
-and `request_id`; if it resumes requests, `partials` are the completions so far. "HTTP" is the gateway's status; its
-body is OpenAI's, and `param` names the field."""
+`retry_after_s`. The Python client raises a subclass of `RolloutError` with these attributes and `request_id`; if it
+resumes requests, `partials` are the completions so far. The gateway's body is OpenAI's, and `param` names the field.
+
+Each line: code, exception, the gateway's HTTP status."""
 
 _ERRORS_OF_HTTP = """
 ## Errors of the gateway itself
 
-| HTTP | meaning |
-| --- | --- |
-| 401, 403 | token missing or wrong; a web page without a token, or a folder outside of `--weights-root` |
-| 404 | unknown path or model; the error names the most similar path |
-| 408, 413 | body slower than `--body-s`, larger than `--max-body-bytes` |
-| 429 | `--max-in-flight` is reached; `Retry-After` says when to try again |
-| 501 | a call that is [refused](../gateway.md#refused) |
-| 503 | no worker can take the request, or `--max-connections` is reached |"""
+- 401, 403: token missing or wrong; a web page without a token; a folder outside of `--weights-root`
+- 404: unknown path or model; the error names the most similar path
+- 408, 413: body slower than `--body-s`, larger than `--max-body-bytes`
+- 429: `--max-in-flight` is reached; `Retry-After` says when to try again
+- 501: a call that is [refused](../gateway.md#refused)
+- 503: no worker can take the request, or `--max-connections` is reached"""
 
 _API_INTRODUCTION = """\
 # Python API
 
-What `trainer_bridge` exports, from the docstrings. Examples: [client.md](client.md). Exceptions:
-[errors.md](errors.md). Fields of requests and results: [protocol.md](protocol.md)."""
+What `trainer_bridge` exports. Examples, and which worker gets a request: [client](client.md). Exceptions:
+[errors](errors.md). Fields of requests and results: [protocol](protocol.md). Chunks, completions and results have
+`to_dict()`: all fields as plain values, lists for arrays, None for NaN. `AsyncStream` and `AsyncSession` are as
+`Stream` and `Session`, with `async for` and `async with`."""
 
 _METRICS_INTRODUCTION = """\
 # Metrics
 
-A worker reports every `metrics.interval_s` seconds, and once for the whole run when it ends. Names are those of W&B and
-JSON lines. Prometheus has the prefix `rollout_` (once), `_` for `/`, and `_total` after a counter:
+A worker reports every `metrics.interval_s` seconds, and once for the whole run when it ends. The names are for W&B and
+JSON lines. Prometheus names have the prefix `rollout_` (once), `_` for `/`, and `_total` after a counter:
 `kv/preemptions` is `rollout_kv_preemptions_total`. How to read them:
-[operations](../operations.md#reading-the-dashboard); terms: [glossary](../glossary.md).
+[operations](../operations.md#reading-the-dashboard); words: [glossary](../glossary.md).
 
-- A **gauge** is the present value, or the value for the interval. A mean or percentile without a sample keeps its last
-  value. In the last report it covers the whole run.
+- A **gauge**, the kind of a metric that names no other, is the present value, or the value for the interval. A mean or
+  percentile without a sample keeps its last value. The last report covers the whole run.
 - A **counter** counts since the start of the worker.
-- A **histogram** has counts by size: of the interval in W&B and in JSON lines (`[begin, bound, count]` without empty
+- A **histogram** counts by size: over the interval in W&B and JSON lines (`[begin, bound, count]` without empty
   buckets), since the start in Prometheus.
-- `gpu/...` is about the device that computes, also a CPU. `gpu/run/...` is the same since the start, in place of the
-  last 10 s.
-- `mismatch/...` appears after a trainer's first `report`, a share of accepted drafts after the first draft of its kind.
+- `gpu/...` also means a CPU that computes. `gpu/run/...` is the same since the start, not of the last 10 s.
+- `mismatch/...` appears after a trainer's first `report`; a share of accepted drafts after the first draft of its kind.
 
 Prometheus also has `rollout_worker_info` (label `model`), `rollout_report_time_s` (Unix time) and
-`rollout_report_step` (steps committed); JSON lines have the last two as `time` and `step`."""
+`rollout_report_step` (steps committed); JSON lines call the last two `time` and `step`.
+
+Each line: name (kind, unit), meaning."""
 
 _BY_VERSION = """
 ## By weights version
 
-One row for each weights version, written once the next version serves: in W&B with `weights/version` as x-axis, in
-JSON lines as an entry of `versions`; not in Prometheus. Values without a sample are left out.
+One row for each version, written once the next one serves: in W&B with `weights/version` as x-axis, in JSON lines as an
+entry of `versions`; not in Prometheus. Values without a sample are left out.
 """
 
 _AT_THE_END = """
@@ -175,44 +176,43 @@ A worker runs any other causal LM of transformers by transformers' own code, ove
 `model_impl = auto` chooses by config.json, and the log warns; `model_impl = transformers` runs a native family this
 way, too. Code of a checkpoint is never run.
 
-**What works** as with a native family: chunked prompts, prefix cache, sessions, groups, preemption, offload, sleep,
-updates, log-probs, constraints, `kv_dtype`. An update may use the names of `save_pretrained` or of
-`named_parameters()`. It may omit buffers, and may contain tensors that transformers does not load, such as `mtp.*`.
+**Works**: chunked prompts, prefix cache, sessions, groups, preemption, offload, sleep, updates, log-probs, constraints,
+`kv_dtype`. An update may use the names of `save_pretrained` or `named_parameters()`. It may omit buffers, and contain
+tensors that transformers does not load, such as `mtp.*`.
 
-**What it costs**: steps take about twice as long. Attention whose values have another dimension than its keys (as MLA
-has here) is computed by torch from gathered pages: it takes memory for `max_rows` times `max_context_tokens`. Decode
-steps are CUDA graphs if attention has kernels and no operation waits for the device; the log gives the reason if not.
+**Costs**: steps take about twice as long. If values have another dimension than keys (as MLA has here), torch computes
+attention from gathered pages, which take memory for `max_rows` times `max_context_tokens`. Decode steps are CUDA graphs
+if attention has kernels and no operation waits for the device; otherwise the log gives the reason.
 
-**What is refused at the start**, with the reason:
+**Refused at the start**, with the reason:
 
 - the settings `adapter_slots`, `routing`, `deterministic` and `expert_dtype`;
 - layers with a state instead of KV (Mamba, linear attention, convolutions), or that share KV;
 - attention to later tokens, to chunks of the text, to chosen positions, or outside of transformers' attention
   interface (ALiBi in Bloom and MPT);
-- encoders, quantized checkpoints, and parameters that transformers stores in another order than the checkpoint.
+- encoders, quantized checkpoints, and parameters that transformers stores in another order than the checkpoint;
+- a model whose logits over the paged cache differ from its own eager attention: every start compares them.
 
-At every start the worker compares logits over the paged cache with those of the model's own eager attention, and
-refuses a model whose logits differ. LongRoPE: [models](models.md#longrope).
-
-Tests compare these architectures with transformers in float32 on a CPU, with tiny random weights: logits within 1e-4
-after chunked prompts and 200 decode steps; greedy tokens with several rows, preemptions and a change of weights."""
+LongRoPE: [models](models.md#longrope). Tests compare the architectures below as for [native families](models.md), with
+200 decode steps. Each line: attention; whose code runs experts; architectures without `ForCausalLM`."""
 
 _GATEWAY_INTRODUCTION = """\
-# Flags and fields of the gateway
+# Flags of the gateway
 
-How to use it: [gateway](../gateway.md). A TOML file (`--config`, table `[gateway]`) and variables such as
-`ROLLOUT_GATEWAY__PORT=8000` set the same; a flag wins."""
+How to use it: [gateway](../gateway.md). The flags are also [settings](settings.md), in `[gateway]`."""
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
 
-#: Beginnings of names of metrics that share a row: what their meanings have in common stands once.
+#: Beginnings of names of metrics that share a line: what their meanings have in common stands once.
 _TOGETHER = (
     "gpu/bubble_pct/",
     "prefix/hits_",
     "speculation/accepted_pct/by_",
     "speculation/accepted_pct/age_",
     "completion/finish_reason/",
+    "completion/length_",
+    "step/decode_ms",
 )
 
 
@@ -223,31 +223,30 @@ def metrics_page() -> str:
         if not metric.name.startswith("gpu/run/"):  # the introduction says what these are
             groups.setdefault(_section(metric), []).append(metric)
     lines = [_METRICS_INTRODUCTION]
-    heads = ("name (unit)", "meaning")
     for section, metrics in groups.items():
-        lines += ["", f"## {section}", "", *_table(heads, _metric_rows(metrics))]
-    lines += [_BY_VERSION, *_table(heads, _metric_rows(VERSION_METRICS))]
-    lines += [_AT_THE_END, *_table(heads, _metric_rows(TOTALS))]
+        lines += ["", f"## {section}", "", *_metric_lines(metrics)]
+    lines += [_BY_VERSION, *_metric_lines(VERSION_METRICS)]
+    lines += [_AT_THE_END, *_metric_lines(TOTALS)]
     return "\n".join(lines) + "\n"
 
 
-def _metric_rows(metrics: Iterable[Metric]) -> list[tuple[str, ...]]:
-    """A row for each metric, or for those that share one."""
+def _metric_lines(metrics: Iterable[Metric]) -> list[str]:
+    """A line for each metric, or for those that share one."""
     together: dict[str, list[Metric]] = {}
     for metric in metrics:
         begin = next((begin for begin in _TOGETHER if metric.name.startswith(begin)), metric.name)
         together.setdefault(begin, []).append(metric)
-    rows = []
+    lines = []
     for begin, members in together.items():
         first = members[0]
         shared = commonprefix([metric.meaning for metric in members]).rpartition(" ")[0] if len(members) > 1 else ""
-        name = f"`{begin}...`" if shared else f"`{first.name}`"
+        name = f"`{begin}...`" if shared else f"`{first.name}`"  # a member may have the beginning as its whole name
         ends = [(metric.name.removeprefix(begin), metric.meaning[len(shared) + 1 :]) for metric in members]
-        parts = [f"`{end}`" if end == rest else f"`{end}` {rest}" for end, rest in ends]
-        meaning = f"{shared.rstrip(':')}: {'; '.join(parts)}" if shared else first.meaning
+        parts = [f"`{end}`" if end == rest else f"`{end}` {rest}" if end else rest for end, rest in ends]
+        meaning = f"{shared.rstrip(':,')}: {'; '.join(parts)}" if shared else first.meaning
         unit = first.unit if first.kind == "gauge" else f"{first.kind}, {first.unit}"
-        rows.append((f"{name} ({unit})", meaning))
-    return rows
+        lines.append(f"- {name} ({unit}): {meaning}")
+    return lines
 
 
 def settings_page() -> str:
@@ -258,13 +257,13 @@ def settings_page() -> str:
         groups.setdefault((key.section, key.group), []).append(key)
     for (section, group), keys in groups.items():
         title = f"{group} (`[{section}]`)" if section else f"{group} (no section)"
-        lines += ["", f"## {title}", "", *(_setting(key) for key in keys)]
+        lines += ["", f"## {title}", "", *(_setting(key, f"`{key.name}`") for key in keys)]
     return "\n".join(lines) + "\n"
 
 
-def _setting(key: SettingKey) -> str:
+def _setting(key: SettingKey, name: str) -> str:
     shown = _shown_default(key)
-    return f"- `{key.name}`{f' = {shown}' if shown else ''}: {key.field.description}"
+    return f"- {name}{f' = {shown}' if shown else ''}: {key.field.description}"
 
 
 def _shown_default(key: SettingKey) -> str:
@@ -288,8 +287,8 @@ def models_page() -> str:
         marks = dict.fromkeys(mark for _, family in entries for mark in _marks(name, family))
         images = [] if whole.tower is None else ["images"]
         rows.append((_marked(whole.models, [*images, *marks]), f"`{name}`", " or ".join(ways)))
-    heads = ("models (marks)", "architecture", "on a GPU")
-    return "\n".join([_MODELS_INTRODUCTION, "", *_table(heads, sorted(rows)), "", _CONFIG, "", _LONGROPE]) + "\n"
+    lines = [f"- {models}, {architecture}: {way}" for models, architecture, way in sorted(rows)]
+    return "\n".join([_MODELS_INTRODUCTION, "", *lines, "", _CONFIG, "", _LONGROPE]) + "\n"
 
 
 def _marked(models: str, marks: list[str]) -> str:
@@ -340,11 +339,10 @@ def errors_page() -> str:
     others = [kind for kind in classes if kind not in SENT_BY_WORKERS]
     lines = [_ERRORS_INTRODUCTION]
     for title, kinds in (("Codes of the protocol", of_protocol), ("Errors of the client itself", others)):
-        rows = [
-            (f"`{kind.code}`", f"`{kind.__name__}`", from_worker(kind("")).status, _line(kind.__doc__))
-            for kind in kinds
-        ]
-        lines += ["", f"## {title}", "", *_table(("code", "exception", "HTTP", "meaning"), rows)]
+        lines += ["", f"## {title}", ""]
+        for kind in kinds:
+            status = from_worker(kind("")).status
+            lines.append(f"- `{kind.code}`, `{kind.__name__}`, {status}: {_line(kind.__doc__)}")
     return "\n".join([*lines, _ERRORS_OF_HTTP]) + "\n"
 
 
@@ -363,6 +361,7 @@ _MADE = {
 }
 #: Methods that only this package calls.
 _OWN_METHODS = {
+    **dict.fromkeys(("Chunk", "Completion", "GenerateResult"), {"to_dict"}),  # the introduction says what it does
     "ClientCurve": {"apply"},
     "MediaItem": {"fields"},
     "PublishHandle": {"end", "learn", "report", "use_every_name"},
@@ -425,8 +424,7 @@ def protocol_page() -> str:
 def gateway_page() -> str:
     """The flags of `rollout gateway`."""
     keys = [key for key in setting_keys(GatewayFile) if key.path not in POSITIONAL]
-    flags = [(f"`{key.flag}`", _shown_default(key), key.field.description or "") for key in keys]
-    lines = [_GATEWAY_INTRODUCTION, "", "## Flags", "", *_table(("flag", "default", "meaning"), flags)]
+    lines = [_GATEWAY_INTRODUCTION, "", *(_setting(key, f"`{key.flag}`") for key in keys)]
     return "\n".join(lines) + "\n"
 
 
@@ -477,9 +475,11 @@ def fallback_page() -> str:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, held in HELD.items():
         groups.setdefault((held.attention, held.experts), []).append(name.removesuffix("ForCausalLM"))
-    rows = [(*kind, ", ".join(f"`{name}`" for name in names)) for kind, names in groups.items()]
-    table = _table(("attention", "experts run by", "architectures (`...ForCausalLM` is left out)"), rows)
-    return "\n".join([_FALLBACK_INTRODUCTION, "", *table]) + "\n"
+    lines = [
+        f"- {attention}; {experts}: {', '.join(f'`{name}`' for name in names)}"
+        for (attention, experts), names in groups.items()
+    ]
+    return "\n".join([_FALLBACK_INTRODUCTION, "", *lines]) + "\n"
 
 
 #: File names and the functions that write their text.

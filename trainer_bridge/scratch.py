@@ -1,4 +1,4 @@
-"""Files and folders that must not outlive their process: whoever comes next removes what a killed process left.
+"""Files and folders that must not outlive their process. The next process removes the files of a killed one.
 
 The owner holds a lock on a file. The kernel releases it when the process ends, for whatever reason, and nothing needs
 to be known about the process: a lock, unlike a process id, is valid in every container that shares the file system.

@@ -14,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", nargs="+", default=["17:", "980:", "2024:"], help="prompts to count from")
     parser.add_argument("--n", type=int, default=4, help="completions of each prompt")
     parser.add_argument("--tokens", type=int, default=16_400, help="tokens of each completion")
-    parser.add_argument("--pipeline-depth", type=int, choices=(1, 2), default=2, help="1: the blocking loop")
+    parser.add_argument(
+        "--pipeline-depth", type=int, choices=(1, 2), default=2, help="steps in flight; 1 waits for each step"
+    )
     parser.add_argument("--wandb", action=argparse.BooleanOptionalAction, default=True, help="log to W&B")
     parser.add_argument("--worker", nargs="+", metavar="WORD", help="command that runs the worker")
 

@@ -31,7 +31,7 @@ _COUNTS = {
 
 @dataclass(frozen=True, slots=True)
 class GatewayStatus:
-    """What a gateway answered. `server_info` and `counts` are None if they were refused; `missing` is the reason."""
+    """The answers of a gateway. `server_info` and `counts` are None if it refused them; `missing` is the reason."""
 
     health: Mapping[str, Any]  # the answer of /health; of a gateway without a worker in order, `status` and `reason`
     server_info: Mapping[str, Any] | None
@@ -39,7 +39,7 @@ class GatewayStatus:
     missing: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """All fields, for JSON."""
         fields = {"health": dict(self.health), "server_info": self.server_info, "counts": self.counts}
         return fields | ({"missing": self.missing} if self.missing else {})
 
@@ -71,7 +71,7 @@ class GatewayStatus:
 
 
 def ask_gateway(url: str, timeout_s: float, key_file: str | None) -> GatewayStatus:
-    """The status of the gateway at an address. Raises `CommandError` if there is none, `UsageError` for wrong flags."""
+    """The status of a gateway. Raises `CommandError` without an answer, `UsageError` for wrong flags."""
     gateway = _Gateway(url, timeout_s, key_file)
     health = _health(url, *gateway.get("/health"))
     try:
@@ -84,7 +84,7 @@ def ask_gateway(url: str, timeout_s: float, key_file: str | None) -> GatewayStat
 
 
 class _RefusedError(Exception):
-    """The gateway refuses this question; the message says why."""
+    """The gateway refuses this request; the message says why."""
 
 
 class _Gateway:

@@ -1,4 +1,4 @@
-"""`rollout generate`: a worker completes a prompt. What was generated goes to stdout, everything else to stderr."""
+"""`rollout generate`: a worker completes a prompt. Completions go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -96,19 +96,17 @@ def add_arguments(generate: Parser) -> None:
     generate.add_argument("--json", action="store_true", help="print JSON, one object a completion or chunk")
     asked = generate.add_argument_group("prompt, one of")
     prompt = asked.add_mutually_exclusive_group()
-    prompt.add_argument("--chat", metavar="TEXT", help="message of a user, for the chat template; - reads stdin")
+    prompt.add_argument("--chat", metavar="TEXT", help="a user message, for the chat template; - reads stdin")
     prompt.add_argument("--prompt", metavar="TEXT", help="prompt text as it is; - reads stdin")
-    prompt.add_argument(
-        "--messages", metavar="FILE|JSON", help="conversation, a list of maps of role and content; - reads stdin"
-    )
+    prompt.add_argument("--messages", metavar="FILE|JSON", help="list of messages with role and content; - reads stdin")
     prompt.add_argument("--token-ids", metavar="IDS", help="token ids, with commas or spaces between them")
     chat = generate.add_argument_group("with --chat or --messages")
-    chat.add_argument("--system", metavar="TEXT", help="with --chat: system message in front of the user's")
+    chat.add_argument("--system", metavar="TEXT", help="with --chat: system message before the user message")
     chat.add_argument("--tools", metavar="FILE|JSON", help="list of functions, for the chat template")
     chat.add_argument(
         "--chat-template-kwargs",
         metavar="FILE|JSON",
-        help="map of further variables of the chat template, such as '{\"enable_thinking\": false}'",
+        help="more variables for the chat template, such as '{\"enable_thinking\": false}'",
     )
     sampling = generate.add_argument_group("completions")
     for flag, kind, meaning in _SENT:
@@ -116,13 +114,17 @@ def add_arguments(generate: Parser) -> None:
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="string that ends a completion; repeatable")
     sampling.add_argument("--stop-token-ids", metavar="IDS", help="token ids that end a completion")
     sampling.add_argument("--min-tokens", type=int, metavar="MIN_TOKENS", help="least tokens before a stop [0]")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
     rules = generate.add_argument_group("constraint, at most one of")
     constraint = rules.add_mutually_exclusive_group()
     constraint.add_argument("--json-schema", metavar="FILE|JSON", help="the completion is JSON of this schema")
     constraint.add_argument("--regex", metavar="RE", help="the completion matches this whole regular expression")
-    constraint.add_argument("--choice", action="append", metavar="TEXT", help="it is one of these texts; repeatable")
-    constraint.add_argument("--grammar", metavar="FILE", help="it is text of this EBNF grammar with the rule root")
+    constraint.add_argument(
+        "--choice", action="append", metavar="TEXT", help="the completion is this text or another --choice"
+    )
+    constraint.add_argument(
+        "--grammar", metavar="FILE", help="the completion follows this EBNF grammar, from its rule root"
+    )
     shown = generate.add_argument_group("output")
     shown.add_argument("--stream", action="store_true", help="print tokens as they arrive")
     shown.add_argument(
@@ -218,7 +220,7 @@ class _Shown:
             print(text, end="", flush=True)
 
     def end(self, result: GenerateResult | None = None) -> None:
-        """Print the result. Without a result (after an error), print the text so far."""
+        """Print the result, or after an error the text that has arrived."""
         if self.whole and result is not None:
             for completion in result.completions:
                 print(json.dumps(_as_json(completion)) if self._as_json else _text(completion))
@@ -322,7 +324,7 @@ def _constraint(args: argparse.Namespace, inputs: Inputs) -> dict[str, Any] | No
 
 
 def _nearly_empty(args: argparse.Namespace, result: GenerateResult) -> bool:
-    """True if a raw prompt got nearly nothing."""
+    """True if a raw prompt got almost no tokens."""
     return args.prompt is not None and all(
         completion.finish_reason == "stop" and (len(completion) <= _NEARLY_EMPTY or not (completion.text or "").strip())
         for completion in result.completions
@@ -343,7 +345,7 @@ def _flag_of(error: RolloutError, args: argparse.Namespace) -> str:
 
 
 def _is_in(field: str, outer: str) -> bool:
-    """True if `field` is `outer`, a part of it, or what it is a part of."""
+    """True if one of the two fields is the other, or a part of it."""
     return f"{field}.".startswith(f"{outer}.") or f"{outer}.".startswith(f"{field}.")
 
 

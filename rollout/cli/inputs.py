@@ -17,11 +17,11 @@ class Inputs:
         self._stdin_flag: str | None = None
 
     def text(self, flag: str, value: str) -> str:
-        """The value itself, or what stdin has."""
+        """The value itself, or the text of stdin."""
         return self._stdin(flag) if value == "-" else value
 
     def file(self, flag: str, value: str, advice: str = "") -> str:
-        """What the file named by the value holds, or stdin. `advice` ends the error about a file."""
+        """The text of the file with this name, or of stdin. `advice` ends the error about a file."""
         if value == "-":
             return self._stdin(flag)
         try:

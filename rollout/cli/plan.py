@@ -28,11 +28,13 @@ _GIB = 2**30
 
 
 def add_arguments(parser: Parser) -> None:
-    """Declare the arguments: those of `rollout serve`, and what the plan is for."""
+    """Declare the arguments: all of `rollout serve`, and the machine."""
     serve.add_arguments(parser)
     parser.usage, parser.description = "rollout plan MODEL [--gpu NAME] [--gpus N] [--SETTING VALUE ...]", DESCRIPTION
     group = parser.add_argument_group("plan")
-    group.add_argument("--gpu", metavar="NAME|GIB", help="kind of GPU, such as h200, or its memory in GiB, with fp8")
+    group.add_argument(
+        "--gpu", metavar="NAME|GIB", help="kind of GPU, such as h200, or its memory in GiB (a GPU with fp8)"
+    )
     for flag, path in (
         ("--gpus", "engine.tensor_parallel"),
         ("--context", "engine.max_context_tokens"),
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within, log lines are errors only: loading a model says more than a plan needs."""
+    """Log only errors in this block: loading a model logs more than a plan needs."""
     log = logging.getLogger("rollout")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -105,7 +107,7 @@ def _machines(args: argparse.Namespace, settings: Settings) -> list[Machine]:
 
 
 def _plans(settings: Settings, machines: list[Machine], folder: Path, draft: Path | None) -> list[MemoryPlan]:
-    """A plan for each machine. That of a single machine on which it does not fit has advice."""
+    """A plan for each machine. If there is one machine and the model does not fit, its plan has advice."""
     from rollout.memory_plan import outline, plan_outline
 
     shapes = outline(settings, folder, draft)
@@ -124,7 +126,7 @@ def _plans(settings: Settings, machines: list[Machine], folder: Path, draft: Pat
 
 
 def _advice(settings: Settings, machine: Machine, folder: Path, draft: Path | None, shapes: Outline) -> Iterator[str]:
-    """Changes with which the plan fits, each tried: of several sizes the first that fits."""
+    """Changes that make the plan fit. Each is tried; a size gets its first value that fits."""
     from rollout.memory_plan import outline, plan_outline
 
     engine, spec, on_gpu = settings.engine, shapes.model.spec, machine.target.kind == "cuda"

@@ -33,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--all", action="store_true", help="show every field of the reply")
     shape.add_argument(
-        "--json", action="store_true", help="print the reply as one JSON object, and those of several on a line each"
+        "--json", action="store_true", help="print the reply as JSON; for several addresses, one object a line"
     )
 
 
 class _Answer(NamedTuple):
-    """What came from an address: the status of a worker or of a gateway, or a sentence about the error."""
+    """The answer of an address: the status of a worker or a gateway, or a sentence about the error."""
 
     address: str
     status: Mapping[str, Any] | GatewayStatus | None
@@ -122,7 +122,7 @@ _COLUMNS = {
 
 
 def _print_several(workers: Sequence[_Answer]) -> None:
-    """A line for each worker, and below the table what is wrong with any of them."""
+    """A line for each worker, and below the table the problems of each."""
     rows, wrong = [("WORKER", *_COLUMNS)], []
     for answer in workers:
         if not isinstance(answer.status, Mapping):

@@ -30,7 +30,7 @@ class TokenLines:
         self._text_of = _texts_of(model)
 
     def of(self, chunk: Chunk) -> Iterator[str]:
-        """The lines of the tokens of a chunk. If it has several, its text stands at the last one."""
+        """A line for each token of a chunk. The last line has the text of the whole chunk."""
         part = chunk.part
         last = len(part) - 1
         if last < 0 and part.text:  # what was kept back, and turned out to be no stop string

@@ -44,7 +44,7 @@ def add_access(parser: argparse.ArgumentParser) -> None:
 def connect(
     endpoint: str, args: argparse.Namespace, client: str | None = None, acknowledge: bool | None = None
 ) -> RolloutClient:
-    """A client of one endpoint; its arguments are those of `RolloutClient`. Raises `UsageError` for wrong flags."""
+    """A client of one endpoint, with the arguments of `RolloutClient`. Raises `UsageError` for wrong flags."""
     from trainer_bridge.client.blocking import RolloutClient
 
     if is_http(endpoint):

@@ -19,7 +19,7 @@ class StepSettings(Section):
 
     max_rows: int = Field(32, ge=1, le=4096, description="sequences that decode at once")
     max_context_tokens: int | None = Field(
-        None, ge=2, description="most tokens of prompt plus completion; none: the model's own limit"
+        None, ge=2, description="most tokens of prompt plus completion; none: the model's limit"
     )
     prefill_chunk_tokens: int | None = Field(
         None,
@@ -27,12 +27,7 @@ class StepSettings(Section):
         description="most prompt tokens in one prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
     )
     pipeline_depth: Literal[1, 2] = Field(
-        2, description="steps in flight: 2 overlaps host and device, 1 waits for each step"
-    )
-    fair_queue: bool = Field(
-        True,
-        description="clients of one priority share tokens equally, however many completions each has queued; false: "
-        "order of arrival",
+        2, description="steps in flight. 2 overlaps host and device, 1 waits for each step"
     )
     cuda_graphs: bool = Field(
         True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"
@@ -44,12 +39,12 @@ class StepSettings(Section):
         description="most rows of a captured decode step; larger steps are launched kernel by kernel",
     )
     group_attention: bool = Field(
-        True, description="read KV pages that several rows share once, where that is faster; on a GPU"
+        True, description="read KV pages that rows share only once, where that is faster; on a GPU"
     )
     deterministic: bool = Field(
         False,
-        description="make every completion the same bit for bit, whatever else runs; slower; needs a GPU and the fused "
-        "kernels, excludes adapters",
+        description="give a completion the same bits, whatever else runs; slower; needs a GPU with the fused "
+        "kernels; no adapters",
     )
 
 
@@ -62,20 +57,22 @@ class KVSettings(Section):
         None,
         gt=0.0,
         le=0.98,
-        description="share of the memory left by the weights for KV and, on a GPU, the largest steps; none: 0.85 on a "
-        "GPU, 0.25 on a CPU; unused with kv_pages",
+        description="share of the memory that the weights leave free, for KV and, on a GPU, the largest steps; "
+        "none: 0.85 on a GPU, 0.25 on a CPU; ignored with kv_pages",
     )
-    kv_memory_max_gib: float | None = Field(None, gt=0, description="upper bound on the KV pool, GiB")
+    kv_memory_max_gib: float | None = Field(
+        None, gt=0, description="upper bound on the KV pool, GiB; set it if a trainer shares the GPU"
+    )
     kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",
-        description="type of the KV cache. auto: the model's type. fp8_e4m3: half the bytes of bf16, relative error up "
-        "to 1/16; needs compute capability 8.9",
+        description="type of the KV cache. auto: the model's type; fp8_e4m3: half the bytes of bf16, relative "
+        "error up to 1/16, needs compute capability 8.9",
     )
     prefix_cache: bool = Field(True, description="keep the KV of prompts for later requests with the same prefix")
     state_snapshots: int | None = Field(
         None,
         ge=0,
-        description="snapshots of states of linear attention: one for each prompt that a group shares, two for each "
+        description="snapshots of linear-attention states: one for each prompt that a group shares, two for each "
         "idle session; none: a quarter of max_rows, at least 4",
     )
 
@@ -85,15 +82,15 @@ class SwapSettings(Section):
 
     kv_on_swap: Literal["keep", "recompute"] = Field(
         "keep",
-        description="KV of running rows. keep: new tokens attend to older KV; recompute: it is computed again under "
-        "the new weights",
+        description="KV of running rows after an update. keep: new tokens attend to older KV; recompute: it is "
+        "computed again under the new weights",
     )
     recompute_fraction: float = Field(
         0.3,
         gt=0.0,
         le=1.0,
-        description="with kv_on_swap = recompute: most of the time that computing KV again may take; a ready update "
-        "waits for that. 1.0: no update waits",
+        description="with kv_on_swap = recompute: largest share of the time that this may take; updates wait to "
+        "keep it. 1.0: no update waits",
     )
 
 
@@ -103,8 +100,8 @@ class OffloadSettings(Section):
     host_kv_gib: float = Field(
         0.0,
         ge=0.0,
-        description="pinned host memory for KV of preempted sequences, and of all in a sleep of level 1, GiB; 0: that "
-        "KV is computed again",
+        description="pinned host memory, GiB, for KV of preempted sequences, and of all sequences in a sleep of "
+        "level 1; 0: their KV is recomputed",
     )
     sleep: bool = Field(False, description="allow sleep and wake, which release the device memory of weights and KV")
 
@@ -122,8 +119,8 @@ class ExpertSettings(Section):
     )
     routing: bool = Field(
         False,
-        description="record the experts of every token, for return_routing; takes host memory: one or two bytes a "
-        "token, layer and chosen expert",
+        description="record the experts of every token, for return_routing; takes one or two bytes of host memory"
+        " a token, layer and chosen expert",
     )
 
     @property
@@ -156,7 +153,7 @@ class AdapterSettings(Section):
         32, ge=1, le=4096, description="adapters loaded at once; those without a slot stay in host memory"
     )
     adapter_root: str | None = Field(
-        None, description="load_adapter reads adapters below this folder only; none: no adapter can be loaded by path"
+        None, description="load_adapter reads only folders below this one; none: it is refused"
     )
     adapters: str = Field("", description="adapters to load at start: name=folder, separated by commas; PEFT folders")
 
@@ -184,9 +181,9 @@ class SpeculationSettings(Section):
 
     speculation: Literal["off", "suffix", "ngram", "heads", "auto"] = Field(
         "off",
-        description="source of drafts. suffix: what followed the last tokens before, in all completions; ngram: in "
-        "the row alone, on the device; heads: a draft model or multi-token prediction; auto: for each row what is "
-        "right more often, and only as many drafts as pay",
+        description="source of drafts. suffix: what followed the same text earlier, in any completion; ngram: the"
+        " same within the row, on the device; heads: a draft model or multi-token prediction; auto: "
+        "for each row the better source, and only as many drafts as pay",
     )
     speculation_model: str | None = Field(
         None,
@@ -226,20 +223,19 @@ class RankSettings(Section):
         1,
         ge=1,
         le=64,
-        description="GPUs of this machine that run the model together (ranks, a process each); needs Linux and "
-        "divisible heads and widths",
+        description="GPUs of this machine that run the model together (ranks, a process each); needs Linux, and "
+        "heads and widths that divide by it",
     )
     rank_stall_s: float | None = Field(
         8.0,
         gt=0,
-        description="seconds without progress of a rank, after which the worker returns all tokens and exits; none: "
-        "never",
+        description="seconds without progress of a rank, after which the worker returns all tokens and exits; "
+        "none: never",
     )
     rank_start_stall_s: float | None = Field(
         120.0,
         gt=0,
-        description="seconds without visible progress of the ranks at the start, after which the worker exits; none: "
-        "never",
+        description="the same at the start, without visible progress of all ranks; none: never",
     )
     check_ranks: bool = Field(
         False, description="end the worker if ranks draw different tokens, compared after every step; for debugging"
@@ -256,25 +252,24 @@ class FaultSettings(Section):
     """Faults and time limits."""
 
     mask_s: float = Field(
-        1.0, gt=0, description="time limit for the mask of a constrained row, seconds; then its completion fails"
+        1.0, gt=0, description="seconds for the mask of a constrained row; a later mask fails its completion"
     )
-    max_faults: int = Field(
-        3, ge=0, description="faults in an hour that are repaired by a rebuild; one more ends the worker"
-    )
-    stall_s: float = Field(
-        120.0,
-        gt=0,
-        description="seconds without a tick of the loop, after which `status` says stalled and requests are refused",
-    )
+    max_faults: int = Field(3, ge=0, description="rebuilds of the engine in an hour; one more fault ends the worker")
     stall_exit_s: float | None = Field(
         600.0,
         gt=0,
-        description="seconds without a tick, after which the worker returns all tokens and exits; none: never",
+        description="seconds without a tick of the loop, after which the worker returns all tokens and exits; after a "
+        "fifth of them `status` says stalled, and requests are refused; none: no exit, stalled after 120",
     )
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds without a tick after which the worker counts as stalled."""
+        return 120.0 if self.stall_exit_s is None else self.stall_exit_s / 5
 
 
 class EngineConstants(Section):
-    """Values of the engine that no user sets: no source of settings has them. Tests build engines with others."""
+    """Values of the engine that no source of settings can change. Tests build engines with other values."""
 
     #: Embeddings of images on the device, tokens: one image of the largest size, or many small ones that stay for
     #: later requests. 16,384 tokens of width 4,096 in bf16 take 128 MiB.

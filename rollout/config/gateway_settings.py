@@ -18,51 +18,50 @@ class GatewaySettings(Section):
     """The gateway."""
 
     endpoints: tuple[str, ...] = Field((), description="addresses of workers, such as tcp://127.0.0.1:5757")
-    host: str = Field("127.0.0.1", description="address to listen at; other than loopback addresses need api_key_file")
+    host: str = Field("127.0.0.1", description="address to listen at; any other than loopback needs api_key_file")
     port: int = Field(8000, ge=0, le=65535, description="port to listen at; 0 takes a free one")
     model: str | None = Field(
         None, description="folder or hub id of the tokenizer and chat template; none: the model that the workers name"
     )
     served_model_name: tuple[str, ...] = Field(
-        (), description="names that requests may call the model; none given: the workers' name"
+        (), description="names by which requests may call the model; none: the workers' name"
     )
-    api_key_file: str | None = Field(None, description="file with the bearer tokens that are accepted, one a line")
-    ready_file: str | None = Field(None, description="file that is written, with the URL, when the gateway listens")
-    start_s: float = Field(600.0, gt=0, description="seconds to wait at the start until a worker answers")
+    api_key_file: str | None = Field(None, description="file with the accepted bearer tokens, one a line")
+    ready_file: str | None = Field(None, description="file for the URL, written when the gateway listens")
+    start_s: float = Field(600.0, gt=0, description="seconds to wait at the start for a worker")
     resume: bool | None = Field(
-        None, description="continue requests of a lost worker at another one; none: with several endpoints"
+        None, description="continue requests of a lost worker on another one; none: if there are several endpoints"
     )
-    resume_s: float = Field(120.0, gt=0, description="seconds that a request may be without a worker, with resume")
+    resume_s: float = Field(120.0, gt=0, description="seconds that a resumed request may be without a worker")
     heartbeat_s: float = Field(
         2.0,
         gt=0,
-        description="seconds between heartbeats; a worker that leaves three without an answer is lost, also if it "
-        "hangs",
+        description="seconds between heartbeats; a worker that misses three is lost",
     )
     min_version: int = Field(0, ge=0, description="weights version below which a worker counts as unhealthy")
-    stream_every: int = Field(1, ge=1, description="tokens of an event of a stream, at the least")
+    stream_every: int = Field(1, ge=1, description="least tokens of an event of a stream")
     session_s: float = Field(3600.0, gt=0, description="seconds after which an idle X-Session-ID is forgotten")
-    max_in_flight: int = Field(8192, ge=1, description="completions in flight; beyond that requests get status 429")
+    max_in_flight: int = Field(8192, ge=1, description="most completions in flight; further requests get status 429")
     max_connections: int = Field(
         4096,
         ge=1,
-        description="connections of clients; for a further one an idle one is closed, or it gets status 503",
+        description="most client connections; a further one replaces an idle one, or gets status 503",
     )
     keep_alive_s: float = Field(
         620.0,
         gt=0,
-        description="seconds until a connection without a request is closed; keep it above the limit of the clients' "
-        "pools and of proxies",
+        description="seconds until an idle connection is closed; keep it above the limit of proxies and of "
+        "clients' pools",
     )
     max_body_bytes: int = Field(64 << 20, ge=1, description="most bytes of a request's body")
     body_s: float = Field(60.0, gt=0, description="seconds within which a request's body must arrive")
     send_s: float = Field(
-        60.0, gt=0, description="seconds that a client may leave an answer unread; then it is cut off"
+        60.0, gt=0, description="seconds that a client may leave an answer unread before it is cut off"
     )
     logprobs: LogprobMode = Field(
         "policy",
-        description="log-prob of a sampled token. policy: of the policy at the request's temperature; processed: of "
-        "the distribution it was drawn from; raw: at temperature 1",
+        description="log-prob of a sampled token. policy: at the request's temperature; processed: of the "
+        "distribution it was drawn from; raw: at temperature 1",
     )
     routed_experts: ExpertFormat = Field(
         "off",
@@ -81,15 +80,15 @@ class GatewaySettings(Section):
     )
     constrain_reasoning: bool = Field(
         False,
-        description="let constraints hold from the first token on; false: after the reasoning, if it has a parser",
+        description="apply constraints from the first token on; false: after the reasoning, if it has a parser",
     )
-    trust_request_chat_template: bool = Field(False, description="accept chat templates in requests; each is a program")
+    trust_request_chat_template: bool = Field(False, description="accept chat templates in requests: each is a program")
     weights_root: str | None = Field(
-        None, description="folder below which folders of weights are read for updates; none: no updates from folders"
+        None, description="folder below which updates read weights; none: no updates from folders"
     )
     images_root: str | None = Field(
         None,
-        description="folder below which pictures with file URLs are read; none: pictures come in data URLs only",
+        description="folder below which file URLs of pictures are read; none: data URLs only",
     )
     update_s: float = Field(600.0, gt=0, description="seconds from the start of an update until all workers use it")
 

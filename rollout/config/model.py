@@ -25,14 +25,14 @@ class ModelSettings(Section):
     model_impl: ModelImpl = Field(
         "auto",
         description="native: this project's decoder; transformers: transformers' own code, about half as fast; "
-        "auto: native where the family is native",
+        "auto: native if the family is native",
     )
     longrope: LongRope = Field(
         "short",
         description="frequencies of a model with LongRoPE (Phi-3, Phi-4-mini). short: sequences end at its original "
         "context; long: its whole context",
     )
-    images: bool = Field(False, description="serve images, of a model that has a vision tower")
+    images: bool = Field(False, description="serve images; the model needs a vision tower")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of the weights; auto: the checkpoint's type, float32 on a CPU"
     )

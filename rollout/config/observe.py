@@ -12,11 +12,12 @@ class MetricsSettings(Section):
 
     interval_s: float = Field(5.0, gt=0, description="seconds between two reports")
     jsonl: str | None = Field(None, description="file for metrics, one JSON object a report")
-    wandb: bool = Field(True, description="log to Weights & Biases; offline, below wandb_dir, if there is no API key")
+    wandb: bool = Field(
+        True,
+        description="log to Weights & Biases, which reads its variables (WANDB_NAME, "
+        "WANDB_RUN_GROUP, ...); offline, below WANDB_DIR or runs, if there is no API key",
+    )
     wandb_project: str = Field("rollout", description="W&B project")
-    wandb_group: str | None = Field(None, description="W&B group, one for a job")
-    wandb_name: str | None = Field(None, description="W&B run name")
-    wandb_dir: str = Field("runs", description="folder of the W&B run files")
     metrics_port: int | None = Field(
         None,
         ge=0,

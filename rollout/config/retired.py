@@ -1,4 +1,4 @@
-"""Names that were settings once: what holds now, for the error that a file, a variable or a flag with such a name gets.
+"""Names that were settings in earlier versions, with the rule that holds now. The error for such a name quotes it.
 
 `section.name` -> a clause that says what holds now. `tests/unit/test_settings.py` compares the numbers with the code.
 """
@@ -11,6 +11,7 @@ from types import MappingProxyType
 RETIRED: Mapping[str, str] = MappingProxyType(
     {
         "engine.compile_threads": "16 threads compile the kernels at the start on a GPU, at most one a core",
+        "engine.fair_queue": "clients of one priority share tokens equally; requests of one client go by arrival",
         "engine.host_kv_piece_mib": "a copy of KV between host and device moves at most 32 MiB",
         "engine.image_patches": "an image or video has at most 16384 patches",
         "engine.image_tokens": "the buffer for embeddings of images holds 16384 tokens",
@@ -20,11 +21,16 @@ RETIRED: Mapping[str, str] = MappingProxyType(
         "engine.sleep_requests": "new requests wait during a sleep, unless 'sleep' has requests = refuse",
         "engine.sleep_rows": "running completions wait during a sleep, unless 'sleep' has mode = abort",
         "engine.speculation_kept_tokens": "1000000 tokens of ended completions are kept to draft from",
+        "engine.stall_s": "status says stalled after a fifth of stall_exit_s without a tick, 120 seconds by default",
         "engine.stop_check_every": "stop strings are searched every 4 tokens",
         "metrics.timeline_steps": "the timeline shows the last 40 steps",
+        "metrics.wandb_dir": "W&B's variable WANDB_DIR names the folder of its files, runs by default",
+        "metrics.wandb_group": "W&B's variable WANDB_RUN_GROUP names the group",
+        "metrics.wandb_name": "W&B's variable WANDB_NAME names the run",
         "service.heartbeat_s": "the worker sends ZMTP heartbeats every 10 seconds",
         "service.max_blobs": "a message has at most 256 blobs",
         "service.max_clients": "1024 clients may have requests in flight",
+        "service.max_constraint_s": "a constraint must compile within 20 seconds",
         "service.max_header_bytes": "a message header has at most 16777216 bytes",
         "service.max_media_patches": "the images and videos of a request have at most 262144 patches",
         "service.max_n": "a request has at most 1024 completions",

@@ -17,9 +17,9 @@ class SocketSettings(Section):
         "tcp://127.0.0.1:5757",
         description="endpoint of the request socket, an IPv6 address in brackets; port 0 picks a free port",
     )
-    max_message_bytes: int = Field(64 << 20, ge=1024, description="most bytes of one message, all frames")
+    max_message_bytes: int = Field(64 << 20, ge=1024, description="most bytes of a message, all frames together")
     max_stream_buffer_bytes: int = Field(
-        256 << 20, ge=1 << 16, description="most unsent bytes for one slow client; then its stream is dropped"
+        256 << 20, ge=1 << 16, description="most unsent bytes for a slow client; beyond that it gets no more chunks"
     )
 
 
@@ -27,18 +27,17 @@ class RequestSettings(Section):
     """Requests and their clients."""
 
     max_queue: int = Field(4096, ge=1, description="most completions in the queue")
-    max_constraint_s: float = Field(20.0, gt=0, description="time limit for compiling a constraint, seconds")
     lease_s: float = Field(
-        60.0, ge=0, description="seconds that a named client may be disconnected before its requests are cancelled"
+        60.0, ge=0, description="seconds that a named client may be away before its requests are cancelled"
     )
     session_lease_s: float = Field(
         300.0,
         gt=0,
         le=MAX_SESSION_LEASE_S,
-        description="seconds that a session keeps its KV for the next turn, unless the request sets it",
+        description="seconds that a session keeps its KV for the next turn, unless the request says otherwise",
     )
     drain_s: float = Field(
-        30.0, ge=0, description="time limit of a drain, seconds; then unfinished completions are returned as they are"
+        30.0, ge=0, description="seconds of a drain; then unfinished completions are returned as they are"
     )
 
 
@@ -47,7 +46,7 @@ class MediaSettings(Section):
 
     max_media: int = Field(64, ge=1, le=4096, description="most images and videos of a request")
     media_store_bytes: int = Field(
-        2 << 30, ge=1, description="host memory for pixels that requests use, or may name by their hash, bytes"
+        2 << 30, ge=1, description="host memory, bytes, for pixels that requests use or may name by their hash"
     )
 
 
@@ -58,7 +57,7 @@ class ResultSettings(Section):
 
 
 class ServiceConstants(Section):
-    """Limits that no user sets: no source of settings has them. Tests build services with others."""
+    """Limits that no source of settings can change. Tests build services with other limits."""
 
     #: Completions of one request. The largest groups of published recipes have some hundreds.
     max_n: int = 1024
@@ -69,6 +68,8 @@ class ServiceConstants(Section):
     #: Seconds for chat template and tokenizer of one prompt. The longest prompts take some seconds; an endless template
     #: must not block the prompts after it for long.
     max_prompt_s: float = 60.0
+    #: Seconds for compiling a constraint: one that never ends must not hold a thread of the compiler.
+    max_constraint_s: float = 20.0
     max_session_lease_s: float = MAX_SESSION_LEASE_S
     #: Patches of all images and videos of a request: 16 of the largest size.
     max_media_patches: int = 262_144

@@ -18,24 +18,24 @@ class WeightsSettings(Section):
         0,
         ge=0,
         lt=2**63,
-        description="no completion begins under an older version; with initial_version + 1 a worker never samples from "
-        "its checkpoint",
+        description="no completion begins under an older version; initial_version + 1: never sample from the "
+        "checkpoint",
     )
     idle_s: float = Field(
         60.0,
         gt=0,
-        description="seconds without data after which an unfinished update is dropped; more than the publisher's "
-        "begin_s and stall_s",
+        description="seconds without data after which an unfinished update is dropped; set it above the "
+        "publisher's begin_s and stall_s",
     )
     apply: Literal["auto", "staged", "in_place"] = Field(
         "auto",
-        description="staged: an update has memory of its own and is swapped in; in_place: generation is held while it "
-        "overwrites the weights; auto: staged if memory allows",
+        description="staged: an update has its own memory and is swapped in; in_place: it overwrites the weights "
+        "while generation is held; auto: staged if memory allows",
     )
     staging: Literal["auto", "device", "host"] = Field(
         "auto",
-        description="memory of a staged update. device: less KV; host: pinned, a swap takes about 40 times as long; "
-        "auto: device if it takes at most a third of the free memory",
+        description="memory of a staged update. device: less KV; host: pinned, swaps take about 40 times as long;"
+        " auto: device if it takes at most a third of the free memory",
     )
 
     @model_validator(mode="after")

@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         pipeline_depth=args.pipeline_depth,
         jsonl=folder / "metrics.jsonl",
         wandb=args.wandb,
-        wandb_dir=folder,
+        env={"WANDB_DIR": str(folder)},
         wandb_project="rollout-demo",
         interval_s=2.0,
         timeline=folder / "timeline.png",

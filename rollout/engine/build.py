@@ -271,7 +271,6 @@ def _build_parts(
         max_context=steps.context,
         chunk_tokens=steps.chunk,
         upload_words=steps.words - spare_words(engine.max_rows, spare),
-        fair_queue=engine.fair_queue,
     )
     features = _host_features(executor, version, totals.features)
     allocator = _build_allocator(site, executor, features, totals)

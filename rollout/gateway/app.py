@@ -78,7 +78,7 @@ def make_app(
 
 
 async def _first_status(workers: Workers, within_s: float) -> dict[str, Any]:
-    """The status of a worker, once one has answered. Raises `Unavailable` if none does in time."""
+    """The status of the first worker that answers. Raises `Unavailable` if no worker answers in time."""
     end_s = asyncio.get_running_loop().time() + within_s
     while True:
         try:
@@ -93,7 +93,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, allowed, hint = request.url.path, (error.headers or {}).get("Allow"), ""
     if error.status_code == 404:
-        hint = f"; {_NOT_SERVED.get(path) or _closest(path, request.app.routes)}docs/gateway.md lists all endpoints"
+        near = _NOT_SERVED.get(path) or _closest(path, request.app.routes)
+        hint = f"; {near}docs/reference/endpoints.md lists all endpoints"
     elif allowed is not None:
         hint = f"; use {allowed}"
     answer = HttpError(error.status_code, f"{request.method} {path:.200}: {error.detail}{hint}").response()
@@ -103,8 +104,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 def _closest(path: str, routes: Sequence[BaseRoute]) -> str:
-    """The served path that is most like this one, as a question; empty if none is."""
+    """The most similar served path, as a question; empty if no path is similar."""
     served = [route.path for route in routes if isinstance(route, Route)]
-    ends = [each for each in served if path.endswith(each)]  # behind a prefix, such as a second /v1
+    ends = [each for each in served if path.endswith(each)]  # after a prefix, such as a second /v1
     like = ends or difflib.get_close_matches(path[:200], served, n=1, cutoff=0.75)
     return f"did you mean {like[0]}? " if like else ""

@@ -150,7 +150,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """The routes of all endpoints, those of GET first."""
+    """The routes of all endpoints, GET before POST."""
     return [
         Route(path, _answering(gateway, endpoint), methods=[method])
         for method in ("GET", "POST")

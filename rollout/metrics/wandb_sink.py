@@ -29,6 +29,7 @@ from rollout.process.announce import write_whole
 log = logging.getLogger(__name__)
 
 VERSION = "weights/version"
+_FOLDER = "runs"  # without `WANDB_DIR`
 _FLUSH_S = 1.0  # W&B writes its file every 15 s: a process that is killed would lose that much
 
 
@@ -54,9 +55,9 @@ class WandbSink:
     The run begins with the first report, so that a worker that ends before it leaves no empty one.
 
     Args:
-        settings: project, group, name and folder of the run.
+        settings: the project. W&B's own variables name the run, its group and its folder.
         config: settings to show with the run.
-        name: the run's name, if neither the settings nor `WANDB_NAME` have one.
+        name: the run's name, if `WANDB_NAME` has none.
         continued: the run to go on with; None: a new one.
     """
 
@@ -74,7 +75,7 @@ class WandbSink:
     ) -> None:
         self._settings = settings
         self._config = dict(config)
-        self._name = settings.wandb_name or os.environ.get("WANDB_NAME") or name
+        self._name = os.environ.get("WANDB_NAME") or name
         self._continued = continued
         self._earlier = {} if continued is None else continued.earlier()
         self._run: Any = None
@@ -105,7 +106,7 @@ class WandbSink:
     def _start(self, mode: str) -> Any:
         import wandb
 
-        folder = Path(self._settings.wandb_dir)
+        folder = Path(os.environ.get("WANDB_DIR") or _FOLDER)
         folder.mkdir(parents=True, exist_ok=True)
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
         if mode == "online":
@@ -114,7 +115,6 @@ class WandbSink:
             quiet.x_transaction_log_flush_interval = _FLUSH_S
         return wandb.init(
             project=self._settings.wandb_project,
-            group=self._settings.wandb_group,
             name=self._name,
             dir=str(folder),
             config=self._config,

@@ -190,7 +190,7 @@ class Server:
         return self._reports.box
 
     def start(self) -> None:
-        """Serve. A server starts once."""
+        """Begin to serve. A server starts once."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 2 * _LINGER_S + 1) -> None:
@@ -294,7 +294,7 @@ class Server:
     # --- one message -------------------------------------------------------------------------------------------------
 
     def _receive(self, connection: bytes, frames: list[bytes]) -> None:
-        """Handle a message; anything wrong with it becomes an error reply."""
+        """Handle a message. A wrong message gets an error reply."""
         delimiter, frames = split_envelope(frames)
         peer = ReplyAddress(connection, delimiter, header_id(frames) or "")
         try:

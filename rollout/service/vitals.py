@@ -1,4 +1,4 @@
-"""What a worker reports about itself: the engine's last snapshot, corrected by what is true now, and its problems.
+"""What a worker reports about itself: the engine's last snapshot with the present state, and its problems.
 
 The loop calls `tick` and `refresh`. The service and `/health` read `latest` and `not_serving` from their own threads,
 also while the loop hangs.
@@ -56,7 +56,7 @@ class Vitals:
         self.status = EngineStatus(state="serving", rows_max=settings.engine.max_rows)
         self._engine, self._inspector, self._links = engine, Inspector(engine), links
         self._receiver, self._metrics, self._prompts = receiver, metrics, prompts
-        self._stall_s = settings.engine.stall_s
+        self._stall_s = settings.engine.stalled_s
         self._restarts = restarts
         self._ranks = ranks
         self._next_status_s = 0.0
@@ -115,7 +115,7 @@ class Vitals:
         }[status.state]
 
     def problems(self) -> tuple[str, ...]:
-        """What has failed although generation goes on without it, a sentence each."""
+        """A sentence for each failed part without which generation continues."""
         threads = {"the weight receiver": self._receiver.alive, "the metrics thread": self._metrics.alive}
         ended = tuple(f"{name} has ended" for name, alive in threads.items() if not alive)
         gate = self._links.gate

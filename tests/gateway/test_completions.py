@@ -206,7 +206,8 @@ def test_constraints(client: httpx.Client) -> None:
         ({"stop_token_ids": [99]}, "stop_token_ids"),
         ({"stream_options": {"usage": True}}, "stream_options.usage"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"prompt": [[1, 2], [99]]}, "prompt"),
+        ({"prompt": [[1, 2], [99]]}, "prompt.1"),
+        ({"prompt": ["17:", "1" * 5000]}, "prompt.1"),
     ],
 )
 def test_a_wrong_field_is_an_error_that_names_it(client: httpx.Client, fields: dict[str, Any], named: str) -> None:

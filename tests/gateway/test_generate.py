@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 
 from tests.support.gateway.harness import events, post, refused
 from tests.support.worker.harness import token_ids
@@ -128,3 +130,31 @@ def test_wrong_fields_of_sglang(client: httpx.Client) -> None:
     )
     assert refused(client, "/generate", {"text": ["1:", "2:"], "sampling_params": [{}]}) == "sampling_params"
     assert refused(client, "/generate", {"text": "17:", "return_hidden_states": True}) == "return_hidden_states"
+
+
+ITEMS: list[tuple[dict[str, Any], str]] = [
+    ({"sampling_params": [{}, {"temperature": -1.0}]}, "sampling_params.1.temperature"),
+    ({"sampling_params": [{}, {"regex": "("}]}, "sampling_params.1.regex"),
+    ({"sampling_params": [{"regex": "1"}, {"ebnf": "root ::= nothing"}]}, "sampling_params.1.ebnf"),
+    ({"sampling_params": [{"ebnf": "root ::= nothing"}, {"regex": "1"}]}, "sampling_params.0.ebnf"),
+    ({"sampling_params": [{}, {"stop": ["2", ""]}]}, "sampling_params.1.stop.1"),
+    ({"sampling_params": [{}, {"max_new_tokens": 10**6}]}, "sampling_params.1.max_new_tokens"),
+    ({"sampling_params": {"regex": "("}}, "sampling_params.regex"),
+    ({"text": None, "input_ids": [PROMPT, [99]]}, "input_ids.1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), ITEMS)
+def test_the_error_of_one_item_names_the_item(client: httpx.Client, fields: dict[str, Any], named: str) -> None:
+    body = {"text": ["17:", "98:"], "sampling_params": {"max_new_tokens": 3}} | fields
+    assert refused(client, "/generate", body) == named
+    lines = client.post("/generate", json=body | {"stream": True}).text.splitlines()
+    (error,) = (json.loads(line.removeprefix("data: "))["error"] for line in lines if '"error"' in line)
+    assert error["param"] == named and error["code"] == 400
+
+
+def test_sampling_params_of_one_item_that_exclude_each_other_name_the_item(client: httpx.Client) -> None:
+    params = [{}, {"regex": "1", "json_schema": "{}"}]
+    assert refused(client, "/generate", {"text": ["17:", "98:"], "sampling_params": params}).startswith(
+        "sampling_params.1."
+    )

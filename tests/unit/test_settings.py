@@ -214,8 +214,14 @@ def test_what_holds_now_is_what_the_code_has():
         f"service.{name}": value for name, value in ServiceConstants()
     }
     constants |= {"engine.compile_threads": COMPILE_THREADS, "engine.stop_check_every": STOP_CHECK_EVERY}
-    words = {"engine.mask_threads", "engine.sleep_rows", "engine.sleep_requests"}  # they have no number
-    elsewhere = {"metrics.timeline_steps", "service.heartbeat_s"}
+    words = {
+        "engine.mask_threads",
+        "engine.sleep_rows",
+        "engine.sleep_requests",
+        "engine.fair_queue",
+    }  # without a number
+    words |= {"metrics.wandb_dir", "metrics.wandb_group", "metrics.wandb_name"}
+    elsewhere = {"metrics.timeline_steps", "service.heartbeat_s", "engine.stall_s"}
     never_settings = {"service.max_reports", "service.max_report_bytes"}
     constants = {name: value for name, value in constants.items() if name not in never_settings}
     assert constants.keys() | words | elsewhere == RETIRED.keys()

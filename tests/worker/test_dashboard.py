@@ -30,8 +30,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the run of a worker that generated, swapped weights and was reported to."""
     folder = tmp_path_factory.mktemp("dashboard")
     jsonl = folder / "metrics.jsonl"
-    flags = {"wandb": True, "wandb_dir": str(folder), "wandb_group": "job", "jsonl": str(jsonl), "interval_s": 0.1}
-    with launch(log=folder / "worker.log", max_rows=4, **flags) as worker:
+    flags = {"wandb": True, "jsonl": str(jsonl), "interval_s": 0.1}
+    env: dict[str, str | None] = {"WANDB_DIR": str(folder), "WANDB_RUN_GROUP": "job"}
+    with launch(log=folder / "worker.log", max_rows=4, env=env, **flags) as worker:
         with (
             RolloutClient(worker.endpoint, timeout_s=60.0, acknowledge=False) as client,
             WeightPublisher(worker.endpoint) as publisher,

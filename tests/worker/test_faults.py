@@ -50,7 +50,7 @@ class Faulty:
 SETTINGS: dict[str, dict[str, Any]] = {
     "recovering": {"max_faults": 5, "max_rows": 8},
     "publishing": {},
-    "hanging": {"stall_s": 2.0, "stall_exit_s": 8.0},
+    "hanging": {"stall_exit_s": 10.0},
     "threads": {"interval_s": 0.05},
     "deadline": {"drain_s": 6},
     "at once": {"drain_s": 0},

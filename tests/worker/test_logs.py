@@ -26,7 +26,7 @@ COLUMNS = {
 STEPS = 400
 SETTINGS: dict[str, dict[str, Any]] = {
     "faulty": {"max_faults": 1, "log_format": "json", "wandb": True},
-    "hanging": {"stall_s": 1.0, "stall_exit_s": 4.0, "log_format": "json"},
+    "hanging": {"stall_exit_s": 5.0, "log_format": "json"},
     "text": {},
 }
 
@@ -38,8 +38,9 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], tuple[WorkerProcess, Path]
 
     def start_one(name: str) -> tuple[WorkerProcess, Path]:
         command = (sys.executable, "-m", SCRIPT, str(tmp_path), "serve")
-        flags = {"command": command, "max_context_tokens": 8192, "wandb_dir": tmp_path, **SETTINGS[name]}
-        started.append(launch(log=tmp_path / "worker.log", ready_timeout_s=120, **flags))
+        flags = {"command": command, "max_context_tokens": 8192, **SETTINGS[name]}
+        env: dict[str, str | None] = {"WANDB_DIR": str(tmp_path)}
+        started.append(launch(log=tmp_path / "worker.log", ready_timeout_s=120, env=env, **flags))
         return started[-1], tmp_path
 
     yield start_one

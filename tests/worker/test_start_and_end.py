@@ -36,9 +36,9 @@ def test_sigterm_finishes_running_completions_and_leaves_all_records(tmp_path: P
     """Started by hand, as an operator would, with W&B and everything else that a worker can write."""
     ready_file, timeline, jsonl = (tmp_path / name for name in ("ready.json", "timeline.png", "metrics.jsonl"))
     flags = ["--bind", "tcp://127.0.0.1:0", "--ready-file", str(ready_file), "--interval-s", "0.2"]
-    flags += ["--timeline", str(timeline), "--jsonl", str(jsonl), "--wandb-dir", str(tmp_path), "--max-rows", "4"]
+    flags += ["--timeline", str(timeline), "--jsonl", str(jsonl), "--max-rows", "4"]
     flags += ["--max-context-tokens", "4096", "--drain-s", "200"]
-    environ = subprocess_environment(HOME=str(tmp_path))
+    environ = subprocess_environment(HOME=str(tmp_path), WANDB_DIR=str(tmp_path))
     with (
         (tmp_path / "stderr").open("w") as stderr,
         subprocess.Popen(

@@ -403,7 +403,7 @@ def test_endpoints_count_up(bind: str, third: str) -> None:
     assert nth_endpoint(bind, 2) == third
 
 
-#: Runs a supervisor whose workers write down their flags, and end once all have.
+#: Runs a supervisor whose workers write down their flags and W&B's variables, and end once all have.
 WRITE_FLAGS = """
 import json, sys
 from rollout.config import Settings
@@ -412,7 +412,8 @@ worker = '''
 import json, os, sys, time
 folder = os.environ["FOLDER"]
 path = os.path.join(folder, str(os.getpid()))
-open(path + ".part", "w").write(json.dumps(sys.argv[1:]))
+names = [word for name in ("WANDB_NAME", "WANDB_RUN_GROUP") for word in (name, os.environ[name])]
+open(path + ".part", "w").write(json.dumps([*sys.argv[1:], *names]))
 os.replace(path + ".part", path)
 while len([name for name in os.listdir(folder) if name.isdigit()]) < 2:
     time.sleep(0.01)
@@ -422,17 +423,17 @@ Supervisor(settings, [sys.executable, "-c", worker], [None, None]).run()
 """
 
 
-def flags_of_workers(folder: Path, metrics: dict[str, Any], model: str = "m") -> list[list[str]]:
-    """The flags that a supervisor adds for each of two workers."""
+def flags_of_workers(
+    folder: Path, metrics: dict[str, Any], model: str = "m", wandb: dict[str, str] | None = None
+) -> list[list[str]]:
+    """The flags that a supervisor adds for each of two workers, then W&B's variables and their values."""
     given = {
         "model": {"path": model},
         "metrics": metrics,
         "service": {"bind": "tcp://127.0.0.1:7000"},
         "supervisor": {"workers": 2},
     }
-    environ = subprocess_environment(FOLDER=str(folder))
-    if "WANDB_RUN_GROUP" in os.environ:
-        environ["WANDB_RUN_GROUP"] = os.environ["WANDB_RUN_GROUP"]
+    environ = subprocess_environment(FOLDER=str(folder), **(wandb or {}))
     command = [sys.executable, "-c", WRITE_FLAGS, json.dumps(given)]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
     flags = [json.loads(path.read_text()) for path in folder.iterdir() if path.name.isdigit()]
@@ -441,12 +442,12 @@ def flags_of_workers(folder: Path, metrics: dict[str, Any], model: str = "m") ->
 
 
 def test_workers_do_not_share_a_file_or_a_name(tmp_path: Path) -> None:
-    metrics = {"jsonl": "runs/m.jsonl", "timeline": "t.png", "wandb_name": "job", "metrics_port": 9400}
-    flags = flags_of_workers(tmp_path, metrics)[1]
+    metrics = {"jsonl": "runs/m.jsonl", "timeline": "t.png", "metrics_port": 9400}
+    flags = flags_of_workers(tmp_path, metrics, wandb={"WANDB_NAME": "job"})[1]
     for pair in (
         ("--jsonl", "runs/m-1.jsonl"),
         ("--timeline", "t-1.png"),
-        ("--wandb-name", "job-1"),
+        ("WANDB_NAME", "job-1"),
         ("--metrics-port", "9401"),
     ):
         assert pair in list(zip(flags, flags[1:], strict=False))
@@ -457,31 +458,22 @@ def test_each_worker_has_a_run_of_its_own_with_a_name_that_people_can_read(tmp_p
     for flags in flags_of_workers(tmp_path, {}, model="/models/ones"):
         at = flags.index("--continued-run")
         runs.append(flags[at + 1 : at + 3])
-        names.append(flags[flags.index("--wandb-name") + 1])
+        names.append(flags[flags.index("WANDB_NAME") + 1])
     assert names == ["ones-0", "ones-1"]
     (first, file), (second, other) = runs
     assert first != second and file != other and first.rpartition("-")[0] == second.rpartition("-")[0]
 
 
-@pytest.mark.parametrize("own", [None, "theirs", "WANDB_RUN_GROUP"])
-def test_the_runs_of_all_workers_are_in_one_group(
-    own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
-    if own == "WANDB_RUN_GROUP":
-        monkeypatch.setenv(own, "job")
-    groups = []
-    for flags in flags_of_workers(tmp_path, {"wandb_group": own if own == "theirs" else None}):
-        groups += [value for name, value in zip(flags, flags[1:], strict=False) if name == "--wandb-group"]
-    if own is None:
-        assert len(groups) == 2 and groups[0] == groups[1]
-    else:
-        assert groups == [], "the command line or the environment says it already"
+@pytest.mark.parametrize("own", [None, "job"])
+def test_the_runs_of_all_workers_are_in_one_group(own: str | None, tmp_path: Path) -> None:
+    wandb = {} if own is None else {"WANDB_RUN_GROUP": own}
+    first, second = (flags[flags.index("WANDB_RUN_GROUP") + 1] for flags in flags_of_workers(tmp_path, {}, wandb=wandb))
+    assert first == second and first == (own or first) != ""
 
 
 def test_a_command_line_written_out_again_means_the_same() -> None:
     """Every flag, with a value that is not the default, and one that begins with a dash."""
-    words = ["the model", "--no-wandb", "--exit-with-parent", "--no-prefix-cache", "--wandb-name=-x"]
+    words = ["the model", "--no-wandb", "--exit-with-parent", "--no-prefix-cache", "--wandb-project=-x"]
     words += ["--max-rows", "7", "--kv-pages", "none", "--weights-bind", "tcp://*:1", "--config", "file.toml"]
 
     def given(words: list[str]) -> tuple[str, dict[str, Any]]:
@@ -489,9 +481,9 @@ def test_a_command_line_written_out_again_means_the_same() -> None:
         return args["config"], {key.path: args[key.path] for key in setting_keys() if key.path in args}
 
     again = given(command_line(*given(words)))
-    assert again == given(words) and again[1]["metrics.wandb_name"] == "-x"
+    assert again == given(words) and again[1]["metrics.wandb_project"] == "-x"
     own = ["--workers", "1", "--bind", "tcp://127.0.0.1:9"]
     flags = given([*command_line(None, {**again[1], "supervisor.workers": "4"}), *own])[1]
     settings = load_settings(None, {}, flags)
     assert settings.supervisor.workers == 1 and settings.service.bind == "tcp://127.0.0.1:9"
-    assert settings.engine.max_rows == 7 and settings.metrics.wandb_name == "-x"
+    assert settings.engine.max_rows == 7 and settings.metrics.wandb_project == "-x"

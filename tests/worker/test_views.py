@@ -111,9 +111,8 @@ def test_the_status_has_the_metrics_of_the_last_report_that_top_shows(client: Ro
 @pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_an_unknown_wandb_mode_ends_the_start_with_one_line(workers: str, tmp_path: Path) -> None:
-    environment = subprocess_environment(WANDB_MODE="foo")
+    environment = subprocess_environment(WANDB_MODE="foo", WANDB_DIR=str(tmp_path))
     command = [*rollout("serve", str(ONES), "--bind", "tcp://127.0.0.1:0", "--wandb"), "--workers", workers]
-    command += ["--wandb-dir", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
     assert ended.returncode == 2 and ended.stdout == "" and "Traceback" not in ended.stderr
     line = ended.stderr.splitlines()[-1]

@@ -35,7 +35,7 @@ class Assembler:
     def add(self, chunk: Chunk) -> None:
         """Take the next chunk. Raises `ProtocolError` when it does not fit."""
         if not 0 <= chunk.index < len(self._parts):
-            raise ProtocolError(f"a chunk is of completion {chunk.index}, but there are {len(self._parts)}")
+            raise ProtocolError(f"a chunk names completion {chunk.index}, but the request has {len(self._parts)}")
         parts = self._parts[chunk.index]
         if parts and parts[-1].finish_reason is not None:
             raise ProtocolError(f"a chunk of completion {chunk.index} came after its end")
@@ -48,7 +48,7 @@ class Assembler:
                 f"instead of {self._ends[chunk.index]}"
             )
         if self._whole and chunk.finish_reason is None:
-            raise ProtocolError(f"a chunk of completion {chunk.index} is not a whole completion")
+            raise ProtocolError(f"the chunk of completion {chunk.index} is not the whole completion")
         _check_routing(chunk, parts)
         if chunk.prompt_logprobs is not None:
             self.prompt = PromptScores.of(chunk)
@@ -63,7 +63,7 @@ class Assembler:
         """Begin with an earlier stream's partial completions of this request. Raises ValueError if they do not fit."""
         for part in partials:
             if not 0 <= part.index < len(self._parts):
-                raise ValueError(f"a partial is of completion {part.index}, but there are {len(self._parts)}; set n")
+                raise ValueError(f"a partial names completion {part.index}, but n is {len(self._parts)}; set n")
             self._parts[part.index], self._joined[part.index] = [part], 1
             self._ends[part.index] = len(part)
 
@@ -105,12 +105,12 @@ class Assembler:
 
     def _check_ended(self, whole: Completion) -> bool:
         if not 0 <= whole.index < len(self._ends):
-            raise ProtocolError(f"a result has completion {whole.index}, but there are {len(self._ends)}")
+            raise ProtocolError(f"a result names completion {whole.index}, but the request has {len(self._ends)}")
         parts, have = self._parts[whole.index], self._ends[whole.index]
         ended = bool(parts) and parts[-1].finish_reason is not None
         wrong = len(whole) != have if ended else not np.array_equal(whole.token_ids[:have], self.tokens(whole.index))
         if wrong:
-            raise ProtocolError(f"the result of completion {whole.index} is not what its stream was")
+            raise ProtocolError(f"the result of completion {whole.index} differs from its stream")
         return ended
 
     def _rest(self, whole: Completion) -> Chunk:
@@ -228,7 +228,7 @@ def _routing(parts: list[Completion]) -> np.ndarray | None:
 
 
 def _tops(rows: list[np.ndarray | None], parts: list[Completion], unknown: float) -> np.ndarray | None:
-    """The rows of all parts, `unknown` for one that came without; None if all did."""
+    """The rows of all parts, with `unknown` for a part without rows; None if no part has rows."""
     known = next((each for each in rows if each is not None), None)
     if known is None:
         return None

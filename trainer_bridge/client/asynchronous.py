@@ -62,7 +62,7 @@ class AsyncRolloutClient(ClientFace):
     ) -> Answer[Any]:
         """As `RolloutClient.generate`: `async for chunk in await client.generate(prompt, stream="tokens")`.
 
-        Cancelling the task cancels the request at the worker.
+        Cancelling the task cancels the request.
         """
         return Answer(self._generate(prompt, stream, fields))
 
@@ -196,7 +196,7 @@ class AsyncRolloutClient(ClientFace):
         return await self._run(calls.control, op, endpoint, timeout_s, **fields)
 
     def is_connected(self, endpoint: str) -> bool:
-        """Whether a worker is connected now. A worker that hangs counts as connected for three heartbeats."""
+        """Whether a worker is connected. A worker that hangs counts as connected for three heartbeats."""
         self._bind()
         self._core.check_known(endpoint)
         self._core.absorb(endpoint)
@@ -290,15 +290,15 @@ class Answer(ProcessBound, Coroutine[Any, Any, _Value]):
         return self._coroutine.__await__()
 
     def send(self, value: Any) -> Any:
-        """Go on; asyncio calls this."""
+        """Continue; asyncio calls this."""
         return self._coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Go on with an exception; asyncio calls this."""
+        """Continue with an exception; asyncio calls this."""
         return self._coroutine.throw(*error)
 
     def close(self) -> None:
-        """End it where it is."""
+        """End the coroutine."""
         self._coroutine.close()
 
     def __aiter__(self) -> NoReturn:
@@ -334,7 +334,7 @@ class AsyncStream(StreamView, Generic[_Item]):
         return self._item(chunk)
 
     async def arrived(self) -> list[Chunk]:
-        """All new tokens that have come, one chunk for each completion; waits for the first. Empty at the end."""
+        """All new tokens, one chunk for each completion; waits for the first. Empty at the end."""
         chunk = await self._client._run(calls.next_chunk, self._call, keep=True)
         if chunk is None or not self._call.chunks:
             return [] if chunk is None else [chunk]

@@ -43,26 +43,31 @@ class Settled:
 
 
 def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[RequestPlan]:
-    """Plans of all requests; fields of an item replace the common ones. Raises as `plan_request` does."""
+    """Plans of all requests; fields of an item replace the common ones.
+
+    Raises as `plan_request` does; the error of an item begins with `request` and its place.
+    """
     if isinstance(items, (str, Mapping)):
         raise ValueError("generate_many takes a list of prompts; use generate for a single one")
     plans = []
-    for item in items:
+    for place, item in enumerate(items):
         if isinstance(item, (int, np.integer)):
             raise ValueError("generate_many takes a list of prompts, not the tokens of one; use generate(tokens)")
-        fields: dict[str, Any] = {**common}
-        if isinstance(item, Mapping):
-            fields |= item
+        fields: dict[str, Any] = {**common, **(item if isinstance(item, Mapping) else {"prompt": item})}
+        try:
             plans.append(plan_request(fields.pop("prompt", None), fields))
-        else:
-            plans.append(plan_request(item, fields))
+        except (TypeError, ValueError) as error:
+            if place == 0 and not isinstance(item, Mapping):
+                raise  # the common fields are as likely at fault
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"request {place}: {error}") from error
     return plans
 
 
 def settle_all(
     core: ClientCore, wake: Callable[[], object], plans: list[RequestPlan], max_in_flight: int
 ) -> Generator[Settled | float | None, None, None]:
-    """Send all requests; yield each outcome as it comes and, while there is none, the seconds to wait at most.
+    """Send all requests; yield each outcome as it comes, and between outcomes the most seconds to wait.
 
     `wake` is called when something has come. Closing the generator abandons what is in flight.
     """

@@ -34,26 +34,23 @@ _Value = TypeVar("_Value")
 class RolloutClient(ClientFace):
     """Sends requests to one or several workers. Not thread-safe.
 
-    A request goes to the endpoint with the fewest completions of this client in flight. Requests that begin with the
-    same prompt, of 64 tokens or more, go to the same endpoint until it has far more to do than another one; all
-    requests of one `session` go to the same endpoint as long as it can be reached. `add` and `remove` change the
-    endpoints at any time. All errors are in `trainer_bridge.wire.errors`.
+    `docs/reference/client.md` says which worker gets a request. `add` and `remove` change the endpoints at any time.
 
     Args:
         endpoints: The workers' request sockets.
         client: A name by which workers know this client across connections.
-        timeout_s: Seconds until `RolloutTimeout`, for requests without a `timeout_s`. None: no limit.
-        connect_timeout_s: Seconds until an endpoint that cannot be reached raises `ConnectionLost`. None: 30, or 3 if
-            it refuses connections.
-        curve: Keys for workers that use CURVE. If a worker does not accept them: `AccessRefused`.
+        timeout_s: Seconds until `RolloutTimeout`, for requests without their own. None: no limit.
+        connect_timeout_s: Seconds until an unreachable endpoint raises `ConnectionLost`. None: 30, or 3 if it refuses
+            connections.
+        curve: Keys for workers that use CURVE. A worker that does not accept them raises `AccessRefused`.
         resume: Continue a request whose worker is lost, fails or ends, at any endpoint.
-        resume_timeout_s: Seconds that a completion may be without a worker before `ResumeFailed`.
+        resume_timeout_s: Seconds without a worker before a completion raises `ResumeFailed`.
         resume_max_faults: Lost workers in a row without a new token before `ResumeFailed`.
-        journal: A file of requests, tokens and results; it turns `resume` on.
+        journal: A file of requests, tokens and results; turns `resume` on.
         journal_fsync: When the client waits for the disk: `never`, at `results`, or `always`.
-        acknowledge: Have the worker drop each result once the client has it. None: True, but False for a client with a
-            name and without a journal, which calls `ack`.
-        heartbeat_s: Seconds between heartbeats. A worker that hangs is lost after at most four of them.
+        acknowledge: The worker drops a result once the client has it. None: True, but False for a client with a name
+            and without a journal, which calls `ack`.
+        heartbeat_s: Seconds between heartbeats. A worker that hangs is lost after at most four.
     """
 
     # --- generate -----------------------------------------------------------------------------------------------------
@@ -82,8 +79,8 @@ class RolloutClient(ClientFace):
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
         """The completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
 
-        With `stream` it returns an iterator of chunks, or of completions in the order in which they end. An interrupted
-        call (a time-out, Ctrl-C) cancels the request at the worker.
+        With `stream` it returns an iterator of chunks, or of completions as they end. An interrupted call (a time-out,
+        Ctrl-C) cancels the request.
         """
         call = self._core.generate(plan_request(prompt, fields, stream))
         return Stream(self, call, stream) if stream else self._run(calls.finish, call)
@@ -98,9 +95,8 @@ class RolloutClient(ClientFace):
     ) -> list[GenerateResult]:
         """Results of many requests, in their order.
 
-        A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. `timeout_s` is counted
-        for each request from when it is sent. The first error cancels the rest and is raised. A request that finds the
-        queue full is sent again later.
+        A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. `timeout_s` starts
+        when a request is sent. The first error cancels the rest and is raised. A full queue delays a request.
         """
         return self._run(calls.generate_many, plan_batch(requests, common), max_in_flight, progress)
 
@@ -136,7 +132,7 @@ class RolloutClient(ClientFace):
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[AttachFields],
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
-        """The result of the request `target` of this `client` name, also over an earlier connection; waits for it.
+        """Wait for the result of the request `target` of this `client` name, also of an earlier connection.
 
         With `stream` the new stream continues after `partials`. Interrupting the call does not cancel the request.
         Raises `NotFound` if the worker does not know the request or has dropped its result.
@@ -145,9 +141,9 @@ class RolloutClient(ClientFace):
         return Stream(self, call, stream) if stream else self._run(calls.finish, call)
 
     def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
-        """Tell the workers to drop results that the caller has stored; unknown ids are ignored.
+        """Have the workers drop results that the caller has stored; unknown ids are ignored.
 
-        Raises `BadRequest` if one of them is in flight; that worker then drops none.
+        Raises `BadRequest` if a request is in flight; its worker then drops none.
         """
         self._run(calls.control, "ack", endpoint, None, targets=list(targets))
 
@@ -161,10 +157,10 @@ class RolloutClient(ClientFace):
     ) -> Mismatch:
         """Compare a trainer's own log-probs of a result (or its id) with the worker's.
 
-        `logprobs` has one row for each completion, in their order (None: not known) or by index: float32 [tokens],
-        log-softmax of logits / temperature like `Completion.logprobs`; NaN: not known. The worker must still have the
-        result: use a client with a name or `acknowledge=False`, and `ack` after this. Raises `NotFound` for a dropped
-        result, `BadRequest` for a row of the wrong length, ValueError for values that cannot be sent.
+        `logprobs` has a row for each completion, in order (None: not known) or by index: float32 [tokens], defined as
+        `Completion.logprobs`; NaN: not known. The worker must still have the result: use a client with a name or
+        `acknowledge=False`, and `ack` afterwards. Raises `NotFound` for a dropped result, `BadRequest` for a row of the
+        wrong length, ValueError for values that cannot be sent.
         """
         return self._run(calls.report, target, logprobs, endpoint, timeout_s)
 
@@ -173,12 +169,12 @@ class RolloutClient(ClientFace):
     def cancel(self, target: str, *, endpoint: str | None = None) -> None:
         """End a request with the tokens it has. Raises `NotFound` if no worker knows it.
 
-        `target` is the id of a request of this client, or of another one with the same `client` name.
+        `target` is the id of a request of this client, or of one with the same `client` name.
         """
         self._run(calls.cancel, target, endpoint)
 
     def status(self, endpoint: str | None = None) -> Status:
-        """A worker's `state`, `weights_version`, `rows`, `queue`, `pages` and more: see the protocol page."""
+        """A worker's `state`, `weights_version`, `rows`, ...: the protocol's `status`."""
         return self._run(calls.status, endpoint)
 
     def statuses(self) -> dict[str, Status]:
@@ -206,13 +202,13 @@ class RolloutClient(ClientFace):
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Release the device's memory until `wake`; see the protocol page. Returns `level`, `bytes` and more."""
+        """Release the device's memory until `wake`: the protocol's `sleep`. Returns the replies."""
         return self._run(
             calls.control, "sleep", endpoint, timeout_s, **given(level=level, mode=mode, requests=requests)
         )
 
     def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """End `sleep`. Raises `Unavailable` if the device has too little memory; the worker then stays asleep."""
+        """End `sleep`. Raises `Unavailable` if memory is missing; the worker then stays asleep."""
         return self._run(calls.control, "wake", endpoint, timeout_s)
 
     def load_adapter(self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None) -> None:
@@ -227,13 +223,13 @@ class RolloutClient(ClientFace):
         self._run(calls.control, "unload_adapter", endpoint, None, name=name)
 
     def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
-        """End one worker or all: `drain` finishes running requests first, `now` ends them with the tokens they have."""
+        """End one worker or all: `drain` finishes running requests, `now` ends them with their tokens."""
         self._run(calls.control, "shutdown", endpoint, None, mode=mode)
 
     def control(
         self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
     ) -> list[dict[str, Any]]:
-        """Send any control message of the protocol to one endpoint or all; returns the replies in that order."""
+        """Send any control message of the protocol to one endpoint or all; returns their replies in order."""
         return self._run(calls.control, op, endpoint, timeout_s, **fields)
 
     def close(self) -> None:
@@ -299,9 +295,9 @@ def _nothing() -> None:
 
 
 class Stream(StreamView, Generic[_Item]):
-    """The chunks or completions of a request, as they arrive. A `with` block or `close` ends it early.
+    """The chunks or completions of a request, as they arrive. The end of a `with` block, or `close`, ends it early.
 
-    If the request fails, the iteration raises the error after the last chunk; `result` is then None.
+    A failed request raises its error after the last chunk; `result` is then None.
     """
 
     _client: RolloutClient
@@ -316,11 +312,11 @@ class Stream(StreamView, Generic[_Item]):
         return self._item(chunk)
 
     def wait(self) -> GenerateResult:
-        """The result of the whole request; chunks that were not taken can still be."""
+        """The result of the whole request; unread chunks can be read afterwards."""
         return self._client._run(calls.finish, self._call)
 
     def cancel(self) -> None:
-        """End the request at the worker; chunks of the tokens that it has still come."""
+        """End the request at the worker; chunks of its tokens still arrive."""
         self._client._run(calls.end_stream, self._call)
 
     def __enter__(self) -> Self:
@@ -332,12 +328,12 @@ class Stream(StreamView, Generic[_Item]):
 
 
 class Session(SessionView):
-    """Turns of one conversation, one at a time. `id` and `lease_s` are what each turn sends with it."""
+    """Turns of one conversation, one at a time. Each turn sends `id` and `lease_s`."""
 
     _client: RolloutClient
 
     def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
-        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` says what was reused."""
+        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` counts reused tokens."""
         return self._client.generate(prompt, **self._turn(fields))
 
     def __enter__(self) -> Self:

@@ -61,6 +61,8 @@ def generate_many(
     ):
         for step in steps:
             if isinstance(step, Settled):
+                if step.error is not None and len(plans) > 1:
+                    step.error.add_note(f"It is the error of request {step.index} of {len(plans)}.")
                 results[step.index] = step.unwrap()
                 advance(tokens_of(step))
             else:

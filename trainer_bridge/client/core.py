@@ -43,7 +43,7 @@ _MOST_ACKS = 1024  # in one message
 _ASK_AGAIN_S = 1.0  # whether newcomers have current weights
 _ENVELOPE_FIELDS = ("v", "id", "op")
 _MOST_PIXEL_BYTES = 32 << 20  # of a request; more go ahead of it, in messages of their own
-_MOST_SENT_AGAIN = 2  # a request with images: with those that are missing, then with all
+_MOST_SENT_AGAIN = 2  # a request with images: first with the missing ones, then with all
 _MOST_KNOWN = 65_536  # images that a worker has been sent
 #: What to do instead of taking a client to another process.
 MAKE_CLIENTS = "pass its endpoints, and make a client in each process"
@@ -241,7 +241,7 @@ class ClientCore(ProcessBound):
         return call
 
     def deadline(self, timeout_s: float | None) -> float:
-        """When a call that starts now times out, on the monotonic clock; `timeout_s` None: after the client's time."""
+        """The time-out of a call that starts now, on the monotonic clock; `timeout_s` None: after the client's time."""
         seconds = self.timeout_s if timeout_s is None else timeout_s
         return math.inf if seconds is None else time.monotonic() + seconds
 
@@ -264,7 +264,7 @@ class ClientCore(ProcessBound):
             self._send(endpoint, cancel_id, self._header("cancel", cancel_id) | {"target": request_id})
 
     def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
-        """Send `cancel` for a request to where it is, or may be; returns the calls to wait for."""
+        """Send `cancel` to the workers that have or may have a request; returns the calls to wait for."""
         self._absorb_all()
         if endpoint is None and target in self._calls:
             endpoint = self._calls[target].endpoint
@@ -281,7 +281,7 @@ class ClientCore(ProcessBound):
         return call
 
     def end_session(self, session: str) -> None:
-        """Tell the worker of a session that it is over; tell all workers if that one is not known.
+        """End a session at its worker, or at all workers if its worker is unknown.
 
         Endpoints that are gone hold nothing. The answers are not waited for.
         """
@@ -474,7 +474,7 @@ class ClientCore(ProcessBound):
         """An endpoint can be reached (again)."""
 
     def _send_acknowledgements(self, endpoint: str) -> None:
-        """Send collected acknowledgements. A worker that is gone needs none."""
+        """Send collected acknowledgements, except to lost workers."""
         ids = self._to_acknowledge.pop(endpoint, [])
         if ids and self.connections[endpoint].can_send:
             for start in range(0, len(ids), _MOST_ACKS):

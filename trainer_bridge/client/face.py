@@ -1,4 +1,4 @@
-"""The part of the clients, their streams and their sessions that waits for nothing: both clients inherit it."""
+"""The parts of clients, streams and sessions that never wait; both clients inherit them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ClientFace(ProcessBound):
         self._prepare_to_wait()
 
     def _prepare_to_wait(self) -> None:
-        """Make what the client waits with. The constructor calls it once the connections are there."""
+        """Prepare to wait. The constructor calls this after it has made the connections."""
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -54,29 +54,26 @@ class ClientFace(ProcessBound):
         return tuple(self._core.endpoints)
 
     def add(self, endpoint: str) -> None:
-        """Add a worker. It gets requests once its weights are as new as the weights of the other workers.
+        """Add a worker. It gets requests once its weights are as new as the other workers' weights.
 
-        An endpoint that is being removed stays instead. Raises ValueError for one that is there already.
+        Cancels a removal of the same endpoint. Raises ValueError for one that is there already.
         """
         self._core.add(endpoint)
 
     def remove(self, endpoint: str, mode: Literal["drain", "now"] = "drain") -> None:
         """Send nothing new to a worker; returns at once. Its sessions continue on other workers.
 
-        With `drain` requests in flight there end there; with `now` they fail with `ConnectionLost`, or, if this client
-        resumes, continue on other workers. The worker itself goes on. Raises ValueError for the last endpoint.
+        With `drain` its requests in flight end there; with `now` they fail with `ConnectionLost`, or continue on other
+        workers if this client resumes. The worker itself goes on. Raises ValueError for the last endpoint.
         """
         self._core.remove(endpoint, mode)
 
     def end_session(self, session: str) -> None:
-        """Free a session's KV on its worker. Does not wait for the reply.
-
-        A later turn of the session may go to another endpoint.
-        """
+        """Free a session's KV on its worker, without waiting. A later turn may go to another endpoint."""
         self._core.end_session(session)
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Drop requests from the journal, once their results are stored elsewhere. ValueError for one in flight."""
+        """Drop requests with stored results from the journal. Raises ValueError for a request in flight."""
         self._core.forget(ids)
 
     def journaled(self) -> dict[str, bool]:
@@ -102,12 +99,12 @@ class StreamView(ProcessBound):
 
     @property
     def endpoint(self) -> str:
-        """Where it runs; empty for a request that waits for its first worker."""
+        """The endpoint of its worker; empty until it has one."""
         return self._call.endpoint
 
     @property
     def result(self) -> GenerateResult | None:
-        """The whole result, once it has come."""
+        """The whole result; None until it has arrived."""
         return self._call.result
 
     def partials(self) -> list[Completion]:
@@ -116,7 +113,7 @@ class StreamView(ProcessBound):
         return self._call.assembler.partials()
 
     def close(self) -> None:
-        """Stop reading; cancels the request, unless it is detached or was attached to."""
+        """Stop reading. Cancels the request unless it is `detached` or the stream comes from `attach`."""
         self._client._core.abandon(self._call)
 
     def _item(self, chunk: Chunk) -> Any:
@@ -136,7 +133,7 @@ class SessionView(ProcessBound):
         self._client = client
 
     def end(self) -> None:
-        """Have the worker give back what it holds; does not wait for it."""
+        """Free the KV of the session, without waiting."""
         self._client.end_session(self.id)
 
     def _turn(self, fields: GenerateFields) -> GenerateFields:

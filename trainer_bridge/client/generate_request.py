@@ -30,11 +30,10 @@ class GenerateFields(SamplingFields, total=False):
 
     They are the fields of the protocol's `generate`; None is not sent. Besides:
 
-    - The sampling rules, `seed` and `logit_bias` may stand by themselves or in the map `sampling`.
-    - `stop` may also be a string, a token id, or a list of either.
-    - `continue_from` may be a `Completion`.
-    - `endpoint` (absent: the least loaded one), `request_id` (absent: made up) and `timeout_s` (seconds until
-      `RolloutTimeout`; absent: the client's) are for the client.
+    - The sampling rules, `seed` and `logit_bias` may also stand outside of `sampling`.
+    - `stop` may also be a string, a token id, or a list of either; `continue_from` a `Completion`.
+    - The client takes `endpoint` (absent: the least loaded one), `request_id` (absent: made up) and `timeout_s`
+      (seconds until `RolloutTimeout`; absent: the client's).
 
     An unknown name raises TypeError, a value that cannot be sent ValueError.
     """
@@ -312,7 +311,7 @@ class AttachFields(TypedDict, total=False):
 def attach_fields(
     target: str, stream: Literal[False] | StreamKind, given: AttachFields
 ) -> tuple[dict[str, Any], list[Completion]]:
-    """The fields of an `attach` message, and the partial completions that its stream goes on after."""
+    """The fields of an `attach` message, and the partial completions after which its stream continues."""
     if unknown := sorted(given.keys() - AttachFields.__annotations__.keys()):
         raise TypeError(f"attach takes no {unknown[0]!r}; it takes {', '.join(AttachFields.__annotations__)}")
     fields: dict[str, Any] = {"target": target}

@@ -1,4 +1,4 @@
-"""An append-only file of requests, of the tokens that came for them, and of their results.
+"""An append-only file of requests, their tokens and their results.
 
     file     "RLLJRNL1"  record *
     record   bytes(u32)  crc32(u32)  check(u32)  payload          little-endian; size and CRC of the payload, and the
@@ -133,7 +133,7 @@ class Journal(ProcessBound):
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def begin(self, request_id: str, mark: str, seed: int, started_unix_s: float, fields: dict[str, Any]) -> None:
-        """A request was made."""
+        """Record a request."""
         header = {"mark": mark, "seed": seed, "started_unix_s": started_unix_s, "fields": fields}
         span = self._append("request", request_id, header, sync=self._fsync == "always")
         self._ids[request_id] = _Index([span])
@@ -145,7 +145,7 @@ class Journal(ProcessBound):
         self._ids[request_id].spans.append(span)
 
     def add(self, request_id: str, chunk: Chunk) -> None:
-        """New tokens came."""
+        """Record new tokens."""
         header = {name: getattr(chunk.part, name) for name in chunk.part.__dataclass_fields__}
         header |= {"offset": chunk.offset, "prompt_version": chunk.prompt_version}
         header |= {"prompt_logprobs": chunk.prompt_logprobs, **_tops_fields(chunk)}
@@ -164,7 +164,7 @@ class Journal(ProcessBound):
         self._ids[request_id].finished = True
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Drop requests; one that is not there is passed over."""
+        """Drop requests; unknown ids are ignored."""
         for request_id in ids:
             if request_id in self._ids:
                 self._append("forget", request_id, {}, sync=self._fsync == "always")
@@ -292,7 +292,7 @@ class Journal(ProcessBound):
             self._compact()
 
     def _compact(self) -> None:
-        """Write the records that are left to a new file, and put it in the old one's place."""
+        """Replace the file by a new one with the remaining records."""
         self._new_file.unlink(missing_ok=True)
         try:
             fd = _open_locked(self._new_file)

@@ -65,8 +65,8 @@ def start_worker(
 
     `flags` become command line flags: `max_rows=8` is `--max-rows 8`, True is `--flag`, False is `--no-flag`, None is
     left out; `args` are appended. `env` adds to the environment (None removes). Without `log_file` the log is in a
-    temporary folder. With `wait=False` the call returns at once: call `wait_ready` later. With `progress` stderr shows
-    the stages of a long start. `stop` needs `curve` for a worker with CURVE. Raises `WorkerFailed`.
+    temporary folder. With `wait=False`, call `wait_ready` later. `progress` shows the stages of a long start on stderr.
+    `stop` needs `curve` for a worker with CURVE. Raises `WorkerFailed`.
     """
     scratch = ScratchFolder("worker")
     ready_file = scratch.path / "ready.json"
@@ -138,8 +138,8 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
 class WorkerProcess(ProcessBound):
     """A worker that `start_worker` started. It is killed when this object is deleted, at the latest when the job ends.
 
-    With `workers=N` it is a supervisor and its N workers; `endpoint` is then the first one's. Leaving a `with` block
-    ends the worker at once; call `stop` before that to let requests finish.
+    With `workers=N` it is a supervisor and its N workers; `endpoint` is the first one's. Leaving a `with` block ends
+    the worker at once; call `stop` first to let requests finish.
     """
 
     _instead = "end the worker in its process, and pass its endpoints"
@@ -187,24 +187,24 @@ class WorkerProcess(ProcessBound):
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where clients connect, of every worker; they stay when a worker is started again."""
+        """The request endpoint of every worker. A worker keeps its endpoint when it restarts."""
         return tuple(worker["endpoint"] for worker in self._workers())
 
     @property
     def weights_endpoints(self) -> tuple[str, ...]:
-        """Where weights are sent, of every worker."""
+        """The weights endpoint of every worker."""
         return tuple(worker["weights_endpoint"] for worker in self._workers())
 
     @property
     def pids(self) -> tuple[int | None, ...]:
-        """The process ids of the workers as they are now: another one after a restart, None for one that stays away."""
+        """The present process ids of the workers; None for a worker that is not restarted any more."""
         self._told("pid")
         self._ready = self._read_ready() or self._ready
         return tuple(worker["pid"] for worker in self._workers())
 
     @property
     def model(self) -> str:
-        """What it serves."""
+        """The served model."""
         return self._told("model")
 
     def _workers(self) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ class WorkerProcess(ProcessBound):
         return self._ready[name]
 
     def wait_ready(self, timeout_s: float = 900.0) -> None:
-        """Return once the worker can serve. Raises `WorkerFailed` when it ends before, or takes longer."""
+        """Return once the worker can serve. Raises `WorkerFailed` if it ends before that, or takes longer."""
         deadline = time.monotonic() + timeout_s
         while self._ready is None:
             self._ready = self._read_ready()
@@ -254,7 +254,7 @@ class WorkerProcess(ProcessBound):
         return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
 
     def stop(self, mode: Literal["drain", "now"] = "drain", timeout_s: float = 60.0) -> int:
-        """End the worker and return its exit status: `drain` finishes its requests, `now` ends them with their tokens.
+        """End the worker as `RolloutClient.shutdown` does, and return its exit status.
 
         A worker that has not ended after `timeout_s` is terminated, then killed.
         """
@@ -291,7 +291,7 @@ class WorkerProcess(ProcessBound):
             pass
 
     def kill(self) -> int:
-        """End the worker's whole process group now, take its temporary folder away, return its exit status."""
+        """Kill the worker's process group, remove its temporary folder, and return the exit status."""
         self._end()
         return self._process.wait()
 

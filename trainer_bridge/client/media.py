@@ -24,7 +24,7 @@ _KINDS = ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "vid
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
-    """An image or a video in a prompt, by the fields of the protocol. Raises ValueError if they do not fit together.
+    """An image or a video in a prompt, with the protocol's fields. Raises ValueError if they do not fit together.
 
     `pixel_values` is [patches, values]: float32, float16, or uint16 with the bits of bfloat16.
     """
@@ -92,7 +92,7 @@ def processor_prompt(inputs: Mapping[str, Any], image_token_id: int | None = Non
 def processor_prompts(inputs: Mapping[str, Any], image_token_id: int | None = None) -> list[MediaPrompt]:
     """The prompts of a batch from a Hugging Face processor: `input_ids`, and pixels of images and videos.
 
-    Arrays are torch's, on any device, or numpy's. Tokens outside of `attention_mask` are left out. A processor without
+    Arrays are torch's, on any device, or numpy's. Tokens outside of `attention_mask` are dropped. A processor without
     `mm_token_type_ids` needs `image_token_id`. Raises ValueError if placeholders and grids do not fit together.
     """
     ids = _rows(inputs["input_ids"])

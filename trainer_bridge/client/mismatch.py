@@ -1,4 +1,4 @@
-"""A trainer's own log-probs of a result, sent back for the worker's mismatch metrics, and what it answers."""
+"""A trainer's own log-probs of a result, sent back for the worker's mismatch metrics, and the worker's answer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_BYTES = 16 << 20  # in one message; a worker takes 64 MiB
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """How far the trainer's log-probs are from the worker's, over the tokens where both are known.
+    """How far the trainer's log-probs are from the worker's, in nats, over the tokens where both are known.
 
-    `k3_kl` is the mean of exp(d) - 1 - d with d = trainer - worker: an estimate of KL(worker || trainer), nats.
-    `versions` has a `Mismatch` for each weights version.
+    `k3_kl`, the mean of exp(d) - 1 - d with d = trainer - worker, estimates KL(worker || trainer). `versions` has a
+    `Mismatch` for each weights version.
     """
 
     tokens: int = 0
@@ -54,7 +54,7 @@ TrainerLogprobs = Mapping[int, Any] | Sequence[Any]
 def report_messages(
     core: ClientCore, target: GenerateResult | str, logprobs: TrainerLogprobs, endpoint: str | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The endpoint and the fields of each message of a report. Raises ValueError for what cannot be sent."""
+    """The endpoint and the fields of each message of a report. Raises ValueError for values that cannot be sent."""
     if core.acknowledges:
         raise ValueError(
             "this client acknowledges every result as it comes, and workers forget those: make it with "

@@ -48,7 +48,7 @@ class Member:
     held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
     def hold(self, blocks: Iterable[bytes]) -> None:
-        """Note that it was sent these blocks."""
+        """Note that these blocks were sent to the worker."""
         for block in blocks:
             self.held[block] = None
             self.held.move_to_end(block)

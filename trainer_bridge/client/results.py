@@ -1,4 +1,4 @@
-"""What a client gets back, typed: completions, chunks of a stream, the result of a request.
+"""The typed results of a client: completions, chunks of a stream, the result of a request.
 
 Arrays are numpy, one entry a token, and writable: `torch.from_numpy` takes them. `to_dict` gives plain values that
 `json.dumps` takes; `repr` is short, with the number of tokens in their place. A reply whose arrays differ in length, or
@@ -27,10 +27,10 @@ _FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Completion:
-    """One completion, or in a stream its tokens so far (`finish_reason` is then None).
+    """One completion, or in a stream its tokens until now (`finish_reason` is then None).
 
-    The protocol describes the fields. Arrays are numpy's, int32 or float32, with an entry for each token; versions are
-    lists of pairs. A field that the request did not ask for is None.
+    The fields are the protocol's. Arrays are numpy's: int32 and float32 [tokens], top ones [tokens, k], `routing` uint8
+    or uint16 [entries, MoE layers, experts]. Versions are lists of pairs. A field without a request for it is None.
     """
 
     index: int
@@ -72,8 +72,8 @@ class Completion:
 class Chunk:
     """New tokens of one completion, from position `offset` on.
 
-    `part` is a `Completion` of the new tokens only; the last chunk has its `finish_reason`. Scores of the prompt come
-    with the first chunk of completion 0.
+    `part` is a `Completion` of the new tokens; the last chunk has its `finish_reason`. The first chunk of completion 0
+    has the scores of the prompt.
     """
 
     offset: int
@@ -191,7 +191,7 @@ def _plain_fields(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value that `json.dumps` takes. Bytes, which JSON has not, are written in hexadecimal."""
+    """A value for `json.dumps`; bytes become hexadecimal text."""
     if isinstance(value, (Completion, PromptTops, Timing)):
         return _plain_fields(value)
     if isinstance(value, np.ndarray):
@@ -271,12 +271,12 @@ def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             raise ProtocolError("a chunk in a reply is not a map with an 'id'")
         end = start + _required(head, "tokens", int)
         if not start <= end <= len(columns["token_ids"]):
-            raise ProtocolError("the 'tokens' of a reply's chunks are not those of its arrays")
+            raise ProtocolError("the 'tokens' of a reply's chunks do not match the length of its arrays")
         arrays = {name: each[start:end] for name, each in columns.items()}
         yield {**head, **arrays, "v": reply.get("v"), "op": "chunk"}
         start = end
     if any(len(each) != start for each in columns.values()):
-        raise ProtocolError("the 'tokens' of a reply's chunks are not those of its arrays")
+        raise ProtocolError("the 'tokens' of a reply's chunks do not match the length of its arrays")
 
 
 def _prompt_scores(header: Mapping[str, Any]) -> PromptScores:

@@ -87,7 +87,7 @@ class ResumingCore(ClientCore):
         super().__init__(*given)
 
     def generate(self, plan: RequestPlan) -> ClientCall:
-        """Begin a request, or go on with one that the journal knows."""
+        """Begin a request, or continue one of the journal."""
         self._check_open()
         if plan.endpoint is not None:
             self.check_known(plan.endpoint)
@@ -101,7 +101,7 @@ class ResumingCore(ClientCore):
             super().abandon(call)
 
     def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
-        """Send `cancel` for a request to where it is, or may be; returns the calls to wait for."""
+        """Send `cancel` to the workers that have or may have a request; returns the calls to wait for."""
         self._absorb_all()
         if target not in self.resumer.calls:
             return super().cancel(target, endpoint)
@@ -113,7 +113,7 @@ class ResumingCore(ClientCore):
         return self.resumer.patience(call) if isinstance(call, ResumedCall) else super().patience(call)
 
     def endpoint_came(self) -> None:
-        """Requests that wait for an endpoint look again."""
+        """Let requests that wait for an endpoint try again."""
         self.resumer.endpoint_came()
 
     def forget(self, ids: Iterable[str]) -> None:
@@ -171,7 +171,7 @@ class Resumer:
         return call
 
     def patience(self, call: ResumedCall) -> float | None:
-        """Seconds that a call may go on waiting, None for ever. Sends what is due; ends the call if its time is up."""
+        """Seconds that a call may still wait; None: for ever. Sends what is due; ends the call if its time is up."""
         if call.done:
             return 0.0
         if time.monotonic() >= call.deadline:
@@ -243,7 +243,7 @@ class Resumer:
         return call
 
     def _pump(self, call: ResumedCall, first_id: str | None = None) -> None:
-        """Send what waits and is due, if there is an endpoint; end what has waited for too long."""
+        """Send due requests if there is an endpoint; end requests that have waited too long."""
         now = time.monotonic()
         if now >= call.ends_at:
             self._end_waiting(call, "deadline")
@@ -286,7 +286,7 @@ class Resumer:
         return f"{call.id[: wire.MAX_ID_CHARS - len(fresh) - 1]}/{fresh}"
 
     def _disown(self, endpoint: str, leg_id: str) -> None:
-        """End what a lost connection may have left running: a client with a name keeps it by coming back."""
+        """End requests that a lost connection may have left running: workers keep them for a client with a name."""
         if self._core.client is not None:
             self._core.disown(endpoint, leg_id)
 
@@ -321,7 +321,7 @@ class Resumer:
             call.on_update()
 
     def _add(self, call: ResumedCall, part: ResumedCompletion, chunk: Chunk) -> None:
-        """Take new tokens, write them down, and see whether the worker has given the completion back."""
+        """Take new tokens, record them, and check whether the worker has returned the completion."""
         handed_back = _handed_back(chunk.part)
         if handed_back is not None:
             reason: FinishReason | None = "cancelled" if call.cancelled else None
@@ -383,7 +383,7 @@ class Resumer:
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def _end_full(self, call: ResumedCall) -> None:
-        """End the completions whose last token came, but not the word that it was the last one."""
+        """End the completions whose last token has arrived without its finish reason."""
         limit = call.plan.fields.get("max_tokens", math.inf)
         full = [part for part in call.waiting if call.new_tokens(part) and call.assembler.length(part.index) >= limit]
         if full:
@@ -403,7 +403,7 @@ class Resumer:
             self._fail(call, error)
 
     def _end_if_enough(self, call: ResumedCall) -> None:
-        """See to `min_complete` where no single worker can: each of the completions may have another one."""
+        """Apply `min_complete` when completions of a request run on several workers."""
         least = call.plan.fields.get("min_complete")
         if least is None or call.cancelled or call.done or not (call.resumes or call.waiting):
             return
@@ -447,5 +447,5 @@ def _handed_back(part: Completion) -> RolloutError | None:
 
 
 def _full_later(call: ResumedCall, error: RolloutError) -> bool:
-    """True if a worker is full and the request has begun already; before that it is the caller's business."""
+    """True if a worker is full and the request has begun; otherwise the caller gets the error."""
     return isinstance(error, Overloaded) and call.begun

@@ -33,7 +33,7 @@ _SEED_BITS = 63
 
 @dataclass(slots=True, eq=False)
 class ResumedCompletion:
-    """One completion on its way. Times are of `time.monotonic`."""
+    """One completion in flight. Times are by `time.monotonic`."""
 
     index: int
     seed: int
@@ -92,7 +92,7 @@ class ResumedCall(ClientCall):
         return self.resumes > 0 or any(self.new_tokens(part) or part.done for part in self.parts)
 
     def new_tokens(self, part: ResumedCompletion) -> int:
-        """Tokens of a completion, without those of `continue_from`."""
+        """Tokens of a completion, without the tokens of `continue_from`."""
         prior = 0 if self.plan.prior is None else len(self.plan.prior)
         return self.assembler.length(part.index) - prior
 
@@ -110,7 +110,7 @@ class ResumedCall(ClientCall):
         return replace(self.assembler.joined(part.index), seed=part.seed)
 
     def restore(self, saved: Saved) -> None:
-        """Take what a journal has of this request: all of it, or its beginning."""
+        """Take the records of this request from a journal: all, or the first ones."""
         self.resumes = max(0, len(saved.legs) - 1)
         for chunk in saved.chunks:
             if not 0 <= chunk.index < len(self.parts):
@@ -163,7 +163,7 @@ class ResumedCall(ClientCall):
         """What a result has of a completion beyond its chunks. Raises `ProtocolError` if it has less."""
         have = self.assembler.length(part.index)
         if len(whole) < have or not np.array_equal(whole.token_ids[:have], self.assembler.tokens(part.index)):
-            raise ProtocolError(f"the result of completion {part.index} is not what its stream was")
+            raise ProtocolError(f"the result of completion {part.index} differs from its stream")
         if part.done:
             return None
         if self.assembler.prompt.prompt_logprobs is not None:

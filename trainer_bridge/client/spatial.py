@@ -20,7 +20,7 @@ LARGEST = 999
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How places are written: the EBNF of one coordinate, what stands between two, and between two lines."""
+    """The notation of places: the EBNF of a coordinate, and the text between coordinates and between lines."""
 
     coordinate: str
     between: str

@@ -1,1 +1,1 @@
-"""Adapters for trainers of other projects. Each imports no more of its project than it must, and only when used."""
+"""Adapters for trainers of other projects. Each imports only what it needs of its project, when it is used."""

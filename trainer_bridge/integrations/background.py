@@ -27,7 +27,7 @@ _Value = TypeVar("_Value")
 
 
 class BackgroundFuture(ProcessBound, Future[_Value]):
-    """A `concurrent.futures.Future` of what a `BackgroundClient` does in its thread."""
+    """A `concurrent.futures.Future` of a call that a `BackgroundClient` makes in its thread."""
 
     _instead = "wait for it in its process, and pass its result"
 
@@ -53,8 +53,7 @@ class BackgroundFuture(ProcessBound, Future[_Value]):
 class BackgroundClient(ProcessBound):
     """`RolloutClient` for any thread, with the same arguments: its methods return futures at once.
 
-    They are futures of `concurrent.futures` and raise the client's errors. Cancelling a future cancels its requests at
-    the worker.
+    They are futures of `concurrent.futures` and raise the client's errors. Cancelling a future cancels its requests.
     """
 
     _instead = MAKE_CLIENTS

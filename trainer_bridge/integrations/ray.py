@@ -267,7 +267,7 @@ class RayFleet(ProcessBound):
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where clients connect. A worker that is started again keeps its endpoint, and stays in the list."""
+        """The request endpoints. A worker that restarts keeps its endpoint, and stays in the list."""
         return tuple(
             state.endpoint
             for state in self.workers()
@@ -330,7 +330,7 @@ class RayFleet(ProcessBound):
                     self._leave[worker] = mode, timeout_s
 
     def close(self) -> None:
-        """End all workers and give their room back. Idempotent."""
+        """End all workers and release their resources. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()

@@ -18,8 +18,8 @@ from trainer_bridge.wire.short_repr import short_fields
 class WorkerReport:
     """The result of an update on one worker.
 
-    `why` is the reason for the transport, `nbytes` the size, `pause_s` how long generation stood still, `seconds` the
-    time from `publish` until the worker used the weights, `phases` its parts.
+    `why` is the reason for the transport, `pause_s` how long generation stood still, `seconds` the time from `publish`
+    until the worker used the weights, `phases` its parts on the worker in seconds.
     """
 
     endpoint: str
@@ -60,7 +60,7 @@ class PublishHandle(ProcessBound):
         return f"PublishHandle(version={self.version}, nbytes={self.nbytes}, phase={self.phase!r}{over})"
 
     def held(self, timeout: float | None = None) -> None:
-        """Return when the trainer may change its tensors: they have been copied out of its memory.
+        """Return when the tensors are copied, and the trainer may change them.
 
         Raises the error that ended the update (the tensors are free then, too), or `RolloutTimeout` after `timeout`
         seconds (they are not).
@@ -74,8 +74,8 @@ class PublishHandle(ProcessBound):
         """Return when every worker samples from the new weights: a report for each, in the order of the endpoints.
 
         Once all workers have answered or failed, it raises the first error (`WeightsRejected`, `WeightsReplaced`,
-        `RolloutTimeout`, `ConnectionLost`, with phase and endpoint); `reports` and `errors` have all. After `timeout`
-        seconds it raises `RolloutTimeout`, and the update continues.
+        `RolloutTimeout`, `ConnectionLost`, with phase and endpoint); `reports` and `errors` have all. `RolloutTimeout`
+        after `timeout` seconds leaves the update running.
         """
         if not self._done.wait(timeout):
             raise RolloutTimeout(f"{self.phase}: version {self.version} is not applied after {timeout:g} s")

@@ -45,12 +45,12 @@ _HOST_BYTES = 7  # fit in an int64
 
 @functools.cache
 def ipc_memory(device: torch.device) -> IpcMemory | None:
-    """Memory of a GPU that other processes can map; None for a CPU. Raises OSError if there is none."""
+    """Memory of a GPU that other processes can map; None for a CPU. Raises OSError if the GPU has no such memory."""
     return CudaIpcMemory(device) if device.type == "cuda" else None
 
 
 def host_number() -> int:
-    """A number for this host, 0 if it cannot be told from others."""
+    """A number that identifies this host; 0 if it has no such number."""
     name = boot_id()
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=_HOST_BYTES).digest()) if name else 0
 

@@ -73,20 +73,18 @@ class WeightPublisher(ProcessBound):
 
     Args:
         endpoints: The workers' request sockets.
-        transport: `cuda_ipc`, `nccl`, `shm`, `zmq`, `disk`, or `auto`: the first of `cuda_ipc` to `zmq` that works with
-            a worker.
-        folder: Where `disk` writes; the workers must be able to read this path.
+        transport: `cuda_ipc`, `nccl`, `shm`, `zmq`, `disk`; or `auto`: the first of the first four that works.
+        folder: Where `disk` writes; the workers read this path.
         bucket_bytes: Bytes of a piece of a transfer: a multiple of 64, at most 256 MiB. None: 64 MiB, or up to 256 MiB
             for a large model from GPU to GPU.
         begin_s: Seconds to connect and to check the manifest. None: 30, or 3 if an endpoint refuses connections.
         stall_s: Seconds without progress after which a transfer fails.
-        apply_s: Seconds from commit until a worker uses the weights. It must cover the longest delay by
-            `recompute_fraction`.
+        apply_s: Seconds from commit until a worker uses the weights, with the longest delay by `recompute_fraction`.
         curve: Keys for workers that use CURVE.
-        keep: Keep the last update in host memory, and send it within seconds to a worker that restarted or is stale.
-            This includes an update that failed because workers were lost; its version cannot be used again.
+        keep: Keep the last update in host memory for workers that restart or are stale. This includes an update that
+            failed because workers were lost; its version cannot be used again.
         collective: Every rank of torch.distributed's default group makes a publisher, and calls `publish` with its part
-            (DTensors, as FSDP2's `state_dict` has them) and `close`. The default group is not used for transfers.
+            (DTensors, as in FSDP2's `state_dict`) and `close`. Transfers do not use the default group.
     """
 
     #: How updates are laid out and packed.
@@ -153,13 +151,13 @@ class WeightPublisher(ProcessBound):
         current CUDA stream. They must not change before `held`. Raises ValueError for tensors that cannot be sent,
         `WeightsRejected` for a version or names that no worker can accept.
 
-        Tied embeddings may come under both names. Correction biases of routers may be left out and keep their values.
-        Tensors that text does not need (`mtp.*`, `visual.*`) may be sent and are dropped. Tensors of a draft model are
-        `draft.NAME`, by the names of its checkpoint without `d2t` and `t2d`; those of a layer for multi-token
-        prediction have their own names. An update may have all, some or none of them.
+        Tied embeddings may have both names. Correction biases of routers may be left out and keep their values. Tensors
+        that text does not need (`mtp.*`, `visual.*`) are dropped. Tensors of a draft model are `draft.NAME`, by the
+        names of its checkpoint without `d2t` and `t2d`; a layer for multi-token prediction has its own names. An update
+        may have all, some or none of them.
 
-        With `adapter` the tensors are a LoRA adapter's, from PEFT's `get_peft_model_state_dict`; `adapter_config` is
-        PEFT's `LoraConfig` or a map of its fields. The version is the adapter's own. `keep` does not keep adapters.
+        With `adapter` the tensors are a LoRA adapter's, from PEFT's `get_peft_model_state_dict`, with PEFT's
+        `LoraConfig` or a map of its fields; the version is the adapter's own. `keep` does not keep adapters.
         """
         if (adapter is None) != (adapter_config is None):
             raise ValueError("adapter and adapter_config go together: pass both, or none")
@@ -177,7 +175,7 @@ class WeightPublisher(ProcessBound):
         return handle
 
     def add(self, endpoint: str) -> None:
-        """Publish to one more worker, from the next `publish` on; with `keep` it gets the last update within seconds.
+        """Publish to one more worker, from the next `publish` on; with `keep` it gets the last update, too.
 
         Raises ValueError for an endpoint that is there already.
         """

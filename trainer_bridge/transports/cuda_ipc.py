@@ -6,7 +6,8 @@
     pack into the other half     <-- WAK1 each --         the slots are free again
 
 A handle is 64 bytes that the driver makes and reads; never a pickle. The messages are those of `shm`, on the socket of
-`zmq`, with 32 bits of a bucket's fingerprint, computed on the device, instead of its checksum.
+`zmq`, with the low 32 bits of a bucket's fingerprint, computed on the device, instead of its checksum.
+`begin.options`: `boot_id`, `handles` (hexadecimal), `slot_bytes`; `commit.options` as for `zmq`.
 
 Invariants:
 

@@ -180,7 +180,7 @@ class Payload:
             out[: end - start].copy_(data, non_blocking=True)
 
     def _lent_parts(self) -> LentParts | None:
-        """Access to the other ranks' parts in memory that they lend; None if there is none, or none is needed."""
+        """Access to the other ranks' parts in memory that they lend; None if they lend no memory or need not."""
         if self._borrow:
             self._borrow = False
             assert self.shards is not None

@@ -47,7 +47,7 @@ class Transport:
 
     receiver: Callable[[WorkerSetup], TransportReceiver | None]
     sender: Callable[[PublisherSetup], TransportSender]
-    auto: int | None = None  # its place among those that `auto` tries; None: it is used only if it is asked for
+    auto: int | None = None  # its place in the order in which `auto` tries; None: `auto` does not use it
     gpu_to_gpu: bool = False  # `auto` takes it for tensors on a GPU only
     in_group: bool = False  # the workers of a sender form a group, which takes time; one that joins gets its own
 

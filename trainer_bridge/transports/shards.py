@@ -136,7 +136,7 @@ class Shards:
     def columns(self, index: int) -> tuple[int, list[tuple[int, int]]] | None:
         """Rank 0: if ranks hold columns of a tensor, the elements of a row, and by column the first one and its rank.
 
-        The rows are those of the tensor as a matrix: the dimension that is cut and those after it are one row.
+        The tensor is taken as a matrix: the dimension that is cut and all later ones form a row.
         """
         shape, owners = self.shapes[index], self._owners[index]
         if not owners or self._in_runs(index):
@@ -327,7 +327,7 @@ def _as_rows(local: torch.Tensor, box: Box, shape: tuple[int, ...]) -> tuple[tor
 
 
 def _cut(box: Box, shape: tuple[int, ...], first: int, last: int) -> tuple[int, int]:
-    """The elements from `first` to `last` that lie in a run: start and end, with start >= end if there are none."""
+    """The elements from `first` to `last` that lie in a run: start and end; without such elements start >= end."""
     row = math.prod(shape[1:])
     start = box[0][0] * row if shape else 0
     return max(first, start), min(last, start + math.prod(box[1]))

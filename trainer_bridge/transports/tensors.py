@@ -31,7 +31,7 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
 
 
 def rows_within(row: int, begin: int, end: int, lo: int, hi: int) -> Iterator[Rows]:
-    """Columns `begin` to `end` of a matrix with rows of `row` bytes, as far as they are in its bytes `lo` to `hi`.
+    """Columns `begin` to `end` of a matrix with rows of `row` bytes: the part in its bytes `lo` to `hi`.
 
     A part of a row has a step of 0.
     """

@@ -66,7 +66,7 @@ def host_of(endpoint: str) -> str:
 
 
 def has_brackets(endpoint: str) -> bool:
-    """False for an IPv6 address that stands without its brackets: what is its port cannot be told."""
+    """False for an IPv6 address without its brackets, whose port is ambiguous."""
     return "[" in endpoint or ":" not in host_of(endpoint)
 
 

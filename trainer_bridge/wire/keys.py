@@ -41,7 +41,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class ClientCurve:
-    """The keys with which a client talks to workers that use CURVE: its own pair, and the workers' public key."""
+    """A client's keys for workers that use CURVE: its own pair, and the workers' public key."""
 
     keys: KeyPair
     server_public: bytes

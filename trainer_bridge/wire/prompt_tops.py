@@ -11,7 +11,7 @@ from trainer_bridge.wire.short_repr import short_fields
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PromptTops:
-    """Row i belongs to token i of the prompt. The first row is unknown, and so are those of a prompt that was cut.
+    """Row i belongs to token i of the prompt. The first row is unknown, and so are the rows of a prompt that was cut.
 
     A rank is 1 plus the number of likelier tokens; 0 if unknown. The k likeliest tokens come likeliest first, with
     their log-probs at temperature 1; -1 and NaN if unknown.

@@ -12,7 +12,7 @@ _CHARACTERS = 60
 
 
 def short_fields(value: Any, apart: Collection[str] = (), **first: Any) -> str:
-    """`first` and then the fields of a dataclass as `name=value`, without those `apart` and those that are empty."""
+    """`first`, then the fields of a dataclass as `name=value`, except the ones in `apart` and empty ones."""
     given = {each.name: getattr(value, each.name) for each in fields(value) if each.name not in apart}
     shown = first | {name: field for name, field in given.items() if not _is_empty(field)}
     return ", ".join(f"{name}={_short(field)}" for name, field in shown.items())

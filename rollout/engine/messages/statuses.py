@@ -109,7 +109,7 @@ class EngineStatus:
     rows_max: int = 0
     queue_waiting: int = 0
     queue_max: int = 0
-    queue_clients: int = 0  # clients whose completions wait; without engine.fair_queue they are not told apart
+    queue_clients: int = 0  # clients whose completions wait
     pages_free: int = 0
     pages_cached: int = 0
     pages_used: int = 0

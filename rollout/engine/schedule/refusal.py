@@ -20,7 +20,6 @@ class SchedulerLimits:
     max_context: int  # tokens, prompt plus completion
     chunk_tokens: int
     upload_words: int  # int32 words that fit in a slot's staging buffer
-    fair_queue: bool
 
 
 def refusal(

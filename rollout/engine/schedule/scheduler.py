@@ -74,8 +74,7 @@ class Scheduler:
             return
         now = roster.clock()
         session = allocator.sessions.begin(request)
-        client = request.key[0] if self.limits.fair_queue else ""
-        group = Group(request, arrived_s=now, client=client, unfinished=request.n, session=session)
+        group = Group(request, arrived_s=now, client=request.key[0], unfinished=request.n, session=session)
         for feature in roster.features:
             feature.enter(group)
         group.expect_prompt_logprobs()

@@ -72,7 +72,7 @@ class LogprobFormat:
         }
 
     def prompt_columns(self, token_ids: list[int], result: GenerateResult) -> dict[str, Any]:
-        """`columns` of a prompt; the first token has none."""
+        """`columns` of a prompt; its first token has no log-prob."""
         known = _prompt_tokens(token_ids, result, self.top)
         return {
             "tokens": [self.shown(token) for token in token_ids],
@@ -85,11 +85,11 @@ class LogprobFormat:
         }
 
     def shown(self, token: int) -> str:
-        """A token's name in the columns: its text, or its bytes if they are not the text of whole characters."""
+        """A token's name in the columns: its text, or its bytes if they do not form whole characters."""
         return f"token_id:{token}" if self.by_id else _column_name(self.token_bytes(token))
 
     def _named(self, top: Mapping[int, float | None], drawn: int) -> dict[str, float | None]:
-        """Log-probs by name. Of tokens with one name, the drawn one has it, or else the likeliest."""
+        """Log-probs by name. If several tokens have one name, the drawn one counts, otherwise the likeliest."""
         named = {self.shown(drawn): drawn} if drawn in top else {}
         for token in top:
             named.setdefault(self.shown(token), token)
@@ -137,7 +137,7 @@ class TextOffsets:
 
 
 def finite(value: float) -> float | None:
-    """A log-prob as JSON has it; None if it is not known."""
+    """A log-prob for JSON; None if it is unknown."""
     if math.isfinite(value):
         return value
     return _NEVER if value == -math.inf else None

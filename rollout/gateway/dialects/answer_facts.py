@@ -1,4 +1,4 @@
-"""What the answers of several dialects say of a completion beside its text: how it ended, its tokens, its versions."""
+"""Fields of a completion that several dialects share, apart from its text: how it ended, its tokens, its versions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def usage(results: list[GenerateResult]) -> dict[str, Any]:
 def fault(completion: Completion) -> HttpError | None:
     """The error of a completion that a fault has ended."""
     if completion.finish_reason == "error":
-        return HttpError(500, f"the completion ended by a fault: {completion.error}")
+        return HttpError(500, f"a fault ended the completion: {completion.error}")
     if completion.finish_reason == "cancelled" and completion.error is not None:
         return HttpError(503, f"the worker ended: {completion.error}", retry_s=1.0)
     return None
@@ -70,7 +70,7 @@ def version_runs(part: Completion, start: int = 0) -> list[dict[str, int]]:
 async def prompt_facts(
     gateway: Gateway, prompt: list[int], result: GenerateResult, most: int | None, versions: bool, ids: bool
 ) -> dict[str, Any]:
-    """What an answer says of its prompt: log-probs with the `most` likeliest tokens, their version, the token ids."""
+    """Fields of an answer about its prompt: log-probs with the `most` likeliest tokens, their version, token ids."""
     facts: dict[str, Any] = {}
     if most is not None:
         facts["prompt_logprobs"] = await prompt_entries(prompt, result, most, gateway.model.text.token_bytes)

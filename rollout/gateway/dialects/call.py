@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.gateway.dialects.answer_facts import fault, usage
 from rollout.gateway.dialects.handling import Gateway
 from rollout.gateway.http.event_stream import merged
-from rollout.gateway.http.http_errors import Names, from_worker
 from rollout.gateway.prompts.sampling import StreamOptions
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.asynchronous import AsyncStream
 from trainer_bridge.client.results import Chunk, GenerateResult
-from trainer_bridge.wire.errors import RolloutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,28 +27,25 @@ class StreamedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request of a client. `id` is what the client knows it by. Each dialect shows the answer in its own form."""
+    """One request of a client, with the `id` that the client knows. Each dialect shows the answer in its own form."""
 
     gateway: Gateway
     id: str
     requests: list[TokenRequest]  # one for each prompt
     session: str | None
-    #: The fields of the client's request by the workers' names for them, for errors.
-    names: Names
     #: The results of the streams that have ended, by the place of their prompt.
     results: dict[int, GenerateResult] = field(default_factory=dict)
 
     async def whole(self) -> list[GenerateResult]:
-        """The results, prompt by prompt. Raises `HttpError`, also if faults have ended all."""
-        with self._named_errors():
-            results = await self.gateway.workers.generate_all(self.id, self.requests, self.session)
+        """The results, prompt by prompt. Raises `HttpError`, also if faults ended every completion."""
+        results = await self.gateway.workers.generate_all(self.id, self.requests, self.session)
         faults = [fault(completion) for result in results for completion in result.completions]
         if faults[0] is not None and all(faults):
             raise faults[0]
         return results
 
     async def chunks(self, least_every: int = 1) -> AsyncGenerator[StreamedChunk, None]:
-        """The chunks of all prompts as they come, of `least_every` tokens or more. At the end `results` is whole."""
+        """The chunks of all prompts as they come, of `least_every` tokens or more. At the end `results` is complete."""
         sources = [self._stream(place, least_every) for place in range(len(self.requests))]
         async with aclosing(merged(sources)) as found:
             async for each in found:
@@ -72,21 +67,12 @@ class Call:
     async def _stream(self, place: int, least_every: int) -> AsyncGenerator[StreamedChunk, None]:
         every = max(least_every, self.gateway.settings.stream_every)
         request = self.requests[place]
-        with self._named_errors():
-            async with self.gateway.workers.stream(self.id, request, every, self.session) as stream:
-                while chunks := await stream.arrived():
-                    for chunk in chunks:
-                        failed = fault(chunk.part)
-                        if failed is not None and sum(request.n for request in self.requests) == 1:
-                            raise failed
-                        yield StreamedChunk(place, chunk, stream)
-                assert stream.result is not None
-                self.results[place] = stream.result
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Workers' errors as `HttpError` with the client's name of the field."""
-        try:
-            yield
-        except RolloutError as error:
-            raise from_worker(error, self.names) from error
+        async with self.gateway.workers.stream(self.id, request, every, self.session) as stream:
+            while chunks := await stream.arrived():
+                for chunk in chunks:
+                    failed = fault(chunk.part)
+                    if failed is not None and sum(request.n for request in self.requests) == 1:
+                        raise failed
+                    yield StreamedChunk(place, chunk, stream)
+            assert stream.result is not None
+            self.results[place] = stream.result

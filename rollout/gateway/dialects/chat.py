@@ -63,7 +63,7 @@ class ChatBody(OpenAiBody):
 
     @property
     def calls_wanted(self) -> bool:
-        """True if calls are looked for in the text of the answer."""
+        """True if the gateway looks for calls in the answer."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -87,12 +87,12 @@ class ChatBody(OpenAiBody):
 
     @property
     def demand(self) -> Demand | None:
-        """The calls that the completion is constrained to be; None if it is not."""
+        """The calls that a constraint demands; None without such a constraint."""
         return Demand(named_tool(self.tool_choice)) if demands_call(self.tool_choice) else None
 
 
 async def render(request: HttpRequest[ChatBody]) -> dict[str, Any]:
-    """Give the prompt of a conversation as token ids. Nothing is generated."""
+    """Return the prompt of a conversation as token ids; generate nothing."""
     body, model = request.body, request.gateway.model
     chat = await render_chat(model, body.messages, body.rendering)
     return {
@@ -136,8 +136,8 @@ async def complete_chat(request: HttpRequest[ChatBody]) -> Any:
         else:
             fields["constraint"] = fields["constraint"] | {"after": after}
     fields |= {"return_text": from_worker(model.text, body, cut.shown), "logprobs": body.top_logprobs}
-    prompt = TokenRequest(chat.token_ids, fields, body.n, media=chat.media)
-    call = Call(gateway, request.id("chatcmpl-", body.request_id), [prompt], session, body.worker_names("messages"))
+    prompt = TokenRequest(chat.token_ids, fields, body.n, body.worker_names("messages"), chat.media)
+    call = Call(gateway, request.id("chatcmpl-", body.request_id), [prompt], session)
 
     def views() -> Views:
         pieces = text_pieces(model.text, body, body.include_stop_str_in_output, cut.shown)

@@ -32,11 +32,11 @@ class CompletionBody(OpenAiBody):
     echo: bool = False
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """All prompts."""
+    def prompts(self) -> dict[str, str | list[int]]:
+        """All prompts, by the names of their fields."""
         if isinstance(self.prompt, str) or all(isinstance(part, int) for part in self.prompt):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+            return {"prompt": self.prompt}  # type: ignore[dict-item]
+        return {f"prompt.{place}": prompt for place, prompt in enumerate(self.prompt)}  # type: ignore[misc]
 
 
 async def complete(request: HttpRequest[CompletionBody]) -> Any:
@@ -51,13 +51,17 @@ async def complete(request: HttpRequest[CompletionBody]) -> Any:
     if scored:
         fields["prompt_top_logprobs"] = max(body.logprobs or 0, body.prompt_logprobs or 0)
     fields["return_text"] = from_worker(text, body)
-    prompts = [
-        await text.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
-        for prompt in body.prompts
+    requests = [
+        TokenRequest(
+            await text.encode(prompt, body.add_special_tokens, name) if isinstance(prompt, str) else prompt,
+            fields,
+            body.n,
+            body.worker_names(name),
+        )
+        for name, prompt in body.prompts.items()
     ]
-    echoed = [await text.decode(prompt) if body.echo else "" for prompt in prompts]
-    requests = [TokenRequest(prompt, fields, body.n) for prompt in prompts]
-    call = Call(gateway, request.id("cmpl-", body.request_id), requests, session, body.worker_names("prompt"))
+    echoed = [await text.decode(each.prompt) if body.echo else "" for each in requests]
+    call = Call(gateway, request.id("cmpl-", body.request_id), requests, session)
     answer = _Answer(call, body, echoed)
     return answer.events() if body.stream else await answer.whole()
 

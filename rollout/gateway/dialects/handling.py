@@ -1,4 +1,4 @@
-"""What every handler gets: one request, read and checked, and the parts of the gateway that answer it."""
+"""The argument of every handler: one request, read and checked, with the parts of the gateway that answer it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _LOGPROB_MODES = {"policy": "policy_logprobs", "processed": "processed_logprobs"
 
 
 async def health(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Tell whether a worker is in order and has the fleet's weights; otherwise status 503 with the reasons."""
+    """Return 200 if a worker is in order and has the fleet's weights; otherwise 503 with the reasons."""
     watch = request.gateway.workers.watch
     states = watch.states()
     problems = {state.endpoint: state.problem for state in states if state.problem}
@@ -38,7 +38,7 @@ async def health_generate(request: HttpRequest[Any]) -> dict[str, Any]:
 
 
 async def ping(request: HttpRequest[Any]) -> None:
-    """Answer: the gateway's process runs."""
+    """Answer as long as the gateway's process runs."""
 
 
 async def models(request: HttpRequest[Any]) -> dict[str, Any]:
@@ -54,12 +54,12 @@ async def models(request: HttpRequest[Any]) -> dict[str, Any]:
 
 
 async def version(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Tell the version of this package."""
+    """Return the version of this package."""
     return {"version": __version__}
 
 
 async def server_info(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Tell what TRL reads of vLLM's configuration, what slime reads of SGLang's, and the state of the workers."""
+    """Return the fields of vLLM and SGLang that TRL and slime read, and the state of the workers."""
     gateway, model = request.gateway, request.gateway.model
     statuses = await gateway.workers.known()
     adapters = [status for status in statuses if status.get("adapters") is not None]
@@ -92,7 +92,7 @@ async def server_info(request: HttpRequest[Any]) -> dict[str, Any]:
 
 
 async def metrics(request: HttpRequest[Any]) -> Response:
-    """Give the metrics as Prometheus text, with vLLM's names and ours."""
+    """Return the metrics as Prometheus text, with vLLM's names and ours."""
     text = "".join(f"{line}\n" for line in _metric_lines(request.gateway))
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 

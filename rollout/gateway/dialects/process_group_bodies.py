@@ -1,4 +1,4 @@
-"""The bodies of the endpoints that update weights through a process group, and what a call leaves for later calls."""
+"""The bodies of the endpoints that update weights through a process group, and the state between their calls."""
 
 from __future__ import annotations
 

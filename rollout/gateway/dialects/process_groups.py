@@ -44,7 +44,7 @@ async def update(request: HttpRequest[TensorsBody]) -> dict[str, Any]:
 
 
 async def announce(request: HttpRequest[TensorsBody]) -> dict[str, Any]:
-    """Learn which tensors the next `/areal_update_weights_xccl` brings."""
+    """Announce the tensors of the next `/areal_update_weights_xccl`."""
     request.gateway.transfers.announced = request.body
     return _succeeded("The tensors are known.")
 
@@ -141,7 +141,7 @@ async def finish(request: HttpRequest[FinishBody]) -> dict[str, Any]:
 
 
 async def refuse(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Refuse a way of sending weights through a process group that needs a receiver of its own, or pickle."""
+    """Refused: this way to send weights needs its own receiver, or pickle."""
     raise HttpError(
         501,
         f"{request.path} is not served: it needs a receiver of its own, or pickle. Send weights by "

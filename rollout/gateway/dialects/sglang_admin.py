@@ -45,7 +45,7 @@ class MemoryBody(Body):
 
 
 async def continue_generation(request: HttpRequest[Any]) -> None:
-    """End a pause. It is an error while an update lacks tensors: no other call ends such an update."""
+    """End a pause. An error while an update lacks tensors: no other call ends such an update."""
     await request.gateway.group_updates.finish_waiting()
     request.gateway.group_updates.check_whole()
     await request.gateway.control.resume()
@@ -60,13 +60,13 @@ async def abort(request: HttpRequest[AbortBody]) -> None:
 
 
 async def flush_cache(request: HttpRequest[Any]) -> str:
-    """Drop nothing, and succeed: prefix keys hold the weights version, so KV of older weights is never used."""
+    """No effect: prefix keys contain the weights version, so KV of older weights is never used."""
     await request.gateway.workers.known(fresh=True)
     return "Cache flushed: KV of older weights is never used.\n"
 
 
 async def release_memory(request: HttpRequest[MemoryBody]) -> None:
-    """Give the memory of the workers' devices back. The workers keep a copy of the weights."""
+    """Release the memory of the workers' devices. The workers keep a copy of the weights."""
     await request.gateway.control.sleep(1, request.body.tags)
 
 
@@ -79,12 +79,12 @@ async def update_from_disk(request: HttpRequest[UpdateBody]) -> dict[str, Any]:
 
 
 async def weight_version(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Tell the version that all workers have at least, as a string."""
+    """Return the version that all workers have at least, as a string."""
     return {"weight_version": str(await request.gateway.control.version())}
 
 
 async def model_info(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Tell the model and its weights version."""
+    """Return the model and its weights version."""
     path = request.gateway.workers.model_path
     version = str(await request.gateway.control.version())
     names = {"model_path": path, "tokenizer_path": path, "served_model_name": request.gateway.model.names[0]}

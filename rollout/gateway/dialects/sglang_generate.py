@@ -130,21 +130,22 @@ class SglangBody(Body):
         return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """All prompts."""
+    def prompts(self) -> dict[str, str | list[int]]:
+        """All prompts, by the names of their fields."""
         if (self.text is None) == (self.input_ids is None):
             raise bad_request("send exactly one of 'text' and 'input_ids'", "text")
-        given: Any = self.text if self.text is not None else self.input_ids
-        return list(given) if self.several else [given]
+        name, given = ("text", self.text) if self.text is not None else ("input_ids", self.input_ids)
+        found: Any = given
+        return {f"{name}.{place}": prompt for place, prompt in enumerate(found)} if self.several else {name: found}
 
-    def params(self, count: int) -> list[SglangParams]:
-        """The sampling parameters of each prompt."""
+    def params(self, count: int) -> list[tuple[str, SglangParams]]:
+        """The sampling parameters of each prompt, with the beginning of the names of their fields."""
         if isinstance(self.sampling_params, dict):
-            return [SglangParams.take(self.sampling_params, "sampling_params.")] * count
+            return [("sampling_params.", SglangParams.take(self.sampling_params, "sampling_params."))] * count
         if len(self.sampling_params) != count:
             raise bad_request(f"send parameters for each of the {count} prompts", "sampling_params")
-        given = enumerate(self.sampling_params)
-        return [SglangParams.take(params, f"sampling_params.{place}.") for place, params in given]
+        places = ((f"sampling_params.{place}.", params) for place, params in enumerate(self.sampling_params))
+        return [(place, SglangParams.take(params, place)) for place, params in places]
 
 
 async def generate(request: HttpRequest[SglangBody]) -> Any:
@@ -167,17 +168,17 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
     if body.stream and (scored or body.return_routed_experts):
         raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
     requests = []
-    for prompt, each in zip(prompts, params, strict=True):
-        ids = await text.encode(prompt) if isinstance(prompt, str) else prompt
-        fields = each.worker_fields("sampling_params.") | common | {"return_text": from_worker(text, each)}
-        requests.append(TokenRequest(ids, fields, each.n))
+    for (name, prompt), (within, each) in zip(prompts.items(), params, strict=True):
+        ids = await text.encode(prompt, name=name) if isinstance(prompt, str) else prompt
+        fields = each.worker_fields(within) | common | {"return_text": from_worker(text, each)}
+        requests.append(TokenRequest(ids, fields, each.n, each.worker_names(name, within)))
     rid = body.rid if isinstance(body.rid, str) else None
-    names = params[0].worker_names("text" if body.input_ids is None else "input_ids", "sampling_params.")
-    answer = _Answer(Call(gateway, request.id("", rid), requests, found or session, names), body, params)
+    call = Call(gateway, request.id("", rid), requests, found or session)
+    answer = _Answer(call, body, [each for _, each in params])
     if body.stream:
         return answer.events()
     answers = await answer.whole()
-    return answers if body.several or params[0].n > 1 else answers[0]
+    return answers if body.several or requests[0].n > 1 else answers[0]
 
 
 class _Answer:

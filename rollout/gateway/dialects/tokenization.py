@@ -36,7 +36,7 @@ class DetokenizeBody(Body):
 
 
 async def tokenize(request: HttpRequest[TokenizeBody]) -> dict[str, Any]:
-    """Give the token ids of a text or of a conversation."""
+    """Return the token ids of a text or of a conversation."""
     body, gateway, model = request.body, request.gateway, request.gateway.model
     await gateway.adapter_of(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -53,6 +53,6 @@ async def tokenize(request: HttpRequest[TokenizeBody]) -> dict[str, Any]:
 
 
 async def detokenize(request: HttpRequest[DetokenizeBody]) -> dict[str, Any]:
-    """Give the text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     await request.gateway.adapter_of(request.body.model)
     return {"prompt": await request.gateway.model.text.decode(request.body.tokens)}

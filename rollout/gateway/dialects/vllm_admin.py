@@ -1,4 +1,4 @@
-"""vLLM's admin endpoints, and those that prime-rl, SkyRL and AReaL add to them."""
+"""vLLM's admin endpoints, and the ones that prime-rl, SkyRL and AReaL add."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ async def resume(request: HttpRequest[Any]) -> None:
 
 
 async def is_paused(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Tell whether a worker is paused."""
+    """Return whether a worker is paused."""
     return {"is_paused": await request.gateway.control.is_paused()}
 
 
 async def sleep(request: HttpRequest[SleepQuery]) -> None:
-    """Give the memory of the workers' devices back. Level 0 only pauses."""
+    """Release the memory of the workers' devices. Level 0 only pauses."""
     body = request.body
     if body.level == "0":
         await request.gateway.control.pause("keep")
@@ -77,12 +77,12 @@ async def sleep(request: HttpRequest[SleepQuery]) -> None:
 
 
 async def wake_up(request: HttpRequest[Any]) -> None:
-    """Take the memory of the workers' devices again."""
+    """Allocate the memory of the workers' devices again."""
     await request.gateway.control.wake(request.body.tags)
 
 
 async def is_sleeping(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Tell whether a worker sleeps."""
+    """Return whether a worker sleeps."""
     return {"is_sleeping": await request.gateway.control.is_sleeping()}
 
 
@@ -124,7 +124,7 @@ async def abort_requests(request: HttpRequest[AbortRequestsBody]) -> dict[str, A
 
 
 async def reset_prefix_cache(request: HttpRequest[ResetBody]) -> dict[str, Any]:
-    """Drop nothing, and succeed: prefix keys hold the weights version, so KV of older weights is never used."""
+    """No effect: prefix keys contain the weights version, so KV of older weights is never used."""
     await request.gateway.workers.ask()
     return {"success": True}
 
@@ -219,7 +219,7 @@ async def update_weights(request: HttpRequest[UpdateBody]) -> dict[str, Any]:
 
 
 async def weight_info(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Tell the version that all workers have at least, as an integer."""
+    """Return the version that all workers have at least, as an integer."""
     return {"weight_version": await request.gateway.control.version()}
 
 
@@ -243,7 +243,7 @@ class UpdateInfoBody(Body):
 
 
 async def collective_rpc(request: HttpRequest[RpcBody]) -> dict[str, Any]:
-    """Carry out a method of SkyRL's or prime-rl's worker extension."""
+    """Run a method of SkyRL's or prime-rl's worker extension."""
     body, gateway = request.body, request.gateway
     result: Any = None
     match body.method:
@@ -260,7 +260,9 @@ async def collective_rpc(request: HttpRequest[RpcBody]) -> dict[str, Any]:
             await process_groups.finish(request.with_body(FinishBody.take(body.kwargs, "kwargs.")))
         case "update_weights_ipc":
             raise HttpError(
-                501, "handles of CUDA IPC are pickled, and never read here; set SkyRL's colocate_all=false", "method"
+                501,
+                "CUDA IPC handles are pickled, so this gateway does not read them; set SkyRL's colocate_all=false",
+                "method",
             )
         case "skyrl_sleep_for_weight_sync" | "skyrl_wake_for_weight_sync":
             raise HttpError(

@@ -97,7 +97,7 @@ def media_of(items: list[dict[str, Any]]) -> tuple[MediaItem, ...]:
             data = base64.b64decode(item.pixel_values, validate=True)
             patches = frames * height * width
             if patches <= 0 or not data or len(data) % patches:
-                raise ValueError(f"{len(data)} bytes are no rows for {patches} patches")
+                raise ValueError(f"{len(data)} bytes cannot be divided into {patches} patches")
             values = np.frombuffer(data, _PIXELS[item.dtype]).reshape(patches, -1)
             media.append(MediaItem(item.offset, item.length, (frames, height, width), values, item.seconds_per_frame))
         except ValueError as error:  # also of base64
@@ -127,8 +127,9 @@ async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None
     fields["cache_salt"] = body.cache_salt
     fields |= {"logprobs": params.logprobs or 0, "return_routing": "all" if show is not None else False}
     request_id = request.id("", body.request_id)
-    prompt = TokenRequest(body.token_ids, fields, params.n, media=await asyncio.to_thread(media_of, body.media))
-    call = Call(gateway, request_id, [prompt], session, params.worker_names("token_ids", "sampling_params."))
+    names = params.worker_names("token_ids", "sampling_params.")
+    media = await asyncio.to_thread(media_of, body.media)
+    call = Call(gateway, request_id, [TokenRequest(body.token_ids, fields, params.n, names, media)], session)
     answer = _Answer(call, body, params, show)
     return answer.events() if body.stream else await answer.whole()
 

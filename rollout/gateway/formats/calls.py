@@ -44,7 +44,7 @@ class ToolCall:
 def calls_in(region: Region, texts: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
     """The calls in texts of a region, each with the mark that opens it. Raises `NotACall`.
 
-    The types of arguments without quotes are those of the function's schema in `tools`.
+    Arguments without quotes have the types of the function's schema in `tools`.
     """
     from transformers.utils.chat_parsing import parse_response
 
@@ -94,7 +94,7 @@ def _checked(name: Any, arguments: Any, call_id: Any = None) -> ToolCall:
     if not isinstance(name, str) or not name.strip():
         raise NotACall("it names no function")
     if not isinstance(arguments, dict):
-        raise NotACall(f"the arguments of {name!r:.80} are no map")
+        raise NotACall(f"the arguments of {name!r:.80} are not a map")
     if nesting(arguments) > MOST_NESTED:
         raise NotACall(f"its arguments have more than {MOST_NESTED} levels")
     try:

@@ -44,7 +44,7 @@ PROBE_TOOL: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The form of tool calls in a template: ids, arguments as JSON text or as a map, and the content beside them."""
+    """The form of tool calls in a template: ids, arguments as JSON text or as a map, and the content next to them."""
 
     call_id: str
     as_text: bool
@@ -68,7 +68,7 @@ def probe_call(arguments: Mapping[str, Any], form: CallForm) -> Message:
 
 
 class ChatTurns:
-    """A chat template, as far as its rendering shows it. One thread at a time may call it."""
+    """Facts about a chat template, found by rendering it. One thread at a time may call it."""
 
     def __init__(self, render: Render, special: Sequence[str] = ()) -> None:
         self._render = render
@@ -132,7 +132,7 @@ class ChatTurns:
     # --- where an answer begins and ends -----------------------------------------------------------------------------
 
     def header(self) -> str:
-        """The text with which a prompt asks for an answer, without thoughts that it opens; empty if there is none."""
+        """The text with which a prompt asks for an answer, without thoughts that it opens; may be empty."""
         if self._header is None:
             bare = self.render([self.question()])
             asking = self.render([self.question()], add_generation_prompt=True)
@@ -211,7 +211,7 @@ class ChatTurns:
 
 
 def _thoughts_in(text: str) -> int:
-    """The place of the first mark of reasoning in any format; the end of the text if there is none."""
+    """The place of the first mark of reasoning in any format; the end of the text without one."""
     regions = [region for fields in REASONING.values() for region in compile_regions(fields)]
     marks = [mark for region in regions for mark in (region.open, region.close) if mark is not None]
     found = [mark.pattern.search(text) for mark in marks]
@@ -227,7 +227,7 @@ def _overlap(text: str, other: str) -> int:
 def _marked(message: Message) -> Iterator[tuple[Message, str]]:
     """The message with a mark before the calls and the end of its answer, and what the mark stands for there.
 
-    Templates may write the content behind the calls, or leave it out, and may name the first function once more.
+    Templates may write the content after the calls, or leave it out, and may name the first function once more.
     """
     if calls := message.get("tool_calls"):
         function = calls[0]["function"]

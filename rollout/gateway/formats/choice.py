@@ -1,4 +1,4 @@
-"""Chooses the formats of a model: those that the flags name, or that its own files show.
+"""Chooses the formats of a model: the flags name them, or the model's own files show them.
 
 `auto` renders an answer with the model's chat template, and takes the format that reads reasoning and call out of it
 again. A response template that the tokenizer brings comes first. What no format reads is not guessed.
@@ -149,7 +149,7 @@ class Choice:
         return history is not None and _ANSWER in history and _THOUGHT not in history
 
     def _cut(self, fields: Fields, answer: str | None, tools: Any = ()) -> Piece | None:
-        """An answer cut by a format; None if there is none, or transformers is too old for the format."""
+        """An answer cut by a format; None without a format, or if transformers is too old for it."""
         if answer is None:
             return None
         try:

@@ -184,7 +184,7 @@ class Segments:
         return True
 
     def _withdraw(self, piece: Piece, reason: str) -> None:
-        """The mark was no beginning of a call. What follows it may have one."""
+        """The mark did not begin a call. The text after it may contain one."""
         if self._unclosed is None:  # thoughts may have the mark without a call
             self.unparsed.setdefault("tool_calls", reason)
         self._withdrawn += 1
@@ -282,7 +282,7 @@ class Segments:
             self._space = ""
 
     def _forget(self) -> None:
-        """Drop text that is out, but for one character: marks may look back at it."""
+        """Drop text that was sent, except its last character: marks may look back at it."""
         if self._at > 1:
             self._drop(self._at - 1)
 

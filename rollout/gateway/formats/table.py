@@ -49,7 +49,7 @@ def _calls(**field: Any) -> dict[str, Any]:
 
 
 def _tagged_values(pattern: str) -> dict[str, Any]:
-    """Arguments as `<tag>value</tag>`; their types are those of the tool's schema."""
+    """Arguments as `<tag>value</tag>`; the tool's schema gives their types."""
     return {"content": "xml-inline", "content_args": {"tag_pattern": pattern}}
 
 

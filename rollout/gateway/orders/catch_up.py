@@ -96,7 +96,7 @@ class CatchUp:
             except RolloutError as error:
                 log.warning("a worker refuses an order that it had missed, %s: %s", order, error, extra=facts)
             else:
-                log.info("a worker was given an order that it had missed: %s", order, extra=facts)
+                log.info("sent a worker an order that it had missed: %s", order, extra=facts)
         self._processes[endpoint] = status["worker"]
 
     # --- weights -----------------------------------------------------------------------------------------------------
@@ -169,9 +169,7 @@ class CatchUp:
         late.due_s = self._loop.time() + pause_s
         self._watch.outlook[endpoint] = f"version {update.version} did not reach it, and is sent again: {error}"
         if late.tries == 1:
-            log.warning(
-                "a worker with older weights could not be brought up to date: %s", error, extra={"endpoint": endpoint}
-            )
+            log.warning("cannot update a worker with older weights: %s", error, extra={"endpoint": endpoint})
 
     def _give_up(self, endpoints: Sequence[str], what: str) -> None:
         """Say what an operator can do."""

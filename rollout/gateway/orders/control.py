@@ -109,7 +109,7 @@ class Control:
         await self._order("unload_adapter", have, name=name)
 
     def _having(self, name: str) -> tuple[list[str], list[str]]:
-        """The endpoints of the workers that have an adapter, and of those that lack it."""
+        """The endpoints of the workers with an adapter, and of the workers without it."""
         have: list[str] = []
         lack: list[str] = []
         for state in self._workers.watch.states():

@@ -116,7 +116,7 @@ class GroupUpdates:
         """Put the gathered update in use as `version` or the next one; returns its version."""
         async with self._one_at_a_time:
             if not self._parts:
-                raise HttpError(409, "no update was received that could be finished; send its tensors first")
+                raise HttpError(409, "there is no update to finish; send its tensors first")
             self.check_whole()
             rows = self._rows
             self._start()
@@ -126,7 +126,7 @@ class GroupUpdates:
         """Raise `HttpError` if an update was begun and lacks tensors."""
         if self._parts and self._missing:
             raise HttpError(
-                409, f"the update is not whole, and not in use: it lacks {', '.join(self._missing[:_LISTED])}"
+                409, f"the update is incomplete and not in use: it lacks {', '.join(self._missing[:_LISTED])}"
             )
 
     def _start(self) -> None:

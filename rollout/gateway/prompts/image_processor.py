@@ -139,7 +139,7 @@ class Images:
                     raise bad_request(f"the picture has more than {_MOST_PIXELS >> 20} megapixels", field)
                 pixels = _as_shown(picture)
         except UnidentifiedImageError:
-            raise bad_request(f"the picture has another format than {', '.join(_FORMATS)}", field) from None
+            raise bad_request(f"the format of the picture is not one of {', '.join(_FORMATS)}", field) from None
         except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
             raise bad_request(f"the picture cannot be decoded: {error!s:.200}", field) from None
         try:

@@ -56,7 +56,7 @@ class Text:
         return self._codec is not None
 
     def formats(self, tools: str, reasoning: str) -> Formats:
-        """The formats of answers that the flags name. Raises ValueError for those that cannot be used."""
+        """The formats of answers that the flags name. Raises ValueError for a format that cannot be used."""
         codec = self._codec
         if codec is None or not codec.has_chat_template:
             if tools in ("auto", "none") and reasoning in ("auto", "none"):
@@ -66,11 +66,14 @@ class Text:
         own = getattr(codec.tokenizer, "response_template", None)
         return Choice(self.turns(None), own, codec.special_tokens).formats(tools, reasoning)
 
-    async def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text; with `special` also the special tokens that the tokenizer adds."""
+    async def encode(self, text: str, special: bool = True, name: str = "prompt") -> list[int]:
+        """Token ids of a text; with `special` also the special tokens that the tokenizer adds.
+
+        `name`: the field of the text, for errors.
+        """
         codec = self.codec("prompt")
         if len(text) > _MAX_CHARS:
-            raise bad_request(f"the prompt has {len(text)} characters; send at most {_MAX_CHARS}", "prompt")
+            raise bad_request(f"the prompt has {len(text)} characters; send at most {_MAX_CHARS}", name)
         return await self.on_thread(lambda: (codec.encode(text) if special else codec.encode_rendered(text)).tolist())
 
     async def decode(self, token_ids: list[int], special: bool = True) -> str:

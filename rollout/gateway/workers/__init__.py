@@ -1,1 +1,1 @@
-"""The workers behind a gateway: requests to them, and what is known of each."""
+"""The workers of a gateway: requests to them, and the state of each."""

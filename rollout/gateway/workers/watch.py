@@ -106,7 +106,7 @@ class Watch:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def states(self) -> list[WorkerState]:
-        """The state of every worker, as far as it is known now."""
+        """The last known state of every worker."""
         states = list(map(self._answering, self._workers))
         floor = self.floor(states)
         versions = [state.status["weights_version"] for state in states if state.status is not None]
@@ -135,7 +135,7 @@ class Watch:
         return max(self.published.version, *own)
 
     def last_known(self) -> list[dict[str, Any]]:
-        """The last status of every worker that has ever answered, also of those that are gone."""
+        """The last status of every worker that has ever answered, also of lost workers."""
         return [worker.known for worker in self._workers if worker.known is not None]
 
     def is_connected(self, endpoint: str) -> bool:

@@ -34,7 +34,7 @@ def find_folder(root: Path, folder: str, field: str) -> WeightsFolder:
         path = (root / Path(folder).expanduser()).resolve()
         there = path.is_dir()  # raises for a name that is too long, which `resolve` lets pass
     except (OSError, ValueError, RuntimeError) as error:
-        raise bad_request(f"{folder!r:.200} is no path: {error}", field) from error
+        raise bad_request(f"{folder!r:.200} is not a path: {error}", field) from error
     if not path.is_relative_to(root):
         raise HttpError(403, f"{folder!r:.200} is not below --weights-root {root}", field)
     if not there:

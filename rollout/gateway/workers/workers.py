@@ -21,12 +21,12 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway.http.http_errors import HttpError
+from rollout.gateway.http.http_errors import HttpError, Names, from_worker
 from rollout.gateway.workers.watch import Watch, WorkerState
 from trainer_bridge.client.asynchronous import AsyncRolloutClient, AsyncStream
 from trainer_bridge.client.media import MediaItem, MediaPrompt
 from trainer_bridge.client.results import Chunk, GenerateResult
-from trainer_bridge.wire.errors import NotFound, Unavailable
+from trainer_bridge.wire.errors import NotFound, RolloutError, Unavailable
 
 #: Seconds within which a worker must tell its status before and after an order.
 STATUS_S = 5.0
@@ -39,11 +39,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """A prompt as token ids, and the arguments of `AsyncRolloutClient.generate`."""
+    """A prompt as token ids, and the arguments of `AsyncRolloutClient.generate`.
+
+    `names`: the fields of the client's request, or of this item of it, by the workers' names for them, for errors.
+    """
 
     prompt: list[int]
     fields: dict[str, Any]
     n: int = 1
+    names: Names = field(default_factory=dict)
     media: tuple[MediaItem, ...] = ()
     request_id: str = field(default_factory=lambda: f"gateway-{uuid.uuid4().hex}")
 
@@ -80,9 +84,9 @@ class Workers:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, known_id: str, request: TokenRequest, session: str | None) -> GenerateResult:
-        """The result of one request. Raises `RolloutError` and `HttpError`."""
+        """The result of one request. Raises `HttpError`."""
         async with self._counted(known_id, [request]):
-            with self.sessions.turn(session, request.n) as turn:
+            with _named_errors(request), self.sessions.turn(session, request.n) as turn:
                 result: GenerateResult = await self.pool.generate(**_arguments(request), **turn)
                 return result
 
@@ -100,16 +104,20 @@ class Workers:
             outcomes = self.pool.generate_as_completed([_arguments(request) for request in requests])
             async with aclosing(outcomes) as settled:
                 async for outcome in settled:
-                    results[outcome.index] = outcome.unwrap()
+                    with _named_errors(requests[outcome.index]):
+                        results[outcome.index] = outcome.unwrap()
         return [results[index] for index in range(len(requests))]
 
     @asynccontextmanager
     async def stream(
         self, known_id: str, request: TokenRequest, every: int, session: str | None
     ) -> AsyncIterator[AsyncStream[Chunk]]:
-        """The chunks of one request, at least `every` tokens each. Leaving the block cancels it."""
+        """The chunks of one request, at least `every` tokens each. Leaving the block cancels it.
+
+        Raises as `generate`.
+        """
         async with self._counted(known_id, [request]):
-            with self.sessions.turn(session, request.n) as turn:
+            with _named_errors(request), self.sessions.turn(session, request.n) as turn:
                 stream = await self.pool.generate(
                     **_arguments(request), **turn, stream="tokens", stream_every=every, join_chunks=True
                 )
@@ -282,6 +290,15 @@ def _statuses(states: list[WorkerState]) -> list[dict[str, Any]]:
 def _problems(states: list[WorkerState], endpoints: Sequence[str] = ()) -> str:
     """The problems of all workers, or of the workers at these endpoints."""
     return "; ".join(f"{s.endpoint}: {s.problem}" for s in states if not endpoints or s.endpoint in endpoints)
+
+
+@contextmanager
+def _named_errors(request: TokenRequest) -> Iterator[None]:
+    """Workers' errors as `HttpError` with the client's name of the field."""
+    try:
+        yield
+    except RolloutError as error:
+        raise from_worker(error, request.names) from error
 
 
 def _arguments(request: TokenRequest) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def result_reply(
 
 
 def prompt_scores(event: Delta | RequestDone) -> dict[str, Any]:
-    """The fields of a reply with what an event tells of the prompt's tokens."""
+    """The fields of a reply for the facts about the prompt's tokens in an event."""
     if event.prompt_logprobs is None:
         return {}
     fields: dict[str, Any] = {"prompt_logprobs": event.prompt_logprobs}

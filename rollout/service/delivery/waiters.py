@@ -59,7 +59,7 @@ class Waiter:
     peer: ReplyAddress
     stream: StreamMode = False
     every: int = 1  # fewest tokens of a chunk
-    joins: bool = False  # its chunks may share messages with those of other streams
+    joins: bool = False  # its chunks may share messages with chunks of other streams
     received: dict[int, Position | None] = field(
         default_factory=dict
     )  # what the client has, by index; None: the whole completion

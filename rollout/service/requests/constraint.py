@@ -123,7 +123,7 @@ class Constraints:
 
 
 def constraints_for(text: TextCodec | None, vocab: int, compile_s: float, eos_ids: tuple[int, ...] = ()) -> Constraints:
-    """The constraints for a model of `vocab` output tokens, as far as this machine and tokenizer support them."""
+    """The constraints for a model of `vocab` output tokens that this machine and tokenizer support."""
     if text is None:
         return Constraints(None, vocab, "the model has no tokenizer")
     if not available():

@@ -187,7 +187,7 @@ class MediaStore:
     def prompt(self, token_ids: np.ndarray, media: Sequence[MediaFields], tower: TowerSpec) -> Prompt:
         """The prompt of checked items. Hashes their pixels, which takes a millisecond a megabyte.
 
-        Raises `RolloutError`: the pixels are not those of the hash or not finite; pieces are missing; or there is no
+        Raises `RolloutError`: the pixels do not match the hash or are not finite; pieces are missing; or there is no
         room for them.
         """
         found = [self._take(item, f"media.{index}") for index, item in enumerate(media)]
@@ -287,7 +287,7 @@ class MediaStore:
 
 
 def _within_bounds(values: np.ndarray) -> bool:
-    """Whether all values are finite and not absurdly large."""
+    """True if all values are finite and within the bound."""
     if values.dtype == np.uint16:  # the bits of bfloat16 without the sign rise with the value
         return int((values & 0x7FFF).max(initial=0)) <= int(np.float32(_LARGEST).view(np.uint32) >> 16)
     return bool((np.abs(values) <= _LARGEST).all())

@@ -183,7 +183,7 @@ class UnloadAdapterMessage(RequestHeader):
 
 
 class CancelMessage(RequestHeader):
-    """End a request with its tokens so far."""
+    """End a request; it returns its tokens."""
 
     op: Literal["cancel"]
     target: Id

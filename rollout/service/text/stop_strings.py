@@ -83,7 +83,7 @@ class StopText:
             self._replay(before, late)
 
     def finish(self) -> None:
-        """No more tokens come. The beginnings of characters and stop strings that were kept back become text."""
+        """End the text: kept beginnings of characters and stop strings become text."""
         if self.match is None:
             self._append(self._detokenizer.finish(), 0, searched=True)
         self._finished = True

@@ -17,6 +17,7 @@ from tests.support.bridge.client_script import Connect, Serve, only_generate, si
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors
 from tests.support.bridge.scripted_worker import ScriptedWorker, completion, result
 from trainer_bridge import AsyncRolloutClient, ConnectionLost, RolloutClient, RolloutTimeout, WeightPublisher
+from trainer_bridge.client.batch import plan_batch
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import pack
 
@@ -177,3 +178,11 @@ def test_a_worker_that_is_starting_is_waited_for_where_the_caller_says_so(serve:
         time.sleep(3.5)  # longer than a dead port is waited for
         serve(endpoint=first.endpoint)
         assert next(outcomes).unwrap().completions
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [({"prompt": [1], "max_tokns": 1}, TypeError), ({"prompt": [1], "stop": 3.5}, ValueError)]
+)
+def test_the_error_of_one_request_of_many_begins_with_its_place(wrong: dict[str, Any], kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"^request 1: "):
+        plan_batch([[1, 2], wrong], {})

@@ -362,7 +362,7 @@ def test_a_result_that_is_not_what_its_stream_was_is_an_error(connect: Connect, 
         worker.reply(peer, header, {"op": "result", "completions": [whole], **counts})
 
     worker = serve(Model(3, reach=(4,), fail=lie))
-    with pytest.raises(errors.ProtocolError, match="not what its stream was"):
+    with pytest.raises(errors.ProtocolError, match="differs from its stream"):
         connect(worker.endpoint, resume=True).generate([1], max_tokens=8, seed=SEED)
 
 

@@ -112,13 +112,13 @@ def test_a_result_that_is_not_what_its_stream_was_is_an_error(
     worker = serve(chunks({**completion(chunk), "offset": 0, **more}, then=result([completion([1, 2])])))
     stream = connect(worker.endpoint).generate([0], stream="tokens")
     assert next(stream).token_ids.tolist() == chunk
-    with pytest.raises(errors.ProtocolError, match="not what its stream was"):
+    with pytest.raises(errors.ProtocolError, match="differs from its stream"):
         next(stream)
 
 
 def test_a_part_of_a_completion_is_no_completion(connect: Connect, serve: Serve) -> None:
     worker = serve(chunks({**completion([1]), "offset": 0}))
-    with pytest.raises(errors.ProtocolError, match="not a whole completion"):
+    with pytest.raises(errors.ProtocolError, match="not the whole completion"):
         next(connect(worker.endpoint).generate([0], stream="completions"))
 
 

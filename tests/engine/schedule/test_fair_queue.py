@@ -266,15 +266,15 @@ def steps_until_done(bench: Bench, name: str) -> int:
     return bench.engine.meter.steps - before
 
 
-def crowd(model, prompt_of, **engine) -> tuple[Bench, int]:
-    """Client a queues 240 completions, then b sends one request; the steps in which b's is done."""
-    bench = Bench(model, **engine)
+def crowd(model, prompt_of, client: str) -> tuple[Bench, int]:
+    """Client a queues 240 completions, then `client` sends b; the steps in which b is done."""
+    bench = Bench(model)
     rng = random.Random(0)
     for i in range(240):
         bench.submit(f"a{i}", prompt_of(5, i), rng.randrange(LENGTH // 2, 3 * LENGTH // 2), client="a")
     for _ in range(100):
         bench.engine.tick()
-    bench.submit("b", prompt_of(9, 999), LENGTH, client="b")
+    bench.submit("b", prompt_of(9, 999), LENGTH, client=client)
     return bench, steps_until_done(bench, "b")
 
 
@@ -285,12 +285,12 @@ def test_one_request_does_not_wait_for_240_completions_of_another_client(model, 
     alone_steps = steps_until_done(alone, "b")
     alone.close()
 
-    fair, fair_steps = crowd(model, prompt_of)
+    fair, fair_steps = crowd(model, prompt_of, client="b")
     assert fair_steps <= 2 * alone_steps
     fair.run()
     fair.close()
 
-    by_arrival, arrival_steps = crowd(model, prompt_of, fair_queue=False)
+    by_arrival, arrival_steps = crowd(model, prompt_of, client="a")
     assert len(by_arrival.done) > 230 and arrival_steps > 10 * alone_steps
     by_arrival.run()
     by_arrival.close()

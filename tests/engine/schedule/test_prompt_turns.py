@@ -132,12 +132,12 @@ def test_a_prompt_does_not_wait_for_40_of_another_client(model, prompt_of, joins
     prompt = {"nothing": prompt_of(60, 99), "a prompt": last, "a first page": [*last[:4], *prompt_of(56, 99)]}[joins]
 
     def steps(fair: bool) -> int:
-        bench = Bench(model, max_rows=64, kv_pages=2000, fair_queue=fair)
+        bench = Bench(model, max_rows=64, kv_pages=2000)
         for i in range(40):
             bench.submit(f"a{i}", prompt_of(60, i), 4, client="a")
         for _ in range(10):
             bench.engine.tick()
-        bench.submit("b", prompt, 4, client="b")
+        bench.submit("b", prompt, 4, client="b" if fair else "a")
         count = steps_until(bench, lambda: "b" in bench.done)
         bench.run()
         bench.engine.check_integrity()

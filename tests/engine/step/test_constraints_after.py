@@ -132,7 +132,7 @@ def same_as(bench: Bench, reference: Bench) -> None:
         {"kv_pages": 30, "max_rows": 6, "host_kv_gib": 0.01, "host_kv_piece_mib": 0.01},
         {"speculation": "ngram", "speculation_tokens": 3},
         {"prefix_cache": False, "max_rows": 7},
-        {"group_attention": False, "max_rows": 7, "fair_queue": False},
+        {"group_attention": False, "max_rows": 7},
     ],
     ids=str,
 )

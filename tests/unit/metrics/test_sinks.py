@@ -194,15 +194,17 @@ def test_unknown_wandb_mode_is_an_error_that_lists_the_modes(tmp_path):
 
 @pytest.fixture
 def no_account(monkeypatch, tmp_path):
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_DIR", "WANDB_SILENT", "NETRC"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_SILENT", "NETRC"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB__SERVICE_WAIT", str(PATIENCE_S))  # for the start of W&B's process
 
 
-def test_offline_wandb_run_is_written_without_a_question_and_reads_back(tmp_path, no_account, capfd):
-    settings = MetricsSettings(wandb_dir=str(tmp_path / "runs"), wandb_project="p", wandb_group="g", wandb_name="n")
-    sink = WandbSink(settings, {"engine": {"max_rows": 8}})
+def test_offline_wandb_run_is_written_without_a_question_and_reads_back(tmp_path, no_account, capfd, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_GROUP", "g")
+    monkeypatch.setenv("WANDB_NAME", "n")
+    sink = WandbSink(MetricsSettings(wandb_project="p"), {"engine": {"max_rows": 8}})
     thread = MetricsThread([sink])
     thread.start()
     thread.put(10, {"gpu/active_pct": 91.5, "rollout/rows": 4})
@@ -228,10 +230,11 @@ def test_offline_wandb_run_is_written_without_a_question_and_reads_back(tmp_path
     assert run.summary["gpu/active_pct"] == uploaded.summary["gpu/active_pct"] == 92.0
 
 
-def test_the_run_of_a_worker_goes_on_when_it_is_started_again(tmp_path, no_account):
+def test_the_run_of_a_worker_goes_on_when_it_is_started_again(tmp_path, no_account, monkeypatch):
     """Offline a process writes a folder each; W&B and the summary take them for one run, which counts all of them."""
     home, totals = tmp_path / "runs", tmp_path / "totals.json"
-    settings = MetricsSettings(wandb_dir=str(home), wandb_group="g")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "g")
+    settings = MetricsSettings()
     counted = {metric.name: 0 for metric in TOTALS}
     for tokens in (30, 12):
         sink = WandbSink(settings, {"model": {"path": "m"}}, "ones-0", ContinuedRun("job-0", totals))
@@ -257,7 +260,7 @@ def test_the_run_of_a_worker_goes_on_when_it_is_started_again(tmp_path, no_accou
 
 
 def test_an_online_run_goes_on_when_its_worker_is_started_again(tmp_path, no_account, monkeypatch):
-    settings = MetricsSettings(wandb_dir=str(tmp_path / "runs"))
+    settings = MetricsSettings()
     with serving() as (account, uploaded):
         for name, value in account.items():
             monkeypatch.setenv(name, value)
@@ -276,7 +279,7 @@ import time
 from rollout.config import MetricsSettings
 from rollout.metrics.sinks import Report
 from rollout.metrics.wandb_sink import WandbSink
-sink = WandbSink(MetricsSettings(wandb_dir={str(tmp_path)!r}), {{}})
+sink = WandbSink(MetricsSettings(), {{}})
 sink.open()
 for _ in range({reports}):
     sink.write(Report(1.0, 1, {{"rollout/rows": 4}}, totals={{"total/tokens": 7}}))
@@ -287,7 +290,7 @@ time.sleep(1000)
         assert process.stdout is not None and process.stdout.readline() == "written\n"
 
         def read() -> OfflineRun | None:
-            found = [run for path in tmp_path.glob("wandb/*/*.wandb") if (run := read_offline_run(path)).rows]
+            found = [run for path in tmp_path.glob("runs/wandb/*/*.wandb") if (run := read_offline_run(path)).rows]
             return found[0] if found else None
 
         if reports:
@@ -297,7 +300,7 @@ time.sleep(1000)
         run = read()
         assert run is not None and run.summary["total/tokens"] == 7
     else:
-        assert not list(tmp_path.glob("wandb/*"))
+        assert not list(tmp_path.glob("runs/wandb/*"))
 
 
 def busy_meter() -> Meter:
@@ -318,7 +321,7 @@ def busy_meter() -> Meter:
 
 def test_a_disabled_run_lies_nowhere(tmp_path, no_account, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    sink = WandbSink(MetricsSettings(wandb_dir=str(tmp_path)), {})
+    sink = WandbSink(MetricsSettings(), {})
     sink.open()
     assert sink.run_path is None
     sink.close()
@@ -327,7 +330,7 @@ def test_a_disabled_run_lies_nowhere(tmp_path, no_account, monkeypatch):
 def test_every_documented_name_is_in_the_run_that_wandb_reads_back(tmp_path, no_account):
     """With W&B's own reader: what `wandb sync` uploads."""
     meter = busy_meter()
-    sink = WandbSink(MetricsSettings(wandb_dir=str(tmp_path / "runs")), {})
+    sink = WandbSink(MetricsSettings(), {})
     thread = MetricsThread([sink])
     thread.start()
     thread.put(2, meter.report(), histograms=meter.histograms(), versions=meter.ended_versions())
@@ -426,7 +429,7 @@ def test_wandb_run_goes_on_offline_when_the_server_does_not_answer(tmp_path, no_
 
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "01234567")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # a closed port
-    sink = Impatient(MetricsSettings(wandb_dir=str(tmp_path / "runs")), {})
+    sink = Impatient(MetricsSettings(), {})
     thread = MetricsThread([sink])
     thread.start()
     thread.put(10, {"gpu/active_pct": 91.5})

@@ -6,6 +6,10 @@
 A tensor of which members hold columns is one run with a negative sender, -1 minus the number of its `Columns`. Each
 member sends its columns of all rows in the bucket together; what the bucket's ends leave of a row are pieces as above.
 
+Before the buckets rank 0 broadcasts the table of runs: two rows of i64, the starts in the stream and the senders. A
+table of columns follows if there are columns and the worker granted `columns`: rows of four i64, the number of the
+tensor, the bytes of a row, the first byte of the column in a row, and the sender.
+
 If the publisher sends everything, there is one run and a bucket is sent in the order of the stream. Otherwise every run
 begins at a multiple of 64 bytes of the buffer, so it can be viewed in any dtype; the bytes between runs are zero.
 """

@@ -8,6 +8,11 @@
     after the last part     -->  begin  manifest of all parts  -->  begin, advance: gathered tensors into the staging
                                  commit                        -->  finish
 
+`meeting` has `kind` (`torch`: torch.distributed's group of that name; `vllm`: NCCL's id at `broadcast_from/0/0`),
+`rank`, `size`, `backend` (`gloo`, `nccl`), and `host` and `port` of a TCPStore or, for `vllm`, `nccl_id` (128 bytes in
+hexadecimal). With `packed_bytes` None each tensor is one broadcast. The manifest of `begin` has the tensors of all
+parts, in their order; `begin.options` and `commit.options` are empty.
+
 Only the receiving side is here: the sender is the trainer's own code. A trainer does not say beforehand which tensors
 the whole update has, so they are gathered in host memory until the gateway can begin the update.
 
