@@ -19,7 +19,7 @@ import time
 
 from rollout.config import EngineSettings
 from rollout.engine.commands import WORKER_ENDS, Commands
-from rollout.engine.device.group_memory import SleepMemory
+from rollout.engine.device.releasable import SleepMemory
 from rollout.engine.messages.to_service import Delta, Event, RequestDone
 from rollout.engine.parts import EngineParts, Links
 from rollout.engine.recomputation import Recomputation
@@ -43,7 +43,7 @@ class Engine:
     """
 
     def __init__(
-        self, parts: EngineParts, links: Links, meter: Meter, memory: SleepMemory | None, settings: EngineSettings
+        self, parts: EngineParts, links: Links, meter: Meter, memory: SleepMemory, settings: EngineSettings
     ) -> None:
         recompute = settings.kv_on_swap == "recompute"
         self.recomputation = Recomputation(settings.recompute_fraction if recompute else 1.0)
@@ -67,8 +67,7 @@ class Engine:
         roster, scheduler, pipeline = parts.roster, parts.scheduler, parts.pipeline
         self.commands.take(parts)
         scheduler.end_overdue()
-        if parts.offload is not None:
-            parts.offload.advance()
+        parts.offload.advance()
         for feature in roster.features:
             feature.tick()
         planned_s = time.perf_counter()
@@ -82,8 +81,7 @@ class Engine:
             self._nothing_runs(idle, plan is None)
         self.swapper.advance(parts)
         self._wait_for_copies(plan is None and not committed, idle)
-        if gate.sleep is not None:
-            self.sleeper.advance(parts)
+        self.sleeper.advance(parts)
         reported = self._report()
         if committed:
             self.meter.finalized(time.perf_counter(), idle)
@@ -93,9 +91,8 @@ class Engine:
     def busy(self) -> bool:
         """True while a tick has something to do without a new command."""
         parts, gate = self.parts, self.gate
-        moving = parts.offload is not None and parts.offload.moving
         waits = parts.roster.resting or gate.blocked is not None
-        return parts.pipeline.in_flight > 0 or gate.swapping or moving or not waits
+        return parts.pipeline.in_flight > 0 or gate.swapping or parts.offload.moving or not waits
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a command and carry it out, for when the engine is not busy; false if none came."""
@@ -166,7 +163,7 @@ class Engine:
     def _wait_for_copies(self, nothing_else: bool, idle: bool) -> None:
         """Wait for a copy of KV if there is nothing else to do. If requests wait meanwhile, it is a bubble."""
         offload = self.parts.offload
-        if not nothing_else or offload is None or not offload.moving:
+        if not nothing_else or not offload.moving:
             self._waiting_since_s = None
             return
         since_s = self._waiting_since_s or time.perf_counter()

@@ -225,7 +225,7 @@ class KVCache:
         torch makes them on `device`. `states` is needed by a model that has states. `tokens`: pages have token ids.
         """
         coded = dtype == torch.float8_e4m3fn
-        make = zeros or functools.partial(_zeros, device)
+        make = zeros or functools.partial(zeroed, device)
         value_dtype = torch.uint8 if coded else dtype
         k = [make((pages, page_size, shape.heads, shape.k_dim), value_dtype) for shape in spec.kv_shapes]
         v = [
@@ -238,7 +238,7 @@ class KVCache:
         return cls(k=k, v=v, page_size=page_size, scales=scales, states=states, tokens=ids)
 
 
-def _zeros(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def zeroed(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeroed memory; on a CPU the system gives a page of it when it is first written."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -116,7 +116,7 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
         kept: list[torch.Tensor] = []
 
         def forward() -> None:
-            if executor.graphs is not None:
+            if executor.captures:
                 step = executor.graphs.captured(slot, size)
                 step.forward.replay()
                 kept.append(step.logits_SV[: len(seqs)].clone())
@@ -197,7 +197,7 @@ class Checker:
         self.found: dict[str, Any] = {
             "family": family,
             **({"layers": layers} if layers else {}),
-            "captured": executor.graphs is not None,
+            "captured": executor.captures,
             "fused": isinstance(executor.step.forward, FusedDecoder),
             "fallback": args.fallback,
         }

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from rollout.engine.device.streams import CpuDevice, Device
+from rollout.models.batch import zeroed
 
 _GIB = 2**30
 #: Alignment of tensors in a block, bytes: the same as in torch's own allocator.
@@ -38,6 +39,34 @@ _PIECE_BYTES, _LEAST_PIECE_BYTES = 256 << 20, 1 << 20
 
 class MemoryShortError(RuntimeError):
     """Too little memory on the device or the host; the message says how much is missing."""
+
+
+class SleepMemory(Protocol):
+    """What a sleep gives back; see `ReleasableMemory`."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it can be given back."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+
+    @property
+    def released(self) -> bool:
+        """Whether the memory is given back."""
+
+    def save(self) -> None:
+        """Copy kept content to host memory. Raises MemoryShortError if there is too little of it."""
+
+    def release(self) -> int:
+        """Give all memory back; returns the freed bytes."""
+
+    def forget(self) -> None:
+        """Drop the saved content."""
+
+    def restore(self) -> None:
+        """Take all memory again. Raises MemoryShortError if there is too little; then nothing has changed."""
 
 
 class Backing(Protocol):
@@ -76,6 +105,8 @@ class _Block:
 
 class ReleasableMemory:
     """All blocks of a worker. Call `release` and `restore` only while nothing runs on the device."""
+
+    sleeps = True
 
     def __init__(self, device: Device, backing: Backing) -> None:
         self._device = device
@@ -269,6 +300,22 @@ class ReleasableMemory:
 
     def _whole(self, block: _Block) -> torch.Tensor:
         return self._backing.tensor(block.addresses, 0, block.nbytes)
+
+
+class PermanentMemory(ReleasableMemory):
+    """The memory of a worker that cannot sleep: it has no blocks, so there is nothing to give back."""
+
+    sleeps = False
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device, HostPages())
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor."""
+        return zeroed(self._device.torch_device, shape, dtype)
+
+    def take_over(self, tensors: Iterable[torch.Tensor], *, kept: bool) -> None:
+        """No-op: the tensors stay where they are."""
 
 
 def _grouped(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -223,7 +223,7 @@ class Scheduler:
                 if seq.finalized or seq.state is leaving:
                     roster.settle(seq)
                 continue
-            kept = end if draws < 2 else at + 1 + self._settle_drafts(seq, draws - 1, output, at)
+            kept = end if draws < 2 else at + 1 + seq.settle_drafts(draws - 1, output.accepted[at])
             if seq.finalized:
                 counters.zombie_rows += draws > 0
                 roster.settle(seq)
@@ -269,12 +269,6 @@ class Scheduler:
         """A committed step took `seconds` on the device, waits for masks too, and `tokens` of its tokens were kept."""
         for feature in self.roster.features:
             feature.ran(plan, tokens, seconds)
-
-    def _settle_drafts(self, seq: Sequence, count: int, output: StepOutput, at: int) -> int:
-        assert output.accepted is not None, "a step with drafts says how many were accepted"
-        accepted = output.accepted[at]
-        seq.settle_drafts(count, accepted)
-        return accepted
 
     def _examine(self, seq: Sequence, token: int) -> bool:
         """A token that may end its sequence, or after which something is due; True if later ones do not count."""

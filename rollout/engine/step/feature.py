@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ class HostParts:
     """What the host's part of a feature is built from, besides the part on the device."""
 
     streams: Streams
-    orders: Orders | None  # to the other ranks
+    orders: Orders  # to the other ranks
     kv: KVCache
     host_pages: int  # that KV can be offloaded to
     version: int  # of the weights
@@ -55,6 +56,7 @@ class Drawn(NamedTuple):
 
 #: Launches captured work, by its name and the size of the decode steps that it was captured for.
 Replays = Mapping[str, Mapping[int, Callable[[], object]]]
+NO_REPLAYS: Replays = MappingProxyType({})
 
 
 class DeviceFeature:
@@ -122,10 +124,10 @@ class DeviceFeature:
     def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
         """The tokens of a step are drawn, and its rows have advanced by one each."""
 
-    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Any, replays: Replays | None) -> None:
+    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Any, replays: Replays) -> None:
         """The rows are where the next step finds them; also after a step that draws nothing.
 
-        `replays` launch what was captured of `decode_work`; None where decode steps are not captured.
+        `replays` launch what was captured of `decode_work`; empty where decode steps are not captured.
         """
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:

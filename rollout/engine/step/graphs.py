@@ -27,14 +27,13 @@ from itertools import product
 from typing import Any, cast
 
 import torch
-from rollout_kernels.attention.segments import no_segments
 
 from rollout.engine.device.streams import Stream
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_step import DeviceStep, Outputs
 from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import StepInput, Upload, put_behind, put_decode
+from rollout.engine.upload import StepInput, Upload, put_behind
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fused import FusedDecoder, experts_alone, supports, takes_feed_forward, takes_mixer
 from rollout.models.fused_experts import DecoderWithFusedExperts
@@ -58,9 +57,9 @@ def capturable(model: LanguageModel, fused_experts: bool) -> bool:
         from rollout.models.fallback.start import capture_obstacle
 
         obstacle = capture_obstacle(model)
-        if obstacle is not None:
+        if obstacle:
             log.warning("decode steps are not captured as CUDA graphs: %s", obstacle)
-        return obstacle is None
+        return not obstacle
     fused, alone, dtype = supports(model, fused_experts), experts_alone(model, fused_experts), model.embed.dtype
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     mixers = [layer.mixer for layer in layers if not (fused and takes_mixer(layer.mixer.spec))]
@@ -93,10 +92,13 @@ class CapturedSizes:
         sizes = graph_sizes(most)
         return cls(sizes, forward_sizes(sizes))
 
-    def size_for(self, rows: int, needs: RowNeeds = PLAIN) -> int | None:
-        """The captured size that a step of `rows` rows takes; None if none is large enough."""
+    def size_for(self, rows: int, needs: RowNeeds = PLAIN) -> int:
+        """The captured size that a step of `rows` rows takes; 0 if none is large enough."""
         sizes = self.forward if needs & ~PLAIN else self.whole
-        return next((size for size in sizes if size >= rows), None)
+        return next((size for size in sizes if size >= rows), 0)
+
+
+NOT_CAPTURED = CapturedSizes([], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +226,7 @@ class DecodeGraphs:
 
     def _upload(self, slot: Slot, size: int, drafted: bool) -> Upload:
         slot.staging.begin()
-        put_decode(slot.staging, [], [], size, no_segments(size) if self._step.shares_pages else None)
+        self._step.put_rows(slot.staging, [], size)
         if drafted:
             put_behind(slot.staging, [], size)
         return slot.staging.upload(size, size, size, PLAIN.value, self._max_context, size=size)
@@ -279,6 +281,29 @@ class DecodeGraphs:
     def run_forward(self, step: StepInput, outputs: Outputs, needs: RowNeeds = RowNeeds.NONE) -> torch.Tensor:
         """What the graph of a forward holds; returns logits [S, V]."""
         return self._step.decode_rows(step, self._max_context, needs, outputs)
+
+
+class NoGraphs(DecodeGraphs):
+    """The graphs of an engine that captures no size: no step is ever packed for one."""
+
+    def __init__(self) -> None:
+        self.sizes = NOT_CAPTURED
+        self.replays = {}
+        self.experts = {}
+
+    def capture(self, slots: list[Slot], progress: Progress | None = None, sizes: list[int] | None = None) -> None:
+        """No-op."""
+
+    def warm_up(self, slot: Slot) -> None:
+        """No-op."""
+
+
+NO_GRAPHS = NoGraphs()
+
+
+def make_graphs(step: DeviceStep, compute: Stream, max_context: int, most: int) -> DecodeGraphs:
+    """The graphs of steps of up to `most` rows, not captured yet; 0: none will be."""
+    return DecodeGraphs(step, compute, max_context, most) if most else NO_GRAPHS
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
-from rollout.engine.step.shared_pages import SharedPages
+from rollout.engine.step.shared_pages import EachRowAlone
 from rollout.engine.upload import (
     ALIGNMENT_WORDS,
     Staging,
@@ -47,17 +47,17 @@ _SAVE_WORDS = 4  # of a row that ended and whose state is saved: row and place a
 class Packer:
     """Packs the plans of one engine.
 
-    `captured` are the sizes of its captured decode steps, None without any. `shared` says what rows share, where
-    attention reads shared pages once. `states`: the model has linear attention, whose states go through the drafts of a
-    row. `features` put their sections last.
+    `captured` are the sizes of its captured decode steps. `shared` says what rows share, where attention reads shared
+    pages once. `states`: the model has linear attention, whose states go through the drafts of a row. `features` put
+    their sections last.
     """
 
     def __init__(
         self,
-        captured: CapturedSizes | None = None,
-        shared: SharedPages | None = None,
-        states: bool = False,
-        features: Seq[StepFeature] = (),
+        captured: CapturedSizes,
+        shared: EachRowAlone,
+        states: bool,
+        features: Seq[StepFeature],
     ) -> None:
         self._states = states
         self._features = features
@@ -70,7 +70,7 @@ class Packer:
         size = 0
         layout: tuple[tuple[int, int, int, int], ...] = ()
         if plan.decodes:
-            size = 0 if self.captured is None else self.captured.size_for(plan.draws, plan.needs) or 0
+            size = self.captured.size_for(plan.draws, plan.needs)
             self._put_decode(plan, size or plan.draws, staging)
         else:
             layout = _put_prefill(plan.spans, staging)
@@ -93,9 +93,9 @@ class Packer:
         )
 
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
-        segments_SW = None if self._shared is None else self._shared.segments(plan, size)
         rows = plan.token_rows or [span.seq.row for span in plan.spans]
-        put_decode(staging, rows, plan.opens, size, segments_SW)
+        put_decode(staging, rows, plan.opens, size)
+        self._shared.put(plan, size, staging)
         if plan.drafts and self._states:
             put_behind(staging, [draws - 1 for _, _, _, draws, _ in plan.spans], size)
 

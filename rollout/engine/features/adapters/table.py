@@ -18,12 +18,13 @@ import time
 from collections import deque
 
 from rollout.engine.adapters import Adapter, AdapterRegistry, AdapterSlot
-from rollout.engine.device.group_orders import GroupOrders
+from rollout.engine.device.group_orders import GroupOrders, NoGroupOrders
 from rollout.engine.device.streams import Device, Stream
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights
 
 #: The time between two looks at the copies of other ranks.
 _LOOK_S = 0.0005
+_ALONE = NoGroupOrders()
 
 
 class AdapterTable:
@@ -40,7 +41,7 @@ class AdapterTable:
         device: Device,
         loads: Stream,
         compute: Stream,
-        orders: GroupOrders | None = None,
+        orders: GroupOrders = _ALONE,
     ) -> None:
         self.registry = registry
         self.memory = memory
@@ -155,17 +156,13 @@ class AdapterTable:
         return slot
 
     def _write(self, slot: AdapterSlot, weights: AdapterWeights, stream: Stream) -> None:
-        if self._orders is not None:
-            assert weights.shared is not None, "in a tensor group all ranks have their parts"
-            beside = stream is self.loads
-            slot.order = self._orders.give("adapter_copies", slot.number, weights.shared.number, beside)
+        slot.order = self._orders.give("adapter_copies", slot.number, weights.shared.number, stream is self.loads)
         stream.run(functools.partial(self.memory.write, slot.number, weights))
         stream.record(slot.written)
-        if self._orders is not None:
-            self._read.append((slot, weights))
+        self._read.append((slot, weights))
 
     def _is_written(self, slot: AdapterSlot) -> bool:
-        return slot.written.query() and (self._orders is None or self._orders.done("adapter_copies", slot.order))
+        return slot.written.query() and self._orders.done("adapter_copies", slot.order)
 
     def _use(self, slot: AdapterSlot) -> None:
         self._uses += 1

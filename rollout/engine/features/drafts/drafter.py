@@ -21,7 +21,7 @@ import torch
 
 from rollout.config import EngineSettings
 from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
-from rollout.engine.step.feature import Replays
+from rollout.engine.step.feature import NO_REPLAYS, Replays
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import StepInput
 from rollout.models.batch import AttentionBatch, HiddenTaps, KVCache
@@ -83,7 +83,7 @@ class DeviceDrafter:
         accepted_B: torch.Tensor,
         kv: KVCache,
         after: After,
-        replays: Replays | None = None,
+        replays: Replays = NO_REPLAYS,
     ) -> torch.Tensor | None:
         """Do `after` after a step whose tokens are drawn. Returns the rows that have drafts now, in their order.
 

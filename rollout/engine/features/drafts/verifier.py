@@ -148,7 +148,7 @@ class DraftVerifier(DeviceFeature):
             kv.states.catch_up(step["verified"], step["rows"], drawn.accepted_R, self._one_by_one)
 
     def step_ends(
-        self, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor | None, replays: Replays | None
+        self, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor | None, replays: Replays
     ) -> None:
         """Run the drafter on the device, if the step says so."""
         after, drafter = _after(step.header), self.drafter

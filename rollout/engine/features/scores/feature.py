@@ -125,7 +125,7 @@ def put_scored(staging: Staging, at: np.ndarray, targets: np.ndarray, multiple: 
     return len(at)
 
 
-def _note_tops(plan: Plan, scores: Scores, accepted: list[int] | None) -> None:
+def _note_tops(plan: Plan, scores: Scores, accepted: list[int]) -> None:
     sampled = plan.sampled if scores.places else []
     refused = _refused_places(plan, accepted) if scores.places else ()
     for place, ids_K, logprobs_K in zip(scores.places, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
@@ -136,11 +136,10 @@ def _note_tops(plan: Plan, scores: Scores, accepted: list[int] | None) -> None:
             tops.add(ids_K, logprobs_K)
 
 
-def _refused_places(plan: Plan, accepted: list[int] | None) -> set[int]:
+def _refused_places(plan: Plan, accepted: list[int]) -> set[int]:
     """Places of the output with tokens that were drawn after a refused draft."""
     refused: set[int] = set()
     for draft in plan.drafts:
-        assert accepted is not None
         refused.update(range(draft.place + accepted[draft.place] + 1, draft.place + draft.length + 1))
     return refused
 
