@@ -73,7 +73,7 @@ from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
 from rollout.models.language_model import LanguageModel, native
-from rollout.models.state_pool import StatePool
+from rollout.models.state_pool import NO_STATES, StatePool
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class _Memory:
     """Large memory that outlives a fault; its content does not."""
 
     features: Seq[DeviceFeature]
-    states: StatePool | None
+    states: StatePool
     kv: KVCache | None = None  # None before the first start: its size is not known
     host_memory: HostMemory | None = None  # for KV
     host_states: HostMemory | None = None
@@ -286,12 +286,13 @@ def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], t
     engine, step, mover = site.settings.engine, executor.step, executor.mover
     pool = PagePool(step.kv.pages)
     host_pages, page_bytes = (0, 0) if mover is None else (mover.host_memory.pages, mover.host_memory.page_bytes)
-    places = engine.snapshot_places if step.kv.states is not None else 0
+    states = step.kv.states.layers
+    places = engine.snapshot_places if states else 0
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
     found_by = pool, engine.page_size, engine.prefix_cache, sessions
-    prefixes = Prefixes(*found_by) if step.kv.states is None else StatePrefixes(*found_by, snapshots)
+    prefixes = StatePrefixes(*found_by, snapshots) if states else Prefixes(*found_by)
     host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
     books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, host_places, mirrors, totals.offload)
     return PageAllocator(sessions, prefixes, books, mirrors)
@@ -335,7 +336,7 @@ def _build_executor(
         piece_bytes = int(engine.constants.host_kv_piece_mib * 2**20)
         if (host := memory.host_memory) is not None:
             mover = PageMover(device, step.kv.tensors, host, piece_bytes, streams.compute, orders=orders)
-        if (host := memory.host_states) is not None and memory.states is not None:
+        if (host := memory.host_states) is not None:
             tensors = memory.states.tensors  # they are moved one at a time
             state_mover = PageMover(device, tensors, host, 1, streams.compute, "state", orders)
     except BaseException:
@@ -458,7 +459,7 @@ def _allocate_kv(
     model: LanguageModel,
     pages: int,
     engine: EngineSettings,
-    states: StatePool | None,
+    states: StatePool,
     zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
 ) -> KVCache:
     dtype = kv_dtype(engine, model)
@@ -466,12 +467,12 @@ def _allocate_kv(
     return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states, tokens)
 
 
-def _states(site: Site) -> StatePool | None:
+def _states(site: Site) -> StatePool:
     """Memory for the states of rows and snapshots, if the model has any. Raises ValueError if there is too little."""
     engine, model = site.settings.engine, site.model
     each = model.spec.state_bytes(model.embed.dtype)
     if each == 0:
-        return None
+        return NO_STATES
     check_states(engine, model, site.device.free_bytes())
     places = 1 + engine.max_rows + engine.snapshot_places
     needed = state_pool_bytes(engine, model)

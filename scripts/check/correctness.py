@@ -126,7 +126,7 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
             kept.append(executor.step.model.compute_logits(executor.step.model(token_ids_B, batch, executor.step.kv)))
 
         def look() -> None:
-            if states is None:
+            if not states.layers:
                 forward()
                 return
             before.extend(tensor.clone() for tensor in states.tensors)

@@ -99,7 +99,6 @@ class Roster:
         self.allocator.restore_state(seq)
         self.counters.snapshot_loads += seq.kv.load_from is not None
         seq.adapter_use.note_version(seq.launched)
-        assert seq.kv.prefill_tokens is not None
         tokens = len(seq.kv.prefill_tokens) - seq.kv.length
         self.turns.admit(seq, tokens)
         if not seq.begun:

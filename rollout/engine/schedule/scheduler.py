@@ -33,7 +33,7 @@ from rollout.engine.schedule.refusal import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence, State
-from rollout.engine.sequence.sequence_kv import Prefill
+from rollout.engine.sequence.sequence_kv import NO_TOKENS, Prefill
 from rollout.engine.step_output import StepOutput
 
 _CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
@@ -170,8 +170,8 @@ class Scheduler:
 
     def launched(self, plan: Plan) -> None:
         """The step is in flight."""
-        version = plan.version
-        for seq, start, tokens_in, draws, prompt in plan.spans:
+        version, of_prompts = plan.version, plan.kind == "prefill"
+        for seq, start, tokens_in, draws, _ in plan.spans:
             end = start + tokens_in
             seq.inflight_refs += 1
             seq.launched += draws
@@ -179,14 +179,13 @@ class Scheduler:
             if start == kv.uniform and version == kv.version:
                 kv.uniform = end
             kv.length = end
-            if prompt is not None:
+            if of_prompts:
                 self._prompt_launched(seq, start, end, version)
         for feature in self.roster.features:
             feature.launched(plan)
 
     def _prompt_launched(self, seq: Sequence, start: int, end: int, version: int) -> None:
         roster, kv = self.roster, seq.kv
-        assert kv.prefill_tokens is not None
         if not seq.row_ready:
             roster.turns.begin(seq)
         seq.row_ready = True
@@ -197,7 +196,7 @@ class Scheduler:
         roster.feed.prefill_launched(seq)
         if end < len(kv.prefill_tokens):
             return
-        kv.prefill_tokens = None
+        kv.prefill_tokens = NO_TOKENS
         seq.state = State.DECODE
         seq.check_at = 0
         roster.prefilling.remove(seq)
@@ -287,12 +286,10 @@ class Scheduler:
             next_page = count + self._page_size - known % self._page_size
             next_delta = drawn.flushed + request.stream_every if request.stream_every else seq.max_tokens
             seq.check_at = min(seq.max_tokens, next_delta, next_page)
-            if seq.free is None:
-                return False
             unmasked = seq.note_constraint() and seq.launched > count
             if unmasked:
                 roster.draw_again(seq)
-            if seq.free is not None and seq.need_bits & _CONSTRAIN:
+            if seq.masked_for_now:
                 seq.check_at = count + 1  # the next token may be free again
             return unmasked
         return True

@@ -260,7 +260,8 @@ class Sequence:
 
     def note_constraint(self) -> bool:
         """Note whether the next token needs a mask; True if it does and the last one did not."""
-        assert self.free is not None
+        if self.free is None:
+            return False
         narrows, before = self.free.narrows(self.tokens), self.need_bits
         if narrows == "all":
             self.free, self.watched = None, self.stop_ids
@@ -269,6 +270,11 @@ class Sequence:
         else:
             self.need_bits |= _CONSTRAIN
         return self.need_bits & ~before != 0
+
+    @property
+    def masked_for_now(self) -> bool:
+        """True while its tokens need masks, and one after them may be free again."""
+        return self.free is not None and self.need_bits & _CONSTRAIN != 0
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""

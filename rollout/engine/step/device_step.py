@@ -111,7 +111,6 @@ class DeviceStep:
         """Set rows up, copy states and pages, put tokens that the host knows where a decode forward reads them."""
         for name in ("state_saves", "state_loads"):
             if name in step:
-                assert self.kv.states is not None
                 self.kv.states.copy(step[name])
         self.rows.set_up(step)
         if "copies" in step:
@@ -185,7 +184,7 @@ class DeviceStep:
     @property
     def drafts_states(self) -> bool:
         """True if steps with drafts are other steps for the model: it has states, which go through the drafts."""
-        return self.kv.states is not None and self.kv.states.drafts is not None
+        return self.kv.states.drafts is not None
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, outputs: Outputs) -> None:
         """Show features the logits of a step, before its draw."""

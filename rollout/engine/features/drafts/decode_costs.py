@@ -103,10 +103,10 @@ def _seconds(executor: Executor, slot: Slot, rows: int, drafts: bool = False) ->
 
 def _rows_and_drafts(executor: Executor, rows: int) -> tuple[list[int], list[int]]:
     """The rows of a step, and how many drafts are behind each if there are any."""
-    states = executor.step.kv.states
-    if states is None or states.drafts is None or rows < states.drafts.first:
+    drafts_of_states = executor.step.kv.states.drafts
+    if drafts_of_states is None or rows < drafts_of_states.first:
         return list(range(1, rows + 1)), []
-    own = states.drafts.first - 1
+    own = drafts_of_states.first - 1
     drafts = [(rows - own) // own + (i < (rows - own) % own) for i in range(own)]
     numbers, draft_rows = [], iter(range(own + 1, rows + 1))
     for row, count in enumerate(drafts, start=1):

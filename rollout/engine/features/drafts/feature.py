@@ -176,7 +176,7 @@ def _next_tokens(plan: Plan) -> Iterator[int]:
     """The token of each prompt after those that go in; 0 after the last."""
     for seq, start, tokens_in, _, _ in plan.spans:
         known, end = seq.kv.prefill_tokens, start + tokens_in
-        yield int(known[end]) if known is not None and end < len(known) else 0
+        yield int(known[end]) if end < len(known) else 0
 
 
 def _put_drafts(plan: Plan, staging: Staging) -> None:

@@ -144,8 +144,7 @@ class DraftVerifier(DeviceFeature):
         if _after(header) is After.DRAFT:
             drawn.accepted_R.zero_()  # of rows without drafts, too
         verify.accept(rows, self.state, step, drawn.output_4R, drawn.accepted_R)
-        if kv.states is not None and kv.states.drafts is not None:
-            kv.states.catch_up(step["verified"], step["rows"], drawn.accepted_R, self._one_by_one)
+        kv.states.catch_up(step["verified"], step["rows"], drawn.accepted_R, self._one_by_one)
 
     def step_ends(
         self, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor | None, replays: Replays

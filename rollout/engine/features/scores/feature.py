@@ -75,7 +75,7 @@ class StepScores(StepFeature):
     def _put_scored(self, plan: Plan, staging: Staging) -> Asked:
         at, targets, begin, most = [], [], 0, -1
         for seq, start, tokens_in, _, prompt in plan.spans:
-            if prompt is not None and prompt.scored:
+            if prompt.scored:
                 at.append(np.arange(begin, begin + prompt.scored))
                 targets.append(seq.group.request.prompt.token_ids[start + 1 : start + 1 + prompt.scored])
                 if (tops := seq.group.request.prompt_tops) is not None:
@@ -95,7 +95,7 @@ class StepScores(StepFeature):
         taken = 0
         for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():
             logprobs, prompt_tops = seq.group.prompt_logprobs, seq.group.prompt_tops
-            if prompt is not None and prompt.scored and logprobs is not None:
+            if prompt.scored and logprobs is not None:
                 here, found = slice(start + 1, start + 1 + prompt.scored), slice(taken, taken + prompt.scored)
                 if start == 0:  # an earlier prefill may have left values of other weights
                     seq.group.prompt_version = plan.version
