@@ -79,6 +79,7 @@ log = logging.getLogger(__name__)
 
 _SLOTS = 2
 _LEAST_PAGES = 2  # of a KV cache for steps on padding
+_NO_HOST_MEMORY = HostMemory(CpuDevice(), 0, 1)
 
 
 def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -> int:
@@ -186,8 +187,8 @@ class _Memory:
     features: Seq[DeviceFeature]
     states: StatePool
     kv: KVCache | None = None  # None before the first start: its size is not known
-    host_memory: HostMemory | None = None  # for KV
-    host_states: HostMemory | None = None
+    host_memory: HostMemory = _NO_HOST_MEMORY  # for KV
+    host_states: HostMemory = _NO_HOST_MEMORY
 
     @classmethod
     def begin(cls, site: Site, features: Seq[MakeFeature] = FEATURES) -> _Memory:
@@ -198,9 +199,12 @@ class _Memory:
     @classmethod
     def of(cls, executor: Executor) -> _Memory:
         """The memory of an executor that a fault ended."""
-        step, mover, state_mover = executor.step, executor.mover, executor.state_mover
-        hosts = [None if each is None else each.host_memory for each in (mover, state_mover)]
-        return cls(step.features, step.kv.states, step.kv, *hosts)
+        step = executor.step
+        return cls(step.features, step.kv.states, step.kv, *map(_host_memory, executor.movers))
+
+
+def _host_memory(mover: PageMover | None) -> HostMemory:
+    return _NO_HOST_MEMORY if mover is None else mover.host_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +287,9 @@ def _build_parts(
 
 def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], totals: _Totals) -> PageAllocator:
     """The books of the KV pool: pages, sessions, adapters, offloaded KV."""
-    engine, step, mover = site.settings.engine, executor.step, executor.mover
+    engine, step = site.settings.engine, executor.step
     pool = PagePool(step.kv.pages)
-    host_pages, page_bytes = (0, 0) if mover is None else (mover.host_memory.pages, mover.host_memory.page_bytes)
+    host_kv, host_states = map(_host_memory, executor.movers)
     states = step.kv.states.layers
     places = engine.snapshot_places if states else 0
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
@@ -293,15 +297,15 @@ def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], t
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
     found_by = pool, engine.page_size, engine.prefix_cache, sessions
     prefixes = StatePrefixes(*found_by, snapshots) if states else Prefixes(*found_by)
-    host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
-    books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, host_places, mirrors, totals.offload)
+    on_host = host_kv.pages, host_kv.page_bytes, host_states.pages
+    books = OffloadBooks(pool, engine.page_size, *on_host, mirrors, totals.offload)
     return PageAllocator(sessions, prefixes, books, mirrors)
 
 
 def _host_features(executor: Executor, version: int, before: Seq[StepFeature]) -> list[StepFeature]:
     """The features' parts on the host; the totals of those `before` a fault go on."""
     kept = {feature.name: feature for feature in before}
-    host_pages = 0 if executor.mover is None else executor.mover.host_memory.pages
+    host_pages = _host_memory(executor.mover).pages
     parts = HostParts(executor.streams, executor.orders, executor.step.kv, host_pages, version)
     made = [feature.host_part(parts, kept.get(feature.name)) for feature in executor.step.features]
     return [feature for feature in made if feature is not None]
@@ -334,9 +338,9 @@ def _build_executor(
         # From here on the other ranks run what they are ordered to.
         orders = site.lead(words, engine.step_rows, width, chunk_tokens(engine, model))
         piece_bytes = int(engine.constants.host_kv_piece_mib * 2**20)
-        if (host := memory.host_memory) is not None:
+        if (host := memory.host_memory).pages:
             mover = PageMover(device, step.kv.tensors, host, piece_bytes, streams.compute, orders=orders)
-        if (host := memory.host_states) is not None:
+        if (host := memory.host_states).pages:
             tensors = memory.states.tensors  # they are moved one at a time
             state_mover = PageMover(device, tensors, host, 1, streams.compute, "state", orders)
     except BaseException:
@@ -363,10 +367,10 @@ def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
     return replace(memory, kv=kv, host_memory=host_memory, host_states=_host_states(site))
 
 
-def _host_states(site: Site) -> HostMemory | None:
+def _host_states(site: Site) -> HostMemory:
     """Host memory for states of linear attention, if the model has any."""
     spec, count = site.model.spec, states_on_host(site.settings.engine, site.model)
-    return HostMemory(site.device, count, spec.state_bytes(site.model.embed.dtype)) if count else None
+    return HostMemory(site.device, count, spec.state_bytes(site.model.embed.dtype)) if count else _NO_HOST_MEMORY
 
 
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:

@@ -68,5 +68,5 @@ class Routing(StepFeature):
         if seq not in self._unsent:
             first = seq.group.request.routing_from
             assert first is not None
-            self._unsent[seq] = SequenceExperts(first)
+            self._unsent[seq] = SequenceExperts(first, self.entries.nothing())
         return self._unsent[seq]

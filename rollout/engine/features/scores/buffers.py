@@ -21,7 +21,7 @@ rank's part of it, R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -41,6 +41,10 @@ def scored_multiple(device: torch.device) -> int:
     return SCORED_AT_ONCE if device.type == "cuda" else 1
 
 
+def _nothing() -> np.ndarray:
+    return np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
     """The scores of one step, on the host."""
@@ -49,9 +53,9 @@ class Scores:
     top_ids_CK: np.ndarray  # int32, likeliest first
     top_logprobs_CK: np.ndarray  # float32
     prompt_N: np.ndarray  # float32, of the prompt tokens that the step's spans score, in their order
-    prompt_ranks_N: np.ndarray | None = None  # int32, in a step that ranks them
-    prompt_ids_NK: np.ndarray | None = None  # int32, in a step that has their likeliest tokens
-    prompt_logprobs_NK: np.ndarray | None = None  # float32, the same
+    prompt_ranks_N: np.ndarray = field(default_factory=_nothing)  # int32, in a step that ranks them
+    prompt_ids_NK: np.ndarray = field(default_factory=_nothing)  # int32, in a step that has their likeliest tokens
+    prompt_logprobs_NK: np.ndarray = field(default_factory=_nothing)  # float32, the same
 
 
 class ScoreBuffers:

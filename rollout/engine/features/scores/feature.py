@@ -145,9 +145,7 @@ def _refused_places(plan: Plan, accepted: list[int]) -> set[int]:
 
 
 def _note_prompt_tops(tops: PromptTops, here: slice, scores: Scores, found: slice) -> None:
-    assert scores.prompt_ranks_N is not None, "the step knows who asks"
     tops.ranks[here] = scores.prompt_ranks_N[found]
     if k := tops.ids.shape[1]:
-        assert scores.prompt_ids_NK is not None and scores.prompt_logprobs_NK is not None
         tops.ids[here] = scores.prompt_ids_NK[found, :k]
         tops.logprobs[here] = scores.prompt_logprobs_NK[found, :k]
