@@ -59,7 +59,7 @@ from rollout.engine.sizing import (
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Movers, Rank
 from rollout.engine.step.feature import DeviceFeature, HostParts
-from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs, Progress, capturable, make_graphs
+from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs, Progress, capturable, make_graphs, untold
 from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
@@ -107,7 +107,7 @@ def build_engine(
     links: Links,
     *,
     memory: ReleasableMemory | None = None,
-    progress: Progress | None = None,
+    progress: Progress = untold,
     lead: Lead = alone,
     features: Seq[MakeFeature] = FEATURES,
 ) -> Engine:
@@ -131,7 +131,7 @@ def build_follower(
     device: Device,
     model: LanguageModel,
     memory: ReleasableMemory,
-    progress: Progress | None = None,
+    progress: Progress = untold,
 ) -> tuple[Executor, list[Slot]]:
     """What another rank than the first one runs steps with. It is built as that one's is, collective operations too.
 
@@ -235,7 +235,7 @@ class _Steps:
     words: int  # of an upload
 
 
-def _build_steps(site: Site, memory: _Memory, progress: Progress | None) -> _Steps:
+def _build_steps(site: Site, memory: _Memory, progress: Progress) -> _Steps:
     """The device's side of an engine: row state, slots, KV, captured steps."""
     settings, device, model = site.settings, site.device, site.model
     engine, vocab = settings.engine, model.spec.vocab
@@ -257,7 +257,7 @@ def _build_steps(site: Site, memory: _Memory, progress: Progress | None) -> _Ste
 
 
 def _build_parts(
-    site: Site, version: int, memory: _Memory, totals: _Totals, progress: Progress | None = None
+    site: Site, version: int, memory: _Memory, totals: _Totals, progress: Progress = untold
 ) -> EngineParts:
     settings, model = site.settings, site.model
     engine = settings.engine
@@ -311,9 +311,7 @@ def _host_features(executor: Executor, version: int, before: Seq[StepFeature]) -
     return [feature for feature in made if feature is not None]
 
 
-def _build_executor(
-    site: Site, rows: RowState, slots: list[Slot], memory: _Memory, progress: Progress | None
-) -> Executor:
+def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memory, progress: Progress) -> Executor:
     """The device's side: streams, KV pool, captured steps. On an error the streams end."""
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
     context = context_limit(settings.engine, model)

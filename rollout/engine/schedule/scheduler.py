@@ -303,8 +303,7 @@ class Scheduler:
     def _note_first_tokens(self, plan: Plan) -> None:
         now = self.roster.clock()
         for seq in plan.sampled:
-            if seq.group.first_token_s is None:
-                seq.group.first_token_s = now
+            seq.group.first_token_s = min(seq.group.first_token_s, now)
 
 
 def _pages_of(seq: Sequence) -> list[int]:

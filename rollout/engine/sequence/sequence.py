@@ -31,6 +31,7 @@ What a sequence has is in a few objects of plain data:
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -96,9 +97,10 @@ class Group:
     complete: int = 0  # ended by a stop or by length
     cached_tokens: int = 0
     preemptions: int = 0
-    admitted_s: float | None = None
-    first_token_s: float | None = None
-    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens], NaN where not known yet; None if not asked for
+    admitted_s: float = math.inf
+    first_token_s: float = math.inf
+    #: float32 [prompt tokens], NaN where not known yet; empty if not asked for.
+    prompt_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     prompt_tops: PromptTops | None = None  # of the same tokens
     prompt_version: int | None = None  # weights version of these; None while none is known
     prompt_due: bool = False  # the leader has to compute them
@@ -246,8 +248,7 @@ class Sequence:
         self.kv.take_back(self.launched - count, self.prompt_len + count - 1)
         self.void, self.drafted, self.launched = self.inflight_refs, 0, count
         self.adapter_use.dropped(count)
-        if self.drawn.tops is not None:
-            self.drawn.tops.cut(count)
+        self.drawn.tops.cut(count)
 
     def begin_free(self) -> None:
         """Its steps need no masks until its constraint holds, if that does not hold from the first token."""

@@ -154,12 +154,12 @@ class Executor:
             self.graphs.run(slot, header.size, "behind" in step)
             self._drawn(step, slot)
             return
-        if forwarded is not None:
-            self.step.computed(step, forwarded[0], slot.outputs)
         slot.forwarded = forwarded
         if forwarded is None:
             self.end_step(step, slot)
-        elif not header.needs & _CONSTRAIN:
+            return
+        self.step.computed(step, forwarded[0], slot.outputs)
+        if not header.needs & _CONSTRAIN:
             self.run_draw(header, slot)
 
     def run_draw(self, header: Header, slot: Slot) -> None:

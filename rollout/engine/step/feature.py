@@ -19,6 +19,7 @@ engine is built anew after a fault; so is the feature's object.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -147,12 +148,12 @@ class DeviceFeature:
         """The output of a slot, for steps of up to `rows` rows and `tokens` tokens; it may have more memory."""
         return self.output(words)
 
-    def download(self, header: Header, output: Any) -> Callable[[], None] | None:
-        """What copies the rest of a step's output to the host, on the D2H stream; None if there is no more."""
-        return None
+    def downloads(self, header: Header, output: Any) -> Seq[Callable[[], None]]:
+        """What copies the rest of a step's output to the host, on the D2H stream."""
+        return ()
 
     def downloaded(self, header: Header, output: Any) -> Any:
-        """What the host's part gets at the commit (`StepOutput.of_features`), of what `download` has copied."""
+        """What the host's part gets at the commit (`StepOutput.of_features`), of what `downloads` have copied."""
 
     def copy_output(self, target: Any, source: Any, tokens: int) -> None:
         """Copy what a captured forward of `tokens` tokens has written to the output of the step's slot."""
@@ -162,9 +163,9 @@ class DeviceFeature:
 
     # --- start --------------------------------------------------------------------------------------------------------
 
-    def largest(self) -> Extra | None:
-        """The largest extra that a step can have, to learn what it takes; None if steps have none."""
-        return None
+    def largest(self) -> Seq[Extra]:
+        """The largest extras that a step can have, to learn what they take."""
+        return ()
 
     def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
         """Put the most that a step of `rows` rows with `features` can have; `token_ids` are those of a prefill."""

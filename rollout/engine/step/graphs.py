@@ -21,6 +21,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
@@ -43,6 +44,10 @@ log = logging.getLogger(__name__)
 
 #: Called with (sizes captured so far, sizes in all).
 Progress = Callable[[int, int], None]
+
+
+def untold(done: int, total: int) -> None:
+    """No-op: nobody is shown the progress."""
 
 
 def capturable(model: LanguageModel, fused_experts: bool) -> bool:
@@ -147,7 +152,7 @@ class DecodeGraphs:
             len(self._step.kinds) * len(self._drafted) * sum(self.sizes.forward[:-1]) * self._step.model.spec.vocab * 4
         )
 
-    def capture(self, slots: list[Slot], progress: Progress | None = None, sizes: list[int] | None = None) -> None:
+    def capture(self, slots: list[Slot], progress: Progress = untold, sizes: Seq[int] = ()) -> None:
         """Capture every size, or only `sizes`, for every slot."""
         began_s, warm_up_s, before = time.perf_counter(), 0.0, self.count
         jobs = sorted(sizes or self.sizes.whole, reverse=True)
@@ -157,8 +162,7 @@ class DecodeGraphs:
                 self._warm_up(slots[0], size)
                 warm_up_s += time.perf_counter() - warming_s
                 self._capture(slots, size)
-                if progress is not None:
-                    progress(done + 1, len(jobs))
+                progress(done + 1, len(jobs))
         took_s = round(time.perf_counter() - began_s, 1)
         facts = {"graphs": self.count - before, "took_s": took_s, "first_runs_s": round(warm_up_s, 1)}
         log.info("captured decode steps as graphs", extra=facts)
@@ -291,7 +295,7 @@ class NoGraphs(DecodeGraphs):
         self.replays = {}
         self.experts = {}
 
-    def capture(self, slots: list[Slot], progress: Progress | None = None, sizes: list[int] | None = None) -> None:
+    def capture(self, slots: list[Slot], progress: Progress = untold, sizes: Seq[int] = ()) -> None:
         """No-op."""
 
     def warm_up(self, slot: Slot) -> None:

@@ -77,12 +77,12 @@ def longest_contexts(max_rows: int, chunk_tokens: int, max_context: int) -> list
     return [[one], several] if count > 1 else [[one]]
 
 
-def _more_than_gathered(max_rows: int, chunk_tokens: int, max_context: int) -> list[int] | None:
-    """Spans, a long one first, that end contexts of more tokens than attention gathers; None if there are none."""
+def _more_than_gathered(max_rows: int, chunk_tokens: int, max_context: int) -> list[int]:
+    """Spans, a long one first, that end contexts of more tokens than attention gathers, if any can."""
     earlier = max_context - SHORT_CHUNK - 1
     count = MOST_GATHERED // max(earlier, 1) + 1
     spans = [SHORT_CHUNK + 1] + [1] * (count - 1)
-    return spans if earlier > 0 and count <= max_rows and sum(spans) <= chunk_tokens else None
+    return spans if earlier > 0 and count <= max_rows and sum(spans) <= chunk_tokens else []
 
 
 def steps_to_rehearse(
@@ -113,7 +113,7 @@ def steps_to_rehearse(
     for spans in longest_contexts(max_rows, chunk_tokens, gathered):
         if gathered > spans[0]:
             steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(spans), earlier=gathered - spans[0]))
-    if (more := _more_than_gathered(max_rows, chunk_tokens, max_context)) is not None:
+    if more := _more_than_gathered(max_rows, chunk_tokens, max_context):
         steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(more), earlier=max_context - more[0]))
     captured_all = graph_rows >= max_rows
     decodes = {*_powers_of_two(max_rows), *(size for size in kernel_sizes if size < max_rows)}
@@ -126,7 +126,7 @@ def rehearse(
 ) -> None:
     """Run the largest extras of features and the steps of `steps_to_rehearse`, one after the other."""
     for feature in executor.step.features:
-        if (extra := feature.largest()) is not None:
+        for extra in feature.largest():
             executor.compute.run(functools.partial(feature.prepare, extra))
             executor.finish()
     for step in steps_to_rehearse(executor, max_rows, chunk_tokens, max_context, graph_rows):

@@ -137,8 +137,8 @@ class Slot:
 
     def downloads(self, header: Header) -> list[Callable[[], None]]:
         """What else copies outputs to the host, on the D2H stream."""
-        found = (feature.download(header, self.outputs[feature.name]) for feature in self._features)
-        return [copy for copy in found if copy is not None]
+        outputs = self.outputs
+        return [copy for feature in self._features for copy in feature.downloads(header, outputs[feature.name])]
 
     def _of_features(self, header: Header) -> dict[str, Any]:
         given = {feature.name: feature.downloaded(header, self.outputs[feature.name]) for feature in self._features}

@@ -74,8 +74,8 @@ class AdapterTable:
         if slot is not None and slot.refs:
             self.compute.wait(slot.written)
             self._write(slot, weights, self.compute)
-        elif slot is not None:
-            slot.adapter, adapter.slot = None, None  # it is written again before it is used
+        else:
+            adapter.leave_slot()  # it is written again before it is used
         # Last: if the device fails before this, the engine is built anew with the version of before.
         adapter.version, adapter.edition, adapter.weights = version, edition, weights
         return adapter
@@ -84,8 +84,7 @@ class AdapterTable:
         """Forget an adapter that no request names; its slot is free once no row has it."""
         adapter = self.known.pop(name)
         adapter.weights = None
-        if adapter.slot is not None:
-            adapter.slot.adapter, adapter.slot = None, None
+        adapter.leave_slot()
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
@@ -126,10 +125,9 @@ class AdapterTable:
     def unload_all(self) -> None:
         """Forget what lies in the slots; no sequence has taken one."""
         self.wait()
-        for slot in self._slots:
-            assert slot.refs == 0, "an adapter slot is in use"
-            if slot.adapter is not None:
-                slot.adapter.slot, slot.adapter = None, None
+        assert not any(slot.refs for slot in self._slots), "an adapter slot is in use"
+        for adapter in self.known.values():
+            adapter.leave_slot()
 
     def check_unused(self) -> None:
         """Assert that no slot is in use and that slots and adapters agree."""

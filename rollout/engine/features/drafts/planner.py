@@ -213,13 +213,12 @@ class DraftPlanner:
     ) -> list[Drafts]:
         left, place, drafts = self._most_rows, 0, []
         for seq in seqs:
-            count, offer = 0, offers.get(seq)
-            if offer is not None:
+            if (offer := offers.get(seq)) is not None:
                 count = self._count(seq, offer.most, min(wanted.get(seq, 0), left), grow)
-            if offer is not None and count > 0:
-                drafts.append(self._draft(seq, place, count, offer, versions))
-                left -= count
-            place += 1 + max(count, 0)
+                if count > 0:
+                    drafts.append(self._draft(seq, place, count, offer, versions))
+                    left, place = left - count, place + count
+            place += 1
         return drafts
 
     def _draft(self, seq: Sequence, place: int, count: int, offer: _Offer, versions: Versions) -> Drafts:

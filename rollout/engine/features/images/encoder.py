@@ -120,13 +120,13 @@ class ImageEncoder(DeviceFeature):
             fields["images"] = StepImages(step["image_at"], self.buffer_PW.index_select(0, step["image_places"]))
         return fields
 
-    def largest(self) -> Extra:
+    def largest(self) -> tuple[Extra]:
         """The largest image, of zeros."""
         merge, squares = self.spec.merge, self.most_patches // self.spec.merge**2
         height = math.isqrt(squares)
         grid = (1, height * merge, squares // height * merge)
         patches = np.zeros((grid[1] * grid[2], self.spec.patch_values), np.float32)
-        return extra_of([Encode(Pixels(b"", grid, patches), np.arange(self.spec.tokens(grid)))])
+        return (extra_of([Encode(Pixels(b"", grid, patches), np.arange(self.spec.tokens(grid)))]),)
 
 
 def _of_one_dtype(encodes: Seq[Encode]) -> list[list[Encode]]:

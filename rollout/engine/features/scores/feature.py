@@ -67,7 +67,7 @@ class StepScores(StepFeature):
         """Put which rows and positions are scored."""
         asked = self._put_scored(plan, staging) if plan.kind == "prefill" else _NOTHING
         if plan.needs.value & _TOP:
-            places = [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops is not None]
+            places = [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops.k]
             asked = asked._replace(tops=put_tops(staging, places))
         if asked != _NOTHING:
             staging.facts[NAME] = asked.to_facts()
@@ -95,7 +95,7 @@ class StepScores(StepFeature):
         taken = 0
         for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():
             logprobs, prompt_tops = seq.group.prompt_logprobs, seq.group.prompt_tops
-            if prompt.scored and logprobs is not None:
+            if prompt.scored:
                 here, found = slice(start + 1, start + 1 + prompt.scored), slice(taken, taken + prompt.scored)
                 if start == 0:  # an earlier prefill may have left values of other weights
                     seq.group.prompt_version = plan.version
@@ -132,7 +132,7 @@ def _note_tops(plan: Plan, scores: Scores, accepted: list[int]) -> None:
         seq = sampled[place]
         if not (seq.finalized or seq.void) and place not in refused:
             tops = seq.drawn.tops
-            assert tops is not None and (plan.drafts or len(tops) == len(seq.tokens)), "a position has one entry"
+            assert plan.drafts or len(tops) == len(seq.tokens), "a position has one entry"
             tops.add(ids_K, logprobs_K)
 
 

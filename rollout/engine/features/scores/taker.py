@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
@@ -69,12 +70,12 @@ class ScoreTaker(DeviceFeature):
         if NAME in step.header.facts and asked_of(step.header).tops:
             output.take_tops(logits_SV, step["top_at"], self._exact, self._shard)
 
-    def download(self, header: Header, output: ScoreBuffers) -> Callable[[], None] | None:
+    def downloads(self, header: Header, output: ScoreBuffers) -> Seq[Callable[[], None]]:
         """See `DeviceFeature`."""
         if NAME not in header.facts:
-            return None
+            return ()
         tops, scored, ranked, prompt_tops = asked_of(header)
-        return functools.partial(output.copy, len(tops), scored, ranked=ranked, prompt_tops=prompt_tops)
+        return (functools.partial(output.copy, len(tops), scored, ranked=ranked, prompt_tops=prompt_tops),)
 
     def downloaded(self, header: Header, output: ScoreBuffers) -> Scores | None:
         """See `DeviceFeature`."""
