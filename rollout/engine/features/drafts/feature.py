@@ -150,9 +150,8 @@ class Drafting(StepFeature):
 
     def committed(self, plan: Plan, output: StepOutput) -> None:
         """Take the drafts that the device made after the step."""
-        drafts = output.of_features.get(NAME)
-        if drafts is not None:
-            self.planner.arrived(plan, drafts)
+        if NAME in output.of_features:
+            self.planner.arrived(plan, output.of_features[NAME])
 
     def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
         """Correct the costs of steps."""

@@ -207,8 +207,7 @@ class DraftVerifier(DeviceFeature):
 
 def _after(header: Header) -> After:
     """What the drafter on the device does after a step."""
-    said = header.facts.get(NAME)
-    return After.NOTHING if said is None else After(said[0])
+    return After(header.facts[NAME][0]) if NAME in header.facts else After.NOTHING
 
 
 def draft_rows(engine: EngineSettings) -> range:

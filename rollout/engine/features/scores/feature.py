@@ -47,8 +47,10 @@ _NOTHING = Asked()
 
 def asked_of(header: Header) -> Asked:
     """What a step scores."""
-    facts = header.facts.get(NAME)
-    return _NOTHING if facts is None else Asked(tuple(facts[0]), *facts[1:])
+    if NAME not in header.facts:
+        return _NOTHING
+    tops, *others = header.facts[NAME]
+    return Asked(tuple(tops), *others)
 
 
 class StepScores(StepFeature):
@@ -88,9 +90,9 @@ class StepScores(StepFeature):
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Give a step's scores to completions and groups."""
-        scores: Scores | None = output.of_features.get(NAME)
-        if scores is None:
+        if NAME not in output.of_features:
             return
+        scores: Scores = output.of_features[NAME]
         _note_tops(plan, scores, output.accepted)
         taken = 0
         for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():
