@@ -41,3 +41,6 @@ class NoGroupOrders:
     def memory_of_all(self, own: ReleasableMemory) -> SleepMemory:
         """The memory of this rank."""
         return own
+
+
+NO_GROUP_ORDERS = NoGroupOrders()

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from rollout.engine.device.group_orders import GroupOrders, NoGroupOrders
+from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
 from rollout.engine.device.streams import Device, DeviceError, Event, Stream
 
 _PIECES = 2
@@ -34,7 +34,6 @@ _PIECES = 2
 _LOOK_S = 0.0002
 #: Pinned memory is taken in blocks of this many bytes: torch rounds each up to a power of two.
 _BLOCK_BYTES = 512 << 20
-_ALONE = NoGroupOrders()
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -85,7 +84,7 @@ class CopyQueue:
         name: str,
         staging_NW: torch.Tensor,
         copy: Callable[[CopyQueue, Piece], None],
-        orders: GroupOrders = _ALONE,
+        orders: GroupOrders = NO_GROUP_ORDERS,
     ) -> None:
         self.name, self.orders = name, orders
         self.stream: Stream = device.stream(name)
@@ -165,7 +164,7 @@ class PageMover:
         piece_bytes: int,
         compute: Stream,
         name: str = "kv",
-        orders: GroupOrders = _ALONE,
+        orders: GroupOrders = NO_GROUP_ORDERS,
     ) -> None:
         self.host_memory = host_memory
         self.compute = compute

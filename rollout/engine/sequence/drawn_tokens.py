@@ -13,7 +13,7 @@ from array import array
 
 import numpy as np
 
-from rollout.engine.messages.requests import Request
+from rollout.engine.messages.requests import Prior, Request
 
 
 class TopTokens:
@@ -48,6 +48,7 @@ class TopTokens:
 
 
 NO_TOPS = TopTokens(0, 0)
+_NOTHING_BEFORE = Prior(np.zeros(0, np.int32))
 
 
 class DrawnTokens:
@@ -69,16 +70,15 @@ class DrawnTokens:
 
     def __init__(self, request: Request, reshapes: bool) -> None:
         """With `reshapes` the sampling rules change the distribution: the log-prob in that one has a column, too."""
-        prior = request.prior
-        self.tokens = array("i", b"" if prior is None else prior.token_ids.astype(np.int32).tobytes())
+        prior = _NOTHING_BEFORE if request.prior is None else request.prior
+        self.tokens = array("i", prior.token_ids.astype(np.int32).tobytes())
         self.known = known = len(self.tokens)
         self.logprobs = array("f", bytes(4 * known))
         self.raw_logprobs = array("f", bytes(4 * known))
         self.drawn_logprobs = array("f", bytes(4 * known)) if reshapes else None
         self.tops = TopTokens(request.top_logprobs, known)
         self.versions: list[list[int]] = []  # runs of [weights version, tokens]
-        self.oldest_version = None if prior is None else prior.oldest_version
-        self.newest_version = None if prior is None else prior.newest_version
+        self.oldest_version, self.newest_version = prior.oldest_version, prior.newest_version
         self.max_version_span = request.max_version_span
         self.flushed = known  # tokens that deltas have carried
 

@@ -18,13 +18,12 @@ import time
 from collections import deque
 
 from rollout.engine.adapters import Adapter, AdapterRegistry, AdapterSlot
-from rollout.engine.device.group_orders import GroupOrders, NoGroupOrders
+from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
 from rollout.engine.device.streams import Device, Stream
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights
 
 #: The time between two looks at the copies of other ranks.
 _LOOK_S = 0.0005
-_ALONE = NoGroupOrders()
 
 
 class AdapterTable:
@@ -41,7 +40,7 @@ class AdapterTable:
         device: Device,
         loads: Stream,
         compute: Stream,
-        orders: GroupOrders = _ALONE,
+        orders: GroupOrders = NO_GROUP_ORDERS,
     ) -> None:
         self.registry = registry
         self.memory = memory
