@@ -65,7 +65,7 @@ class WaitingQueue:
 
         Other sequences with an adapter wait too: if they took the slots, the first would never get one.
         """
-        heads = sorted((head for kind in self._heads if (head := kind.first())), key=_Head.order)
+        heads = sorted((head for kind in self._heads if (head := kind.first())), key=lambda head: head.key)
         return next((head.seq for head in heads if not _kind(head.seq) or ready(head.seq)), None)
 
     def take(self, seq: Sequence) -> None:
@@ -166,10 +166,6 @@ class _Head:
     key: tuple[int, float, int]
     seq: Sequence
     client: _WaitingClient
-
-    def order(self) -> tuple[int, float, int]:
-        """What the queue sorts by."""
-        return self.key
 
     def outdated(self) -> bool:
         """True if another one has replaced it."""
