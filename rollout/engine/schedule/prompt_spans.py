@@ -28,11 +28,9 @@ def prompt_spans(
         feature.plan_begins()
     for seq in seqs:
         kv = seq.kv
-        if kv.offloaded is not None and kv.offloaded.restoring:
+        if kv.restoring:
             continue
-        length = min(len(kv.prefill_tokens) - kv.length, tokens)
-        if kv.planned_snapshot is not None and kv.length < kv.planned_snapshot.tokens:
-            length = min(length, kv.planned_snapshot.tokens - kv.length)  # a state is saved between two steps
+        length = min(kv.chunk_end - kv.length, tokens)
         needed = upload_words(seq, length) + sum(feature.words(seq, length) for feature in features)
         if length == 0 or (spans and needed > words):
             break
@@ -52,11 +50,8 @@ def prompt_span(seq: Sequence, length: int, page_size: int, features: Seq[StepFe
     kv = seq.kv
     start, end = kv.length, kv.length + length
     scored = max(0, min(length, seq.prompt_len - 1 - start)) if seq.scores_prompt else 0
-    copies = () if kv.copy_source is None else ((kv.copy_source, kv.pages[start // page_size]),)
-    planned = kv.planned_snapshot
-    saves = ((seq.row, planned.place),) if planned is not None and planned.tokens == start else ()
-    loads = () if kv.load_from is None else ((kv.load_from, seq.row),)
+    begins_with = kv.copies_to(kv.pages[start // page_size]), kv.saves_of(seq.row), kv.loads_of(seq.row)
     decodes = all(feature.decodes(seq, start, length) for feature in features)
     draws = int(end == len(kv.prefill_tokens) and seq.launched < seq.max_tokens)
-    part = PromptPart(kv.prefill_tokens[start:end], scored, copies, saves, loads, decodes)
+    part = PromptPart(kv.prefill_tokens[start:end], scored, *begins_with, decodes)
     return Span(seq, start, length, draws, part)

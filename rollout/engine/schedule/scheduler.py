@@ -118,8 +118,8 @@ class Scheduler:
             seq = feed.queue.first(roster.ready)
             if seq is None:
                 return True
-            if seq.group.session is not None and seq.group.session.turns > 1:
-                return False  # a turn waits while the one before is in flight as a zombie
+            if seq.group.waits_for_turn:
+                return False
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
             running = len(roster.decoding) + len(roster.prefilling)
             if feed.still_misfits(seq, running, allocator.available):

@@ -110,6 +110,11 @@ class Group:
         """The request's key."""
         return self.request.key
 
+    @property
+    def waits_for_turn(self) -> bool:
+        """True while the turn before in its session is in flight as a zombie."""
+        return self.session is not None and self.session.turns > 1
+
     def expect_prompt_logprobs(self) -> None:
         """Make room for the log-probs of the prompt, if they are asked for."""
         if self.request.prompt_logprobs:

@@ -91,6 +91,30 @@ class SequenceKV(KVContent):
         """True while a prefill is under way."""
         return len(self.prefill_tokens) > 0
 
+    @property
+    def restoring(self) -> bool:
+        """True while its prefill waits for copies from the host."""
+        return self.offloaded is not None and self.offloaded.restoring
+
+    @property
+    def chunk_end(self) -> int:
+        """Where the next chunk of its prefill ends at the latest: a state is saved between two steps."""
+        planned = self.planned_snapshot
+        return planned.tokens if planned is not None and self.length < planned.tokens else len(self.prefill_tokens)
+
+    def copies_to(self, page: int) -> tuple[tuple[int, int], ...]:
+        """The copy of a page that its next chunk begins with, if there is one: (source, `page`)."""
+        return () if self.copy_source is None else ((self.copy_source, page),)
+
+    def saves_of(self, row: int) -> tuple[tuple[int, int], ...]:
+        """The save of the row's state that its next chunk begins with, if there is one: (row, place)."""
+        planned = self.planned_snapshot
+        return ((row, planned.place),) if planned is not None and self.length == planned.tokens else ()
+
+    def loads_of(self, row: int) -> tuple[tuple[int, int], ...]:
+        """The load of the row's state that its next chunk begins with, if there is one: (place, row)."""
+        return () if self.load_from is None else ((self.load_from, row),)
+
     def add_pages(self, pages: Iterable[int], page_size: int) -> None:
         """Append pages to the sequence's table."""
         self.pages.extend(pages)
