@@ -222,7 +222,10 @@ class Scheduler:
                 if seq.finalized or seq.state is leaving:
                     roster.settle(seq)
                 continue
-            kept = end if draws < 2 else at + 1 + seq.settle_drafts(draws - 1, output.accepted[at])
+            kept = end
+            if draws > 1:
+                kept = at + 1 + output.accepted[at]
+                seq.settle_drafts(draws - 1, output.accepted[at])
             if seq.finalized:
                 counters.zombie_rows += draws > 0
                 roster.settle(seq)
@@ -233,20 +236,22 @@ class Scheduler:
                     break
                 token, drawn = tokens[at], seq.drawn
                 so_far, runs = drawn.tokens, drawn.versions
-                begins_run = not runs or runs[-1][0] != version
-                if begins_run and drawn.too_old_for(version):
-                    roster.finish(seq, Finish("stale"))
-                    break
+                run = runs[-1] if runs else None
+                if run is None or run[0] != version:  # the token begins a run
+                    if drawn.too_old_for(version):
+                        roster.finish(seq, Finish("stale"))
+                        break
+                    run = None
                 so_far.append(token)
                 drawn.logprobs.append(logprob)
                 drawn.raw_logprobs.append(raw_logprobs[at])
                 if drawn.drawn_logprobs is not None:
                     drawn.drawn_logprobs.append(output.drawn_logprobs[at])
-                if begins_run:  # last: `rescue` tells by the runs whether a token is whole
+                if run is not None:  # last: `rescue` tells by the runs whether a token is whole
+                    run[1] += 1
+                else:
                     runs.append([version, 1])
                     drawn.note_version(version)
-                else:
-                    runs[-1][1] += 1
                 counters.tokens += 1
                 at += 1
                 if (token in seq.watched or len(so_far) >= seq.check_at) and self._examine(seq, token):

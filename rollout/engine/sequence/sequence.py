@@ -236,16 +236,12 @@ class Sequence:
         ended = self.finish is not None and self.finish.reason == "length"
         return self.prompt_len + len(self.tokens) - 1 if self.drawn.versions or ended else 0
 
-    def settle_drafts(self, count: int, accepted: int) -> int:
-        """A step with `count` drafts is being committed, its tokens are not taken yet: take back what was refused.
-
-        Returns `accepted`.
-        """
+    def settle_drafts(self, count: int, accepted: int) -> None:
+        """A step with `count` drafts is being committed, its tokens are not taken yet: take back what was refused."""
         self.drafted -= count
         self.launched -= count - accepted
         self.kv.take_back(count - accepted, self.prompt_len + len(self.tokens) + accepted)
         self.adapter_use.drafts_refused(count - accepted, len(self.tokens))
-        return accepted
 
     def drop_launched(self) -> None:
         """No token counts that comes after the committed ones: neither those of steps in flight nor accepted drafts."""
