@@ -97,8 +97,8 @@ class Group:
     complete: int = 0  # ended by a stop or by length
     cached_tokens: int = 0
     preemptions: int = 0
-    admitted_s: float = math.inf
-    first_token_s: float = math.inf
+    admitted_s: float = math.inf  # until then
+    first_token_s: float = math.inf  # until then
     #: float32 [prompt tokens], NaN where not known yet; empty if not asked for.
     prompt_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     prompt_tops: PromptTops | None = None  # of the same tokens
