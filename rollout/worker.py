@@ -39,6 +39,7 @@ from rollout.engine.build import (
 )
 from rollout.engine.device.streams import Device, make_device
 from rollout.engine.features.routing.record import kept_routing
+from rollout.engine.features.site import alone
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.statuses import RankStatus
@@ -136,7 +137,7 @@ class Worker:
         self._memory = memory
         packer = self.ranks.adapter_packer(model)
         parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
-        allocate = None if memory is None else memory.buffer
+        allocate = memory.buffer if memory.sleeps else None
         staging = make_staging(parameters.views, settings.weights, self.ranks.size > 1, allocate)
         self._swap_copies = staging.swap_copies
         self.receiver = WeightReceiver(
@@ -153,7 +154,7 @@ class Worker:
         links = Links(inbox, outbox.put, gate, self.receiver, registry)
         with stage("preparing decode steps") as shown:
             advance = both(shown, self.ranks.start.advance)
-            lead = self._lead if self.ranks.size > 1 else None
+            lead = self._lead if self.ranks.size > 1 else alone
             self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
         for name, weights in _read_adapters(settings.engine, model, packer).items():
             links.inbox.put(PutAdapter(name, weights))
@@ -219,7 +220,7 @@ class Worker:
 
     # --- serve --------------------------------------------------------------------------------------------------------
 
-    def _lead(self, *sizes: int) -> Orders | None:
+    def _lead(self, *sizes: int) -> Orders:
         return self.ranks.lead(ring_bytes(*sizes), self.settings.weights.initial_version)
 
     def loop(self) -> int:
@@ -308,8 +309,7 @@ class Worker:
         steps = self.engine.pipeline.steps()
         busy = any(not step.slot.end.query() for step in steps)
         lanes: dict[LaneName, Lane] = {"swap": Lane(self.engine.swapper.copying, self._swap_copies.parts_done())}
-        if (memory := self._memory) is not None:
-            lanes["sleep"] = Lane(memory.working, memory.parts)
+        lanes["sleep"] = Lane(self._memory.working, self._memory.parts)
         for queue in self.engine.executor.copy_queues:
             lanes[queue.name] = Lane(queue.copying, queue.ended)  # type: ignore[index]
         return OwnProgress(self.engine.meter.steps, busy, lanes, self.engine.executor.compute.thread_id)

@@ -47,6 +47,11 @@ class Adapter:
     weights: AdapterWeights | None  # None once it is dropped: ended requests may still refer to it
     slot: AdapterSlot | None = None  # where it lies on the device
 
+    def leave_slot(self) -> None:
+        """It is not on the device any more."""
+        if self.slot is not None:
+            self.slot.adapter, self.slot = None, None
+
 
 @dataclass(eq=False, slots=True)
 class AdapterSlot:
@@ -113,17 +118,18 @@ class AdapterRegistry:
 
         Any thread may ask, but only on the loop's thread does the answer stay true.
         """
-        old = self.known.get(name)
-        if old is None and len(self.known) >= self._most:
+        known = self.known.get(name)
+        if known is None and len(self.known) >= self._most:
             raise AdapterError(
                 f"{len(self.known)} adapters are loaded, as many as engine.max_adapters allows: unload one first, "
                 "or raise it"
             )
-        if old is not None and version is not None and version <= old.version:
-            raise AdapterError(f"adapter {name!r} is at version {old.version}; send a later version", "version")
-        if old is not None and old.version == VERSION_END - 1:
+        old = -1 if known is None else known.version
+        if version is not None and version <= old:
+            raise AdapterError(f"adapter {name!r} is at version {old}; send a later version", "version")
+        if old == VERSION_END - 1:
             raise AdapterError(f"adapter {name!r} is at the last version that is possible; unload it first", "version")
-        return version if version is not None else 0 if old is None else old.version + 1
+        return old + 1 if version is None else version
 
     def next_edition(self) -> int:
         """The number of new weights."""

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 import torch
+from rollout_kernels.parallel import ONE_RANK
 
 from rollout.config import EngineSettings, Settings
 from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.device.cuda_pages import CudaPages
-from rollout.engine.device.group_memory import GroupMemory, SleepMemory
-from rollout.engine.device.releasable import HostPages, ReleasableMemory
+from rollout.engine.device.releasable import HostPages, PermanentMemory, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice, Device
 from rollout.engine.features.all import FEATURES, MakeFeature
 from rollout.engine.features.drafts.drafter import device_drafter
 from rollout.engine.features.drafts.verifier import DraftVerifier, draft_rows
-from rollout.engine.features.site import Lead, Site
+from rollout.engine.features.site import Lead, Site, alone
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
 from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
@@ -33,7 +33,7 @@ from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.state_prefixes import StatePrefixes
 from rollout.engine.loop import Engine
 from rollout.engine.messages.to_service import Event
-from rollout.engine.parts import EngineParts, Links, Receiver
+from rollout.engine.parts import EngineParts, Links, NoOffload, NoReceiver, Receiver
 from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.feature import StepFeature, find
 from rollout.engine.schedule.refusal import SchedulerLimits
@@ -59,7 +59,7 @@ from rollout.engine.sizing import (
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Movers, Rank
 from rollout.engine.step.feature import DeviceFeature, HostParts
-from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
+from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs, Progress, capturable, make_graphs, untold
 from rollout.engine.step.pack import Packer, slot_words, spare_words, upload_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
@@ -73,12 +73,13 @@ from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
 from rollout.models.language_model import LanguageModel, native
-from rollout.models.state_pool import StatePool
+from rollout.models.state_pool import NO_STATES, StatePool
 
 log = logging.getLogger(__name__)
 
 _SLOTS = 2
 _LEAST_PAGES = 2  # of a KV cache for steps on padding
+_NO_HOST_MEMORY = HostMemory(CpuDevice(), 0, 1)
 
 
 def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -> int:
@@ -90,7 +91,8 @@ def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -
 def local_links(settings: Settings, emit: Callable[[list[Event]], None], receiver: Receiver | None = None) -> Links:
     """Links of an engine without a worker around it, for benchmarks and tests."""
     gate = Gate(settings.service.drain_s, takes_weights=receiver is not None)
-    return Links(SimpleQueue(), emit, gate, receiver, adapter_registry(settings.engine))
+    receives = NoReceiver() if receiver is None else receiver
+    return Links(SimpleQueue(), emit, gate, receives, adapter_registry(settings.engine))
 
 
 def adapter_registry(engine: EngineSettings) -> AdapterRegistry | None:
@@ -105,14 +107,14 @@ def build_engine(
     links: Links,
     *,
     memory: ReleasableMemory | None = None,
-    progress: Progress | None = None,
-    lead: Lead | None = None,
+    progress: Progress = untold,
+    lead: Lead = alone,
     features: Seq[MakeFeature] = FEATURES,
 ) -> Engine:
     """An engine that is ready to tick.
 
     `memory` is the result of `sleeping_memory`, which is called here if it is absent. `progress` is called with (done,
-    total) while decode steps are captured as CUDA graphs. With `lead` this is the first rank of a tensor group. Raises
+    total) while decode steps are captured as CUDA graphs. `lead` is that of the first rank of a tensor group. Raises
     ValueError with the numbers when rows, steps or KV do not fit into the device's memory next to the weights.
     """
     version = settings.weights.initial_version
@@ -120,9 +122,7 @@ def build_engine(
     site = Site(settings, device, model, links.adapters, memory, lead)
     check_model(settings.engine, model)
     parts = _build_parts(site, version, _Memory.begin(site, features), _Totals(), progress)
-    sleeps: SleepMemory | None = site.memory
-    if site.memory is not None and parts.executor.orders is not None:
-        sleeps = GroupMemory(site.memory, parts.executor.orders)
+    sleeps = parts.executor.orders.memory_of_all(memory)
     return Engine(parts, links, Meter(version=version), sleeps, settings.engine)
 
 
@@ -130,26 +130,26 @@ def build_follower(
     settings: Settings,
     device: Device,
     model: LanguageModel,
-    memory: ReleasableMemory | None,
-    progress: Progress | None = None,
+    memory: ReleasableMemory,
+    progress: Progress = untold,
 ) -> tuple[Executor, list[Slot]]:
     """What another rank than the first one runs steps with. It is built as that one's is, collective operations too.
 
     `memory` is the result of `sleeping_memory`. `progress` is as in `build_engine`.
     """
     check_model(settings.engine, model)
-    site = Site(settings, device, model, None, memory, None, follows=True)
+    site = Site(settings, device, model, None, memory, follows=True)
     steps = _build_steps(site, _Memory.begin(site), progress)
     return steps.executor, steps.slots
 
 
-def sleeping_memory(settings: Settings, device: Device, model: LanguageModel) -> ReleasableMemory | None:
-    """Memory that is given back in a sleep, with the model's weights in it; None for a worker that cannot sleep.
+def sleeping_memory(settings: Settings, device: Device, model: LanguageModel) -> ReleasableMemory:
+    """Memory that is given back in a sleep, with the model's weights in it, if this worker can sleep.
 
     Views of the weights that were taken before still refer to the old memory.
     """
     if not settings.engine.sleep:
-        return None
+        return PermanentMemory(device)
     on_gpu = device.torch_device.type == "cuda"
     memory = ReleasableMemory(device, CudaPages(device.torch_device) if on_gpu else HostPages())
     memory.take_over(model.parameters(), kept=True)
@@ -165,8 +165,8 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     if engine.gate.swapping:
         raise RuntimeError("the weights were being changed; only a new process has whole ones")
     memory = engine.sleeper.memory
-    assert memory is None or isinstance(memory, ReleasableMemory), "a tensor group is not made whole"
-    if memory is not None and memory.released:
+    assert isinstance(memory, ReleasableMemory), "a tensor group is not made whole"
+    if memory.released:
         raise RuntimeError("the memory is given back; only a new process has some")
     executor, step = engine.executor, engine.executor.step
     executor.close()  # all launched work has ended: nothing writes to the KV any more
@@ -176,9 +176,7 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     with torch.inference_mode():
         for cache in step.kv.tensors:
             cache.zero_()  # a page may hold NaN, and masks do not hide NaN
-    site = Site(
-        settings, executor.device, step.model, None, memory, None
-    )  # the features have what they need of the links
+    site = Site(settings, executor.device, step.model, None, memory)  # features have what they need of the links
     engine.restart(_build_parts(site, engine.roster.version, _Memory.of(executor), _Totals.of(engine.roster)))
 
 
@@ -187,10 +185,10 @@ class _Memory:
     """Large memory that outlives a fault; its content does not."""
 
     features: Seq[DeviceFeature]
-    states: StatePool | None
+    states: StatePool
     kv: KVCache | None = None  # None before the first start: its size is not known
-    host_memory: HostMemory | None = None  # for KV
-    host_states: HostMemory | None = None
+    host_memory: HostMemory = _NO_HOST_MEMORY  # for KV
+    host_states: HostMemory = _NO_HOST_MEMORY
 
     @classmethod
     def begin(cls, site: Site, features: Seq[MakeFeature] = FEATURES) -> _Memory:
@@ -201,9 +199,12 @@ class _Memory:
     @classmethod
     def of(cls, executor: Executor) -> _Memory:
         """The memory of an executor that a fault ended."""
-        step, mover, state_mover = executor.step, executor.mover, executor.state_mover
-        hosts = [None if each is None else each.host_memory for each in (mover, state_mover)]
-        return cls(step.features, step.kv.states, step.kv, *hosts)
+        step = executor.step
+        return cls(step.features, step.kv.states, step.kv, *map(_host_memory, executor.movers))
+
+
+def _host_memory(mover: PageMover | None) -> HostMemory:
+    return _NO_HOST_MEMORY if mover is None else mover.host_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,7 @@ class _Steps:
     words: int  # of an upload
 
 
-def _build_steps(site: Site, memory: _Memory, progress: Progress | None) -> _Steps:
+def _build_steps(site: Site, memory: _Memory, progress: Progress) -> _Steps:
     """The device's side of an engine: row state, slots, KV, captured steps."""
     settings, device, model = site.settings, site.device, site.model
     engine, vocab = settings.engine, model.spec.vocab
@@ -248,9 +249,7 @@ def _build_steps(site: Site, memory: _Memory, progress: Progress | None) -> _Ste
         feature.begin_rows(rows)
     chunk = chunk_tokens(engine, model)
     words = slot_words(engine.max_rows, most_pages, context, chunk, features)
-    peers = model.group.peers if isinstance(model, Decoder) else None
-    fault = None if peers is None else peers.fault
-    more = chunk, features, fault
+    more = chunk, features, model.group if isinstance(model, Decoder) else ONE_RANK
     slots = [Slot(device, words, engine.step_rows, vocab, *more) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
     executor = _build_executor(site, rows, slots, memory, progress)
@@ -258,7 +257,7 @@ def _build_steps(site: Site, memory: _Memory, progress: Progress | None) -> _Ste
 
 
 def _build_parts(
-    site: Site, version: int, memory: _Memory, totals: _Totals, progress: Progress | None = None
+    site: Site, version: int, memory: _Memory, totals: _Totals, progress: Progress = untold
 ) -> EngineParts:
     settings, model = site.settings, site.model
     engine = settings.engine
@@ -275,46 +274,43 @@ def _build_parts(
     features = _host_features(executor, version, totals.features)
     allocator = _build_allocator(site, executor, features, totals)
     roster = Roster(allocator, engine.max_rows, version, time.perf_counter, totals.counters, features)
-    mover, books = executor.mover, allocator.offload_books
-    offload = None if mover is None else Offload(roster, books, mover, executor.state_mover)
-    sizes = None if executor.graphs is None else executor.graphs.sizes
-    step, shared = executor.step, None
-    if step.shares_pages:
-        shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
-    states = step.kv.states is not None
-    packer = Packer(sizes, shared, states, features)
+    step, movers = executor.step, executor.movers
+    offload: Offload | NoOffload = NoOffload()
+    if movers.kv is not None:
+        offload = Offload(roster, allocator.offload_books, movers.kv, movers.states)
+    shared = make_shared_pages(model, step.kv, engine.deterministic, step.shares_pages)
+    packer = Packer(executor.graphs.sizes, shared, allocator.prefixes.has_states, features)
     scheduler = Scheduler(limits, roster, upload_words)
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 
 def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], totals: _Totals) -> PageAllocator:
     """The books of the KV pool: pages, sessions, adapters, offloaded KV."""
-    engine, step, mover = site.settings.engine, executor.step, executor.mover
+    engine, step = site.settings.engine, executor.step
     pool = PagePool(step.kv.pages)
-    host_pages, page_bytes = (0, 0) if mover is None else (mover.host_memory.pages, mover.host_memory.page_bytes)
-    places = engine.snapshot_places if step.kv.states is not None else 0
+    host_kv, host_states = map(_host_memory, executor.movers)
+    states = step.kv.states.layers
+    places = engine.snapshot_places if states else 0
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
     found_by = pool, engine.page_size, engine.prefix_cache, sessions
-    prefixes = Prefixes(*found_by) if step.kv.states is None else StatePrefixes(*found_by, snapshots)
-    host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
-    books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, host_places, mirrors, totals.offload)
+    prefixes = StatePrefixes(*found_by, snapshots) if states else Prefixes(*found_by)
+    on_host = host_kv.pages, host_kv.page_bytes, host_states.pages
+    books = OffloadBooks(pool, engine.page_size, *on_host, mirrors, totals.offload)
     return PageAllocator(sessions, prefixes, books, mirrors)
 
 
 def _host_features(executor: Executor, version: int, before: Seq[StepFeature]) -> list[StepFeature]:
     """The features' parts on the host; the totals of those `before` a fault go on."""
     kept = {feature.name: feature for feature in before}
-    host_pages = 0 if executor.mover is None else executor.mover.host_memory.pages
+    host_pages = _host_memory(executor.mover).pages
     parts = HostParts(executor.streams, executor.orders, executor.step.kv, host_pages, version)
     made = [feature.host_part(parts, kept.get(feature.name)) for feature in executor.step.features]
     return [feature for feature in made if feature is not None]
 
 
-def _build_executor(
-    site: Site, rows: RowState, slots: list[Slot], memory: _Memory, progress: Progress | None
-) -> Executor:
+def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memory, progress: Progress) -> Executor:
     """The device's side: streams, KV pool, captured steps. On an error the streams end."""
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
     context = context_limit(settings.engine, model)
@@ -322,35 +318,33 @@ def _build_executor(
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
     step = DeviceStep(model, forward, kv, rows, engine.deterministic, _shares_pages(site), memory.features)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
-    graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else None
+    graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else 0
     streams = Streams.make(device, [feature.name for feature in memory.features if feature.own_stream])
-    mover, state_mover, graphs = None, None, None
+    mover, state_mover = None, None
+    graphs: DecodeGraphs = NO_GRAPHS
     try:
         if memory.kv is None:
             step = step.with_kv(_planned_kv(site, Executor(device, streams, step), slots, graph_rows))
             device.synchronize()
             memory = _with_host_memory(site, memory, step.kv)
-        if graph_rows is not None:
-            graphs = DecodeGraphs(step, streams.compute, context, graph_rows)
-            graphs.capture(slots, progress)
+        graphs = make_graphs(step, streams.compute, context, graph_rows)
+        graphs.capture(slots, progress)
         if (verifier := find(step.features, DraftVerifier)) is not None:
             verifier.measure(Executor(device, streams, step, graphs), slots[0])
-        orders = None
-        if site.lead is not None:  # from here on the other ranks run what they are ordered to
-            words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
-            orders = site.lead(words, engine.step_rows, width, chunk_tokens(engine, model))
+        words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
+        # From here on the other ranks run what they are ordered to.
+        orders = site.lead(words, engine.step_rows, width, chunk_tokens(engine, model))
         piece_bytes = int(engine.constants.host_kv_piece_mib * 2**20)
-        if (host := memory.host_memory) is not None:
+        if (host := memory.host_memory).pages:
             mover = PageMover(device, step.kv.tensors, host, piece_bytes, streams.compute, orders=orders)
-        if (host := memory.host_states) is not None and memory.states is not None:
+        if (host := memory.host_states).pages:
             tensors = memory.states.tensors  # they are moved one at a time
             state_mover = PageMover(device, tensors, host, 1, streams.compute, "state", orders)
     except BaseException:
         Executor(device, streams, step, graphs, Movers(mover, state_mover)).close()
         raise
-    checked = model.group if engine.check_ranks and isinstance(model, Decoder) and model.group.size > 1 else None
-    movers = Movers(mover, state_mover)
-    return Executor(device, streams, step, graphs, movers, Rank(orders, not site.follows, checked))
+    rank = Rank(orders, not site.follows, engine.check_ranks and step.group.size > 1)
+    return Executor(device, streams, step, graphs, Movers(mover, state_mover), rank)
 
 
 def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
@@ -370,10 +364,10 @@ def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
     return replace(memory, kv=kv, host_memory=host_memory, host_states=_host_states(site))
 
 
-def _host_states(site: Site) -> HostMemory | None:
+def _host_states(site: Site) -> HostMemory:
     """Host memory for states of linear attention, if the model has any."""
     spec, count = site.model.spec, states_on_host(site.settings.engine, site.model)
-    return HostMemory(site.device, count, spec.state_bytes(site.model.embed.dtype)) if count else None
+    return HostMemory(site.device, count, spec.state_bytes(site.model.embed.dtype)) if count else _NO_HOST_MEMORY
 
 
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:
@@ -434,7 +428,7 @@ def _shares_pages(site: Site) -> bool:
     return most_shared_rows(site.model.spec, engine.kv_dtype != "auto", engine.deterministic) > 1
 
 
-def _planned_kv(site: Site, executor: Executor, slots: list[Slot], graph_rows: int | None) -> KVCache:
+def _planned_kv(site: Site, executor: Executor, slots: list[Slot], graph_rows: int) -> KVCache:
     """The KV pool, in the memory that the largest steps leave; on a GPU these are run to find out."""
     settings, model, device = site.settings, site.model, site.device
     engine, context, needs = settings.engine, context_limit(settings.engine, model), StepNeeds()
@@ -451,7 +445,7 @@ def _planned_kv(site: Site, executor: Executor, slots: list[Slot], graph_rows: i
     pages = _least_of_all_ranks(model, pages)
     size = PoolSize(pages, engine.page_size, context, engine.max_rows)
     log.info("%s; %s", size, there, extra=size.facts)
-    return _allocate_kv(model, pages, engine, executor.step.kv.states, site.memory)
+    return _allocate_kv(model, pages, engine, executor.step.kv.states, site.memory.zeros)
 
 
 def _least_of_all_ranks(model: LanguageModel, pages: int) -> int:
@@ -466,25 +460,24 @@ def _allocate_kv(
     model: LanguageModel,
     pages: int,
     engine: EngineSettings,
-    states: StatePool | None,
-    memory: ReleasableMemory | None = None,
+    states: StatePool,
+    zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
 ) -> KVCache:
-    zeros, dtype = None if memory is None else memory.zeros, kv_dtype(engine, model)
+    dtype = kv_dtype(engine, model)
     tokens = device_drafter(engine, model) == "ngram"
     return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states, tokens)
 
 
-def _states(site: Site) -> StatePool | None:
+def _states(site: Site) -> StatePool:
     """Memory for the states of rows and snapshots, if the model has any. Raises ValueError if there is too little."""
-    engine, model, memory = site.settings.engine, site.model, site.memory
+    engine, model = site.settings.engine, site.model
     each = model.spec.state_bytes(model.embed.dtype)
     if each == 0:
-        return None
+        return NO_STATES
     check_states(engine, model, site.device.free_bytes())
-    zeros = None if memory is None else memory.zeros
     places = 1 + engine.max_rows + engine.snapshot_places
     needed = state_pool_bytes(engine, model)
     facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": needed}
     log.info("states of linear attention", extra=facts)
-    of_model = native(model).spec, places, model.embed.dtype, model.embed.device, zeros
+    of_model = native(model).spec, places, model.embed.dtype, model.embed.device, site.memory.zeros
     return StatePool.allocate(*of_model, draft_rows(engine))

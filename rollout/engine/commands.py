@@ -111,7 +111,7 @@ class Commands:
                 self._adapt(token, parts, lambda: drop_adapter(roster, adapter))
             case EndSession(client, name, token):
                 roster.allocator.sessions.end(client, name)
-                roster.events += [Done(token)] if token is not None else []
+                roster.events += _answers(token, Done)
             case Look():
                 pass
 
@@ -128,6 +128,12 @@ class Commands:
             change()
         except AdapterError as error:
             log.warning("an adapter was not changed", extra={"reason": str(error)})
-            events += [] if token is None else [Failed(token, str(error), error.field)]
+            message, field = str(error), error.field
+            events += _answers(token, lambda token: Failed(token, message, field))
         else:
-            events += [] if token is None else [Done(token)]
+            events += _answers(token, Done)
+
+
+def _answers(token: int | None, make: Callable[[int], Event]) -> list[Event]:
+    """The answer to a command with a token; nobody waits for an answer to one without."""
+    return [] if token is None else [make(token)]

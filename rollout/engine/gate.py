@@ -65,12 +65,21 @@ def _nobody() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SleepState:
-    """A sleep that has been ordered (falling) or has been reached (asleep)."""
+    """How deep the engine sleeps: awake, or a sleep that has been ordered (falling) or has been reached (asleep)."""
 
-    level: int  # 1: weights are kept in host memory; 2: they are dropped
-    requests: Literal["wait", "refuse"]  # what happens to requests that arrive meanwhile
-    freed_bytes: int = 0  # device memory given back; 0 while falling
-    since_s: float | None = None  # asleep since, `time.perf_counter()`; None while falling
+    level: int = 0  # 0: awake; 1: weights are kept in host memory; 2: they are dropped
+    requests: Literal["wait", "refuse"] = "wait"  # what happens to requests that arrive meanwhile
+    reached: bool = False  # asleep
+    freed_bytes: int = 0  # device memory given back
+    since_s: float = 0.0  # asleep since, `time.perf_counter()`
+
+    @property
+    def ordered(self) -> bool:
+        """True unless awake."""
+        return self.level > 0
+
+
+_AWAKE = SleepState()
 
 
 class Gate:
@@ -89,7 +98,7 @@ class Gate:
         self.draining = False
         self.stopped = False
         self.paused = False
-        self.sleep: SleepState | None = None  # None: awake
+        self.sleep = _AWAKE
         self.hold: Literal["free", "wanted", "granted"] = "free"
         self.stale = ""  # why the weights cannot be used, and what cures that; empty while they can
         self.dropped = False  # a sleep dropped the weights, and no whole update has arrived since
@@ -110,7 +119,7 @@ class Gate:
     @property
     def blocked(self) -> Blocked | None:
         """Why no step may be launched; None if one may be."""
-        if self.sleep is not None:
+        if self.sleep.ordered:
             return "asleep"
         if self.paused:
             return "paused"
@@ -139,10 +148,9 @@ class Gate:
 
     def refusal(self, request: Request, version: int) -> Rejected | None:
         """Why this request is not admitted while weights of `version` are served; None if it is admitted."""
-        sleep = self.sleep
         if self.draining:
             return Rejected(request.key, "unavailable", "the worker is draining: send the request to another one")
-        if sleep is not None and sleep.requests == "refuse":
+        if self.sleep.requests == "refuse":
             message = "this worker is asleep: wake it, or send the request to another one"
             return Rejected(request.key, "unavailable", message)
         if request.min_version > version and not self.takes_weights:
@@ -153,8 +161,7 @@ class Gate:
     @property
     def asleep(self) -> bool:
         """True while the device's memory is given back."""
-        sleep = self.sleep
-        return sleep is not None and sleep.since_s is not None
+        return self.sleep.reached
 
     @property
     def state(self) -> EngineState:
@@ -167,9 +174,9 @@ class Gate:
     def sleep_status(self) -> SleepStatus | None:
         """The sleep that a status shows; None while awake."""
         sleep = self.sleep
-        if sleep is None:
+        if not sleep.ordered:
             return None
-        age_s = 0.0 if sleep.since_s is None else time.perf_counter() - sleep.since_s
+        age_s = time.perf_counter() - sleep.since_s if sleep.reached else 0.0
         return SleepStatus(sleep.level, sleep.requests, sleep.freed_bytes, age_s)
 
     # --- the loop's changes -------------------------------------------------------------------------------------------
@@ -214,19 +221,16 @@ class Gate:
     def fall_asleep(self, level: int, requests: Literal["wait", "refuse"]) -> None:
         """A sleep is ordered: launch nothing, begin no update. A deeper sleep may be ordered while asleep."""
         with self._lock:  # an update is inside or the gate is shut: never neither
-            if self.sleep is None:
-                self.sleep = SleepState(level, requests)
-            else:
-                self.sleep = replace(self.sleep, level=max(self.sleep.level, level), requests=requests)
+            self.sleep = replace(self.sleep, level=max(self.sleep.level, level), requests=requests)
 
     def slept(self, freed_bytes: int) -> None:
         """The memory is given back."""
-        assert self.sleep is not None and not (self.swapping or self.update_inside)
-        self.sleep = replace(self.sleep, freed_bytes=freed_bytes, since_s=time.perf_counter())
+        assert self.sleep.ordered and not (self.swapping or self.update_inside)
+        self.sleep = replace(self.sleep, reached=True, freed_bytes=freed_bytes, since_s=time.perf_counter())
 
     def wake_up(self) -> None:
         """The memory is back, or a sleep was refused."""
-        self.sleep = None
+        self.sleep = _AWAKE
 
     def grant_hold(self) -> None:
         """No step is in flight: grant the hold if one is wanted. The receiver may write from now on."""
@@ -263,7 +267,7 @@ class Gate:
     def admit_update(self) -> bool:
         """An update begins. Returns False if it must not, because a sleep has been ordered."""
         with self._lock:
-            if self.sleep is not None:
+            if self.sleep.ordered:
                 return False
             self.update_inside = True
             return True

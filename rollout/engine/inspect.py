@@ -104,8 +104,7 @@ class Inspector:
             self._engine.meter.set(feature.gauges())
 
     def _offload(self) -> OffloadStatus:
-        offload = self._engine.parts.offload
-        return OffloadStatus() if offload is None else offload.books.status()
+        return self._engine.roster.allocator.offload_books.status()
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 

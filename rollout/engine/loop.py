@@ -19,7 +19,7 @@ import time
 
 from rollout.config import EngineSettings
 from rollout.engine.commands import WORKER_ENDS, Commands
-from rollout.engine.device.group_memory import SleepMemory
+from rollout.engine.device.releasable import SleepMemory
 from rollout.engine.messages.to_service import Delta, Event, RequestDone
 from rollout.engine.parts import EngineParts, Links
 from rollout.engine.recomputation import Recomputation
@@ -43,7 +43,7 @@ class Engine:
     """
 
     def __init__(
-        self, parts: EngineParts, links: Links, meter: Meter, memory: SleepMemory | None, settings: EngineSettings
+        self, parts: EngineParts, links: Links, meter: Meter, memory: SleepMemory, settings: EngineSettings
     ) -> None:
         recompute = settings.kv_on_swap == "recompute"
         self.recomputation = Recomputation(settings.recompute_fraction if recompute else 1.0)
@@ -67,23 +67,18 @@ class Engine:
         roster, scheduler, pipeline = parts.roster, parts.scheduler, parts.pipeline
         self.commands.take(parts)
         scheduler.end_overdue()
-        if parts.offload is not None:
-            parts.offload.advance()
+        parts.offload.advance()
         for feature in roster.features:
             feature.tick()
-        planned_s = time.perf_counter()
-        plan = None if gate.blocked else self._plan()
-        if plan is not None:
-            self.launch(plan, planned_s)
-        committed = plan is not None and plan.draws_later and self._commit_and_draw(plan)
-        committed |= (pipeline.full or plan is None) and self.commit_oldest()
+        launched = not gate.blocked and self._launch_next()
+        committed = launched and pipeline.newest().plan.draws_later and self._commit_and_draw()
+        committed |= (pipeline.full or not launched) and self.commit_oldest()
         idle = pipeline.in_flight == 0 and (roster.resting or gate.at_rest)
         if pipeline.in_flight == 0:
-            self._nothing_runs(idle, plan is None)
+            self._nothing_runs(idle, not launched)
         self.swapper.advance(parts)
-        self._wait_for_copies(plan is None and not committed, idle)
-        if gate.sleep is not None:
-            self.sleeper.advance(parts)
+        self._wait_for_copies(not launched and not committed, idle)
+        self.sleeper.advance(parts)
         reported = self._report()
         if committed:
             self.meter.finalized(time.perf_counter(), idle)
@@ -93,9 +88,8 @@ class Engine:
     def busy(self) -> bool:
         """True while a tick has something to do without a new command."""
         parts, gate = self.parts, self.gate
-        moving = parts.offload is not None and parts.offload.moving
         waits = parts.roster.resting or gate.blocked is not None
-        return parts.pipeline.in_flight > 0 or gate.swapping or moving or not waits
+        return parts.pipeline.in_flight > 0 or gate.swapping or parts.offload.moving or not waits
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a command and carry it out, for when the engine is not busy; false if none came."""
@@ -103,12 +97,16 @@ class Engine:
 
     # --- the phases of a tick -----------------------------------------------------------------------------------------
 
-    def _plan(self) -> Plan | None:
-        scheduler = self.parts.scheduler
+    def _launch_next(self) -> bool:
+        """Plan a step and launch it; False if there is nothing to do."""
+        scheduler, planned_s = self.parts.scheduler, time.perf_counter()
         plan = scheduler.plan()
         if scheduler.admission_over:
             self.recomputation.admitted(self.parts.roster)
-        return plan
+        if plan is None:
+            return False
+        self.launch(plan, planned_s)
+        return True
 
     def launch(self, plan: Plan, planned_s: float) -> None:
         """Pack a plan into the next slot and enqueue its step; planning began at `planned_s`, `time.perf_counter()`."""
@@ -123,13 +121,12 @@ class Engine:
         parts.pipeline.push(StepInFlight(plan, upload.header, slot, *times_s))
         self.launching = None
 
-    def _commit_and_draw(self, plan: Plan) -> bool:
+    def _commit_and_draw(self) -> bool:
         """Commit the step before the one just launched, make the masks that depend on it, draw with them."""
-        parts = self.parts
+        parts, step = self.parts, self.parts.pipeline.newest()
         committed = parts.pipeline.in_flight > 1 and self.commit_oldest()
-        step = parts.pipeline.oldest()
-        assert step is not None and step.plan is plan, "masks are made after all earlier commits"
-        made = self.masks.of_step(plan, step.slot.masks)
+        assert step is parts.pipeline.oldest(), "masks are made after all earlier commits"
+        made = self.masks.of_step(step.plan, step.slot.masks)
         for seq, finish in made.ended:
             parts.roster.finish(seq, finish)
         parts.executor.draw(step.header, step.slot, made.at, made.refused)
@@ -138,9 +135,9 @@ class Engine:
     def commit_oldest(self) -> bool:
         """Wait for the oldest step and account for it; False if no step is in flight."""
         parts = self.parts
-        step = parts.pipeline.oldest()
-        if step is None:
+        if not parts.pipeline.in_flight:
             return False
+        step = parts.pipeline.oldest()
         output = parts.executor.read(step.header, step.slot)
         counters, committing_s = parts.roster.counters, time.perf_counter()
         tokens, zombies = counters.tokens, counters.zombie_rows
@@ -166,7 +163,7 @@ class Engine:
     def _wait_for_copies(self, nothing_else: bool, idle: bool) -> None:
         """Wait for a copy of KV if there is nothing else to do. If requests wait meanwhile, it is a bubble."""
         offload = self.parts.offload
-        if not nothing_else or offload is None or not offload.moving:
+        if not nothing_else or not offload.moving:
             self._waiting_since_s = None
             return
         since_s = self._waiting_since_s or time.perf_counter()

@@ -10,13 +10,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 from rollout.engine.adapters import AdapterRegistry, AdapterUpdate
 from rollout.engine.gate import Gate
-from rollout.engine.kv.offload import Offload
+from rollout.engine.kv.offload import MoveRecord, Offload
 from rollout.engine.messages.to_engine import Command
 from rollout.engine.messages.to_service import Event
 from rollout.engine.schedule.roster import Roster
@@ -64,6 +65,25 @@ class Receiver(Protocol):
         """A sleep was ordered, so no update can begin: free the memory that is kept for the next one."""
 
 
+class NoReceiver:
+    """The receiver of a worker that takes no weights."""
+
+    def take_ready(self) -> None:
+        """No update comes."""
+
+    def applied(self, update: Any, pause_s: float) -> None:
+        """No-op."""
+
+    def refused(self, update: Any, message: str) -> None:
+        """No-op."""
+
+    def failed(self, update: Any, message: str) -> None:
+        """No-op."""
+
+    def rest(self) -> None:
+        """No-op: it keeps no memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """What an engine exchanges with other threads. `emit` runs on the loop's thread and must not block."""
@@ -71,8 +91,22 @@ class Links:
     inbox: SimpleQueue[Command]
     emit: Callable[[list[Event]], None]
     gate: Gate
-    receiver: Receiver | None = None
+    receiver: Receiver = NoReceiver()
     adapters: AdapterRegistry | None = None  # None: this worker serves no adapters
+
+
+class NoOffload:
+    """The `Offload` of an engine without host memory for KV: nothing moves."""
+
+    moving = False
+    failure = ""
+    recent: Seq[MoveRecord] = ()
+
+    def advance(self) -> None:
+        """No-op."""
+
+    def wait(self, most_s: float) -> None:
+        """No-op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,4 +118,4 @@ class EngineParts:
     pipeline: Pipeline
     packer: Packer
     executor: Executor
-    offload: Offload | None = None  # moves KV of preempted sequences to the host and back
+    offload: Offload | NoOffload  # moves KV of preempted sequences to the host and back

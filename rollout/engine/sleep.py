@@ -28,8 +28,7 @@ import time
 from collections import deque
 
 from rollout.config import EngineSettings
-from rollout.engine.device.group_memory import SleepMemory
-from rollout.engine.device.releasable import MemoryShortError
+from rollout.engine.device.releasable import MemoryShortError, SleepMemory
 from rollout.engine.messages.to_engine import Sleep, Wake
 from rollout.engine.messages.to_service import Done, Event, Failed
 from rollout.engine.parts import EngineParts, Links
@@ -46,12 +45,12 @@ _COPY_WAIT_S = 0.05
 
 
 class Sleeper:
-    """The sleeps of one engine; only the loop calls it. Without `memory` the engine cannot sleep.
+    """The sleeps of one engine; only the loop calls it. `memory` says whether it can sleep at all.
 
     `settings` give the time limit for moving KV (`constants.sleep_kv_s`).
     """
 
-    def __init__(self, links: Links, meter: Meter, memory: SleepMemory | None, settings: EngineSettings) -> None:
+    def __init__(self, links: Links, meter: Meter, memory: SleepMemory, settings: EngineSettings) -> None:
         self.memory = memory
         self._gate, self._receiver, self._meter = links.gate, links.receiver, meter
         self._kv_s = settings.constants.sleep_kv_s
@@ -62,7 +61,7 @@ class Sleeper:
     def take(self, order: Sleep | Wake, parts: EngineParts) -> None:
         """Take an order; `advance` carries it out."""
         refused: Failed | None = None
-        if self.memory is None:
+        if not self.memory.sleeps:
             refused = Failed(order.token, "this worker cannot sleep: start it with --sleep (engine.sleep)", "op")
         elif self._gate.draining:
             refused = Failed(order.token, _ENDING, code="unavailable")
@@ -74,13 +73,13 @@ class Sleeper:
             return
         self._orders.append(order)
         self._begin(parts)
-        if self._gate.sleep is None:  # a wake of an engine that is awake; all others wait for the end of the tick
+        if not self._gate.sleep.ordered:  # a wake of an engine that is awake; all others wait for the end of the tick
             self.advance(parts)
 
     @property
     def copy_wait_s(self) -> float:
         """How long the loop may wait for a copy of KV."""
-        return math.inf if self._gate.sleep is None else _COPY_WAIT_S
+        return _COPY_WAIT_S if self._gate.sleep.ordered else math.inf
 
     def advance(self, parts: EngineParts) -> None:
         """Carry out the orders that can be carried out now; at the end of a tick, while a sleep is ordered."""
@@ -114,8 +113,7 @@ class Sleeper:
         self._begun, order = True, self._orders[0]
         if isinstance(order, Sleep):
             self._gate.fall_asleep(order.level, order.requests or "wait")
-            if self._receiver is not None:
-                self._receiver.rest()
+            self._receiver.rest()
             if order.mode == "abort":
                 parts.roster.end_all("cancelled")
 
@@ -125,7 +123,6 @@ class Sleeper:
         if isinstance(order, Wake):
             return self._wake(order, parts) if gate.asleep else self._done(order, 0, now_s, parts)
         if gate.asleep:
-            assert self.memory is not None and gate.sleep is not None
             if gate.sleep.level == 2:
                 self.memory.forget()
                 parts.roster.forget_offloaded()
@@ -136,7 +133,6 @@ class Sleeper:
 
     def _fall_asleep(self, order: Sleep, parts: EngineParts) -> Done | Failed | None:
         """The device is quiet. Returns the answer, or None while KV is on its way to the host."""
-        assert self.memory is not None and self._gate.sleep is not None
         keep = self._gate.sleep.level == 1
         if self._emptying_s is None:
             self._emptying_s = time.perf_counter()
@@ -175,7 +171,6 @@ class Sleeper:
         )
 
     def _wake(self, order: Wake, parts: EngineParts) -> Done | Failed:
-        assert self.memory is not None and self._gate.sleep is not None
         began_s = time.perf_counter()
         try:
             self.memory.restore()
@@ -192,15 +187,17 @@ class Sleeper:
 
     def _stay_awake(self) -> None:
         self._emptying_s = None
-        if self.memory is not None:
-            self.memory.forget()  # saved for a sleep that was refused
+        self.memory.forget()  # saved for a sleep that was refused
         self._gate.wake_up()
 
     def _done(self, order: Sleep | Wake, nbytes: int, began_s: float, parts: EngineParts) -> Done:
-        level = 0 if self._gate.sleep is None else self._gate.sleep.level
-        parked = 0 if parts.offload is None else parts.offload.books.status().sequences
-        seconds = time.perf_counter() - began_s
-        return Done(order.token, {"level": level, "bytes": nbytes, "seconds": seconds, "parked": parked})
+        facts = {
+            "level": self._gate.sleep.level,
+            "bytes": nbytes,
+            "seconds": time.perf_counter() - began_s,
+            "parked": parts.roster.allocator.offload_books.status().sequences,
+        }
+        return Done(order.token, facts)
 
 
 def _emptied(roster: Roster) -> bool:

@@ -18,5 +18,6 @@ class StepOutput:
     logprobs: list[float]
     raw_logprobs: list[float]
     drawn_logprobs: list[float]
-    accepted: list[int] | None = None  # of a step with drafts: at the place of a row's own draw, how many of its drafts
+    #: Of a step with drafts: at the place of a row's own draw, how many of its drafts.
+    accepted: list[int] = field(default_factory=list)
     of_features: Mapping[str, Any] = field(default_factory=dict)  # what features give to their part on the host

@@ -33,10 +33,10 @@ class _Swap:
 
 
 class Swapper:
-    """Applies the receiver's updates. Without a receiver it does nothing."""
+    """Applies the receiver's updates."""
 
     def __init__(
-        self, receiver: Receiver | None, gate: Gate, meter: Meter, recompute: bool, recomputation: Recomputation
+        self, receiver: Receiver, gate: Gate, meter: Meter, recompute: bool, recomputation: Recomputation
     ) -> None:
         self._receiver = receiver
         self._gate = gate
@@ -53,20 +53,20 @@ class Swapper:
 
     def advance(self, parts: EngineParts) -> None:
         """Finish the swap under way if its copy is done; apply an update if one is ready."""
-        if self._receiver is None or self._gate.asleep:
+        if self._gate.asleep:
             return
         if self._swap is not None:
-            self._finish(self._swap, parts, self._receiver)
+            self._finish(self._swap, parts)
         self._gate.note_recomputing(self._recomputation.delays(parts.roster))
         if self._gate.may_apply and (update := self._receiver.take_ready()) is not None:
             if isinstance(update, AdapterUpdate):
-                self._put_adapter(update, parts, self._receiver)
+                self._put_adapter(update, parts)
             else:
                 self._begin(update, parts)
 
     def fail(self, message: str) -> None:
         """After a fault: the weights are lost if a swap was under way. The gate stays in `swapping`."""
-        if self._swap is not None and self._receiver is not None:
+        if self._swap is not None:
             self._receiver.failed(self._swap.update, message)
 
     def _begin(self, update: StagedUpdate, parts: EngineParts) -> None:
@@ -78,7 +78,7 @@ class Swapper:
         self._recomputation.begin(change_weights(parts.roster, update.version, self._recompute, update.names))
         self._gate.clear_hold()
 
-    def _finish(self, swap: _Swap, parts: EngineParts, receiver: Receiver) -> None:
+    def _finish(self, swap: _Swap, parts: EngineParts) -> None:
         if parts.pipeline.in_flight == 0:
             swap.end.synchronize()  # there is nothing else to do
         if not swap.end.query():
@@ -88,16 +88,16 @@ class Swapper:
         self._gate.swap_ends()
         start_s, end_s = swap.held_since_s or swap.start.time_s, swap.end.time_s
         self._meter.swap(start_s, end_s, swap.update.version, swap.update.nbytes)
-        receiver.applied(swap.update, end_s - start_s)
+        self._receiver.applied(swap.update, end_s - start_s)
 
-    def _put_adapter(self, update: AdapterUpdate, parts: EngineParts, receiver: Receiver) -> None:
+    def _put_adapter(self, update: AdapterUpdate, parts: EngineParts) -> None:
         try:
             lost = put_adapter(parts.roster, update.name, update.version, update.weights, self._recompute)
         except AdapterError as error:
-            receiver.refused(update, str(error))
+            self._receiver.refused(update, str(error))
         except Exception as error:  # a fault ends these parts, and the receiver waits for an answer
-            receiver.failed(update, f"{type(error).__name__}: {error}")
+            self._receiver.failed(update, f"{type(error).__name__}: {error}")
             raise
         else:
             self._recomputation.begin(lost)
-            receiver.applied(update, 0.0)
+            self._receiver.applied(update, 0.0)

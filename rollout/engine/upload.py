@@ -132,6 +132,10 @@ class StepInput:
     def __contains__(self, name: str) -> bool:
         return name in self.header.sections
 
+    def get(self, name: str) -> torch.Tensor | None:
+        """A section, as a view; None if the step does not have it."""
+        return self[name] if name in self else None
+
     def __getitem__(self, name: str) -> torch.Tensor:
         """A section, as a view."""
         start, words, dtype, shape = self.header.sections[name]
@@ -171,12 +175,10 @@ class Staging:
         return Upload(header, self.words[: self.used], tuple(self.extras))
 
 
-def put_decode(
-    staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], size: int, segments_SW: np.ndarray | None = None
-) -> None:
+def put_decode(staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], size: int) -> None:
     """Put the rows of a decode forward and the pages that they open, (place, page), padded to `size` with row 0.
 
-    `segments_SW` is what the rows share, of `size` rows; None where attention reads each row on its own.
+    The segments come next, where attention reads shared pages once.
     """
     rows_B = np.zeros(size, dtype=np.int64)
     rows_B[: len(rows)] = rows
@@ -185,12 +187,12 @@ def put_decode(
         pages_B[place] = page
     staging.put("rows", rows_B)
     staging.put("new_pages", pages_B)
-    if segments_SW is not None:
-        staging.put("segments", segments_SW)
 
 
 def put_behind(staging: Staging, drafts: Seq[int], size: int) -> None:
-    """Put how many drafts stand behind each row of a step, right after `put_decode`; padded to `size`.
+    """Put how many drafts stand behind each row of a step, right after its other sections of a decode.
+
+    Padded to `size`.
 
     `drafts` has a number for each row, in their order.
     """

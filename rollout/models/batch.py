@@ -20,7 +20,7 @@ from rollout_kernels import DecodePlan, plan_paged_decode
 
 from rollout.models.lora_slots import StepAdapters
 from rollout.models.spec import KVShape
-from rollout.models.state_pool import StatePool
+from rollout.models.state_pool import NO_STATES, StatePool
 
 if TYPE_CHECKING:
     from rollout_kernels.attention.triton_decode_plan import DecodeWork
@@ -179,7 +179,7 @@ class KVCache:
     v: list[torch.Tensor]
     page_size: int
     scales: list[torch.Tensor] = field(default_factory=list)  # empty where there are no codes
-    states: StatePool | None = None  # of the layers without KV
+    states: StatePool = NO_STATES  # of the layers without KV
     tokens: torch.Tensor | None = None  # int32 [P, S]; None where nothing reads them
 
     def layer(self, index: int) -> LayerKV:
@@ -215,7 +215,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
-        states: StatePool | None = None,
+        states: StatePool = NO_STATES,
         tokens: bool = False,
     ) -> KVCache:
         """Allocate `pages` pages of `page_size` tokens, zeroed: attention masks hide values, but not NaN.
@@ -225,7 +225,7 @@ class KVCache:
         torch makes them on `device`. `states` is needed by a model that has states. `tokens`: pages have token ids.
         """
         coded = dtype == torch.float8_e4m3fn
-        make = zeros or functools.partial(_zeros, device)
+        make = zeros or functools.partial(zeroed, device)
         value_dtype = torch.uint8 if coded else dtype
         k = [make((pages, page_size, shape.heads, shape.k_dim), value_dtype) for shape in spec.kv_shapes]
         v = [
@@ -238,7 +238,7 @@ class KVCache:
         return cls(k=k, v=v, page_size=page_size, scales=scales, states=states, tokens=ids)
 
 
-def _zeros(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def zeroed(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeroed memory; on a CPU the system gives a page of it when it is first written."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

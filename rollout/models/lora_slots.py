@@ -100,13 +100,16 @@ class SharedParts:
         self.number = number
 
 
+_NOT_SHARED = SharedParts(0)
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
     """One adapter on the host in the layout of a slot: A [J R, K] and B [N, R] of each product that it corrects."""
 
     rank: int  # the largest of its modules
     parts: Mapping[LayerProduct, tuple[torch.Tensor, torch.Tensor]]
-    shared: SharedParts | None = None  # with the other ranks of a tensor group
+    shared: SharedParts = _NOT_SHARED  # with the other ranks of a tensor group
 
     @property
     def nbytes(self) -> int:

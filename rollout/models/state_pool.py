@@ -74,9 +74,9 @@ class StatePool:
         self, verified_M4: torch.Tensor, rows_S: torch.Tensor, accepted_S: torch.Tensor, one_by_one: bool
     ) -> None:
         """Advance the rows of a step by their accepted drafts; see `rollout_kernels.delta.catch_up`."""
-        assert self.drafts is not None, "an engine with speculation keeps what states need of drafts"
-        states = self.recurrent_LNHKV, self.conv_LNCW, self.drafts
-        catch_up(*states, verified_M4, rows_S, accepted_S, one_by_one)
+        if self.drafts is not None:
+            states = self.recurrent_LNHKV, self.conv_LNCW, self.drafts
+            catch_up(*states, verified_M4, rows_S, accepted_S, one_by_one)
 
     @classmethod
     def allocate(
@@ -87,15 +87,15 @@ class StatePool:
         device: torch.device | str,
         zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
         draft_rows: range = range(0),
-    ) -> StatePool | None:
-        """Memory for `places` states of a model whose dtype is `dtype`; None for a model without states.
+    ) -> StatePool:
+        """Memory for `places` states of a model whose dtype is `dtype`; `NO_STATES` for a model without states.
 
         `zeros` makes the tensors of states; by default torch makes them on `device`. `draft_rows` are the numbers of
         the rows that hold drafts.
         """
         mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)]
         if not mixers:
-            return None
+            return NO_STATES
         mixer, count = mixers[0], len(mixers)
         shape = mixer.value_heads, mixer.key_dim, mixer.value_dim, mixer.mixed, mixer.conv
         assert all((m.value_heads, m.key_dim, m.value_dim, m.mixed, m.conv) == shape for m in mixers)
@@ -114,6 +114,10 @@ class StatePool:
             make((count, places, mixer.mixed, mixer.conv - 1), dtype),
             drafts,
         )
+
+
+#: Of a model without layers of linear attention.
+NO_STATES = StatePool(torch.zeros(0, 0, 0, 0, 0), torch.zeros(0, 0, 0, 0))
 
 
 def _zeros(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

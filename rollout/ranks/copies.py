@@ -39,7 +39,7 @@ class FollowerCopies:
         executor: Executor,
         adapters: AdapterCopies,
         updates: OrderedWork,
-        memory: ReleasableMemory | None,
+        memory: ReleasableMemory,
         reports: Reports,
         number: int,
     ) -> None:
@@ -107,7 +107,6 @@ class FollowerCopies:
 
     def _change_memory(self, number: int, what: str) -> None:
         memory = self._memory
-        assert memory is not None, "rank 0 can sleep, and so can this rank"
         self._updates.finish()
         failure = ""
         try:

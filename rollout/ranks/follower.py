@@ -187,7 +187,7 @@ def follow(told: dict[str, Any]) -> None:
         )
         start.enter(PREPARING)
         memory = sleeping_memory(settings, device, loaded.model)  # before anything takes views of the weights
-        allocate = None if memory is None else memory.buffer
+        allocate = memory.buffer if memory.sleeps else None
         parameters = ParameterMap(loaded.trainer_views(), update_names(settings.model, loaded))
         advance = LaneReport(reports, number, "updates").advance
         staging = make_staging(parameters.views, settings.weights, True, allocate, advance)

@@ -34,6 +34,8 @@ import msgpack
 import numpy as np
 import torch
 
+from rollout.engine.device.group_memory import GroupMemory
+from rollout.engine.device.releasable import ReleasableMemory, SleepMemory
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Extra, Header, Upload
@@ -140,6 +142,10 @@ class Orders:
     def free_relay(self) -> int:
         """Give that memory back, once all have carried out their orders; returns its bytes."""
         return 0 if self._relay is None else self._relay.free()
+
+    def memory_of_all(self, own: ReleasableMemory) -> SleepMemory:
+        """The memory of all ranks; if none can sleep, no rank gets orders about it."""
+        return GroupMemory(own, self) if own.sleeps else own
 
     @property
     def freed_bytes(self) -> int:

@@ -130,10 +130,8 @@ class Ranks:
             self.start.enter(LOADING)
         return self.group
 
-    def lead(self, ring_bytes: int, version: int) -> Orders | None:
-        """Wait until all followers are ready, and give orders from now on. None for one rank."""
-        if self.size == 1:
-            return None
+    def lead(self, ring_bytes: int, version: int) -> Orders:
+        """Wait until all followers are ready, and give orders from now on. Only of several ranks."""
         self.start.enter(READY)
         while min(self.reports.get("ready")) == 0:
             self.check()

@@ -123,8 +123,8 @@ class Vitals:
         text = () if self._prompts is None or self._prompts.problem is None else (self._prompts.problem,)
         hung = self._engine.masks.left_behind
         masks = (f"{hung} constraints have hung a thread each",) if hung else ()
-        offload = self._engine.parts.offload
-        moved = (offload.failure,) if offload is not None and offload.failure else ()
+        failure = self._engine.parts.offload.failure
+        moved = (failure,) if failure else ()
         return (*ended, *stale, *text, *masks, *moved)
 
 

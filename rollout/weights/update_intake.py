@@ -218,7 +218,7 @@ class UpdateIntake:
     def report_idle(self) -> None:
         """Tell the gate when no update is active; if a sleep is ordered, free the memory kept for the next one."""
         if self.current is None and self.committed is None:
-            if self._gate.sleep is not None:
+            if self._gate.sleep.ordered:
                 for receiver in self.receivers.values():
                     receiver.rest()
             self._gate.updates_done()
@@ -407,7 +407,7 @@ class UpdateIntake:
 
     def _status(self, header: Mapping[str, Any], reply: Reply) -> None:
         gate, current = self._gate, self.current
-        state = "asleep" if gate.sleep is not None else "stale" if gate.stale else "idle"
+        state = "asleep" if gate.sleep.ordered else "stale" if gate.stale else "idle"
         state = "receiving" if current else "ready" if self.ready else "applying" if self.committed else state
         reply(
             {

@@ -191,7 +191,7 @@ def measure(bench: Bench, shape: str, rows: int) -> dict[str, Any]:
     wall_s = {depth: statistics.median(run.step_s for run in of) for depth, of in runs.items()}
     share = zombie_share(runs[1][0].steps) if stops else 0.0
     # Without a graph a step is launched kernel by kernel, by the stream itself: nothing arrives first.
-    launch_s = device.launch_s if bench.driver.engine.executor.graphs is not None else 0.0
+    launch_s = device.launch_s if bench.driver.engine.executor.captures else 0.0
     parts = StepParts(device.forward_s, device.sampling_s, loop_s + launch_s)
     predicted, observed = points(parts.speedup(share)), points(wall_s[1] / wall_s[2])
     line: dict[str, Any] = {

@@ -28,7 +28,7 @@ from rollout.config import EngineConstants, EngineSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv.allocator import pages_for
-from rollout.engine.kv.offload import MoveRecord
+from rollout.engine.kv.offload import MoveRecord, Offload
 from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
@@ -116,7 +116,7 @@ def run(mode: str, model: Decoder, args: argparse.Namespace) -> dict[str, Any]:
     driver = Driver(Settings(engine=settings_of(mode, model, args)), make_device(args.device), model)
     engine, meter = driver.engine, AllSteps()
     engine.meter = meter
-    if engine.parts.offload is not None:
+    if isinstance(engine.parts.offload, Offload):
         engine.parts.offload.recent = deque()  # all of them
     for i in range(args.rows):
         prompt = random_prompt(model.spec.vocab, args.prompt, i)
@@ -131,7 +131,7 @@ def run(mode: str, model: Decoder, args: argparse.Namespace) -> dict[str, Any]:
             print(f"{mode}: {tokens} tokens, {tokens / (now_s - began_s):.0f} a second", flush=True)
     wall_s = time.perf_counter() - began_s
     status, counters = Inspector(engine).status().offload, engine.roster.counters
-    moves = [] if engine.parts.offload is None else list(engine.parts.offload.recent)
+    moves = list(engine.parts.offload.recent)
     tokens = sum(len(done.tokens) for done in driver.completions.values())
     assert tokens == args.rows * args.tokens, "every row has all its tokens"
     row = {

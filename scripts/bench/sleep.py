@@ -155,7 +155,6 @@ def one_round(
 ) -> dict[str, Any]:
     """Let rows decode, sleep, wake, and let them continue."""
     memory, vocab = driver.engine.sleeper.memory, loaded.spec.vocab
-    assert memory is not None
     begin_rows(driver, args, vocab, f"rows{level}-{number}")
     before_ms = step_ms(driver, args)
     before = free_bytes(device)

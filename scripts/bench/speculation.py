@@ -52,7 +52,7 @@ import numpy as np
 import torch
 
 from rollout.engine.features.drafts.decode_costs import measure_decode_costs
-from rollout.engine.features.drafts.drafter import device_drafter
+from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, DeviceDrafterName, device_drafter
 from rollout.engine.features.drafts.feature import Drafting
 from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
@@ -130,7 +130,7 @@ class Bench:
         )
         step_rows = max(args.rows) + args.draft_rows
         slot = parts.pipeline.free_slots[0]
-        self.costs: StepCosts = measure_decode_costs(parts.executor, slot, step_rows, self._on_device is not None)
+        self.costs: StepCosts = measure_decode_costs(parts.executor, slot, step_rows, self._on_device != "none")
 
     def warm(self, prompts: list[list[int]]) -> None:
         """Leave the prompts in the prefix cache."""
@@ -149,13 +149,14 @@ class Bench:
         costs = copy.deepcopy(self.costs)  # what it learns is forgotten
         if mode in _BY_DEVICE:
             verifier = find(self.engine.engine.executor.step.features, DraftVerifier)
-            assert verifier is not None and verifier.drafter is not None, "checked with the arguments"
+            assert verifier is not None and self._on_device != "none", "checked with the arguments"
             recorded = [plain.tokens[str(i)] for i in range(len(plain.tokens))]
-            planner = DraftPlanner(None, self._most, self._most_rows, costs, mode == "unpaid", self._on_device)
+            by_device = NO_HOST_DRAFTER, self._most, self._most_rows, costs
+            planner = DraftPlanner(*by_device, mode == "unpaid", self._on_device)
             with ReplayOnDevice(verifier.drafter, recorded, p, self.engine.vocab):
                 run, row = self._run(work, figures, planner)
             return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
-        ngrams = self._on_device if adapts and self._on_device == "ngram" else None
+        ngrams: DeviceDrafterName = "ngram" if adapts and self._on_device == "ngram" else "none"
         planner = DraftPlanner(drafter, self._most, self._most_rows, costs, adapts, ngrams)
         run, row = self._run(work, figures, planner)
         return row | {"speedup": run.tokens_per_s / plain.tokens_per_s, **run.same_as(plain)}
@@ -164,7 +165,8 @@ class Bench:
         engine = self.engine.engine
         drafting = find(engine.roster.features, Drafting)
         assert drafting is not None, "the engine has speculation"
-        counts, nothing = drafting.counts, DraftPlanner(None, self._most, self._most_rows, copy.deepcopy(self.costs))
+        counts, costs = drafting.counts, copy.deepcopy(self.costs)
+        nothing = DraftPlanner(NO_HOST_DRAFTER, self._most, self._most_rows, costs)
         before = counts.drafted, counts.accepted
         drafting.planner = planner or nothing
         finished = self.engine.generate(work)

@@ -77,7 +77,7 @@ def sleeping_steps(engine: Engine, seconds: float) -> Iterator[float]:
     graphs, captured = executor.graphs, packer.captured
     nap = _nap(executor, seconds)
     executor.graphs = cast(DecodeGraphs, _SleepingGraphs(nap))
-    packer.captured = captured or cast(CapturedSizes, _AnySize())
+    packer.captured = captured if captured.whole else cast(CapturedSizes, _AnySize())
     try:
         yield _alone(executor, nap)
     finally:
@@ -102,8 +102,8 @@ def stage_next_step(engine: Engine, slot: Slot) -> tuple[StepInput, int]:
     captured, seqs, staging = engine.parts.packer.captured, engine.roster.decoding, slot.staging
     assert seqs, "no row decodes"
     rows, context = len(seqs), max(seq.kv.length for seq in seqs) + 1
-    size = rows if captured is None else captured.size_for(rows)
-    assert size is not None, f"{rows} rows are more than are captured"
+    size = captured.size_for(rows) if captured.whole else rows
+    assert size, f"{rows} rows are more than are captured"
     staging.begin()
     put_decode(staging, [seq.row for seq in seqs], [], size)
     upload = staging.upload(rows, rows, rows, PLAIN.value, context, size=size)
@@ -161,7 +161,7 @@ def _rows_kept(executor: Executor) -> Iterator[Callable[[], None]]:
 def _work(engine: Engine, slot: Slot) -> _Work:
     executor = engine.executor
     upload, size = stage_next_step(engine, slot)
-    if executor.graphs is not None:
+    if executor.captures:
         step = executor.graphs.captured(slot, size)
         executor.compute.run(step.forward.replay)  # provides the logits
         draws = _captured_draws(executor, step.logits_SV, upload, slot.output)

@@ -116,7 +116,7 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
         kept: list[torch.Tensor] = []
 
         def forward() -> None:
-            if executor.graphs is not None:
+            if executor.captures:
                 step = executor.graphs.captured(slot, size)
                 step.forward.replay()
                 kept.append(step.logits_SV[: len(seqs)].clone())
@@ -126,7 +126,7 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
             kept.append(executor.step.model.compute_logits(executor.step.model(token_ids_B, batch, executor.step.kv)))
 
         def look() -> None:
-            if states is None:
+            if not states.layers:
                 forward()
                 return
             before.extend(tensor.clone() for tensor in states.tensors)
@@ -197,7 +197,7 @@ class Checker:
         self.found: dict[str, Any] = {
             "family": family,
             **({"layers": layers} if layers else {}),
-            "captured": executor.graphs is not None,
+            "captured": executor.captures,
             "fused": isinstance(executor.step.forward, FusedDecoder),
             "fallback": args.fallback,
         }

@@ -84,7 +84,7 @@ def test_snapshots_and_states_on_the_host_give_transformers_tokens(made, stem, d
     model = load(folder, "cuda")
     host_gib = 16 * model.spec.state_bytes(torch.float32) / 2**30
     bench = bench_of(model, kv_pages=44, max_rows=8, pipeline_depth=depth, host_kv_gib=host_gib)
-    assert bench.engine.executor.graphs is not None
+    assert bench.engine.executor.captures
     pinned = bench.engine.executor.state_mover.host_memory
     assert all(pinned.page(number, torch.uint8).is_pinned() for number in range(pinned.pages))
     prompts = {f"r{i}": prompt_of(10, i) for i in range(6)}
@@ -201,7 +201,7 @@ def test_a_group_in_bf16_is_no_further_from_float32_than_transformers(wide, monk
     theirs = load_hf_bf16(folder)
     bench = bench_of(load_bf16(folder), max_rows=16, kv_pages=800, page_size=16, prefill_chunk_tokens=300)
     step = bench.engine.executor.step
-    assert isinstance(step.forward, FusedDecoder) and step.shares_pages and bench.engine.executor.graphs is not None
+    assert isinstance(step.forward, FusedDecoder) and step.shares_pages and bench.engine.executor.captures
     for i, (name, (ids, n)) in enumerate(prompts.items()):
         bench.submit(name, ids, 60 + 9 * i, n=n, sampling={"temperature": 1.0, "seed": i})
     bench.run()
@@ -252,7 +252,7 @@ def test_drafts_change_no_completion(wide, monkeypatch, deterministic):
         bench, _ = drafting(
             monkeypatch, model, answers, wrong, device=make_device("cuda"), speculation_tokens=4, **fields
         )
-        assert bench.engine.executor.graphs is not None
+        assert bench.engine.executor.captures
         _submit_drafted(bench, sampling)
         assert bench.drafts.drafted > 100
         assert (bench.drafts.accepted > 50) == (wrong < 1.0)

@@ -139,9 +139,7 @@ def test_a_step_begins_when_the_device_does_and_not_when_its_upload_is_there(fol
 
 def test_rows_above_the_captured_sizes_are_launched_singly(folder):
     bench = Bench(load_bf16(folder), make_device("cuda"), cuda_graph_rows=3, page_size=16)
-    assert (
-        bench.engine.executor.graphs.sizes.whole == [1, 2, 3] and bench.engine.executor.graphs.sizes.size_for(4) is None
-    )
+    assert bench.engine.executor.graphs.sizes.whole == [1, 2, 3] and bench.engine.executor.graphs.sizes.size_for(4) == 0
     for i in range(6):
         bench.submit(f"r{i}", prompt(9, i), 20 + i)
     bench.run()

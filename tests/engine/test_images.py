@@ -401,7 +401,7 @@ def test_the_largest_image_fits_in_the_buffer(models: Any) -> None:
     """The rehearsal of a GPU encodes it."""
     bench = Bench(models["Qwen3-VL"][1], image_tokens=128, image_patches=450)
     encoder = encoder_of(bench)
-    largest = encoder.largest()
+    (largest,) = encoder.largest()
     patches, places = largest.arrays
     assert len(patches) > 400 and len(places) <= len(encoder.buffer_PW)
     encoder.prepare(largest)

@@ -161,14 +161,14 @@ def test_a_rehearsal_runs_the_most_tokens_and_draws_for_every_row(model):
         draws.append((len(logits), features)),
         sample(logits, rows, features, *rest),
     )
-    rehearse(executor, bench.engine.pipeline.acquire(), 6, 50, 40, graph_rows=None)
+    rehearse(executor, bench.engine.pipeline.acquire(), 6, 50, 40, graph_rows=0)
     most = ALL_FEATURES & ~RowNeeds.ADAPTER
     assert max(tokens) == 50 and draws.count((6, most)) == 2 and {1, 2, 4} <= {count for count, _ in draws}
     assert most.reshapes and all(feature in ALL_FEATURES for feature in RowNeeds)
     executor.close()
 
 
-def rehearsed(model, max_rows: int, graph_rows: int | None) -> tuple[list[int], list[tuple[int, ...]], set[int]]:
+def rehearsed(model, max_rows: int, graph_rows: int) -> tuple[list[int], list[tuple[int, ...]], set[int]]:
     """Sizes at which the kernels change, and what is rehearsed: lengths of prompts, and rows of decode steps."""
     bench = Bench(model, max_rows=max_rows)
     step = DeviceStep(model, FusedDecoder(model), bench.engine.executor.step.kv, bench.engine.executor.step.rows)
@@ -182,7 +182,7 @@ def rehearsed(model, max_rows: int, graph_rows: int | None) -> tuple[list[int], 
 def test_a_rehearsal_runs_every_size_at_which_experts_take_other_kernels(tmp_path):
     make_checkpoint("mixtral", tmp_path)
     model = load_model(ModelSettings(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu")).model
-    sizes, prefills, decodes = rehearsed(model, 40, None)
+    sizes, prefills, decodes = rehearsed(model, 40, 0)
     assert sizes[0] < 40 < sizes[-1]
     assert max(max(lengths) for lengths in prefills) == 300, "no span is longer than a context"
     assert {sum(lengths) for lengths in prefills} >= {size for size in sizes if size <= 700}
@@ -206,7 +206,7 @@ def test_a_rehearsal_runs_the_most_tokens_with_adapters_and_without(tmp_path, co
     slots = AdapterSlots(model.spec, 2, 8, torch.bfloat16, torch.device("cpu"))
     kv, rows = bench.engine.executor.step.kv, RowState(6, 99, model.spec.vocab, torch.device("cpu"), ["adapters"])
     step = DeviceStep(model, FusedDecoder(model), kv, rows, features=[AdapterMemory(slots, bench.device)])
-    steps = steps_to_rehearse(Executor(bench.device, bench.engine.executor.streams, step), 6, 700, context, None)
+    steps = steps_to_rehearse(Executor(bench.device, bench.engine.executor.streams, step), 6, 700, context, 0)
     bench.close()
     largest = [one.needs for one in steps if sum(one.prompts) == 700 and not one.earlier]
     assert {bool(features & RowNeeds.ADAPTER) for features in largest} == {False, True}
@@ -222,7 +222,7 @@ def test_a_rehearsal_gathers_as_much_as_prefill_attention_may(model):
     """Four spans, each over a quarter of what is set aside for gathered keys and values; five are too many."""
     bench = Bench(model, max_rows=6)
     longest = MOST_GATHERED // 4
-    steps = steps_to_rehearse(bench.engine.executor, 6, 16384, longest, None)
+    steps = steps_to_rehearse(bench.engine.executor, 6, 16384, longest, 0)
     bench.close()
     late = [one for one in steps if one.earlier]
     assert all(one.earlier + one.prompts[0] == longest for one in late)
@@ -243,7 +243,7 @@ def test_a_rehearsal_leaves_no_trace(model, prompt_of):
         bench = Bench(model)
         if rehearsed:
             slot = bench.engine.pipeline.free_slots[0]
-            rehearse(bench.engine.executor, slot, 8, 64, 1024, graph_rows=None)
+            rehearse(bench.engine.executor, slot, 8, 64, 1024, graph_rows=0)
             state = bench.engine.executor.step.rows
             assert not any(part.any() for part in (state.ints, state.counts, state.pages))
             assert all(

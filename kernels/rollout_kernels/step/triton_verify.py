@@ -106,7 +106,7 @@ def set_up_drafts(
     pages_RP: torch.Tensor,
     drafts_R: torch.Tensor,
     adapters_R: torch.Tensor | None,
-    guesses_RG: torch.Tensor | None = None,
+    guesses_RG: torch.Tensor,
     *,
     last: int,
     length: int,
@@ -123,7 +123,7 @@ def set_up_drafts(
         pages_RP: int32 page tables.
         drafts_R: int64, gets the draft of each draft row.
         adapters_R: int32, or None where no adapters are served.
-        guesses_RG: int64 guesses of a draft model, or None without one.
+        guesses_RG: int64 guesses of the device; G is 0 where it makes none.
         last: column of `ints_RI` with the last token.
         length: column of `ints_RI` with the number of tokens whose KV is written.
     """
@@ -139,7 +139,7 @@ def set_up_drafts(
         pages_RP,
         drafts_R,
         drafts_R if adapters_R is None else adapters_R,
-        drafts_R if guesses_RG is None else guesses_RG,
+        guesses_RG if guesses_RG.shape[1] else drafts_R,
         paths_MW.shape[1],
         columns,
         pages_RP.stride(0),
@@ -148,7 +148,7 @@ def set_up_drafts(
         LAST=last,
         LENGTH=length,
         HAS_ADAPTERS=adapters_R is not None,
-        GUESSES=0 if guesses_RG is None else guesses_RG.shape[1],
+        GUESSES=guesses_RG.shape[1],
         MOST_COLUMNS=_MOST_COLUMNS,
         BLOCK=_PAGES,
         num_warps=4,

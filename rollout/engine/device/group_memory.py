@@ -16,35 +16,30 @@ from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
 _LOOK_S = 0.002
 
 
-class SleepMemory(Protocol):
-    """What a sleep gives back; see `ReleasableMemory`."""
+class SleepOrders(GroupOrders, Protocol):
+    """Orders to the other ranks, with what a sleep needs beside."""
+
+    def unmap_relay(self) -> None:
+        """Have the other ranks unmap memory of this device, which they read; before a sleep gives memory back."""
+
+    def free_relay(self) -> int:
+        """Give that memory back, once they have; returns its bytes."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-
-    @property
-    def released(self) -> bool:
-        """Whether the memory is given back."""
-
-    def save(self) -> None:
-        """Copy kept content to host memory. Raises MemoryShortError if there is too little of it."""
-
-    def release(self) -> int:
-        """Give all memory back; returns the freed bytes."""
-
-    def forget(self) -> None:
-        """Drop the saved content."""
-
-    def restore(self) -> None:
-        """Take all memory again. Raises MemoryShortError if there is too little; then nothing has changed."""
+    def freed_bytes(self) -> int:
+        """Bytes that all other ranks have given back."""
 
 
 class GroupMemory:
     """A `SleepMemory` of rank 0, whose own part is `own`."""
 
-    def __init__(self, own: ReleasableMemory, orders: GroupOrders) -> None:
+    def __init__(self, own: ReleasableMemory, orders: SleepOrders) -> None:
         self._own, self._orders = own, orders
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it can be given back; all ranks have the same settings."""
+        return self._own.sleeps
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from rollout.engine.device.releasable import ReleasableMemory, SleepMemory
+
 
 class GroupOrders(Protocol):
     """Has the other ranks do what this rank does. The orders of a lane are carried out one after the other."""
@@ -17,12 +19,28 @@ class GroupOrders(Protocol):
     def failures(self, lane: Any, number: int) -> list[str]:
         """Why ranks could not carry out this order of a lane, or a later one."""
 
-    def unmap_relay(self) -> None:
-        """Have the other ranks unmap memory of this device, which they read; before a sleep gives memory back."""
+    def memory_of_all(self, own: ReleasableMemory) -> SleepMemory:
+        """What a sleep of all ranks gives back; `own` is the memory of this rank."""
 
-    def free_relay(self) -> int:
-        """Give that memory back, once they have; returns its bytes."""
 
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes that all other ranks have given back."""
+class NoGroupOrders:
+    """The orders of a worker of one rank: nobody carries them out, so each is done at once."""
+
+    def give(self, lane: Any, *fields: Any) -> int:
+        """No-op."""
+        return 0
+
+    def done(self, lane: Any, number: int) -> bool:
+        """True."""
+        return True
+
+    def failures(self, lane: Any, number: int) -> list[str]:
+        """None."""
+        return []
+
+    def memory_of_all(self, own: ReleasableMemory) -> SleepMemory:
+        """The memory of this rank."""
+        return own
+
+
+NO_GROUP_ORDERS = NoGroupOrders()

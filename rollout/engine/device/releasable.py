@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from rollout.engine.device.streams import CpuDevice, Device
+from rollout.models.batch import zeroed
 
 _GIB = 2**30
 #: Alignment of tensors in a block, bytes: the same as in torch's own allocator.
@@ -38,6 +39,34 @@ PIECE_BYTES, _LEAST_PIECE_BYTES = 256 << 20, 1 << 20
 
 class MemoryShortError(RuntimeError):
     """Too little memory on the device or the host; the message says how much is missing."""
+
+
+class SleepMemory(Protocol):
+    """What a sleep gives back; see `ReleasableMemory`."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it can be given back."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+
+    @property
+    def released(self) -> bool:
+        """Whether the memory is given back."""
+
+    def save(self) -> None:
+        """Copy kept content to host memory. Raises MemoryShortError if there is too little of it."""
+
+    def release(self) -> int:
+        """Give all memory back; returns the freed bytes."""
+
+    def forget(self) -> None:
+        """Drop the saved content."""
+
+    def restore(self) -> None:
+        """Take all memory again. Raises MemoryShortError if there is too little; then nothing has changed."""
 
 
 class Backing(Protocol):
@@ -79,6 +108,8 @@ class ReleasableMemory:
 
     Tensors that are moved share blocks of about `block_bytes`; host memory comes in pieces of `piece_bytes` at most.
     """
+
+    sleeps = True
 
     def __init__(
         self, device: Device, backing: Backing, block_bytes: int = BLOCK_BYTES, piece_bytes: int = PIECE_BYTES
@@ -276,6 +307,22 @@ class ReleasableMemory:
 
     def _whole(self, block: _Block) -> torch.Tensor:
         return self._backing.tensor(block.addresses, 0, block.nbytes)
+
+
+class PermanentMemory(ReleasableMemory):
+    """The memory of a worker that cannot sleep: it has no blocks, so there is nothing to give back."""
+
+    sleeps = False
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device, HostPages())
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor."""
+        return zeroed(self._device.torch_device, shape, dtype)
+
+    def take_over(self, tensors: Iterable[torch.Tensor], *, kept: bool) -> None:
+        """No-op: the tensors stay where they are."""
 
 
 def _grouped(tensors: Iterable[torch.Tensor], block_bytes: int) -> Iterator[list[torch.Tensor]]:

@@ -130,25 +130,29 @@ class _Ticket:
                 pass
 
 
+_NEVER_RECORDED = _Ticket()
+_NEVER_RECORDED.fire()
+
+
 class CpuEvent:
     """An event between CPU streams."""
 
     def __init__(self) -> None:
-        self.ticket: _Ticket | None = None
+        self.ticket = _NEVER_RECORDED
 
     def query(self) -> bool:
         """True once the newest record was reached. An event that was never recorded counts as reached."""
-        return self.ticket is None or self.ticket.fired
+        return self.ticket.fired
 
     def synchronize(self) -> None:
         """Block until the newest record was reached."""
-        if self.ticket is not None:
-            self.ticket.wait()
+        self.ticket.wait()
 
     @property
     def time_s(self) -> float:
         """When the newest record was reached, `time.perf_counter()` seconds."""
-        assert self.ticket is not None and self.ticket.fired, "an event has a time only after it fired"
+        fired = self.ticket.fired and self.ticket is not _NEVER_RECORDED
+        assert fired, "an event has a time only after it fired"
         return self.ticket.time_s
 
 
@@ -177,7 +181,7 @@ class CpuStream:
 
     def wait(self, event: CpuEvent) -> None:
         """Delay later work until the newest record of `event` has fired."""
-        if event.ticket is not None and not event.ticket.fired:
+        if not event.ticket.fired:
             self._queue.put(event.ticket.wait)
 
     def check(self) -> None:

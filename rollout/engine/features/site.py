@@ -9,12 +9,17 @@ from rollout.config import Settings
 from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import Device
-from rollout.engine.step.streams import Orders
+from rollout.engine.step.streams import NO_ORDERS, Orders
 from rollout.models.language_model import LanguageModel
 
 #: Waits for the other ranks of a tensor group; gets the bytes of the largest orders: upload words, rows, words of a
 #: mask, tokens of a step.
-Lead = Callable[[int, int, int, int], Orders | None]
+Lead = Callable[[int, int, int, int], Orders]
+
+
+def alone(*_sizes: int) -> Orders:
+    """The `Lead` of a worker of one rank."""
+    return NO_ORDERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,6 @@ class Site:
     device: Device
     model: LanguageModel
     registry: AdapterRegistry | None
-    memory: ReleasableMemory | None  # for what a sleep gives back; of this rank
-    lead: Lead | None  # of the first of several ranks
+    memory: ReleasableMemory  # for what a sleep gives back; of this rank
+    lead: Lead = alone  # of the first of several ranks
     follows: bool = False  # this is another rank

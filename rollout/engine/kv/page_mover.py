@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from rollout.engine.device.group_orders import GroupOrders
+from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
 from rollout.engine.device.streams import Device, DeviceError, Event, Stream
 
 _PIECES = 2
@@ -84,7 +84,7 @@ class CopyQueue:
         name: str,
         staging_NW: torch.Tensor,
         copy: Callable[[CopyQueue, Piece], None],
-        orders: GroupOrders | None = None,
+        orders: GroupOrders = NO_GROUP_ORDERS,
     ) -> None:
         self.name, self.orders = name, orders
         self.stream: Stream = device.stream(name)
@@ -113,8 +113,7 @@ class CopyQueue:
         """Begin to copy these pages of the pool to or from these host pages; after the steps of `compute` if given."""
         piece = self._spare.pop()
         piece.host_pages, piece.entries, piece.failure = host_pages, entries, ""
-        if self.orders is not None:
-            piece.order = self.orders.give(self.name, list(pages), list(host_pages))
+        piece.order = self.orders.give(self.name, list(pages), list(host_pages))
         piece.index_host.numpy()[: len(pages)] = pages
         if compute is not None:
             compute.record(piece.after)
@@ -129,7 +128,7 @@ class CopyQueue:
 
     def has_ended(self, piece: Piece) -> bool:
         """Whether nothing reads or writes the pages of a piece any more, on any rank."""
-        return piece.end.query() and (self.orders is None or self.orders.done(self.name, piece.order))
+        return piece.end.query() and self.orders.done(self.name, piece.order)
 
     def finished(self) -> list[Piece]:
         """The pieces that have ended since the last call, oldest first. The next `start` reuses them."""
@@ -165,7 +164,7 @@ class PageMover:
         piece_bytes: int,
         compute: Stream,
         name: str = "kv",
-        orders: GroupOrders | None = None,
+        orders: GroupOrders = NO_GROUP_ORDERS,
     ) -> None:
         self.host_memory = host_memory
         self.compute = compute

@@ -108,7 +108,7 @@ class Prefixes:
 
         A sequence does not wait for one of lower priority, which may itself wait for long.
         """
-        if other.kv.prefill_tokens is None or other.priority < seq.priority:
+        if not other.kv.prefilling or other.priority < seq.priority:
             return None
         theirs = other.identity(other.kv.prefill_tokens)
         most = min(len(theirs), len(tokens))
@@ -185,7 +185,7 @@ class Prefixes:
         """Its prefill computes another page next, or is all launched: then the tail of the prompt can be found."""
         self.drop_frontier(seq)
         kv, page_size = seq.kv, self.page_size
-        if kv.keys is None or kv.prefill_tokens is None or kv.version != version or kv.uniform < kv.length:
+        if kv.keys is None or not kv.prefilling or kv.version != version or kv.uniform < kv.length:
             return
         start, end = len(kv.keys) * page_size, len(kv.prefill_tokens)
         if start == end:

@@ -163,7 +163,7 @@ class StatePrefixes(Prefixes):
         """Its prefill computes the planned snapshot next."""
         self.drop_frontier(seq)
         kv = seq.kv
-        if kv.keys is None or kv.prefill_tokens is None or kv.version != version or kv.uniform < kv.length:
+        if kv.keys is None or not kv.prefilling or kv.version != version or kv.uniform < kv.length:
             return
         planned = kv.planned_snapshot
         if planned is not None and planned.point is not None:

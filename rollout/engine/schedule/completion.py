@@ -39,7 +39,7 @@ def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
     """The tokens of `seq` that no delta has carried yet, with what features add; counts them as flushed."""
     drawn, kv = seq.drawn, seq.kv
     start, end, versions = drawn.flushed, len(drawn.tokens), drawn.versions
-    top_ids, top_logprobs = (None, None) if drawn.tops is None else drawn.tops.between(start, end)
+    top_ids, top_logprobs = drawn.tops.between(start, end) if drawn.tops.k else (None, None)
     delta = Delta(
         key=seq.group.key,
         index=seq.index,
@@ -80,8 +80,7 @@ def last_runs(runs: list[list[int]], count: int) -> VersionRuns:
 
 def make_request_done(group: Group, now_s: float) -> RequestDone:
     """The closing event of a request, with where its time went."""
-    admitted = group.admitted_s if group.admitted_s is not None else now_s
-    first_token = group.first_token_s if group.first_token_s is not None else now_s
+    admitted, first_token = min(group.admitted_s, now_s), min(group.first_token_s, now_s)
     return RequestDone(
         key=group.key,
         prompt_tokens=len(group.request.prompt),
@@ -97,7 +96,7 @@ def make_request_done(group: Group, now_s: float) -> RequestDone:
 
 def _prompt_scores(group: Group) -> dict[str, Any]:
     """Copies of the present values: later chunks still write to the group's arrays."""
-    if group.prompt_logprobs is None:
+    if not group.request.prompt_logprobs:
         return {}
     tops = None if group.prompt_tops is None else group.prompt_tops.copy()
     scores = {"prompt_logprobs": group.prompt_logprobs.copy(), "prompt_tops": tops}

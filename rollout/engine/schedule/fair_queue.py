@@ -65,12 +65,8 @@ class WaitingQueue:
 
         Other sequences with an adapter wait too: if they took the slots, the first would never get one.
         """
-        plain, adapted = (heads.first() for heads in self._heads)
-        if adapted is None:
-            return None if plain is None else plain.seq
-        if plain is None:
-            return adapted.seq if ready(adapted.seq) else None
-        return adapted.seq if adapted.key < plain.key and ready(adapted.seq) else plain.seq
+        heads = sorted((head for kind in self._heads if (head := kind.first())), key=lambda head: head.key)
+        return next((head.seq for head in heads if not _kind(head.seq) or ready(head.seq)), None)
 
     def take(self, seq: Sequence) -> None:
         """Remove the sequence that `first` returned: it gets a row. Its client pays if it is its first row."""

@@ -1,17 +1,16 @@
 """A feature of steps on the host: what an optional capability adds to plans, uploads and commits.
 
-The stages of a step call every feature of their worker by these hooks. A worker without a
-feature has no object of it. Its part on the device is a `step.feature.DeviceFeature`.
+The stages of a step call these hooks of every feature that their worker has. The feature's part on the device is a
+`step.feature.DeviceFeature`.
 
-    request   refusal, enter; a sequence gets a row: ready, admitted; gives it back: left
-    plan      plan_begins, then fit and decodes for each span of a prompt, then note; plan_decode
-    upload    words bounds what pack puts
-    launch    launched
-    commit    commit, committed, ran; delta_fields for each delta
+    request   refusal, enter
+    row       ready and admitted when a sequence gets one, left when it gives it back
+    prompts   plan_begins; words, fit and decodes for each prompt; note
+    decode    plan_decode
+    step      pack, launched, commit, committed, ran; delta_fields for each delta
     KV        stow, restored (`PageMirror`)
     loop      tick, wait
-    weights   weights_changed, between two steps
-    sleep     memory_leaves
+    between   weights_changed, memory_leaves
 """
 
 from __future__ import annotations
@@ -42,95 +41,108 @@ class StepFeature(PageMirror):
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def refusal(self, request: Request) -> Rejected | None:
-        """Why a request cannot be taken; None if it can."""
+        """Called for each new request: return why the feature cannot serve it, or None if it can."""
         return None
 
     def enter(self, group: Group) -> None:
-        """A request was taken; its sequences do not exist yet."""
+        """Called when a request is taken, before its sequences are made: set the feature's fields of the group."""
 
     def ready(self, seq: Sequence) -> bool:
-        """False if a waiting sequence cannot have a row yet."""
+        """Called for the next sequence of the queue: return False if it cannot have a row yet."""
         return True
 
     def admitted(self, seq: Sequence) -> None:
-        """The sequence has got pages and gets a row."""
+        """Called when a sequence has got pages and gets a row: take what the row needs."""
 
     def left(self, seq: Sequence) -> None:
-        """No step names the sequence any more: it gives row and pages back."""
+        """Called when no step in flight uses a sequence that ended or was preempted: give back what it took.
+
+        Its pages are given back next.
+        """
 
     # --- plan ---------------------------------------------------------------------------------------------------------
 
     def plan_begins(self) -> None:
-        """A step of prompts is being planned; it is packed and launched before the next one."""
+        """Called before a step of prompts is planned: begin to count what this step has room for."""
 
     def fit(self, seq: Sequence, start: int, length: int) -> int:
-        """How many of `length` tokens of a prompt, from position `start` on, the step can take; 0 ends the step."""
+        """Called for each prompt: return how many of `length` tokens from position `start` on the step has room for.
+
+        With fewer than `length` the step takes no further prompt.
+        """
         return length
 
     def decodes(self, seq: Sequence, start: int, length: int) -> bool:
-        """False if the decode forward cannot compute these tokens of a prompt."""
+        """Called for each span of a prompt: return False if the decode forward cannot compute these tokens."""
         return True
 
     def note(self, spans: Seq[Span]) -> Any:
-        """What the feature reads later in the `Plan.notes` of a step of these prompts; None if nothing."""
+        """Called when a step of prompts is planned: return what later hooks read in `Plan.notes`, or None."""
         return None
 
     def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> Plan | None:
-        """The step of these decode rows under the weights of `version`, if one token each is not all that it takes.
+        """Called for each step of decode rows: return a plan if a row takes more than one token, or None.
 
-        It may give rows more pages, but leaves `kept` pages free. The first feature that gives a plan makes the step.
+        `version` is that of the weights. The hook may give rows more pages, but must leave `kept` pages free. The first
+        feature that returns a plan makes the step.
         """
         return None
 
     # --- upload -------------------------------------------------------------------------------------------------------
 
     def words(self, seq: Sequence, length: int) -> int:
-        """Upper bound on the int32 words that `pack` puts for `length` tokens of a prompt."""
+        """Called for each prompt: return the most int32 words that `pack` can put for `length` tokens of it."""
         return 0
 
     def pack(self, plan: Plan, staging: Staging) -> None:
-        """Put the feature's sections and extras of a step. Sections of a decode lie first and are there already."""
+        """Called when a step is packed, after its other sections: put the feature's sections, facts and extras."""
 
     # --- launch and commit --------------------------------------------------------------------------------------------
 
     def launched(self, plan: Plan) -> None:
-        """A step is in flight."""
+        """Called when a step is in flight: note what it will change."""
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
-        """A step has ended; its tokens are not taken yet."""
+        """Called when the outputs of a step have arrived, before its tokens are taken: take the feature's outputs."""
 
     def committed(self, plan: Plan, output: StepOutput) -> None:
-        """The tokens of a step are taken."""
+        """Called when the tokens of a step are taken: do what depends on them."""
 
     def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
-        """A committed step took `seconds` on the device, waits for masks too, and `tokens` of its tokens were kept."""
+        """Called after a commit: note that the step took `seconds` on the device and that `tokens` tokens were kept.
+
+        The seconds include the wait for masks.
+        """
 
     def delta_fields(self, seq: Sequence) -> dict[str, Any]:
-        """Fields of the `Delta` that is being made. They count as sent; `seq.finish` is set for the last one."""
+        """Called for each `Delta`: return the feature's fields of it, which count as sent.
+
+        `seq.finish` is set for the last delta of a sequence.
+        """
         return {}
 
     # --- between the steps --------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Called at every tick."""
+        """Called at every tick, before a step is planned: look at the feature's own work."""
 
     def wait(self) -> None:
-        """No step is in flight and none can be planned: wait for work of the feature that delays admission."""
+        """Called when no step is in flight and none can be planned: wait for own work that delays admission."""
 
     def weights_changed(self, version: int, names: Collection[str]) -> None:
-        """An update has written these tensors; the weights have this version now."""
+        """Called between two steps, when an update has written the tensors `names`: note the new version."""
 
     def memory_leaves(self) -> None:
-        """A sleep is about to give the device's memory back; no sequence has a row."""
+        """Called before a sleep gives the device's memory back, when no sequence has a row: forget what is there."""
 
     # --- books --------------------------------------------------------------------------------------------------------
 
     def gauges(self) -> Mapping[str, float]:
-        """Values for the meter by metric."""
+        """Called before each report: return the values of the feature's metrics by name."""
         return {}
 
     def check(self) -> None:
-        """Assert that nothing leaked; only when drained."""
+        """Called when the engine is drained: assert that nothing leaked."""
 
 
 def find(features: Collection[object], kind: type[F]) -> F | None:

@@ -41,10 +41,14 @@ class PromptPart:
 
     tokens: np.ndarray  # int32 [tokens in]
     scored: int = 0  # the first tokens whose successor's log-prob is wanted: it is the prompt's
-    copy: tuple[int, int] | None = None  # (source page, target page) to copy before anything is written
-    save: int | None = None  # place of a snapshot to which the row's state is saved first
-    load: int | None = None  # place of a snapshot from which the row's state is loaded first, after all saves
+    copies: tuple[tuple[int, int], ...] = ()  # (source page, target page) to copy before anything is written
+    saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) to which the row's state is saved first
+    loads: tuple[tuple[int, int], ...] = ()  # (place of a snapshot, row) that is loaded first, after all saves
     decodes: bool = True  # the decode forward can compute these tokens
+
+
+#: Of a decode row, whose token the device drew last.
+NO_PROMPT = PromptPart(np.zeros(0, np.int32))
 
 
 class Span(NamedTuple):
@@ -54,7 +58,7 @@ class Span(NamedTuple):
     start: int  # position of the first token that goes in
     tokens_in: int
     draws: int  # tokens drawn after them: 1, or 0 in the middle of a prompt and where `max_tokens` allows none
-    prompt: PromptPart | None = None  # None: a decode row, whose token the device drew last
+    prompt: PromptPart = NO_PROMPT
 
 
 class Drafts(NamedTuple):
@@ -103,7 +107,7 @@ class Plan:
     @property
     def kind(self) -> Literal["decode", "prefill"]:
         """For the meter, and for the turns that prompts and decode rows take."""
-        return "decode" if self.spans[0].prompt is None else "prefill"
+        return "decode" if self.spans[0].prompt is NO_PROMPT else "prefill"
 
     @property
     def rows(self) -> int:
@@ -127,7 +131,7 @@ class Plan:
         """True if a token is drawn after every token that goes in, and the decode forward can compute all of them."""
         if self.tokens != self.draws or not (self.draws == len(self.spans) or self.drafts):
             return False
-        return all(prompt is None or prompt.decodes for *_, prompt in self.spans)
+        return self.kind == "decode" or all(span.prompt.decodes for span in self.spans)
 
     @property
     def draws_later(self) -> bool:
@@ -163,4 +167,4 @@ _new_tuple = tuple.__new__  # takes half the time of Span(...)
 
 def decode_spans(seqs: list[Sequence]) -> list[Span]:
     """One token for each of these rows."""
-    return [_new_tuple(Span, (seq, seq.kv.length, 1, 1, None)) for seq in seqs]
+    return [_new_tuple(Span, (seq, seq.kv.length, 1, 1, NO_PROMPT)) for seq in seqs]

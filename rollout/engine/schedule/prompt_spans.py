@@ -28,12 +28,9 @@ def prompt_spans(
         feature.plan_begins()
     for seq in seqs:
         kv = seq.kv
-        assert kv.prefill_tokens is not None
-        if kv.offloaded is not None and kv.offloaded.restoring:
+        if kv.restoring:
             continue
-        length = min(len(kv.prefill_tokens) - kv.length, tokens)
-        if kv.planned_snapshot is not None and kv.length < kv.planned_snapshot.tokens:
-            length = min(length, kv.planned_snapshot.tokens - kv.length)  # a state is saved between two steps
+        length = min(kv.chunk_end - kv.length, tokens)
         needed = upload_words(seq, length) + sum(feature.words(seq, length) for feature in features)
         if length == 0 or (spans and needed > words):
             break
@@ -51,14 +48,10 @@ def prompt_spans(
 def prompt_span(seq: Sequence, length: int, page_size: int, features: Seq[StepFeature] = ()) -> Span:
     """The next `length` tokens of a sequence that is being prefilled."""
     kv = seq.kv
-    assert kv.prefill_tokens is not None
     start, end = kv.length, kv.length + length
     scored = max(0, min(length, seq.prompt_len - 1 - start)) if seq.scores_prompt else 0
-    copy = None if kv.copy_source is None else (kv.copy_source, kv.pages[start // page_size])
-    draws = int(end == len(kv.prefill_tokens) and seq.launched < seq.max_tokens)
-    planned = kv.planned_snapshot
-    save = planned.place if planned is not None and planned.tokens == start else None
+    begins_with = kv.copies_to(kv.pages[start // page_size]), kv.saves_of(seq.row), kv.loads_of(seq.row)
     decodes = all(feature.decodes(seq, start, length) for feature in features)
-    return Span(
-        seq, start, length, draws, PromptPart(kv.prefill_tokens[start:end], scored, copy, save, kv.load_from, decodes)
-    )
+    draws = int(end == len(kv.prefill_tokens) and seq.launched < seq.max_tokens)
+    part = PromptPart(kv.prefill_tokens[start:end], scored, *begins_with, decodes)
+    return Span(seq, start, length, draws, part)

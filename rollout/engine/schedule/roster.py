@@ -17,6 +17,7 @@ that gives back what a sequence has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -27,6 +28,7 @@ from rollout.engine.schedule.completion import Counters, make_delta, make_reques
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.prompt_turns import PromptTurns
 from rollout.engine.schedule.queue_feed import QueueFeed
+from rollout.engine.sequence.drawn_tokens import NO_TOPS
 from rollout.engine.sequence.sequence import Group, Sequence, State
 
 
@@ -99,7 +101,6 @@ class Roster:
         self.allocator.restore_state(seq)
         self.counters.snapshot_loads += seq.kv.load_from is not None
         seq.adapter_use.note_version(seq.launched)
-        assert seq.kv.prefill_tokens is not None
         tokens = len(seq.kv.prefill_tokens) - seq.kv.length
         self.turns.admit(seq, tokens)
         if not seq.begun:
@@ -111,7 +112,7 @@ class Roster:
             self.counters.cached_tokens += cached_tokens
             if seq.kv.hit is not None:
                 self.counters.prefix_hits[seq.kv.hit] += 1
-        if group.admitted_s is None:
+        if math.isinf(group.admitted_s):
             group.admitted_s, group.cached_tokens = self.clock(), cached_tokens
 
     # --- ends --------------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ class Roster:
         seq.finish = finish
         self.events.append(make_delta(seq, self.features))
         seq.finalized = True  # after its last delta: `rescue` relies on it
-        seq.drawn.tops = None  # they are sent; its group may go on for long
+        seq.drawn.tops = NO_TOPS  # they are sent; its group may go on for long
         group = seq.group
         group.unfinished -= 1
         group.complete += finish.complete

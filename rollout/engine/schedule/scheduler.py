@@ -33,7 +33,7 @@ from rollout.engine.schedule.refusal import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence, State
-from rollout.engine.sequence.sequence_kv import Prefill
+from rollout.engine.sequence.sequence_kv import NO_TOKENS, Prefill
 from rollout.engine.step_output import StepOutput
 
 _CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
@@ -117,8 +117,8 @@ class Scheduler:
             seq = feed.queue.first(roster.ready)
             if seq is None:
                 return True
-            if seq.group.session is not None and seq.group.session.turns > 1:
-                return False  # a turn waits while the one before is in flight as a zombie
+            if seq.group.waits_for_turn:
+                return False
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
             running = len(roster.decoding) + len(roster.prefilling)
             if feed.still_misfits(seq, running, allocator.available):
@@ -169,8 +169,8 @@ class Scheduler:
 
     def launched(self, plan: Plan) -> None:
         """The step is in flight."""
-        version = plan.version
-        for seq, start, tokens_in, draws, prompt in plan.spans:
+        version, of_prompts = plan.version, plan.kind == "prefill"
+        for seq, start, tokens_in, draws, _ in plan.spans:
             end = start + tokens_in
             seq.inflight_refs += 1
             seq.launched += draws
@@ -178,14 +178,13 @@ class Scheduler:
             if start == kv.uniform and version == kv.version:
                 kv.uniform = end
             kv.length = end
-            if prompt is not None:
+            if of_prompts:
                 self._prompt_launched(seq, start, end, version)
         for feature in self.roster.features:
             feature.launched(plan)
 
     def _prompt_launched(self, seq: Sequence, start: int, end: int, version: int) -> None:
         roster, kv = self.roster, seq.kv
-        assert kv.prefill_tokens is not None
         if not seq.row_ready:
             roster.turns.begin(seq)
         seq.row_ready = True
@@ -196,7 +195,7 @@ class Scheduler:
         roster.feed.prefill_launched(seq)
         if end < len(kv.prefill_tokens):
             return
-        kv.prefill_tokens = None
+        kv.prefill_tokens = NO_TOKENS
         seq.state = State.DECODE
         seq.check_at = 0
         roster.prefilling.remove(seq)
@@ -222,7 +221,10 @@ class Scheduler:
                 if seq.finalized or seq.state is leaving:
                     roster.settle(seq)
                 continue
-            kept = end if draws < 2 else at + 1 + self._settle_drafts(seq, draws - 1, output, at)
+            kept = end
+            if draws > 1:
+                kept = at + 1 + output.accepted[at]
+                seq.settle_drafts(draws - 1, output.accepted[at])
             if seq.finalized:
                 counters.zombie_rows += draws > 0
                 roster.settle(seq)
@@ -269,12 +271,6 @@ class Scheduler:
         for feature in self.roster.features:
             feature.ran(plan, tokens, seconds)
 
-    def _settle_drafts(self, seq: Sequence, count: int, output: StepOutput, at: int) -> int:
-        assert output.accepted is not None, "a step with drafts says how many were accepted"
-        accepted = output.accepted[at]
-        seq.settle_drafts(count, accepted)
-        return accepted
-
     def _examine(self, seq: Sequence, token: int) -> bool:
         """A token that may end its sequence, or after which something is due; True if later ones do not count."""
         roster, drawn, request = self.roster, seq.drawn, seq.group.request
@@ -292,12 +288,10 @@ class Scheduler:
             next_page = count + self._page_size - known % self._page_size
             next_delta = drawn.flushed + request.stream_every if request.stream_every else seq.max_tokens
             seq.check_at = min(seq.max_tokens, next_delta, next_page)
-            if seq.free is None:
-                return False
             unmasked = seq.note_constraint() and seq.launched > count
             if unmasked:
                 roster.draw_again(seq)
-            if seq.free is not None and seq.need_bits & _CONSTRAIN:
+            if seq.masked_for_now:
                 seq.check_at = count + 1  # the next token may be free again
             return unmasked
         return True
@@ -311,8 +305,7 @@ class Scheduler:
     def _note_first_tokens(self, plan: Plan) -> None:
         now = self.roster.clock()
         for seq in plan.sampled:
-            if seq.group.first_token_s is None:
-                seq.group.first_token_s = now
+            seq.group.first_token_s = min(seq.group.first_token_s, now)
 
 
 def _pages_of(seq: Sequence) -> list[int]:

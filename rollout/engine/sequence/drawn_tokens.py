@@ -13,11 +13,14 @@ from array import array
 
 import numpy as np
 
-from rollout.engine.messages.requests import Request
+from rollout.engine.messages.requests import Prior, Request
 
 
 class TopTokens:
-    """The `k` likeliest tokens at each position of one completion; zeros at the first `known` positions."""
+    """The `k` likeliest tokens at each position of one completion; zeros at the first `known` positions.
+
+    With k = 0 nothing is asked for, and nothing is added.
+    """
 
     def __init__(self, k: int, known: int) -> None:
         self.k = k
@@ -25,7 +28,7 @@ class TopTokens:
         self._logprobs = array("f", bytes(4 * k * known))
 
     def __len__(self) -> int:
-        return len(self._ids) // self.k
+        return len(self._ids) // max(self.k, 1)
 
     def add(self, ids_K: np.ndarray, logprobs_K: np.ndarray) -> None:
         """Add the next position: int32 and float32, likeliest first, at least k of each."""
@@ -42,6 +45,10 @@ class TopTokens:
         part, shape = slice(start * self.k, end * self.k), (end - start, self.k)
         ids, logprobs = np.frombuffer(self._ids, np.int32), np.frombuffer(self._logprobs, np.float32)
         return ids[part].reshape(shape).copy(), logprobs[part].reshape(shape).copy()
+
+
+NO_TOPS = TopTokens(0, 0)
+_NOTHING_BEFORE = Prior(np.zeros(0, np.int32))
 
 
 class DrawnTokens:
@@ -63,16 +70,15 @@ class DrawnTokens:
 
     def __init__(self, request: Request, reshapes: bool) -> None:
         """With `reshapes` the sampling rules change the distribution: the log-prob in that one has a column, too."""
-        prior = request.prior
-        self.tokens = array("i", b"" if prior is None else prior.token_ids.astype(np.int32).tobytes())
+        prior = _NOTHING_BEFORE if request.prior is None else request.prior
+        self.tokens = array("i", prior.token_ids.astype(np.int32).tobytes())
         self.known = known = len(self.tokens)
         self.logprobs = array("f", bytes(4 * known))
         self.raw_logprobs = array("f", bytes(4 * known))
         self.drawn_logprobs = array("f", bytes(4 * known)) if reshapes else None
-        self.tops = TopTokens(request.top_logprobs, known) if request.top_logprobs else None
+        self.tops = TopTokens(request.top_logprobs, known)
         self.versions: list[list[int]] = []  # runs of [weights version, tokens]
-        self.oldest_version = None if prior is None else prior.oldest_version
-        self.newest_version = None if prior is None else prior.newest_version
+        self.oldest_version, self.newest_version = prior.oldest_version, prior.newest_version
         self.max_version_span = request.max_version_span
         self.flushed = known  # tokens that deltas have carried
 

@@ -31,6 +31,7 @@ What a sequence has is in a few objects of plain data:
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -96,9 +97,10 @@ class Group:
     complete: int = 0  # ended by a stop or by length
     cached_tokens: int = 0
     preemptions: int = 0
-    admitted_s: float | None = None
-    first_token_s: float | None = None
-    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens], NaN where not known yet; None if not asked for
+    admitted_s: float = math.inf  # until then
+    first_token_s: float = math.inf  # until then
+    #: float32 [prompt tokens], NaN where not known yet; empty if not asked for.
+    prompt_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     prompt_tops: PromptTops | None = None  # of the same tokens
     prompt_version: int | None = None  # weights version of these; None while none is known
     prompt_due: bool = False  # the leader has to compute them
@@ -107,6 +109,11 @@ class Group:
     def key(self) -> RequestKey:
         """The request's key."""
         return self.request.key
+
+    @property
+    def waits_for_turn(self) -> bool:
+        """True while the turn before in its session is in flight as a zombie."""
+        return self.session is not None and self.session.turns > 1
 
     def expect_prompt_logprobs(self) -> None:
         """Make room for the log-probs of the prompt, if they are asked for."""
@@ -242,8 +249,7 @@ class Sequence:
         self.kv.take_back(self.launched - count, self.prompt_len + count - 1)
         self.void, self.drafted, self.launched = self.inflight_refs, 0, count
         self.adapter_use.dropped(count)
-        if self.drawn.tops is not None:
-            self.drawn.tops.cut(count)
+        self.drawn.tops.cut(count)
 
     def begin_free(self) -> None:
         """Its steps need no masks until its constraint holds, if that does not hold from the first token."""
@@ -256,7 +262,8 @@ class Sequence:
 
     def note_constraint(self) -> bool:
         """Note whether the next token needs a mask; True if it does and the last one did not."""
-        assert self.free is not None
+        if self.free is None:
+            return False
         narrows, before = self.free.narrows(self.tokens), self.need_bits
         if narrows == "all":
             self.free, self.watched = None, self.stop_ids
@@ -265,6 +272,11 @@ class Sequence:
         else:
             self.need_bits |= _CONSTRAIN
         return self.need_bits & ~before != 0
+
+    @property
+    def masked_for_now(self) -> bool:
+        """True while its tokens need masks, and one after them may be free again."""
+        return self.free is not None and self.need_bits & _CONSTRAIN != 0
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""

@@ -17,6 +17,7 @@ from rollout.engine.sequence.prefix_keys import PrefixKeys
 #: Where KV was found that a sequence does not compute: with its group; full pages in the cache; a whole prompt in the
 #: cache; the end of the last turn of its session, or as much of it as the turn agrees with.
 PrefixHit = Literal["group", "pages", "prompt_end", "turn_end"]
+NO_TOKENS = np.zeros(0, np.int32)
 PREFIX_HITS: tuple[PrefixHit, ...] = get_args(PrefixHit)
 
 
@@ -68,7 +69,8 @@ class SequenceKV(KVContent):
 
     pages: list[int] = field(default_factory=list)
     capacity: int = 0  # tokens that fit in `pages`
-    prefill_tokens: np.ndarray | None = None  # all tokens that the prefill under way goes through
+    #: All tokens that the prefill under way goes through, int32; empty if none is.
+    prefill_tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     #: The prefill computes the last token only, after KV that the row has: it was decoding, and draws a token again.
     drawn_again: bool = False
     copy_source: int | None = None  # page to copy in the first chunk; referenced until that is launched
@@ -84,6 +86,35 @@ class SequenceKV(KVContent):
     snapshot: Snapshot | None = None  # that its prefill has saved
     host_state: HostState | None = None  # the copy of its state to the host, from the end of its last step on
 
+    @property
+    def prefilling(self) -> bool:
+        """True while a prefill is under way."""
+        return len(self.prefill_tokens) > 0
+
+    @property
+    def restoring(self) -> bool:
+        """True while its prefill waits for copies from the host."""
+        return self.offloaded is not None and self.offloaded.restoring
+
+    @property
+    def chunk_end(self) -> int:
+        """Where the next chunk of its prefill ends at the latest: a state is saved between two steps."""
+        planned = self.planned_snapshot
+        return planned.tokens if planned is not None and self.length < planned.tokens else len(self.prefill_tokens)
+
+    def copies_to(self, page: int) -> tuple[tuple[int, int], ...]:
+        """The copy of a page that its next chunk begins with, if there is one: (source, `page`)."""
+        return () if self.copy_source is None else ((self.copy_source, page),)
+
+    def saves_of(self, row: int) -> tuple[tuple[int, int], ...]:
+        """The save of the row's state that its next chunk begins with, if there is one: (row, place)."""
+        planned = self.planned_snapshot
+        return ((row, planned.place),) if planned is not None and self.length == planned.tokens else ()
+
+    def loads_of(self, row: int) -> tuple[tuple[int, int], ...]:
+        """The load of the row's state that its next chunk begins with, if there is one: (place, row)."""
+        return () if self.load_from is None else ((self.load_from, row),)
+
     def add_pages(self, pages: Iterable[int], page_size: int) -> None:
         """Append pages to the sequence's table."""
         self.pages.extend(pages)
@@ -93,7 +124,7 @@ class SequenceKV(KVContent):
         """The pages belong to others now: nothing is in the pool."""
         self.pages = []
         self.capacity = self.length = self.uniform = 0
-        self.prefill_tokens = self.keys = None
+        self.prefill_tokens, self.keys = NO_TOKENS, None
         self.drawn_again = False
 
     def begin_prefill(self, tokens: int) -> None:

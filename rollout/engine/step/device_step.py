@@ -19,13 +19,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rollout_kernels.attention.segments import no_segments
+from rollout_kernels.parallel import ONE_RANK
 from rollout_kernels.step import begin_step
 
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
-from rollout.engine.upload import Extra, StepInput
+from rollout.engine.upload import Extra, Staging, StepInput, put_decode
 from rollout.models.batch import AttentionBatch, Chunk, KVCache, WantedTokens
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, experts_alone, obstacle, supports
@@ -80,6 +82,7 @@ class DeviceStep:
         self.rows = rows
         #: The part of the vocabulary that the logits of forwards are of; None if all.
         self.shard = model.vocab_shard if isinstance(model, Decoder) else None
+        self.group = model.group if isinstance(model, Decoder) else ONE_RANK
         self.sample = Sampler(rows, self.shard)
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
@@ -94,6 +97,12 @@ class DeviceStep:
         more = self.exact_sums, self.shares_pages, self.features
         return DeviceStep(self.model, self.forward, kv, self.rows, *more)
 
+    def put_rows(self, staging: Staging, rows: Seq[int], size: int) -> None:
+        """Put a decode of rows that share nothing and open no page, padded to `size`."""
+        put_decode(staging, rows, [], size)
+        if self.shares_pages:
+            staging.put("segments", no_segments(size))
+
     def prepare(self, extra: Extra) -> None:
         """Hand a feature what came beside the words of the next step."""
         next(feature for feature in self.features if feature.name == extra.feature).prepare(extra)
@@ -102,7 +111,6 @@ class DeviceStep:
         """Set rows up, copy states and pages, put tokens that the host knows where a decode forward reads them."""
         for name in ("state_saves", "state_loads"):
             if name in step:
-                assert self.kv.states is not None
                 self.kv.states.copy(step[name])
         self.rows.set_up(step)
         if "copies" in step:
@@ -125,8 +133,8 @@ class DeviceStep:
             max_context,
             outputs,
             needs,
-            step["segments"] if self.shares_pages else None,
-            step["behind"] if "behind" in step else None,
+            step.get("segments"),
+            step.get("behind"),
         )
         hidden_BD = self.forward(token_ids_B, batch, self.kv)
         self._forward_ends(batch, outputs)
@@ -176,7 +184,7 @@ class DeviceStep:
     @property
     def drafts_states(self) -> bool:
         """True if steps with drafts are other steps for the model: it has states, which go through the drafts."""
-        return self.kv.states is not None and self.kv.states.drafts is not None
+        return self.kv.states.drafts is not None
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, outputs: Outputs) -> None:
         """Show features the logits of a step, before its draw."""

@@ -22,13 +22,14 @@ from typing import NamedTuple
 import torch
 from rollout_kernels.parallel import TensorGroup
 
-from rollout.engine.device.streams import Device, DeviceError, Event
+from rollout.engine.device.streams import Device, Event
 from rollout.engine.kv.page_mover import CopyQueue, PageMover
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_step import DeviceStep
-from rollout.engine.step.graphs import DecodeGraphs
+from rollout.engine.step.feature import NO_REPLAYS
+from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.streams import Orders, Streams
+from rollout.engine.step.streams import NO_ORDERS, Orders, Streams
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, StepInput, Upload
 
@@ -43,13 +44,18 @@ class Movers(NamedTuple):
     kv: PageMover | None = None
     states: PageMover | None = None
 
+    @property
+    def all(self) -> list[PageMover]:
+        """Those that there are."""
+        return [mover for mover in self if mover is not None]
+
 
 class Rank(NamedTuple):
-    """The part of an executor in a tensor group; alone it has none."""
+    """The part of an executor in a tensor group."""
 
-    orders: Orders | None = None  # of the first rank, to the others
+    orders: Orders = NO_ORDERS  # of the first rank, to the others
     downloads: bool = True  # False on the other ranks: their outputs are not read
-    checked: TensorGroup | None = None  # after each step the tokens of its ranks are compared
+    compares: bool = False  # after each step the ranks compare the tokens that they drew
 
 
 _NO_MOVERS, _ALONE = Movers(), Rank()
@@ -63,7 +69,7 @@ class Executor:
         device: Device,
         streams: Streams,
         step: DeviceStep,
-        graphs: DecodeGraphs | None = None,
+        graphs: DecodeGraphs = NO_GRAPHS,
         movers: Movers = _NO_MOVERS,
         rank: Rank = _ALONE,
     ) -> None:
@@ -72,13 +78,13 @@ class Executor:
         self.h2d, self.compute, self.d2h = streams.h2d, streams.compute, streams.d2h
         self.step = step
         self.graphs = graphs
+        self.movers = movers
         self.mover, self.state_mover = movers
-        self.orders, self._downloads, self._checked = rank
+        self.orders, self._downloads, self._compares = rank
 
     def execute(self, upload: Upload, slot: Slot) -> None:
         """Enqueue a step; returns without waiting for anything."""
-        if self.orders is not None:
-            self.orders.step(upload)
+        self.orders.step(upload)
         header, step = upload.header, slot.input_for(upload)
         self.h2d.record(slot.h2d_start)
         self.h2d.run(functools.partial(step.receive, upload.words))
@@ -100,8 +106,7 @@ class Executor:
         `refused` are the places of drafts that have no mask.
         """
         slot.masks.set_rows(at, refused)
-        if self.orders is not None:
-            self.orders.draw(slot.masks)
+        self.orders.draw(slot.masks)
         self.draw_with_masks(header, slot)
 
     def draw_with_masks(self, header: Header, slot: Slot) -> None:
@@ -117,11 +122,9 @@ class Executor:
         """Wait for the outputs of a step. Raises DeviceError if anything on the device failed, here or on a peer."""
         slot.d2h_done.synchronize()
         self.check()
-        if slot.lost_rank is not None:
-            raise DeviceError(f"rank {slot.lost_rank} did not send its part of a sum in time, or sent a wrong one")
+        slot.fault.check()
         output = slot.read(header)
-        if self.orders is not None:
-            self.orders.confirm(output)
+        self.orders.confirm(output)
         return output
 
     def _finish(self, header: Header, slot: Slot) -> None:
@@ -145,19 +148,18 @@ class Executor:
             forwarded = self.step.prefill(step, slot.outputs)
         elif not header.size:
             forwarded = self.step.decode(step, slot.outputs)
-        else:
-            assert self.graphs is not None, "a step that was packed for a graph"
-            if not header.needs & _NOT_PLAIN:
-                self.graphs.run(slot, header.size, "behind" in step)
-                self._drawn(step, slot)
-                return
+        elif header.needs & _NOT_PLAIN:
             forwarded = self.graphs.forward(step, slot.outputs)
-        if forwarded is not None:
-            self.step.computed(step, forwarded[0], slot.outputs)
+        else:
+            self.graphs.run(slot, header.size, "behind" in step)
+            self._drawn(step, slot)
+            return
         slot.forwarded = forwarded
         if forwarded is None:
             self.end_step(step, slot)
-        elif not header.needs & _CONSTRAIN:
+            return
+        self.step.computed(step, forwarded[0], slot.outputs)
+        if not header.needs & _CONSTRAIN:
             self.run_draw(header, slot)
 
     def run_draw(self, header: Header, slot: Slot) -> None:
@@ -170,31 +172,34 @@ class Executor:
     def _drawn(self, step: StepInput, slot: Slot) -> None:
         for feature in self.step.features:
             feature.drawn(self.step.rows, step, self.step.kv, slot.drawn)
-        if self._checked is not None and step.header.draws:
-            compare_tokens(self._checked, slot.output[0, : step.header.draws])
+        if self._compares and step.header.draws:
+            compare_tokens(self.step.group, slot.output[0, : step.header.draws])
         self.end_step(step, slot)
 
     def end_step(self, step: StepInput, slot: Slot) -> None:
         """Run what features do at the end of a step, whose tokens are drawn."""
         for feature in self.step.features:
-            replays = None if self.graphs is None else self.graphs.replays.get(feature.name)
+            replays = self.graphs.replays.get(feature.name, NO_REPLAYS)
             feature.step_ends(step, self.step.kv, slot.drawn, slot.outputs[feature.name], replays)
 
     # --- between the steps --------------------------------------------------------------------------------------------
 
     def swap(self, version: int, copy: Callable[[], object], start: Event, end: Event) -> None:
         """Run the copy of an update on the compute stream, between the last launched step and the next."""
-        if self.orders is not None:
-            self.orders.swap(version)
+        self.orders.swap(version)
         self.compute.record(start)
         self.compute.run(copy)
         self.compute.record(end)
 
     @property
+    def captures(self) -> bool:
+        """Whether decode steps are captured."""
+        return bool(self.graphs.sizes.whole)
+
+    @property
     def copy_queues(self) -> list[CopyQueue]:
         """The queues of copies to the host and back."""
-        movers = [mover for mover in (self.mover, self.state_mover) if mover is not None]
-        return [queue for mover in movers for queue in (mover.out, mover.back)]
+        return [queue for mover in self.movers.all for queue in (mover.out, mover.back)]
 
     def finish(self) -> None:
         """Return when all that is enqueued is done. Raises DeviceError if any of it failed."""
@@ -212,10 +217,9 @@ class Executor:
     def close(self) -> None:
         """Finish what is enqueued, end the streams and give up the memory of the captured steps."""
         self.streams.close()
-        self.graphs = None
-        for mover in (self.mover, self.state_mover):
-            if mover is not None:
-                mover.close()
+        self.graphs = NO_GRAPHS
+        for mover in self.movers.all:
+            mover.close()
 
 
 def compare_tokens(group: TensorGroup, tokens_S: torch.Tensor) -> None:

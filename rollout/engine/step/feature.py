@@ -1,25 +1,24 @@
 """A feature of steps on the device: what an optional capability does around the forward, on every rank.
 
-`DeviceStep` calls every feature of its worker by these hooks, and knows none by name. All work is enqueued on the
-compute stream, so its order is that of the calls:
+`DeviceStep` calls these hooks of every feature that its worker has. All work is enqueued on the compute stream, so it
+runs in the order of the calls:
 
-    prepare            before the step, for each `Extra` that the upload has of this feature
-    begin              the rows of the step are set up
-    decode_fields,     what the forward's `AttentionBatch` has of the feature
-    prefill_fields
-    forward_ends
-    drawn              the rows have advanced by the tokens of the step
-    step_ends
+    prepare, begin
+    decode_fields, or prefill_fields and wanted_fields    before the forward
+    forward_ends, prefilled, computed                     between forward and draw
+    drawn, step_ends                                      after the draw
 
-Decode forwards are captured, with `decode_fields` and `forward_ends`: these read only what they get, and memory at
-fixed addresses. So is the `decode_work` of a feature, which it launches itself. Memory that is large is kept when an
-engine is built anew after a fault; so is the feature's object.
+`decode_fields` and `forward_ends` are captured with decode forwards, and `decode_work` is captured alone. So they may
+read only their arguments, and memory at fixed addresses. After a fault an engine is built anew, but the feature's
+object and its large memory stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -39,7 +38,7 @@ class HostParts:
     """What the host's part of a feature is built from, besides the part on the device."""
 
     streams: Streams
-    orders: Orders | None  # to the other ranks
+    orders: Orders  # to the other ranks
     kv: KVCache
     host_pages: int  # that KV can be offloaded to
     version: int  # of the weights
@@ -55,6 +54,7 @@ class Drawn(NamedTuple):
 
 #: Launches captured work, by its name and the size of the decode steps that it was captured for.
 Replays = Mapping[str, Mapping[int, Callable[[], object]]]
+NO_REPLAYS: Replays = MappingProxyType({})
 
 
 class DeviceFeature:
@@ -71,37 +71,46 @@ class DeviceFeature:
     spare_words: int = 0  # int32 words that it adds to an upload at most, besides those of tokens
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> StepFeature | None:
-        """A new part on the host; `before` is the one that a fault ended, whose totals go on. Rank 0 calls it."""
+        """Called on rank 0 when an engine is built: return a new part on the host, or None if there is none.
+
+        `before` is the part that a fault ended; its totals go on.
+        """
         return None
 
     def begin_rows(self, rows: RowState) -> None:
-        """The row state of the engine is there; after a fault it is a new one. No step has run yet."""
+        """Called when an engine has a new row state, before its first step: allocate what lies beside the rows."""
 
     def prepare(self, extra: Extra) -> None:
-        """Take what came beside the words of the step that comes next."""
+        """Called before a step, for each extra of its upload that belongs to this feature: take it."""
 
     def begin(self, rows: RowState, step: StepInput) -> None:
-        """The rows that a step begins are set up, its forward is not launched."""
+        """Called when a step has set up its rows, before the forward: set up what the feature adds to them."""
 
     def decode_fields(
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any
     ) -> dict[str, Any]:
-        """Fields of the batch of a decode forward: of rows at these positions. `needs` are bits of `RowNeeds`."""
+        """Called before a decode forward: return the feature's fields of its `AttentionBatch`.
+
+        The rows are at these positions; `needs` are bits of `RowNeeds`.
+        """
         return {}
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
-        """Fields of the batch of a prefill."""
+        """Called before a prefill: return the feature's fields of its `AttentionBatch`."""
         return {}
 
     def reads_hidden(self, header: Header) -> bool:
-        """True if the last layer of a prefill may leave out no token."""
+        """Called before a prefill: return True if the last layer must compute all tokens, not only those that draw."""
         return False
 
     def forward_ends(self, batch: AttentionBatch, output: Any) -> None:
-        """The forward of `batch` is enqueued."""
+        """Called when the forward of `batch` is enqueued: enqueue what follows it."""
 
     def wanted_fields(self, rows: RowState, step: StepInput) -> dict[str, Any]:
-        """Fields of the batch of those tokens of a prefill after which rows draw, one a row."""
+        """Called if the last layer computes only tokens that draw: return the feature's fields of their batch.
+
+        It has one token a row.
+        """
         return {}
 
     def prefilled(
@@ -111,58 +120,70 @@ class DeviceFeature:
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         output: Any,
     ) -> None:
-        """A prefill has the hidden states of its tokens. `compute_logits` gives those of some; they may be changed."""
+        """Called when a prefill has the hidden states of all its tokens: read them.
+
+        `compute_logits` gives the logits of some of them; the feature may change these logits.
+        """
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: Any) -> None:
-        """The logits are there, before any sampling rule. They may not be changed.
+        """Called with the logits of the rows that draw, before any sampling rule: read them, and do not change them.
 
-        On a GPU, rows that need this have a bit of `RowNeeds`: plain decode steps are captured whole.
+        Plain decode steps on a GPU are captured whole and do not call it. Rows that need it have a bit of `RowNeeds`.
         """
 
     def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
-        """The tokens of a step are drawn, and its rows have advanced by one each."""
+        """Called when the tokens of a step are drawn and its rows are one token further: correct them if need be."""
 
-    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Any, replays: Replays | None) -> None:
-        """The rows are where the next step finds them; also after a step that draws nothing.
+    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Any, replays: Replays) -> None:
+        """Called last in every step, when the rows are where the next step finds them: prepare the next step.
 
-        `replays` launch what was captured of `decode_work`; None where decode steps are not captured.
+        `replays` launch what was captured of `decode_work`; empty where decode steps are not captured.
         """
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
-        """What `step_ends` can launch after a decode step of `size` rows, by name; it is captured at start-up."""
+        """Called at the start for each captured size: return what `step_ends` can launch after such a step, by name."""
         return {}
 
     # --- output -------------------------------------------------------------------------------------------------------
 
     def output_words(self, tokens: int) -> int:
-        """int32 words that a step of `tokens` tokens gives to the host. They are downloaded with its tokens."""
+        """Return how many int32 words a step of `tokens` tokens gives to the host; they come with its tokens."""
         return 0
 
     def output(self, words: torch.Tensor) -> Any:
-        """What writes to these words on the device: of a slot, or of a captured forward. The hooks get it."""
+        """Called for each slot and each captured forward: return the object that writes to these words on the device.
+
+        The other hooks get it as `output`.
+        """
 
     def slot_output(self, rows: int, tokens: int, words: torch.Tensor) -> Any:
-        """The output of a slot, for steps of up to `rows` rows and `tokens` tokens; it may have more memory."""
+        """Called for each slot instead of `output`: the object may have more memory than these words.
+
+        The slot runs steps of up to `rows` rows and `tokens` tokens.
+        """
         return self.output(words)
 
-    def download(self, header: Header, output: Any) -> Callable[[], None] | None:
-        """What copies the rest of a step's output to the host, on the D2H stream; None if there is no more."""
-        return None
+    def downloads(self, header: Header, output: Any) -> Seq[Callable[[], None]]:
+        """Called when a step is enqueued: return the copies of more outputs to the host, for the D2H stream."""
+        return ()
 
     def downloaded(self, header: Header, output: Any) -> Any:
-        """What the host's part gets at the commit (`StepOutput.of_features`), of what `download` has copied."""
+        """Called when a step is read: return what the host's part gets of these copies, in `StepOutput.of_features`."""
 
     def copy_output(self, target: Any, source: Any, tokens: int) -> None:
-        """Copy what a captured forward of `tokens` tokens has written to the output of the step's slot."""
+        """Called after a captured forward of `tokens` tokens: copy its output, `source`, to that of the slot."""
 
     def read(self, words: np.ndarray, header: Header) -> Any:
-        """The same, from the words of a step."""
+        """Called when a step is read: return what the host's part gets of the words of its output."""
 
     # --- start --------------------------------------------------------------------------------------------------------
 
-    def largest(self) -> Extra | None:
-        """The largest extra that a step can have, to learn what it takes; None if steps have none."""
-        return None
+    def largest(self) -> Seq[Extra]:
+        """Called at the start: return the largest extras that a step can have, to learn what memory they take."""
+        return ()
 
     def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
-        """Put the most that a step of `rows` rows with `features` can have; `token_ids` are those of a prefill."""
+        """Called for each step that is rehearsed: put the most that a step of `rows` rows with these needs can have.
+
+        `token_ids` are those of a prefill; None for a decode.
+        """

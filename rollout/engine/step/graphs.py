@@ -21,20 +21,20 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, cast
 
 import torch
-from rollout_kernels.attention.segments import no_segments
 
 from rollout.engine.device.streams import Stream
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_step import DeviceStep, Outputs
 from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import StepInput, Upload, put_behind, put_decode
+from rollout.engine.upload import StepInput, Upload, put_behind
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fused import FusedDecoder, experts_alone, supports, takes_feed_forward, takes_mixer
 from rollout.models.fused_experts import DecoderWithFusedExperts
@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 
 #: Called with (sizes captured so far, sizes in all).
 Progress = Callable[[int, int], None]
+
+
+def untold(done: int, total: int) -> None:
+    """No-op: nobody is shown the progress."""
 
 
 def capturable(model: LanguageModel, fused_experts: bool) -> bool:
@@ -58,9 +62,9 @@ def capturable(model: LanguageModel, fused_experts: bool) -> bool:
         from rollout.models.fallback.start import capture_obstacle
 
         obstacle = capture_obstacle(model)
-        if obstacle is not None:
+        if obstacle:
             log.warning("decode steps are not captured as CUDA graphs: %s", obstacle)
-        return obstacle is None
+        return not obstacle
     fused, alone, dtype = supports(model, fused_experts), experts_alone(model, fused_experts), model.embed.dtype
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     mixers = [layer.mixer for layer in layers if not (fused and takes_mixer(layer.mixer.spec))]
@@ -93,10 +97,13 @@ class CapturedSizes:
         sizes = graph_sizes(most)
         return cls(sizes, forward_sizes(sizes))
 
-    def size_for(self, rows: int, needs: RowNeeds = PLAIN) -> int | None:
-        """The captured size that a step of `rows` rows takes; None if none is large enough."""
+    def size_for(self, rows: int, needs: RowNeeds = PLAIN) -> int:
+        """The captured size that a step of `rows` rows takes; 0 if none is large enough."""
         sizes = self.forward if needs & ~PLAIN else self.whole
-        return next((size for size in sizes if size >= rows), None)
+        return next((size for size in sizes if size >= rows), 0)
+
+
+NOT_CAPTURED = CapturedSizes([], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +152,7 @@ class DecodeGraphs:
             len(self._step.kinds) * len(self._drafted) * sum(self.sizes.forward[:-1]) * self._step.model.spec.vocab * 4
         )
 
-    def capture(self, slots: list[Slot], progress: Progress | None = None, sizes: list[int] | None = None) -> None:
+    def capture(self, slots: list[Slot], progress: Progress = untold, sizes: Seq[int] = ()) -> None:
         """Capture every size, or only `sizes`, for every slot."""
         began_s, warm_up_s, before = time.perf_counter(), 0.0, self.count
         jobs = sorted(sizes or self.sizes.whole, reverse=True)
@@ -155,8 +162,7 @@ class DecodeGraphs:
                 self._warm_up(slots[0], size)
                 warm_up_s += time.perf_counter() - warming_s
                 self._capture(slots, size)
-                if progress is not None:
-                    progress(done + 1, len(jobs))
+                progress(done + 1, len(jobs))
         took_s = round(time.perf_counter() - began_s, 1)
         facts = {"graphs": self.count - before, "took_s": took_s, "first_runs_s": round(warm_up_s, 1)}
         log.info("captured decode steps as graphs", extra=facts)
@@ -224,7 +230,7 @@ class DecodeGraphs:
 
     def _upload(self, slot: Slot, size: int, drafted: bool) -> Upload:
         slot.staging.begin()
-        put_decode(slot.staging, [], [], size, no_segments(size) if self._step.shares_pages else None)
+        self._step.put_rows(slot.staging, [], size)
         if drafted:
             put_behind(slot.staging, [], size)
         return slot.staging.upload(size, size, size, PLAIN.value, self._max_context, size=size)
@@ -279,6 +285,29 @@ class DecodeGraphs:
     def run_forward(self, step: StepInput, outputs: Outputs, needs: RowNeeds = RowNeeds.NONE) -> torch.Tensor:
         """What the graph of a forward holds; returns logits [S, V]."""
         return self._step.decode_rows(step, self._max_context, needs, outputs)
+
+
+class NoGraphs(DecodeGraphs):
+    """The graphs of an engine that captures no size: no step is ever packed for one."""
+
+    def __init__(self) -> None:
+        self.sizes = NOT_CAPTURED
+        self.replays = {}
+        self.experts = {}
+
+    def capture(self, slots: list[Slot], progress: Progress = untold, sizes: Seq[int] = ()) -> None:
+        """No-op."""
+
+    def warm_up(self, slot: Slot) -> None:
+        """No-op."""
+
+
+NO_GRAPHS = NoGraphs()
+
+
+def make_graphs(step: DeviceStep, compute: Stream, max_context: int, most: int) -> DecodeGraphs:
+    """The graphs of steps of up to `most` rows, not captured yet; 0: none will be."""
+    return DecodeGraphs(step, compute, max_context, most) if most else NO_GRAPHS
 
 
 @contextmanager

@@ -24,6 +24,7 @@ Legend: R rows, C constrained rows of a step, W words of a mask.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import time
@@ -143,7 +144,7 @@ class _Portion:
     seqs: list[Sequence]
     took_s: list[float] = field(default_factory=list)  # of the masks that are done
     spent_s: list[float] = field(default_factory=list)  # the same in CPU time
-    began_s: float | None = None  # the mask under way, if there is one
+    began_s: float = math.inf  # the mask under way, if there is one
     thread_s: float = 0.0  # CPU time of the thread at its start
     finish: Finish | None = None  # why the mask under way is the end of its completion
     ahead: list[int] = field(default_factory=list)  # drafts with a mask, of each row that is done
@@ -166,16 +167,15 @@ class _Portion:
         """Note that a mask is done, unless the portion was abandoned."""
         with self.lock:
             if not self.left_behind:
-                assert self.began_s is not None
                 self.took_s.append(time.perf_counter() - self.began_s)
                 self.spent_s.append(thread_seconds() - self.thread_s)
-                self.began_s = None
+                self.began_s = math.inf
 
     def stop(self) -> float:
         """Let no other mask begin; returns when the mask under way began; now, if the thread waits for a core."""
         with self.lock:
             self.stopped = True
-            return time.perf_counter() if self.began_s is None else self.began_s
+            return min(self.began_s, time.perf_counter())
 
     def leave_behind(self) -> None:
         """Abandon the thread."""

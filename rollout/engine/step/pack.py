@@ -24,7 +24,7 @@ from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
-from rollout.engine.step.shared_pages import SharedPages
+from rollout.engine.step.shared_pages import EachRowAlone
 from rollout.engine.upload import (
     ALIGNMENT_WORDS,
     Staging,
@@ -47,17 +47,17 @@ _SAVE_WORDS = 4  # of a row that ended and whose state is saved: row and place a
 class Packer:
     """Packs the plans of one engine.
 
-    `captured` are the sizes of its captured decode steps, None without any. `shared` says what rows share, where
-    attention reads shared pages once. `states`: the model has linear attention, whose states go through the drafts of a
-    row. `features` put their sections last.
+    `captured` are the sizes of its captured decode steps. `shared` says what rows share, where attention reads shared
+    pages once. `states`: the model has linear attention, whose states go through the drafts of a row. `features` put
+    their sections last.
     """
 
     def __init__(
         self,
-        captured: CapturedSizes | None = None,
-        shared: SharedPages | None = None,
-        states: bool = False,
-        features: Seq[StepFeature] = (),
+        captured: CapturedSizes,
+        shared: EachRowAlone,
+        states: bool,
+        features: Seq[StepFeature],
     ) -> None:
         self._states = states
         self._features = features
@@ -70,7 +70,7 @@ class Packer:
         size = 0
         layout: tuple[tuple[int, int, int, int], ...] = ()
         if plan.decodes:
-            size = 0 if self.captured is None else self.captured.size_for(plan.draws, plan.needs) or 0
+            size = self.captured.size_for(plan.draws, plan.needs)
             self._put_decode(plan, size or plan.draws, staging)
         else:
             layout = _put_prefill(plan.spans, staging)
@@ -93,28 +93,26 @@ class Packer:
         )
 
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
-        segments_SW = None if self._shared is None else self._shared.segments(plan, size)
         rows = plan.token_rows or [span.seq.row for span in plan.spans]
-        put_decode(staging, rows, plan.opens, size, segments_SW)
+        put_decode(staging, rows, plan.opens, size)
+        self._shared.put(plan, size, staging)
         if plan.drafts and self._states:
             put_behind(staging, [draws - 1 for _, _, _, draws, _ in plan.spans], size)
 
     def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:
         """Rows that no step has set up yet, and the pages that are copied for them."""
         _put_setup(staging, [span.seq for span in spans if not span.seq.row_ready])
-        if copies := [prompt.copy for *_, prompt in spans if prompt is not None and prompt.copy is not None]:
+        if copies := [copy for span in spans for copy in span.prompt.copies]:
             staging.put("copies", np.array(copies, dtype=np.int32))
 
 
 def _put_states(plan: Plan, staging: Staging) -> None:
     """Copies of states between rows and snapshots."""
-    saves, loads = list(plan.saves), []
+    saves, loads = list(plan.saves), list[tuple[int, int]]()
     if plan.kind == "prefill":
-        for seq, *_, prompt in plan.spans:
-            if prompt is not None and prompt.save is not None:
-                saves.append((seq.row, prompt.save))
-            if prompt is not None and prompt.load is not None:
-                loads.append((prompt.load, seq.row))
+        for span in plan.spans:
+            saves += span.prompt.saves
+            loads += span.prompt.loads
     for name, pairs in (("state_saves", saves), ("state_loads", loads)):
         if pairs:
             staging.put(name, np.array(pairs, dtype=np.int64))
@@ -122,12 +120,12 @@ def _put_states(plan: Plan, staging: Staging) -> None:
 
 def _put_known(spans: Seq[Span], staging: Staging) -> None:
     """The tokens of prompts that take the decode forward."""
-    known = [(seq.row, prompt.tokens[0], start) for seq, start, _, _, prompt in spans if prompt is not None]
+    known = [(seq.row, prompt.tokens[0], start) for seq, start, _, _, prompt in spans]
     staging.put("known", np.array(known, dtype=np.int64))
 
 
 def _put_prefill(spans: Seq[Span], staging: Staging) -> tuple[tuple[int, int, int, int], ...]:
-    tokens = np.concatenate([prompt.tokens for *_, prompt in spans if prompt is not None]).astype(np.int64)
+    tokens = np.concatenate([span.prompt.tokens for span in spans]).astype(np.int64)
     columns = [(seq.row, start, tokens_in, draws) for seq, start, tokens_in, draws, _ in spans]
     return put_prefill(staging, columns, tokens)
 
@@ -194,7 +192,6 @@ def _repeated(ids: tuple[int, ...]) -> list[int]:
 
 def _count_updates(seq: Sequence) -> np.ndarray:
     history = seq.kv.prefill_tokens
-    assert history is not None
     prompt, generated = history[: seq.prompt_len], history[seq.prompt_len :]
     tokens = np.concatenate([np.unique(prompt), generated])
     updates = np.ones((len(tokens), 3), dtype=np.int32)
@@ -217,7 +214,6 @@ def upload_words(seq: Sequence, length: int) -> int:
     words = _TOKEN_WORDS * length + _SPAN_WORDS
     if not seq.row_ready:
         kv = seq.kv
-        assert kv.prefill_tokens is not None
         words += _setup_words(len(kv.pages), len(kv.prefill_tokens), seq.needs) + 2
     return words
 

@@ -65,9 +65,13 @@ class Pipeline:
         """The steps in flight, oldest first; may be called from any thread."""
         return list(self._in_flight)
 
-    def oldest(self) -> StepInFlight | None:
-        """The step to commit next."""
-        return self._in_flight[0] if self._in_flight else None
+    def oldest(self) -> StepInFlight:
+        """The step to commit next; one is in flight."""
+        return self._in_flight[0]
+
+    def newest(self) -> StepInFlight:
+        """The step launched last; it is in flight."""
+        return self._in_flight[-1]
 
     def retire(self, step: StepInFlight) -> None:
         """The commit of `step` has returned: its slot is free."""

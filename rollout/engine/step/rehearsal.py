@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from rollout_kernels.attention.gathered import MOST_CHUNKS, MOST_GATHERED
-from rollout_kernels.attention.segments import no_segments
 from rollout_kernels.attention.triton_prefill import SHORT_CHUNK
 
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.compile_ahead import compile_kernels_of
 from rollout.engine.step.execute import Executor
-from rollout.engine.step.graphs import DecodeGraphs
+from rollout.engine.step.graphs import DecodeGraphs, make_graphs
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import Upload, put_decode, put_prefill
+from rollout.engine.upload import Upload, put_prefill
 from rollout.models.decoder import Decoder
 
 #: All that can be asked of sampling at once.
@@ -78,20 +77,20 @@ def longest_contexts(max_rows: int, chunk_tokens: int, max_context: int) -> list
     return [[one], several] if count > 1 else [[one]]
 
 
-def _more_than_gathered(max_rows: int, chunk_tokens: int, max_context: int) -> list[int] | None:
-    """Spans, a long one first, that end contexts of more tokens than attention gathers; None if there are none."""
+def _more_than_gathered(max_rows: int, chunk_tokens: int, max_context: int) -> list[int]:
+    """Spans, a long one first, that end contexts of more tokens than attention gathers, if any can."""
     earlier = max_context - SHORT_CHUNK - 1
     count = MOST_GATHERED // max(earlier, 1) + 1
     spans = [SHORT_CHUNK + 1] + [1] * (count - 1)
-    return spans if earlier > 0 and count <= max_rows and sum(spans) <= chunk_tokens else None
+    return spans if earlier > 0 and count <= max_rows and sum(spans) <= chunk_tokens else []
 
 
 def steps_to_rehearse(
-    executor: Executor, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
+    executor: Executor, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int
 ) -> list[Rehearsed]:
     """The largest prefill and decode steps, with and without changed logits, and steps of every kernel.
 
-    `graph_rows` are the rows up to which decode steps will be captured, None if none will be.
+    `graph_rows` are the rows up to which decode steps will be captured, 0 if none will be.
     """
     forward = executor.step.forward
     largest = largest_prompts(max_rows, chunk_tokens, max_context)
@@ -114,20 +113,20 @@ def steps_to_rehearse(
     for spans in longest_contexts(max_rows, chunk_tokens, gathered):
         if gathered > spans[0]:
             steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(spans), earlier=gathered - spans[0]))
-    if (more := _more_than_gathered(max_rows, chunk_tokens, max_context)) is not None:
+    if more := _more_than_gathered(max_rows, chunk_tokens, max_context):
         steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(more), earlier=max_context - more[0]))
-    captured_all = graph_rows is not None and graph_rows >= max_rows
+    captured_all = graph_rows >= max_rows
     decodes = {*_powers_of_two(max_rows), *(size for size in kernel_sizes if size < max_rows)}
     steps += [Rehearsed(PLAIN | also, rows=size) for size in sorted(decodes) if not captured_all for also in kinds]
     return [*steps, Rehearsed(_possible(executor, ALL_FEATURES), rows=max_rows)]
 
 
 def rehearse(
-    executor: Executor, slot: Slot, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
+    executor: Executor, slot: Slot, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int
 ) -> None:
     """Run the largest extras of features and the steps of `steps_to_rehearse`, one after the other."""
     for feature in executor.step.features:
-        if (extra := feature.largest()) is not None:
+        for extra in feature.largest():
             executor.compute.run(functools.partial(feature.prepare, extra))
             executor.finish()
     for step in steps_to_rehearse(executor, max_rows, chunk_tokens, max_context, graph_rows):
@@ -141,7 +140,7 @@ def measure_steps(
     max_rows: int,
     chunk_tokens: int,
     max_context: int,
-    graph_rows: int | None,
+    graph_rows: int,
     compile_threads: int = COMPILE_THREADS,
 ) -> StepNeeds:
     """Rehearse on a GPU; returns what the steps took, by what the driver says is free before and after.
@@ -152,14 +151,13 @@ def measure_steps(
     executor.device.synchronize()
     torch.cuda.empty_cache()
     before = _free_bytes()
-    graphs = None if graph_rows is None else DecodeGraphs(executor.step, executor.compute, max_context, graph_rows)
+    graphs = make_graphs(executor.step, executor.compute, max_context, graph_rows)
     model = executor.step.model
     if compile_threads and isinstance(model, Decoder):  # a fallback model's code may compute with what kernels return
 
         def run() -> None:
             rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
-            if graphs is not None:
-                graphs.warm_up(slots[0])
+            graphs.warm_up(slots[0])
 
         compile_kernels_of(run, compile_threads)
         torch.cuda.empty_cache()
@@ -168,7 +166,7 @@ def measure_steps(
         executor.device.synchronize()
     rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
     activations = before - _free_bytes()
-    of_graphs = 0 if graphs is None else _measure_graphs(graphs, slots)
+    of_graphs = _measure_graphs(graphs, slots) if graph_rows else 0
     torch.cuda.empty_cache()
     return StepNeeds(_FRAGMENTATION * max(activations, 0), max(of_graphs, 0))
 
@@ -189,7 +187,7 @@ def _measure_graphs(graphs: DecodeGraphs, slots: list[Slot]) -> int:
 def _pack_decode(executor: Executor, slot: Slot, step: Rehearsed, max_context: int) -> Upload:
     rows, staging = step.rows, slot.staging
     staging.begin()
-    put_decode(staging, [], [], rows, no_segments(rows) if executor.step.shares_pages else None)
+    executor.step.put_rows(staging, [], rows)
     for feature in executor.step.features:
         feature.put_largest(staging, rows, None, step.needs)
     return staging.upload(rows, rows, rows, step.needs.value, max_context)

@@ -121,12 +121,13 @@ class Sampler:
         ban, bits = bool(needs & RowNeeds.MIN_TOKENS), needs.value
         rules = {name: floats_SF[:, column] for name, bit, column in _FLOAT_FIELDS if bits & bit}
         rules |= {name: ints_SI[:, column] for name, bit, column in _INT_FIELDS if bits & bit}
-        masks = masks if needs & RowNeeds.CONSTRAIN else None
         first = None if self._shard is None else self._shard.first_token
         counts_RV = state.counts if first is None else state.counts[:, first : first + width]
         banned_S = index_S < ints_SI[:, MIN_TOKENS] if ban else None
-        if banned_S is not None and masks is not None:
-            banned_S.index_fill_(0, masks.at, False)  # masks have the ban: they know where only a stop token is left
+        if masks is not None and needs & RowNeeds.CONSTRAIN:
+            rules |= {"masked_C": masks.at, "masks_CW": masks.bits}
+            if banned_S is not None:  # masks have the ban: they know where only a stop token is left
+                banned_S.index_fill_(0, masks.at, False)
         return SamplingRows(
             temperature_S=floats_SF[:, TEMPERATURE],
             noise_S=floats_SF[:, NOISE] if needs & RowNeeds.DRAW else None,
@@ -137,8 +138,6 @@ class Sampler:
             bias_SK=state.bias.index_select(0, rows_S) if bias else None,
             banned_ids_SK=state.banned.index_select(0, rows_S) if ban else None,
             banned_S=banned_S,
-            masked_C=masks.at if masks is not None else None,
-            masks_CW=masks.bits if masks is not None else None,
             first_token=first,
             **rules,
         )

@@ -17,8 +17,10 @@ import numpy as np
 from rollout_kernels.attention.segments import SHARED_TILES, make_segments, no_segments, rows_at_once
 
 from rollout.engine.schedule.plan import Plan, Span
+from rollout.engine.upload import Staging
 from rollout.models.batch import KVCache
 from rollout.models.deterministic import CONFIG as DETERMINISTIC
+from rollout.models.language_model import LanguageModel, native
 from rollout.models.spec import AttentionSpec, LatentSpec, ModelSpec
 
 #: Bytes of KV that a layer need not read, from which on sharing is faster. On an H100, 117 MB saved made a layer slower
@@ -34,7 +36,14 @@ LEAST_POSITIONS = 256
 _NOTHING = -1
 
 
-class SharedPages:
+class EachRowAlone:
+    """Attention reads each row on its own: decode steps have no segments."""
+
+    def put(self, plan: Plan, size: int, staging: Staging) -> None:
+        """No-op."""
+
+
+class SharedPages(EachRowAlone):
     """Makes the segments of decode steps: of `most_rows` rows at most, where a layer's KV has `position_bytes`."""
 
     def __init__(self, page_size: int, most_rows: int, position_bytes: int) -> None:
@@ -47,6 +56,10 @@ class SharedPages:
         self._segments_SW = no_segments(0)
         # By the id of a row's pages: the pages of the row before it, its own, and how many both begin with.
         self._common: dict[int, tuple[list[int], list[int], int]] = {}
+
+    def put(self, plan: Plan, size: int, staging: Staging) -> None:
+        """Put the segments of a decode step that is padded to `size` rows, right after `put_decode`."""
+        staging.put("segments", self.segments(plan, size))
 
     def segments(self, plan: Plan, size: int) -> np.ndarray:
         """What the rows of a decode step share if it is padded to `size` rows, int32 [2 size, W]."""
@@ -119,7 +132,10 @@ def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
     return min(rows_at_once(mixer.heads // mixer.kv_heads, tile) for mixer in mixers)
 
 
-def make_shared_pages(spec: ModelSpec, kv: KVCache, deterministic: bool) -> SharedPages:
-    """For the decode steps of a model over this KV."""
+def make_shared_pages(model: LanguageModel, kv: KVCache, deterministic: bool, shares: bool) -> EachRowAlone:
+    """For the decode steps of a model over this KV; with `shares` attention reads shared pages once."""
+    if not shares:
+        return EachRowAlone()
+    spec = native(model).spec
     position_bytes = max(k[0, 0].nbytes + v[0, 0].nbytes for k, v in zip(kv.k, kv.v, strict=True))
     return SharedPages(kv.page_size, most_shared_rows(spec, bool(kv.scales), deterministic), position_bytes)

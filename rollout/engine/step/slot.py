@@ -12,8 +12,8 @@
 `masks` and `outputs` hold what only some steps have. A step with constrained rows has two parts, and the second waits
 for their masks: start, forward_end, draw_start, end.
 
-Where kernels wait for other ranks, the flag of a wait in vain comes with the outputs. It is copied after the step, so
-it is set if the step waited in vain.
+Where kernels wait for other ranks, the flag that says that a wait failed comes with the outputs. It is copied after the
+step, so it is set if a wait of the step failed.
 
 A slot is taken from acquire until the commit that read its host outputs has returned; nothing else writes to its
 buffers in between.
@@ -27,14 +27,43 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
-from rollout.engine.device.streams import Device
+from rollout.engine.device.streams import Device, DeviceError
 from rollout.engine.step.feature import DeviceFeature, Drawn
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, Staging, StepInput, Upload
 
 OUTPUT_FIELDS = 4
+
+
+class FaultFlag:
+    """The flag of kernels that wait for other ranks; with one rank there is none."""
+
+    def copy(self) -> None:
+        """Copy the flag to the host, after the outputs of a step; on the D2H stream."""
+
+    def check(self) -> None:
+        """Raise DeviceError if a wait failed before the outputs were copied."""
+
+
+class _PeerFlag(FaultFlag):
+    """The flag `PeerBuffers.fault`: 0, or 1 and the rank that was waited for."""
+
+    def __init__(self, device: Device, flag: torch.Tensor) -> None:
+        self._flag, self._host = flag, device.host_buffer((1,), torch.int32)
+
+    def copy(self) -> None:
+        self._host.copy_(self._flag, non_blocking=True)
+
+    def check(self) -> None:
+        if fault := int(self._host):
+            raise DeviceError(f"rank {fault - 1} did not send its part of a sum in time, or sent a wrong one")
+
+
+def _fault_flag(device: Device, group: TensorGroup) -> FaultFlag:
+    return FaultFlag() if group.peers is None else _PeerFlag(device, group.peers.fault)
 
 
 class Slot:
@@ -48,12 +77,9 @@ class Slot:
         vocab: int,
         chunk_tokens: int,
         features: Seq[DeviceFeature] = (),
-        fault: torch.Tensor | None = None,
+        group: TensorGroup = ONE_RANK,
     ) -> None:
-        """Buffers for steps of up to `max_rows` rows, drafts included.
-
-        `fault` is the flag of the tensor group's peer buffers (`PeerBuffers.fault`), if it has them.
-        """
+        """Buffers for steps of up to `max_rows` rows, drafts included. `group` are the ranks that run the steps."""
         self.staging = Staging(device.host_buffer((upload_words,), torch.int32))
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
         output_words = OUTPUT_FIELDS * max_rows
@@ -72,8 +98,7 @@ class Slot:
         for feature in features:
             begin, end = spans.get(feature.name, (0, 0))
             self.outputs[feature.name] = feature.slot_output(max_rows, chunk_tokens, self._result[begin:end])
-        self._fault = fault
-        self._fault_host = None if fault is None else device.host_buffer((1,), torch.int32)
+        self.fault = _fault_flag(device, group)
         self.h2d_start, self.h2d_done = device.event(), device.event()
         self.start, self.end = device.event(), device.event()
         self.d2h_start, self.d2h_done = device.event(), device.event()
@@ -95,14 +120,7 @@ class Slot:
             last = self._regions[-1]
             words = last.start + last.feature.output_words(header.tokens)
             self._result_host[:words].copy_(self._result[:words], non_blocking=True)
-        if self._fault is not None and self._fault_host is not None:
-            self._fault_host.copy_(self._fault, non_blocking=True)
-
-    @property
-    def lost_rank(self) -> int | None:
-        """The rank for which a kernel of this device waited in vain, before the outputs were copied; None if none."""
-        fault = 0 if self._fault_host is None else int(self._fault_host)
-        return fault - 1 if fault else None
+        self.fault.copy()
 
     def read(self, header: Header) -> StepOutput:
         """The outputs that have arrived. Those of features are views, which the next step overwrites."""
@@ -113,14 +131,14 @@ class Slot:
             logprobs[0].tolist(),
             logprobs[1].tolist(),
             logprobs[2].tolist(),
-            self._accepted_host[: header.draws].tolist() if header.drafts else None,
+            self._accepted_host[: header.draws].tolist() if header.drafts else [],
             self._of_features(header),
         )
 
     def downloads(self, header: Header) -> list[Callable[[], None]]:
         """What else copies outputs to the host, on the D2H stream."""
-        found = (feature.download(header, self.outputs[feature.name]) for feature in self._features)
-        return [copy for copy in found if copy is not None]
+        outputs = self.outputs
+        return [copy for feature in self._features for copy in feature.downloads(header, outputs[feature.name])]
 
     def _of_features(self, header: Header) -> dict[str, Any]:
         given = {feature.name: feature.downloaded(header, self.outputs[feature.name]) for feature in self._features}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollout.engine.device.group_orders import GroupOrders
+from rollout.engine.device.group_orders import GroupOrders, NoGroupOrders
 from rollout.engine.device.streams import Device, Stream
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
@@ -52,3 +52,22 @@ class Orders(GroupOrders, Protocol):
 
     def confirm(self, output: StepOutput) -> None:
         """Raise if another rank knows that these outputs may be wrong."""
+
+
+class NoOrders(NoGroupOrders):
+    """The orders of a worker of one rank: nobody takes them."""
+
+    def step(self, upload: Upload) -> None:
+        """No-op."""
+
+    def draw(self, masks: StepMasks) -> None:
+        """No-op."""
+
+    def swap(self, version: int) -> None:
+        """No-op."""
+
+    def confirm(self, output: StepOutput) -> None:
+        """No-op: no other rank knows anything."""
+
+
+NO_ORDERS = NoOrders()

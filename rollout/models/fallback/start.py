@@ -91,8 +91,8 @@ def check_start(model: TransformersModel) -> None:
             )
 
 
-def capture_obstacle(model: TransformersModel) -> str | None:
-    """Why decode steps of a model cannot be captured as CUDA graphs; None if they can. Runs a step on its device."""
+def capture_obstacle(model: TransformersModel) -> str:
+    """Why decode steps of a model cannot be captured as CUDA graphs; empty if they can. Runs a step on its device."""
     if any(shape.k_dim != shape.v_dim for shape in model.spec.kv_shapes):
         return "its attention has values of another dimension than keys, for which there are no kernels"
     tokens = _tokens(model)
@@ -103,9 +103,7 @@ def capture_obstacle(model: TransformersModel) -> str | None:
             rows.append(pieces)
         with HostReads() as reads:
             rows.append(decode)
-    return (
-        f"its steps read values of the device on the host ({', '.join(sorted(reads.found))})" if reads.found else None
-    )
+    return f"its steps read values of the device on the host ({', '.join(sorted(reads.found))})" if reads.found else ""
 
 
 def _tokens(model: TransformersModel) -> list[torch.Tensor]:

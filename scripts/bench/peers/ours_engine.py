@@ -105,7 +105,7 @@ class OursEngine:
             "build_s": ready_s - loaded_s,
             "kv_tokens": self.capacity_tokens,
             "max_context": job.most_context,
-            "graphs": self.engine.executor.graphs is not None,
+            "graphs": self.engine.executor.captures,
         }
 
     def generate(self, work: Work) -> Finished:
@@ -210,7 +210,7 @@ class OursEngine:
 
     def _distinct_experts(self, rows: int) -> Row:
         graphs = self.engine.executor.graphs
-        chosen = graphs.experts.get(graphs.sizes.size_for(rows) or 0, []) if graphs is not None and rows else []
+        chosen = graphs.experts.get(graphs.sizes.size_for(rows), []) if rows else []
         if not chosen:
             return {}
         torch.cuda.synchronize()

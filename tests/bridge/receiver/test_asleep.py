@@ -69,7 +69,7 @@ def test_a_group_that_is_kept_serves_the_update_inside_and_is_let_go_of_behind_i
     second = threading.Event()  # the second update may begin
 
     def shut(*_: Any) -> None:
-        if second.is_set() and gate.sleep is None:
+        if second.is_set() and not gate.sleep.ordered:
             worker.sleep()
             worker.status()  # the receiver has seen it
 
@@ -87,7 +87,7 @@ def test_a_group_that_is_kept_serves_the_update_inside_and_is_let_go_of_behind_i
         assert kept.name
         second.set()
         publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
-        assert serves(worker.model, tensors) and gate.sleep is not None
+        assert serves(worker.model, tensors) and gate.sleep.ordered
         wait_for(lambda: not gate.update_inside, "the door to be empty")
         assert not kept.name
 

@@ -94,7 +94,7 @@ class MarginTaker(DeviceFeature):
     def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
         assert (rows.ints[step["rows"][: step.header.rows], LENGTH] > 0).all()
 
-    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Any, replays: Replays | None) -> None:
+    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Any, replays: Replays) -> None:
         self.ended[step.header.draws] += 1
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Margins:

@@ -37,7 +37,7 @@ def checkpoint(request, tmp_path_factory):
 
 def run(folder, prompt_of, rows: int = 5, **fields) -> Bench:
     bench = Bench(load_bf16(folder), make_device("cuda"), **fields)
-    assert (bench.engine.executor.graphs is not None) == fields.get("cuda_graphs", True)
+    assert bench.engine.executor.captures == fields.get("cuda_graphs", True)
     for i in range(rows):
         bench.submit(f"r{i}", prompt_of(5 + 13 * i, i), 60, sampling={"temperature": 1.0, "seed": i})
     bench.run()

@@ -90,7 +90,7 @@ def replays(monkeypatch) -> list[tuple[str, int]]:
 
 def run(model, prompt_of, **fields) -> list[list[int]]:
     bench = Bench(model, max_rows=11, **fields)
-    assert (bench.engine.executor.graphs is not None) == fields.get("cuda_graphs", True)
+    assert bench.engine.executor.captures == fields.get("cuda_graphs", True)
     for i in range(9):
         shaped = SHAPED if i == 4 else {}
         bench.submit(f"r{i}", prompt_of(5 + 3 * i, i), 12 + i, sampling={"temperature": 1.0, "seed": i, **shaped})

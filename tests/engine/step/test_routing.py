@@ -256,15 +256,15 @@ def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
     model, hf_model = family
     bench = Bench(model, routing=True)
     prompt = prompt_of(20, 1)
-    bench.submit("a", prompt, 30, routing_from=0)
+    bench.submit("a", prompt, 30, routing_from=0, prompt_logprobs=True)
     for _ in range(12):
         bench.engine.tick()
     roster = bench.engine.roster
     (seq,) = roster.decoding
-    seq.group.prompt_logprobs = Full()
+    known, seq.group.prompt_logprobs = seq.group.prompt_logprobs, Full()
     with pytest.raises(MemoryError):
         make_delta(seq, roster.features)
-    seq.group.prompt_logprobs = None
+    seq.group.prompt_logprobs = known
     bench.emit(roster.rescue("a fault"))
     assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
     bench.close(check=False)

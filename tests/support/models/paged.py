@@ -13,7 +13,7 @@ from rollout.models import AttentionBatch, Chunk, Decoder, KVCache, LoadedModel
 from rollout.models.batch import ExpertRecord, HiddenTaps, WantedTokens
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
-from rollout.models.state_pool import StatePool
+from rollout.models.state_pool import NO_STATES, StatePool
 
 
 class PagedRunner:
@@ -36,13 +36,13 @@ class PagedRunner:
         random.Random(seed).shuffle(pages)
         self.device, dtype = model.embed.device, model.embed.dtype
         native = isinstance(model, Decoder)  # row 0 of the states is padding
-        self.states = StatePool.allocate(model.spec, rows + 1, dtype, self.device) if native else None
+        self.states = StatePool.allocate(model.spec, rows + 1, dtype, self.device) if native else NO_STATES
         self.kv = KVCache.allocate(
             model.spec, len(pages) + 1, page_size, kv_dtype or dtype, self.device, states=self.states
         )
         for cache in self.kv.tensors:
             cache.fill_(50.0)
-        for state in () if self.states is None else self.states.tensors:
+        for state in self.states.tensors:
             state.fill_(float("nan"))  # at position 0 no state is read
         self.tables = [pages[row * self.width : (row + 1) * self.width] for row in range(rows)]
         self.lengths = [0] * rows

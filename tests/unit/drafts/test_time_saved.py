@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.engine.features.drafts.counts import DraftCounts
-from rollout.engine.features.drafts.drafter import After
+from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, After
 from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.schedule.plan import Plan, Span
@@ -40,7 +40,7 @@ def plan(rows: int, drafts: int) -> Plan:
 def test_time_saved(drafts, after, tokens, saved_s, expected_s):
     """Two rows; plain steps take 1 s, of eight rows 2 s, drafts of the device 0.25 s; this one took 1.75 s."""
     costs = Noted({2: 1.0, 8: 2.0}, padded=True, drafting={1: 0.25, 8: 0.25})
-    counts, planner = DraftCounts(), DraftPlanner(None, 3, 64, costs, on_device="heads")
+    counts, planner = DraftCounts(), DraftPlanner(NO_HOST_DRAFTER, 3, 64, costs, on_device="heads")
     planner.ran(plan(2, drafts), after, tokens, 1.75, counts)
     assert (counts.saved_s, counts.expected_saved_s) == pytest.approx((saved_s, expected_s))
     assert costs.noted == pytest.approx((2, 200.0, 2 * drafts, 1.5 if after is After.DRAFT else 1.75))

@@ -11,7 +11,7 @@ from rollout_kernels.parallel import TensorGroup
 from rollout_kernels.sampling import VocabShard
 
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.features.scores.buffers import ScoreBuffers, Scores
+from rollout.engine.features.scores.buffers import ScoreBuffers, Scores, vocabulary
 from tests.support.parallel.ranks import Ranks
 
 ROWS = 12
@@ -19,10 +19,11 @@ ROWS = 12
 
 def _score(logits: torch.Tensor, vocab: int, exact: bool, shard: VocabShard | None) -> Scores:
     scores = ScoreBuffers(CpuDevice(), max_rows=ROWS, chunk_tokens=ROWS, vocab=vocab)
+    part, ids = vocabulary(shard), torch.arange(ROWS)
     before, targets = logits.clone(), torch.arange(ROWS) * 7 % vocab
-    scores.take_tops(logits, torch.arange(0, ROWS, 2), exact, shard)
+    scores.take_tops(logits, torch.arange(0, ROWS, 2), exact, part)
     assert torch.equal(logits, before), "logits are left as they are"
-    scores.score_prompt(logits, torch.arange(ROWS), targets, torch.clone, exact, ranked=True, tops=True, shard=shard)
+    scores.score_prompt(logits, ids, targets, torch.clone, exact, ranked=True, tops=True, vocab=part)
     scores.copy(ROWS // 2, ROWS, ranked=True, prompt_tops=True)
     return scores.read(tuple(range(ROWS // 2)), ROWS, ranked=True, prompt_tops=True)
 

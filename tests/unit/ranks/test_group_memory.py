@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollout.engine.device.group_memory import GroupMemory
-from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
+from rollout.engine.device.releasable import MemoryShortError, PermanentMemory, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.step.execute import Executor, Streams
 from rollout.ranks.adapters import AdapterCopies
@@ -188,3 +188,11 @@ def test_no_memory_is_given_back_while_pieces_of_an_update_are_on_their_way_into
     sleep.join(30)
     assert not sleep.is_alive() and two.other.memory.released and two.mine.memory.released
     two.group.restore()
+
+
+def test_ranks_that_cannot_sleep_get_no_orders_about_their_memory(two: Two) -> None:
+    before = two.orders.ordered
+    memory = two.orders.memory_of_all(PermanentMemory(CpuDevice()))
+    memory.forget()
+    assert not memory.sleeps and two.orders.ordered == before
+    assert two.orders.memory_of_all(two.mine.memory).sleeps

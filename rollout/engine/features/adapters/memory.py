@@ -53,9 +53,8 @@ class AdapterMemory(DeviceFeature):
         slots = AdapterSlots(
             model.spec, engine.adapter_slots, engine.adapter_rank, model.embed.dtype, model.embed.device
         )
-        if memory is not None:
-            tensors = (tensor for b in slots.buffers.values() for tensor in (b.a_SAK, b.b_SNR))
-            memory.take_over(tensors, kept=False)  # they are loaded again from the host
+        tensors = (tensor for b in slots.buffers.values() for tensor in (b.a_SAK, b.b_SNR))
+        memory.take_over(tensors, kept=False)  # they are loaded again from the host
         log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
         return cls(slots, device, site.registry)
 

@@ -18,7 +18,7 @@ import time
 from collections import deque
 
 from rollout.engine.adapters import Adapter, AdapterRegistry, AdapterSlot
-from rollout.engine.device.group_orders import GroupOrders
+from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
 from rollout.engine.device.streams import Device, Stream
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights
 
@@ -40,7 +40,7 @@ class AdapterTable:
         device: Device,
         loads: Stream,
         compute: Stream,
-        orders: GroupOrders | None = None,
+        orders: GroupOrders = NO_GROUP_ORDERS,
     ) -> None:
         self.registry = registry
         self.memory = memory
@@ -73,8 +73,8 @@ class AdapterTable:
         if slot is not None and slot.refs:
             self.compute.wait(slot.written)
             self._write(slot, weights, self.compute)
-        elif slot is not None:
-            slot.adapter, adapter.slot = None, None  # it is written again before it is used
+        else:
+            adapter.leave_slot()  # it is written again before it is used
         # Last: if the device fails before this, the engine is built anew with the version of before.
         adapter.version, adapter.edition, adapter.weights = version, edition, weights
         return adapter
@@ -83,8 +83,7 @@ class AdapterTable:
         """Forget an adapter that no request names; its slot is free once no row has it."""
         adapter = self.known.pop(name)
         adapter.weights = None
-        if adapter.slot is not None:
-            adapter.slot.adapter, adapter.slot = None, None
+        adapter.leave_slot()
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
@@ -125,10 +124,9 @@ class AdapterTable:
     def unload_all(self) -> None:
         """Forget what lies in the slots; no sequence has taken one."""
         self.wait()
-        for slot in self._slots:
-            assert slot.refs == 0, "an adapter slot is in use"
-            if slot.adapter is not None:
-                slot.adapter.slot, slot.adapter = None, None
+        assert not any(slot.refs for slot in self._slots), "an adapter slot is in use"
+        for adapter in self.known.values():
+            adapter.leave_slot()
 
     def check_unused(self) -> None:
         """Assert that no slot is in use and that slots and adapters agree."""
@@ -155,17 +153,13 @@ class AdapterTable:
         return slot
 
     def _write(self, slot: AdapterSlot, weights: AdapterWeights, stream: Stream) -> None:
-        if self._orders is not None:
-            assert weights.shared is not None, "in a tensor group all ranks have their parts"
-            beside = stream is self.loads
-            slot.order = self._orders.give("adapter_copies", slot.number, weights.shared.number, beside)
+        slot.order = self._orders.give("adapter_copies", slot.number, weights.shared.number, stream is self.loads)
         stream.run(functools.partial(self.memory.write, slot.number, weights))
         stream.record(slot.written)
-        if self._orders is not None:
-            self._read.append((slot, weights))
+        self._read.append((slot, weights))
 
     def _is_written(self, slot: AdapterSlot) -> bool:
-        return slot.written.query() and (self._orders is None or self._orders.done("adapter_copies", slot.order))
+        return slot.written.query() and self._orders.done("adapter_copies", slot.order)
 
     def _use(self, slot: AdapterSlot) -> None:
         self._uses += 1

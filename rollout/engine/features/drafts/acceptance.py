@@ -12,13 +12,25 @@ from collections.abc import Sequence as Seq
 _KEPT, _OTHERS = 0.95, 4.0
 
 
+class _Unmeasured:
+    """The rows that all rows are assumed to be like."""
+
+    chance = 0.5
+
+    def note(self, accepted: int, tried: int) -> None:
+        """No-op."""
+
+
+_UNMEASURED = _Unmeasured()
+
+
 class Acceptance:
     """The chance that a draft is accepted after those before it were; of one row, or of all rows.
 
     A row is assumed to be like `all_rows` until its own paths say otherwise.
     """
 
-    def __init__(self, all_rows: Acceptance | None = None) -> None:
+    def __init__(self, all_rows: Acceptance | _Unmeasured = _UNMEASURED) -> None:
         self._all_rows = all_rows
         self._hits, self._tries = 0.0, 0.0
         self._begin = 0
@@ -27,8 +39,7 @@ class Acceptance:
     @property
     def chance(self) -> float:
         """Estimate, 0 to 1; 0.5 before anything is known."""
-        assumed = 0.5 if self._all_rows is None else self._all_rows.chance
-        return (self._hits + _OTHERS * assumed) / (self._tries + _OTHERS)
+        return (self._hits + _OTHERS * self._all_rows.chance) / (self._tries + _OTHERS)
 
     def follow(self, tokens: Seq[int], begin: int, path: Seq[int]) -> None:
         """Compare the kept path with the committed `tokens`; then keep `path`, of those from `begin` on, if any.
@@ -53,5 +64,4 @@ class Acceptance:
         """Of `tried` drafts, which were all that counted, this many were right."""
         kept = _KEPT**tried
         self._hits, self._tries = kept * self._hits + accepted, kept * self._tries + tried
-        if self._all_rows is not None:
-            self._all_rows.note(accepted, tried)
+        self._all_rows.note(accepted, tried)

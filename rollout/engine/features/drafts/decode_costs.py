@@ -14,7 +14,6 @@ import logging
 
 import numpy as np
 import torch
-from rollout_kernels.attention.segments import no_segments
 
 from rollout.engine.features.drafts.drafter import NAME, After
 from rollout.engine.features.drafts.step_costs import StepCosts
@@ -22,7 +21,7 @@ from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.row_state import LAST, RowState
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import StepInput, put_behind, put_decode
+from rollout.engine.upload import StepInput, put_behind
 
 #: Runs of each size; the first ones warm up, and the fastest of the others counts.
 _WARM, _TIMED = 1, 3
@@ -38,7 +37,7 @@ def measure_decode_costs(executor: Executor, slot: Slot, max_rows: int, on_devic
     """
     _verify_once(executor, slot, max_rows)
     graphs = executor.graphs
-    captured = [] if graphs is None else [size for size in graphs.sizes.whole if size <= max_rows]
+    captured = [size for size in graphs.sizes.whole if size <= max_rows]
     larger = [1 << i for i in range(max_rows.bit_length()) if 1 << i > (captured[-1] if captured else 0)]
     sizes = sorted({*captured, *larger, max_rows})
     measured = {rows: _seconds(executor, slot, rows) for rows in sizes}
@@ -52,17 +51,17 @@ def measure_decode_costs(executor: Executor, slot: Slot, max_rows: int, on_devic
 
 def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
     """A verify step of row 1 with one draft."""
-    size = None if executor.graphs is None else executor.graphs.sizes.size_for(2)
+    size = executor.graphs.sizes.size_for(2)
     padded, staging = size or 2, slot.staging
     staging.begin()
-    put_decode(staging, [1, draft_row], [], padded, no_segments(padded) if executor.step.shares_pages else None)
+    executor.step.put_rows(staging, [1, draft_row], padded)
     if executor.step.drafts_states:
         put_behind(staging, [1], padded)
     staging.put("pages", np.array([(1, 0, 0)], dtype=np.int32))
     staging.put("verified", np.array([(1, 0, 1, 0)]))
     staging.put("paths", np.zeros((1, 2), dtype=np.int64))
     staging.put("drafts", np.array([(draft_row, 1, 1, 0)]))
-    upload = staging.upload(2, 2, 2, PLAIN.value, executor.step.kv.page_size, size=size or 0, drafts=1)
+    upload = staging.upload(2, 2, 2, PLAIN.value, executor.step.kv.page_size, size=size, drafts=1)
     step = slot.input_for(upload)
     executor.compute.run(functools.partial(step.receive, upload.words))
     executor.compute.run(functools.partial(executor.run, step, slot))
@@ -72,15 +71,15 @@ def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
 
 def _seconds(executor: Executor, slot: Slot, rows: int, drafts: bool = False) -> float:
     """The time of a plain step; with `drafts` only the time of the drafter on the device after it."""
-    size = None if executor.graphs is None else executor.graphs.sizes.size_for(rows)
+    size = executor.graphs.sizes.size_for(rows)
     padded = size or rows
     slot.staging.begin()
     numbers, behind = _rows_and_drafts(executor, rows)
-    put_decode(slot.staging, numbers, [], padded, no_segments(padded) if executor.step.shares_pages else None)
+    executor.step.put_rows(slot.staging, numbers, padded)
     if behind:
         put_behind(slot.staging, behind, padded)
     context = executor.step.kv.page_size
-    upload = slot.staging.upload(rows, rows, rows, PLAIN.value, context, size=size or 0)
+    upload = slot.staging.upload(rows, rows, rows, PLAIN.value, context, size=size)
     step, state, compute = slot.input_for(upload), executor.step.rows, executor.compute
     start, end, times_s = executor.device.event(), executor.device.event(), []
     for _ in range(_WARM + _TIMED):
@@ -104,10 +103,10 @@ def _seconds(executor: Executor, slot: Slot, rows: int, drafts: bool = False) ->
 
 def _rows_and_drafts(executor: Executor, rows: int) -> tuple[list[int], list[int]]:
     """The rows of a step, and how many drafts are behind each if there are any."""
-    states = executor.step.kv.states
-    if states is None or states.drafts is None or rows < states.drafts.first:
+    drafts_of_states = executor.step.kv.states.drafts
+    if drafts_of_states is None or rows < drafts_of_states.first:
         return list(range(1, rows + 1)), []
-    own = states.drafts.first - 1
+    own = drafts_of_states.first - 1
     drafts = [(rows - own) // own + (i < (rows - own) % own) for i in range(own)]
     numbers, draft_rows = [], iter(range(own + 1, rows + 1))
     for row, count in enumerate(drafts, start=1):

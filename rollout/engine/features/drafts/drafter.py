@@ -21,7 +21,7 @@ import torch
 
 from rollout.config import EngineSettings
 from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
-from rollout.engine.step.feature import Replays
+from rollout.engine.step.feature import NO_REPLAYS, Replays
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import StepInput
 from rollout.models.batch import AttentionBatch, HiddenTaps, KVCache
@@ -48,11 +48,26 @@ class HostDrafter(Protocol):
         """Nothing is added to this completion any more; its key may be unknown."""
 
 
+class NoHostDrafter:
+    """Drafts nothing; a planner does not ask it."""
+
+    def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
+        """No tokens."""
+        return []
+
+    def source(self, key: Hashable) -> None:
+        """From no weights."""
+
+    def ended(self, key: Hashable) -> None:
+        """No-op."""
+
+
+NO_HOST_DRAFTER = NoHostDrafter()
 #: By name: makes a drafter on the host that keeps at most this number of tokens of completions.
 HOST_DRAFTERS: dict[str, Callable[[int], HostDrafter]] = {"suffix": SuffixDrafter}
 
-#: A drafter on the device: the draft model (`heads`), or n-grams of the row.
-DeviceDrafterName = Literal["heads", "ngram"]
+#: The drafter on the device: the draft model (`heads`), or n-grams of the row.
+DeviceDrafterName = Literal["none", "heads", "ngram"]
 
 
 class After(StrEnum):
@@ -64,7 +79,7 @@ class After(StrEnum):
 
 
 class DeviceDrafter:
-    """Drafts on the device, on the compute stream. A drafter that reads no hidden states overrides `run` alone.
+    """Drafts on the device, on the compute stream: none. A drafter that reads no hidden states overrides `run` alone.
 
     `rows` is the row state, int64 `next_RG` [rows, drafts] receives the next drafts of each row.
     """
@@ -83,14 +98,14 @@ class DeviceDrafter:
         accepted_B: torch.Tensor,
         kv: KVCache,
         after: After,
-        replays: Replays | None = None,
+        replays: Replays = NO_REPLAYS,
     ) -> torch.Tensor | None:
         """Do `after` after a step whose tokens are drawn. Returns the rows that have drafts now, in their order.
 
         `accepted_B` (int32) are accepted drafts by place, 0 for all places without; read in steps with drafts.
         `replays` as in `DeviceFeature.step_ends`.
         """
-        raise NotImplementedError
+        return None
 
     def decode_taps(self, positions_B: torch.Tensor) -> HiddenTaps | None:
         """Where a decode forward of rows at these positions keeps hidden states, at a fixed address."""
@@ -108,8 +123,8 @@ class DeviceDrafter:
         return {}
 
 
-def device_drafter(settings: EngineSettings, model: LanguageModel) -> DeviceDrafterName | None:
-    """The drafter on the device of an engine; None if there is none."""
+def device_drafter(settings: EngineSettings, model: LanguageModel) -> DeviceDrafterName:
+    """The drafter on the device of an engine."""
     if settings.speculation in ("heads", "auto") and isinstance(model, Decoder) and model.draft is not None:
         return "heads"
-    return "ngram" if settings.speculation in ("ngram", "auto") else None
+    return "ngram" if settings.speculation in ("ngram", "auto") else "none"

@@ -146,14 +146,12 @@ class Drafting(StepFeature):
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Count which drafts were accepted."""
         if plan.drafts:
-            assert output.accepted is not None, "a step with drafts says how many were accepted"
             self.counts.committed(plan.drafts, output.accepted)
 
     def committed(self, plan: Plan, output: StepOutput) -> None:
         """Take the drafts that the device made after the step."""
-        drafts = output.of_features.get(NAME)
-        if drafts is not None:
-            self.planner.arrived(plan, drafts)
+        if NAME in output.of_features:
+            self.planner.arrived(plan, output.of_features[NAME])
 
     def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
         """Correct the costs of steps."""
@@ -177,7 +175,7 @@ def _next_tokens(plan: Plan) -> Iterator[int]:
     """The token of each prompt after those that go in; 0 after the last."""
     for seq, start, tokens_in, _, _ in plan.spans:
         known, end = seq.kv.prefill_tokens, start + tokens_in
-        yield int(known[end]) if known is not None and end < len(known) else 0
+        yield int(known[end]) if end < len(known) else 0
 
 
 def _put_drafts(plan: Plan, staging: Staging) -> None:

@@ -28,7 +28,7 @@ import torch
 
 from rollout.engine.features.drafts.drafter import After, DeviceDrafter
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
-from rollout.engine.step.feature import Replays
+from rollout.engine.step.feature import NO_REPLAYS, Replays
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.upload import StepInput
@@ -112,7 +112,7 @@ class ModelDrafter(DeviceDrafter):
         accepted_B: torch.Tensor,
         kv: KVCache,
         after: After,
-        replays: Replays | None = None,
+        replays: Replays = NO_REPLAYS,
     ) -> torch.Tensor | None:
         """Read the step, then draft if it is time to."""
         header = step.header
@@ -128,10 +128,10 @@ class ModelDrafter(DeviceDrafter):
         if after is not After.DRAFT:
             return None
         count, needs = len(rows_R), RowNeeds(header.needs) & _HEEDED
-        captured = {} if replays is None or needs & _NOT_CAPTURED else replays.get(DRAFT, {})
-        size = min((size for size in captured if size >= count), default=None)
+        captured = {} if needs & _NOT_CAPTURED else replays.get(DRAFT, {})
+        size = min((size for size in captured if size >= count), default=0)
         self._rows_R[:count], self._at_R[:count] = rows_R, at_R
-        if size is None:
+        if not size:
             self.draft(count, header.max_context, needs, kv)
             return rows_R
         if size > count:
@@ -204,14 +204,14 @@ class ModelDrafter(DeviceDrafter):
         output_4R: torch.Tensor,
         accepted_B: torch.Tensor,
         kv: KVCache,
-        replays: Replays | None,
+        replays: Replays,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read a decode step; returns the rows that may have drafts, and the places of their last positions."""
         header, count = step.header, step.header.draws
         size = header.size or count
         self._rows_B[:size], self._following_B[:size] = step["rows"][:size], output_4R[0, :size]
-        if replays is not None and size in replays.get(READ, {}):
-            replays[READ][size]()
+        if size in (captured := replays.get(READ, {})):
+            captured[size]()
         else:
             self.read(count, header.max_context, kv)
         if "bases" in step:

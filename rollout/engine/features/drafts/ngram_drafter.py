@@ -18,7 +18,7 @@ import torch
 from rollout_kernels.step import guess_by_ngrams
 
 from rollout.engine.features.drafts.drafter import After, DeviceDrafter
-from rollout.engine.step.feature import Replays
+from rollout.engine.step.feature import NO_REPLAYS, Replays
 from rollout.engine.step.row_state import LAST, LENGTH
 from rollout.engine.upload import StepInput
 from rollout.models.batch import KVCache
@@ -34,7 +34,7 @@ class NgramDrafter(DeviceDrafter):
         accepted_B: torch.Tensor,
         kv: KVCache,
         after: After,
-        replays: Replays | None = None,
+        replays: Replays = NO_REPLAYS,
     ) -> torch.Tensor | None:
         """See `DeviceDrafter`. Reads only the row state and the pages of `kv`."""
         header = step.header

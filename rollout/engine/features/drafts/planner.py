@@ -25,7 +25,7 @@ import numpy as np
 
 from rollout.engine.features.drafts.acceptance import Acceptance
 from rollout.engine.features.drafts.counts import DraftCounts
-from rollout.engine.features.drafts.drafter import After, DeviceDrafterName, HostDrafter
+from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, After, DeviceDrafterName, HostDrafter
 from rollout.engine.features.drafts.step_costs import StepCosts, worthwhile
 from rollout.engine.schedule.plan import Drafts, Plan
 from rollout.engine.sequence.sequence import Sequence
@@ -60,29 +60,34 @@ class _Offer(NamedTuple):
 
     most: int
     acceptance: Acceptance
-    path: list[int] | None  # None: drafts of the device
+    path: list[int]  # empty for drafts of the device
+
+    @property
+    def on_device(self) -> bool:
+        """True for drafts of the device."""
+        return not self.path
 
 
 class DraftPlanner:
     """Asks the drafter on the host, and says when the one on the device runs.
 
     Args:
-        drafter: drafts on the host; None if nothing does.
+        drafter: drafts on the host.
         most: drafts of a row in a step.
         most_rows: drafts of all rows in a step.
         costs: of decode steps; corrected by the steps that run.
         adapts: drafts only where they pay, else always.
-        on_device: the drafter on the device; None if there is none.
+        on_device: the drafter on the device.
     """
 
     def __init__(
         self,
-        drafter: HostDrafter | None,
+        drafter: HostDrafter,
         most: int,
         most_rows: int,
         costs: StepCosts,
         adapts: bool = False,
-        on_device: DeviceDrafterName | None = None,
+        on_device: DeviceDrafterName = "none",
     ) -> None:
         self._drafter = drafter
         self.most = most  # drafts of a row in a step
@@ -92,6 +97,7 @@ class DraftPlanner:
         self._costs = costs
         self._adapts = adapts
         self._on_device = on_device
+        self._makes = on_device != "none"
         self._reads = on_device == "heads"  # every step, or its KV has holes
         self._all_rows, self._all_device_rows = Acceptance(), Acceptance()
         self._resting = 0  # plans before the drafter is asked again
@@ -102,7 +108,7 @@ class DraftPlanner:
     @property
     def after_prompts(self) -> After:
         """What the device does after a step of prompts; a draft model reads all of them."""
-        if self._on_device is None or (self._unpaid and not self._reads):
+        if not self._makes or (self._unpaid and not self._reads):
             return After.NOTHING
         return After.READ if self._unpaid else After.DRAFT
 
@@ -119,7 +125,7 @@ class DraftPlanner:
 
     def launched(self, plan: Plan, after: After) -> None:
         """A plan is in flight: its rows have the drafts that the device makes after it, and no older ones."""
-        if self._on_device is None:
+        if not self._makes:
             return
         made = self.most if after is After.DRAFT else 0
         for seq, _, _, draws, _ in plan.spans:
@@ -151,8 +157,8 @@ class DraftPlanner:
 
     def _offers(self, seqs: list[Sequence]) -> dict[Sequence, _Offer]:
         """The better offer of each row that has any."""
-        offers = self._device_offers(seqs) if self._on_device is not None else {}
-        if self._drafter is None:
+        offers = self._device_offers(seqs) if self._makes else {}
+        if self._drafter is NO_HOST_DRAFTER:
             return offers
         if self._resting:
             self._resting -= 1
@@ -168,7 +174,7 @@ class DraftPlanner:
 
     def _device_offers(self, seqs: list[Sequence]) -> dict[Sequence, _Offer]:
         drafted = [seq for seq in seqs if seq.next_drafts and _may_draft(seq)]
-        return {seq: _Offer(seq.next_drafts, self._acceptance(seq), None) for seq in drafted}
+        return {seq: _Offer(seq.next_drafts, self._acceptance(seq), []) for seq in drafted}
 
     def _acceptance(self, seq: Sequence) -> Acceptance:
         """Of the device's drafts for a row."""
@@ -181,9 +187,9 @@ class DraftPlanner:
         if not self._adapts:
             return dict.fromkeys(offers, max(1, min(self.most, self._most_rows // len(offers))))
         chances = [(offer.acceptance.chance, offer.most) for offer in offers.values()]
-        draft_s = self._costs.draft_s(len(seqs)) if any(offer.path is None for offer in offers.values()) else 0.0
+        draft_s = self._costs.draft_s(len(seqs)) if any(offer.on_device for offer in offers.values()) else 0.0
         counts = self._paying(chances, seqs, draft_s)
-        if not any(counts) and any(offer.path is not None for offer in offers.values()):
+        if not any(counts) and not all(offer.on_device for offer in offers.values()):
             self._resting = (_ASKED_EVERY if self._costs.knows_plain else _ASKED_SOON) - 1
         return dict(zip(offers, counts, strict=True))
 
@@ -207,21 +213,18 @@ class DraftPlanner:
     ) -> list[Drafts]:
         left, place, drafts = self._most_rows, 0, []
         for seq in seqs:
-            count, offer = 0, offers.get(seq)
-            if offer is not None:
+            if (offer := offers.get(seq)) is not None:
                 count = self._count(seq, offer.most, min(wanted.get(seq, 0), left), grow)
-            if offer is not None and count > 0:
-                drafts.append(self._draft(seq, place, count, offer, versions))
-                left -= count
-            place += 1 + max(count, 0)
+                if count > 0:
+                    drafts.append(self._draft(seq, place, count, offer, versions))
+                    left, place = left - count, place + count
+            place += 1
         return drafts
 
     def _draft(self, seq: Sequence, place: int, count: int, offer: _Offer, versions: Versions) -> Drafts:
-        if offer.path is None:
-            assert self._on_device is not None
+        if offer.on_device:
             age = max(versions.weights - versions.draft_model, 0) if self._reads else None
             return Drafts(seq, place, count, [], IN_ROW_STATE, age, self._on_device)
-        assert self._drafter is not None
         source = self._drafter.source(seq)
         since = None if source is None else max(versions.weights - source, 0)
         return Drafts(seq, place, count, offer.path, seq.prompt_len + len(seq.tokens), since)
@@ -234,7 +237,7 @@ class DraftPlanner:
 
     def _after(self, seqs: list[Sequence]) -> After:
         """What the device does after a step of these rows."""
-        if self._on_device is None or not any(map(_may_draft, seqs)):
+        if not self._makes or not any(map(_may_draft, seqs)):
             return After.READ if self._reads else After.NOTHING
         if not self._adapts:
             return After.DRAFT
@@ -287,14 +290,12 @@ class DraftPlanner:
         return path if len(path) > in_flight - seq.drafted else []
 
     def _ask(self, seq: Sequence, want: int) -> list[int]:
-        assert self._drafter is not None
         runs = seq.drawn.versions
         version = runs[-1][0] if runs else 0
         return self._drafter.path(seq, seq.group.request.prompt.token_ids, seq.tokens, want, version)
 
     def _end_finalized(self) -> None:
         for seq in [seq for seq in self._followed if seq.finalized]:
-            assert self._drafter is not None
             self._ask(seq, 0)  # tells its last tokens
             self._drafter.ended(seq)
             self._followed.pop(seq).settle(seq.tokens, ended=True)

@@ -21,7 +21,14 @@ from rollout.config import EngineSettings
 from rollout.engine.features.drafts import verify
 from rollout.engine.features.drafts.counts import DraftCounts
 from rollout.engine.features.drafts.decode_costs import measure_decode_costs
-from rollout.engine.features.drafts.drafter import HOST_DRAFTERS, NAME, After, DeviceDrafter, device_drafter
+from rollout.engine.features.drafts.drafter import (
+    HOST_DRAFTERS,
+    NAME,
+    NO_HOST_DRAFTER,
+    After,
+    DeviceDrafter,
+    device_drafter,
+)
 from rollout.engine.features.drafts.feature import Drafting
 from rollout.engine.features.drafts.model_drafter import ModelDrafter
 from rollout.engine.features.drafts.ngram_drafter import NgramDrafter
@@ -55,11 +62,11 @@ class DraftVerifier(DeviceFeature):
     def __init__(self, engine: EngineSettings, model: LanguageModel) -> None:
         self._engine, self._model = engine, model
         self.on_device = device_drafter(engine, model)
+        self._made = 0 if self.on_device == "none" else engine.speculation_tokens  # by the device, for a row
         self.spare_words = verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
         # As the forward goes through the tokens: see `DeltaNet.mix`.
         self._one_by_one = engine.deterministic or model.embed.dtype == torch.float32
-        self.drafter: DeviceDrafter | None = None  # of the row state that is there
-        self._state: verify.DraftState | None = None
+        self._of_rows: tuple[verify.DraftState, DeviceDrafter] | None = None  # of the row state that is there
         self._costs: StepCosts | None = None  # measured before `host_part`
 
     @classmethod
@@ -70,25 +77,29 @@ class DraftVerifier(DeviceFeature):
 
     def begin_rows(self, rows: RowState) -> None:
         """Allocate the drafts beside the rows, and make the drafter on the device."""
+        state = verify.DraftState.allocate(rows, self._made)
+        self._of_rows, self._costs = (state, self._drafter(rows, state.next_RG)), None
+
+    def _drafter(self, rows: RowState, next_RG: torch.Tensor) -> DeviceDrafter:
         engine = self._engine
-        self._state = verify.DraftState.allocate(rows, 0 if self.on_device is None else engine.speculation_tokens)
-        self._costs, next_RG = None, self._state.next_RG
-        if next_RG is not None and self.on_device == "heads":
-            model = native(self._model)
-            self.drafter = ModelDrafter(model, rows, next_RG, engine.step_rows, engine.fused_experts)
-        elif next_RG is not None:
-            self.drafter = NgramDrafter(rows, next_RG)
+        match self.on_device:
+            case "heads":
+                return ModelDrafter(native(self._model), rows, next_RG, engine.step_rows, engine.fused_experts)
+            case "ngram":
+                return NgramDrafter(rows, next_RG)
+            case "none":
+                return DeviceDrafter(rows, next_RG)
 
     def measure(self, executor: Executor, slot: Slot) -> None:
         """Measure the costs of steps, before `host_part`; decode steps are captured."""
-        self._costs = measure_decode_costs(executor, slot, self._engine.step_rows, self.on_device is not None)
+        self._costs = measure_decode_costs(executor, slot, self._engine.step_rows, self._made > 0)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Drafting:
         """See `DeviceFeature`."""
         settings = self._engine
         adapts = settings.speculation == "auto"
-        make = HOST_DRAFTERS.get("suffix" if adapts else settings.speculation)
-        drafter = None if make is None else make(settings.constants.speculation_kept_tokens)
+        make = HOST_DRAFTERS.get("suffix" if adapts else settings.speculation, lambda kept_tokens: NO_HOST_DRAFTER)
+        drafter = make(settings.constants.speculation_kept_tokens)
         assert self._costs is not None, "the costs are measured before"
         most = settings.speculation_tokens, settings.speculation_rows
         planner = DraftPlanner(drafter, *most, self._costs, adapts, self.on_device)
@@ -101,8 +112,16 @@ class DraftVerifier(DeviceFeature):
     @property
     def state(self) -> verify.DraftState:
         """The drafts beside the row state."""
-        assert self._state is not None, "the row state is there before the first step"
-        return self._state
+        return self._parts()[0]
+
+    @property
+    def drafter(self) -> DeviceDrafter:
+        """The drafter on the device."""
+        return self._parts()[1]
+
+    def _parts(self) -> tuple[verify.DraftState, DeviceDrafter]:
+        assert self._of_rows is not None, "the row state is there before the first step"
+        return self._of_rows
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -117,21 +136,21 @@ class DraftVerifier(DeviceFeature):
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any
     ) -> dict[str, Any]:
         """Where the forward keeps hidden states."""
-        return {} if self.drafter is None else {"taps": self.drafter.decode_taps(positions_B)}
+        return {"taps": self.drafter.decode_taps(positions_B)}
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
         """Where the forward keeps hidden states."""
-        if self.drafter is None or _after(step.header) is After.NOTHING:
+        if _after(step.header) is After.NOTHING:
             return {}
         return {"taps": self.drafter.prefill_taps(step.header.tokens)}
 
     def reads_hidden(self, header: Header) -> bool:
         """True for a draft model that reads the last layer."""
-        return self.drafter is not None and self.drafter.reads_last_layer
+        return self.drafter.reads_last_layer
 
     def forward_ends(self, batch: AttentionBatch, output: Any) -> None:
         """Keep the batch of a prefill, which the draft model reads."""
-        if self.drafter is not None and batch.chunks and batch.taps is not None:
+        if batch.chunks and batch.taps is not None:
             self.drafter.prefilled(batch, batch.taps)
 
     def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
@@ -144,46 +163,43 @@ class DraftVerifier(DeviceFeature):
         if _after(header) is After.DRAFT:
             drawn.accepted_R.zero_()  # of rows without drafts, too
         verify.accept(rows, self.state, step, drawn.output_4R, drawn.accepted_R)
-        if kv.states is not None and kv.states.drafts is not None:
-            kv.states.catch_up(step["verified"], step["rows"], drawn.accepted_R, self._one_by_one)
+        kv.states.catch_up(step["verified"], step["rows"], drawn.accepted_R, self._one_by_one)
 
-    def step_ends(
-        self, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor | None, replays: Replays | None
-    ) -> None:
+    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor, replays: Replays) -> None:
         """Run the drafter on the device, if the step says so."""
-        after, drafter = _after(step.header), self.drafter
+        after = _after(step.header)
         if after is After.NOTHING:
             return
-        assert drafter is not None and output is not None, "a step says what the drafter does where there is one"
+        drafter = self.drafter
         rows_R = drafter.run(step, drawn.output_4R, drawn.accepted_R, kv, after, replays)
         if rows_R is not None:
             output[: len(rows_R)] = drafter.next_RG.index_select(0, rows_R)
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
         """See `DeviceFeature`."""
-        return {} if self.drafter is None else self.drafter.decode_work(size, max_context, kv)
+        return self.drafter.decode_work(size, max_context, kv)
 
     # --- output -------------------------------------------------------------------------------------------------------
 
     def output_words(self, tokens: int) -> int:
         """See `DeviceFeature`."""
-        return 0 if self.on_device is None else self._engine.step_rows * self._engine.speculation_tokens
+        return self._engine.step_rows * self._made
 
-    def output(self, words: torch.Tensor) -> torch.Tensor | None:
+    def output(self, words: torch.Tensor) -> torch.Tensor:
         """The next drafts of the rows that draw."""
-        return None if self.on_device is None else words.view(-1, self._engine.speculation_tokens)
+        return words.view(self._engine.step_rows, self._made)
 
     def read(self, words: np.ndarray, header: Header) -> list[list[int]] | None:
         """The next drafts of each row that draws, in their order; drafts of earlier steps may follow."""
         if _after(header) is not After.DRAFT:
             return None
-        return words.reshape(-1, self._engine.speculation_tokens)[: header.draws].tolist()
+        return words.reshape(-1, self._made)[: header.draws].tolist()
 
     # --- start --------------------------------------------------------------------------------------------------------
 
     def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
         """Have the drafter on the device run."""
-        if self.on_device is not None:
+        if self._made:
             staging.facts[NAME] = [str(After.DRAFT)]
         if self.on_device == "heads" and token_ids is not None:
             staging.put("next_tokens", np.zeros(rows, dtype=np.int64))
@@ -191,8 +207,7 @@ class DraftVerifier(DeviceFeature):
 
 def _after(header: Header) -> After:
     """What the drafter on the device does after a step."""
-    said = header.facts.get(NAME)
-    return After.NOTHING if said is None else After(said[0])
+    return After(header.facts[NAME][0]) if NAME in header.facts else After.NOTHING
 
 
 def draft_rows(engine: EngineSettings) -> range:

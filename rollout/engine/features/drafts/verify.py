@@ -37,14 +37,14 @@ class DraftState:
     """What the row state has of drafts, at fixed addresses."""
 
     drafts_R: torch.Tensor  # int64: of a draft row: its draft
-    next_RG: torch.Tensor | None  # int64: the next drafts of a row as the device made them; None if it makes none
+    next_RG: torch.Tensor  # int64: the next drafts of a row as the device made them; G is 0 if it makes none
 
     @classmethod
     def allocate(cls, rows: RowState, made: int) -> DraftState:
         """State beside `rows`; the device makes `made` drafts for a row, 0 if none."""
         count, device = len(rows.ints), rows.ints.device
-        next_RG = torch.zeros(count, made, dtype=torch.int64, device=device) if made else None
-        return cls(torch.zeros(count, dtype=torch.int64, device=device), next_RG)
+        drafts_R = torch.zeros(count, dtype=torch.int64, device=device)
+        return cls(drafts_R, torch.zeros(count, made, dtype=torch.int64, device=device))
 
 
 def tell_pages(rows: RowState, pages_N3: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ def copy_rows(rows: RowState, drafts: DraftState, step: StepInput) -> None:
     position_N = ints_NI[:, LENGTH] + ahead_N
     at_N = (position_N - begin_M[which_N]).clamp_(0, paths_MW.shape[1] - 1)
     token_N = paths_MW[which_N, at_N]
-    if drafts.next_RG is not None:
+    if drafts.next_RG.shape[1]:
         token_N = torch.where(begin_M[which_N] == IN_ROW_STATE, drafts.next_RG[owner_N, ahead_N - 1], token_N)
     ints_NI[:, LENGTH], ints_NI[:, LAST] = position_N, token_N
     rows.ints.index_copy_(0, draft_N, ints_NI)

@@ -60,13 +60,12 @@ class ImageEncoder(DeviceFeature):
         most_patches: int,
         dtype: torch.dtype,
         device: torch.device,
-        one_by_one: bool = False,
-        zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+        one_by_one: bool,
+        zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
     ) -> None:
         self.spec, self.most_patches = tower.spec, most_patches
         self._tower, self._one_by_one, self._device = tower, one_by_one, device
-        shape = (places, tower.spec.width)
-        self.buffer_PW = torch.zeros(shape, dtype=dtype, device=device) if zeros is None else zeros(shape, dtype)
+        self.buffer_PW = zeros((places, tower.spec.width), dtype)
 
     @classmethod
     def make(cls, site: Site) -> ImageEncoder | None:
@@ -85,8 +84,7 @@ class ImageEncoder(DeviceFeature):
                 f"{device.free_bytes() / 2**30:.2f} GiB: set model.images = false, or use a device with more memory"
             )
         log.info("buffer for embeddings of images", extra={"tokens": places, "bytes": needed})
-        zeros = None if memory is None else memory.zeros
-        return cls(tower, places, engine.constants.image_patches, dtype, where, engine.deterministic, zeros)
+        return cls(tower, places, engine.constants.image_patches, dtype, where, engine.deterministic, memory.zeros)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Images:
         """See `DeviceFeature`."""
@@ -122,13 +120,13 @@ class ImageEncoder(DeviceFeature):
             fields["images"] = StepImages(step["image_at"], self.buffer_PW.index_select(0, step["image_places"]))
         return fields
 
-    def largest(self) -> Extra:
+    def largest(self) -> tuple[Extra]:
         """The largest image, of zeros."""
         merge, squares = self.spec.merge, self.most_patches // self.spec.merge**2
         height = math.isqrt(squares)
         grid = (1, height * merge, squares // height * merge)
         patches = np.zeros((grid[1] * grid[2], self.spec.patch_values), np.float32)
-        return extra_of([Encode(Pixels(b"", grid, patches), np.arange(self.spec.tokens(grid)))])
+        return (extra_of([Encode(Pixels(b"", grid, patches), np.arange(self.spec.tokens(grid)))]),)
 
 
 def _of_one_dtype(encodes: Seq[Encode]) -> list[list[Encode]]:

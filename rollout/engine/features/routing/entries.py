@@ -86,9 +86,10 @@ class SequenceExperts:
 
     __slots__ = ("_kept", "_told")
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, nothing: np.ndarray) -> None:
+        """Positions before `first` are not wanted; `nothing` are no entries."""
         self._told = first  # entries of earlier positions were sent, or are not wanted
-        self._kept: np.ndarray | None = None  # entries from `_told` on, of KV that was given up
+        self._kept = nothing  # entries from `_told` on, of KV that was given up
 
     def keep(self, experts: ExpertPages, pages: list[int], end: int) -> None:
         """The pages are about to be given up: keep the entries of positions before `end` that were not sent."""
@@ -97,14 +98,13 @@ class SequenceExperts:
     def tell(self, experts: ExpertPages, pages: list[int], end: int) -> np.ndarray:
         """The entries of positions before `end` that were not sent yet."""
         entries = self._between(experts, pages, end)
-        if self._kept is not None:
-            self._kept = self._kept[len(entries) :]
+        self._kept = self._kept[len(entries) :]
         self._told += len(entries)
         return entries
 
     def _between(self, experts: ExpertPages, pages: list[int], end: int) -> np.ndarray:
         count = max(0, end - self._told)
-        kept = experts.nothing() if self._kept is None else self._kept[:count]
+        kept = self._kept[:count]
         if len(kept) == count:
             return kept
         return np.concatenate([kept, experts.read(pages, self._told + len(kept), end)])

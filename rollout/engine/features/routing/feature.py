@@ -31,8 +31,8 @@ class Routing(StepFeature):
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """The step's record has the experts of its tokens."""
         for span in plan.spans if plan.kind == "prefill" else ():
-            if span.prompt is not None and span.prompt.copy is not None:
-                self.entries.copy(*span.prompt.copy)
+            for copy in span.prompt.copies:
+                self.entries.copy(*copy)
             if span.seq in self._restored:
                 self.entries.put(*self._restored.pop(span.seq))
         self.entries.take(output.of_features[self.name])
@@ -68,5 +68,5 @@ class Routing(StepFeature):
         if seq not in self._unsent:
             first = seq.group.request.routing_from
             assert first is not None
-            self._unsent[seq] = SequenceExperts(first)
+            self._unsent[seq] = SequenceExperts(first, self.entries.nothing())
         return self._unsent[seq]

@@ -21,7 +21,7 @@ rank's part of it, R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -41,6 +41,10 @@ def scored_multiple(device: torch.device) -> int:
     return SCORED_AT_ONCE if device.type == "cuda" else 1
 
 
+def _nothing() -> np.ndarray:
+    return np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
     """The scores of one step, on the host."""
@@ -49,9 +53,70 @@ class Scores:
     top_ids_CK: np.ndarray  # int32, likeliest first
     top_logprobs_CK: np.ndarray  # float32
     prompt_N: np.ndarray  # float32, of the prompt tokens that the step's spans score, in their order
-    prompt_ranks_N: np.ndarray | None = None  # int32, in a step that ranks them
-    prompt_ids_NK: np.ndarray | None = None  # int32, in a step that has their likeliest tokens
-    prompt_logprobs_NK: np.ndarray | None = None  # float32, the same
+    prompt_ranks_N: np.ndarray = field(default_factory=_nothing)  # int32, in a step that ranks them
+    prompt_ids_NK: np.ndarray = field(default_factory=_nothing)  # int32, in a step that has their likeliest tokens
+    prompt_logprobs_NK: np.ndarray = field(default_factory=_nothing)  # float32, the same
+
+
+class Vocabulary:
+    """What logits are of: the whole vocabulary."""
+
+    def largest(self, own_P1: torch.Tensor) -> torch.Tensor:
+        """The largest logit of each row, from the largest of the columns that are here."""
+        return own_P1
+
+    def sum(self, own_P: torch.Tensor) -> torch.Tensor:
+        """The sum of each row, from the sum of the columns that are here."""
+        return own_P
+
+    def logit_of(self, logits_PV: torch.Tensor, tokens_P1: torch.Tensor) -> torch.Tensor:
+        """The logit of a token of each row, [P, 1]."""
+        return logits_PV.gather(1, tokens_P1)
+
+    def likeliest(self, logits_PV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` largest logits of each row and their tokens, [P, K]."""
+        found = logits_PV.topk(k, dim=1)
+        return found.values, found.indices
+
+
+class _PartOfVocabulary(Vocabulary):
+    """The rank's part of the vocabulary; all ranks call the same methods and get the same results."""
+
+    def __init__(self, shard: VocabShard) -> None:
+        self._group, self._first = shard.group, shard.first_token
+
+    def largest(self, own_P1: torch.Tensor) -> torch.Tensor:
+        return self._group.all_gather(own_P1).amax(dim=0)
+
+    def sum(self, own_P: torch.Tensor) -> torch.Tensor:
+        first_P, *others = self._group.all_gather(own_P)
+        for other_P in others:  # in the order of the ranks
+            first_P = first_P + other_P
+        return first_P
+
+    def logit_of(self, logits_PV: torch.Tensor, tokens_P1: torch.Tensor) -> torch.Tensor:
+        place_P1 = tokens_P1 - self._first
+        foreign_P1 = (place_P1 < 0) | (place_P1 >= logits_PV.shape[1])  # one rank has the token
+        own_P1 = logits_PV.gather(1, place_P1.masked_fill(foreign_P1, 0)).masked_fill(foreign_P1, 0.0)
+        return self.sum(own_P1)
+
+    def likeliest(self, logits_PV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        own = logits_PV.topk(min(k, logits_PV.shape[1]), dim=1)
+        missing = (0, k - own.values.shape[1])
+        values_PK = F.pad(own.values, missing, value=-torch.inf)
+        ids_PK = F.pad((own.indices + self._first).int(), missing)
+        both_R2PK = self._group.all_gather(torch.stack([values_PK.view(torch.int32), ids_PK]))
+        bits_PRK, ids_PRK = both_R2PK.permute(1, 2, 0, 3).flatten(2)  # the tokens of the first rank come first
+        top = bits_PRK.view(torch.float32).topk(k, dim=1)
+        return top.values, ids_PRK.gather(1, top.indices)
+
+
+_WHOLE = Vocabulary()
+
+
+def vocabulary(shard: VocabShard | None) -> Vocabulary:
+    """The vocabulary of logits of this shard; of all tokens without one."""
+    return _WHOLE if shard is None else _PartOfVocabulary(shard)
 
 
 class ScoreBuffers:
@@ -76,16 +141,16 @@ class ScoreBuffers:
         logits_SV: torch.Tensor,
         at_C: torch.Tensor,
         exact_sums: bool = False,
-        shard: VocabShard | None = None,
+        vocab: Vocabulary = _WHOLE,
     ) -> None:
         """Find the likeliest tokens of some rows; on the compute stream. The logits are left as they are.
 
-        With a `shard` they cover its part of the vocabulary, and all ranks call this.
+        They cover `vocab`; if that is a part, all ranks call this.
         """
         logits_CV = logits_SV.index_select(0, at_C)
-        values_CK, top_ids_CK = _likeliest(logits_CV, self._k, shard)
+        values_CK, top_ids_CK = vocab.likeliest(logits_CV, self._k)
         best_C1 = values_CK[:, :1]
-        rest_C1 = _log_sum_exp(logits_CV.sub_(best_C1), exact_sums, shard)[:, None]
+        rest_C1 = _log_sum_exp(logits_CV.sub_(best_C1), exact_sums, vocab)[:, None]
         ids_CK, bits_CK = self._tops[: len(at_C)].unbind(1)
         ids_CK.copy_(top_ids_CK)
         bits_CK.view(torch.float32).copy_(values_CK - best_C1 - rest_C1)
@@ -100,29 +165,27 @@ class ScoreBuffers:
         *,
         ranked: bool = False,
         tops: bool = False,
-        shard: VocabShard | None = None,
+        vocab: Vocabulary = _WHOLE,
     ) -> None:
         """Log-probs of `targets_N` after the tokens `at_N` of a step; on the compute stream.
 
         With `ranked` their ranks, too, and with `tops` the likeliest tokens at each position. `compute_logits` gives
-        those of the `shard` if there is one; then all ranks call this.
+        those of `vocab`; if that is a part, all ranks call this.
         """
         for start in range(0, len(at_N), SCORED_AT_ONCE):
             part = slice(start, min(start + SCORED_AT_ONCE, len(at_N)))
             logits_PV = compute_logits(hidden_TH.index_select(0, at_N[part]))
-            best_P1 = logits_PV.amax(dim=1, keepdim=True)
-            if shard is not None:
-                best_P1 = shard.group.all_gather(best_P1).amax(dim=0)
+            best_P1 = vocab.largest(logits_PV.amax(dim=1, keepdim=True))
             logits_PV.sub_(best_P1)  # small numbers lose no digits in the difference
-            chosen_P1 = _logit_of(logits_PV, targets_N[part, None], shard)
+            chosen_P1 = vocab.logit_of(logits_PV, targets_N[part, None])
             if ranked:
                 likelier_P = (logits_PV > chosen_P1).sum(dim=1, dtype=torch.int32)
-                self._ranks[part] = _over_ranks(likelier_P, shard) + 1
-            top_PK = _likeliest(logits_PV, self._k, shard) if tops else None
-            rest_P = _log_sum_exp(logits_PV, exact_sums, shard)
+                self._ranks[part] = vocab.sum(likelier_P) + 1
+            if tops:
+                values_PK, top_ids_PK = vocab.likeliest(logits_PV, self._k)
+            rest_P = _log_sum_exp(logits_PV, exact_sums, vocab)
             self._prompt[part] = chosen_P1.squeeze(1) - rest_P
-            if top_PK is not None:
-                values_PK, top_ids_PK = top_PK
+            if tops:
                 ids_PK, bits_PK = self._prompt_tops[part].unbind(1)
                 ids_PK.copy_(top_ids_PK)
                 bits_PK.view(torch.float32).copy_(values_PK - rest_P[:, None])
@@ -152,7 +215,7 @@ class ScoreBuffers:
         return scores
 
 
-def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, shard: VocabShard | None) -> torch.Tensor:
+def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, vocab: Vocabulary) -> torch.Tensor:
     """[R]; no logit is above 0, and all are overwritten.
 
     A GPU groups the additions by the number of rows. With `exact` the terms are whole multiples of 2^-43, so a row's
@@ -160,41 +223,6 @@ def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, shard: VocabShard | None)
     """
     probs_RV = logits_RV.exp_()
     if exact:
-        units_R = _over_ranks(probs_RV.mul_(2.0**43).long().sum(dim=1), shard)
+        units_R = vocab.sum(probs_RV.mul_(2.0**43).long().sum(dim=1))
         return (units_R.double() * 2.0**-43).log_().float()
-    return _over_ranks(probs_RV.sum(dim=1), shard).log_()
-
-
-def _over_ranks(own_P: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
-    """The sum over the ranks, in their order."""
-    if shard is None:
-        return own_P
-    first_P, *others = shard.group.all_gather(own_P)
-    for other_P in others:
-        first_P = first_P + other_P
-    return first_P
-
-
-def _logit_of(logits_PV: torch.Tensor, tokens_P1: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
-    """The logit of a token of each row, [P, 1]; one rank has it."""
-    if shard is None:
-        return logits_PV.gather(1, tokens_P1)
-    place_P1 = tokens_P1 - shard.first_token
-    foreign_P1 = (place_P1 < 0) | (place_P1 >= logits_PV.shape[1])
-    own_P1 = logits_PV.gather(1, place_P1.masked_fill(foreign_P1, 0)).masked_fill(foreign_P1, 0.0)
-    return _over_ranks(own_P1, shard)
-
-
-def _likeliest(logits_PV: torch.Tensor, k: int, shard: VocabShard | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` largest logits of each row and their tokens, [P, K]; of a shard, the largest of all ranks' largest."""
-    if shard is None:
-        found = logits_PV.topk(k, dim=1)
-        return found.values, found.indices
-    own = logits_PV.topk(min(k, logits_PV.shape[1]), dim=1)
-    missing = (0, k - own.values.shape[1])
-    values_PK = F.pad(own.values, missing, value=-torch.inf)
-    ids_PK = F.pad((own.indices + shard.first_token).int(), missing)
-    both_R2PK = shard.group.all_gather(torch.stack([values_PK.view(torch.int32), ids_PK]))
-    bits_PRK, ids_PRK = both_R2PK.permute(1, 2, 0, 3).flatten(2)  # the tokens of the first rank come first
-    top = bits_PRK.view(torch.float32).topk(k, dim=1)
-    return top.values, ids_PRK.gather(1, top.indices)
+    return vocab.sum(probs_RV.sum(dim=1)).log_()

@@ -47,8 +47,10 @@ _NOTHING = Asked()
 
 def asked_of(header: Header) -> Asked:
     """What a step scores."""
-    facts = header.facts.get(NAME)
-    return _NOTHING if facts is None else Asked(tuple(facts[0]), *facts[1:])
+    if NAME not in header.facts:
+        return _NOTHING
+    tops, *others = header.facts[NAME]
+    return Asked(tuple(tops), *others)
 
 
 class StepScores(StepFeature):
@@ -67,7 +69,7 @@ class StepScores(StepFeature):
         """Put which rows and positions are scored."""
         asked = self._put_scored(plan, staging) if plan.kind == "prefill" else _NOTHING
         if plan.needs.value & _TOP:
-            places = [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops is not None]
+            places = [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops.k]
             asked = asked._replace(tops=put_tops(staging, places))
         if asked != _NOTHING:
             staging.facts[NAME] = asked.to_facts()
@@ -75,7 +77,7 @@ class StepScores(StepFeature):
     def _put_scored(self, plan: Plan, staging: Staging) -> Asked:
         at, targets, begin, most = [], [], 0, -1
         for seq, start, tokens_in, _, prompt in plan.spans:
-            if prompt is not None and prompt.scored:
+            if prompt.scored:
                 at.append(np.arange(begin, begin + prompt.scored))
                 targets.append(seq.group.request.prompt.token_ids[start + 1 : start + 1 + prompt.scored])
                 if (tops := seq.group.request.prompt_tops) is not None:
@@ -88,14 +90,14 @@ class StepScores(StepFeature):
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Give a step's scores to completions and groups."""
-        scores: Scores | None = output.of_features.get(NAME)
-        if scores is None:
+        if NAME not in output.of_features:
             return
+        scores: Scores = output.of_features[NAME]
         _note_tops(plan, scores, output.accepted)
         taken = 0
         for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():
             logprobs, prompt_tops = seq.group.prompt_logprobs, seq.group.prompt_tops
-            if prompt is not None and prompt.scored and logprobs is not None:
+            if prompt.scored:
                 here, found = slice(start + 1, start + 1 + prompt.scored), slice(taken, taken + prompt.scored)
                 if start == 0:  # an earlier prefill may have left values of other weights
                     seq.group.prompt_version = plan.version
@@ -125,30 +127,27 @@ def put_scored(staging: Staging, at: np.ndarray, targets: np.ndarray, multiple: 
     return len(at)
 
 
-def _note_tops(plan: Plan, scores: Scores, accepted: list[int] | None) -> None:
+def _note_tops(plan: Plan, scores: Scores, accepted: list[int]) -> None:
     sampled = plan.sampled if scores.places else []
     refused = _refused_places(plan, accepted) if scores.places else ()
     for place, ids_K, logprobs_K in zip(scores.places, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
         seq = sampled[place]
         if not (seq.finalized or seq.void) and place not in refused:
             tops = seq.drawn.tops
-            assert tops is not None and (plan.drafts or len(tops) == len(seq.tokens)), "a position has one entry"
+            assert plan.drafts or len(tops) == len(seq.tokens), "a position has one entry"
             tops.add(ids_K, logprobs_K)
 
 
-def _refused_places(plan: Plan, accepted: list[int] | None) -> set[int]:
+def _refused_places(plan: Plan, accepted: list[int]) -> set[int]:
     """Places of the output with tokens that were drawn after a refused draft."""
     refused: set[int] = set()
     for draft in plan.drafts:
-        assert accepted is not None
         refused.update(range(draft.place + accepted[draft.place] + 1, draft.place + draft.length + 1))
     return refused
 
 
 def _note_prompt_tops(tops: PromptTops, here: slice, scores: Scores, found: slice) -> None:
-    assert scores.prompt_ranks_N is not None, "the step knows who asks"
     tops.ranks[here] = scores.prompt_ranks_N[found]
     if k := tops.ids.shape[1]:
-        assert scores.prompt_ids_NK is not None and scores.prompt_logprobs_NK is not None
         tops.ids[here] = scores.prompt_ids_NK[found, :k]
         tops.logprobs[here] = scores.prompt_logprobs_NK[found, :k]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
 from rollout_kernels.sampling import VocabShard
 
 from rollout.engine.device.streams import Device
-from rollout.engine.features.scores.buffers import SCORED_AT_ONCE, ScoreBuffers, Scores, scored_multiple
+from rollout.engine.features.scores.buffers import SCORED_AT_ONCE, ScoreBuffers, Scores, scored_multiple, vocabulary
 from rollout.engine.features.scores.feature import NAME, SCORED_WORDS, Asked, StepScores, asked_of, put_scored, put_tops
 from rollout.engine.features.site import Site
 from rollout.engine.schedule.feature import StepFeature
@@ -31,7 +32,7 @@ class ScoreTaker(DeviceFeature):
     spare_words = SCORED_WORDS * SCORED_AT_ONCE  # padding
 
     def __init__(self, device: Device, vocab: int, exact: bool, shard: VocabShard | None) -> None:
-        self._device, self._vocab, self._exact, self._shard = device, vocab, exact, shard
+        self._device, self._vocab, self._exact, self._part = device, vocab, exact, vocabulary(shard)
 
     @classmethod
     def make(cls, site: Site) -> ScoreTaker:
@@ -62,19 +63,19 @@ class ScoreTaker(DeviceFeature):
         asked = asked_of(step.header)
         if asked.scored:
             of_step = hidden_TD, step["scored_at"], step["scored_targets"], compute_logits, self._exact
-            output.score_prompt(*of_step, ranked=asked.ranked, tops=asked.prompt_tops, shard=self._shard)
+            output.score_prompt(*of_step, ranked=asked.ranked, tops=asked.prompt_tops, vocab=self._part)
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: ScoreBuffers) -> None:
         """Find the likeliest tokens of rows that ask for them."""
         if NAME in step.header.facts and asked_of(step.header).tops:
-            output.take_tops(logits_SV, step["top_at"], self._exact, self._shard)
+            output.take_tops(logits_SV, step["top_at"], self._exact, self._part)
 
-    def download(self, header: Header, output: ScoreBuffers) -> Callable[[], None] | None:
+    def downloads(self, header: Header, output: ScoreBuffers) -> Seq[Callable[[], None]]:
         """See `DeviceFeature`."""
         if NAME not in header.facts:
-            return None
+            return ()
         tops, scored, ranked, prompt_tops = asked_of(header)
-        return functools.partial(output.copy, len(tops), scored, ranked=ranked, prompt_tops=prompt_tops)
+        return (functools.partial(output.copy, len(tops), scored, ranked=ranked, prompt_tops=prompt_tops),)
 
     def downloaded(self, header: Header, output: ScoreBuffers) -> Scores | None:
         """See `DeviceFeature`."""
