@@ -297,7 +297,7 @@ def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], t
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
-    found_by = pool, engine.page_size, engine.prefix_cache, sessions
+    found_by = pool, engine.page_size, engine.prefix_cache, sessions, engine.max_kv_age
     prefixes = Prefixes(*found_by) if step.kv.states is None else StatePrefixes(*found_by, snapshots)
     host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
     books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, host_places, mirrors, totals.offload)
