@@ -9,8 +9,11 @@ from pydantic import ValidationError
 
 from rollout.config import EngineSettings
 from rollout.engine.inspect import Inspector
+from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.prefixes import Prefixes
+from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.sequence_kv import OffloadedKV, OffloadedPage
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench, load, watch_prefills
 from tests.support.engine.kv_shadow import KVShadow, follows, in_one_line
@@ -329,6 +332,18 @@ def test_offloaded_rows_go_on_beside_kv_of_other_versions(model, sources, hf_mod
     assert counts(run.bench).restored > 0
     load.check(hf_models)
     run.bench.close()
+
+
+def test_a_restored_row_takes_a_known_page_only_if_its_kv_is_the_same():
+    """A key may be known with KV of newer weights than the row's."""
+    pool, keys = PagePool(4), PrefixKeys(0, 4)
+    books, page = OffloadBooks(pool, 4, host_pages=2, page_bytes=1), pool.allocate()
+    keys.append(keys.next_key(b"content"))
+    pool.remember(keys[0], page, 1)
+    on_host = [OffloadedPage(pool_page=None, host_page=0)]
+    assert books.pool_pages(OffloadedKV(4, 0, 0, keys, on_host), 1) == [None], "the page has newer KV"
+    assert books.pool_pages(OffloadedKV(4, 1, 0, keys, on_host), 1) == [page]
+    assert books.pool_pages(OffloadedKV(4, 1, 0, keys, on_host), 2) == [None], "it may have KV of version 2, too"
 
 
 def test_the_shadow_sees_kv_that_is_too_old(model, sources, prompt_of, monkeypatch):

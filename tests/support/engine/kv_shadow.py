@@ -47,11 +47,22 @@ class KVShadow:
             self.of[name], self.since[name] = self._found(seq, start, version), len(seq.tokens)
         slots = self.of[name] = self.of[name][:start]
         assert len(slots) == start, "KV is missing"
+        if begins and kv.offloaded is not None:
+            self._check_own(seq, slots)
         oldest = min((version, *(slot.oldest for slot in slots)))
         for _ in range(start, end):
             slots.append(Slot(version, oldest, slots[-1] if slots else None))
         for index in range(0 if begins else start // size, -(-end // size)):
             self._pages[kv.pages[index]] = slots[index * size : (index + 1) * size]
+
+    def _check_own(self, seq: Sequence, slots: list[Slot]) -> None:
+        """A restored sequence has its own KV: what does not come from the host is in the pages that it had."""
+        size, from_host = self._allocator.page_size, {page for _, page in seq.kv.offloaded.restored}
+        for index, page in enumerate(seq.kv.pages[: -(-len(slots) // size)]):
+            own = slots[index * size : (index + 1) * size]
+            pairs = zip(self._pages[page], own, strict=False)
+            same = page in from_host or all((a.version, a.oldest) == (b.version, b.oldest) for a, b in pairs)
+            assert same, f"a restored row has {self._pages[page]} in place of {own}"
 
     def _found(self, seq: Sequence, start: int, version: int) -> list[Slot]:
         kv, size = seq.kv, self._allocator.page_size
