@@ -30,7 +30,7 @@ class Counters:
     preemptions: int = 0
     prompt_tokens: int = 0  # of admitted sequences
     cached_tokens: int = 0  # prompt tokens whose KV was there
-    older_tokens: int = 0  # of prompts and completions, whose KV of older weights was used
+    older_tokens: int = 0  # of admitted sequences, whose KV of older weights was there
     snapshot_loads: int = 0  # rows that went on from a snapshot
     prefix_hits: Counter[PrefixHit] = field(default_factory=Counter)  # rows that did not compute their whole prompt
     prefilled_tokens: int = 0  # that prefills have computed, also again

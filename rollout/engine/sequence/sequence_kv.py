@@ -108,10 +108,9 @@ class SequenceKV(KVContent):
         before = [run for run in self.found if run[0] < tokens]
         self.found = (*before, *((tokens, oldest, count) for oldest, count in runs))
 
-    def found_before(self, version: int) -> int:
-        """Tokens that were found at the last admission with KV of weights before `version`."""
-        last = self.found[-1][0] if self.found else 0
-        return sum(count for tokens, oldest, count in self.found if tokens == last and oldest < version)
+    def found_older(self, tokens: int, version: int) -> int:
+        """Positions whose KV was found when the sequence had this number of tokens, of weights before `version`."""
+        return sum(count for at, oldest, count in self.found if at == tokens and oldest < version)
 
     def note_prefill(self, start: int, end: int, prefill: Prefill, consumed: int) -> None:
         """`prefill` is writing the KV of positions start..end-1; the drawn tokens depend on `consumed` positions."""

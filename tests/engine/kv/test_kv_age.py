@@ -88,6 +88,27 @@ def test_a_turn_after_an_update_gives_the_tokens_of_a_row_that_never_left(
     agent.bench.close()
 
 
+@pytest.mark.parametrize("session", [True, False])
+def test_a_turn_in_whose_middle_weights_change_leaves_kv_that_others_use(model, sources, hf_models, prompt_of, session):
+    run = Updated(model, sources, max_kv_age=1)
+    talk = Conversation(run.bench, "s", prompt_of, session)
+    talk.submit(20, 40)
+    for _ in range(12):
+        run.bench.engine.tick()
+    run.ready(1)
+    run.bench.run()
+    talk.ended()
+    assert set(run.bench.completions[talk.turn, 0].versions) == {0, 1}
+    talk.say(5)
+    known = 59 if session else 56  # without a session full pages only
+    assert talk.reused == known and run.bench.completions[talk.turn, 0].kv_versions == ((0, 0, known),)
+    assert run.follows(hf_models, talk.turn, talk.said[:-9])
+    run.update(2)
+    talk.say(5)
+    assert talk.reused == 0, "all of it is as old as its beginning"
+    run.bench.close()
+
+
 @pytest.mark.parametrize(("age", "expected"), [(0, {}), (1, {1: 0}), (2, {1: 0, 5: 3}), (4, {1: 0, 3: 0})])
 def test_the_age_is_the_difference_of_the_version_numbers(model, sources, hf_models, prompt_of, age, expected):
     """KV that is computed after older KV is as old as that. `expected` has what is found, by the weights' version."""
