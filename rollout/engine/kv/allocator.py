@@ -270,16 +270,12 @@ class PageAllocator:
         """Close all shares and empty all sessions: only rows and offloaded sequences use pages after that."""
         for group in list(self.sharing):
             self.close_share(group)
-        self._forget_beside_pages(VERSION_END)
-
-    def _forget_beside_pages(self, oldest: int) -> None:
-        self.sessions.drop_older(oldest)
-        self.prefixes.forget_older(oldest)
+        self.forget_older(VERSION_END)
 
     def forget_older(self, oldest: int) -> None:
-        """Drop what the cache and sessions have of weights before the version `oldest`."""
-        self._forget_beside_pages(oldest)
-        self.pool.forget_older(oldest)
+        """Drop sessions and snapshots with weights before the version `oldest`; pages are only not found."""
+        self.sessions.drop_older(oldest)
+        self.prefixes.forget_older(oldest)
 
     def forget_all(self) -> None:
         """Drop cache, shares and sessions: their KV is of no use any more."""

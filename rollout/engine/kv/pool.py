@@ -15,7 +15,8 @@ the prompt say about the page's positions (`messages.Prompt.content`), and for g
 states which content, at which positions, under which weights.
 
 With an `engine.max_kv_age` over 0 keys lack the weights version. Then each known page has a version of its own: the
-oldest one in its KV, or in the KV that this was computed from.
+oldest one in its KV, or in the KV that this was computed from. What is too old is not found, and goes when its key gets
+newer KV or its page is needed.
 
 The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page
 is used or cached: whoever has an equal prompt copies the page, because the first sequence goes on writing there.
@@ -122,11 +123,6 @@ class PagePool:
         """The oldest weights version of the KV of a known page; None for other pages."""
         return self._oldest[page] if page in self._key_of or page in self._tail_key_of else None
 
-    def forget_older(self, oldest: int) -> None:
-        """Forget the known pages whose KV has a version before `oldest`."""
-        for page in [page for page in (*self._key_of, *self._tail_key_of) if self._oldest[page] < oldest]:
-            self._drop(page)
-
     def forget_all(self) -> None:
         """Forget all prefixes: cached pages become free, used pages can no longer be found."""
         for page in self._evictable:
@@ -148,22 +144,19 @@ class PagePool:
         assert not free & self._tail_key_of.keys(), "a free page has a tail"
 
     def _gives_way(self, known: int | None, oldest: int) -> bool:
-        """True if no page is known, or one with older KV was; that one is forgotten."""
-        if known is not None and self._oldest[known] >= oldest:
+        """True if no page is known, or one with older KV was: that one is forgotten, and free if it was cached."""
+        if known is None:
+            return True
+        if self._oldest[known] >= oldest:
             return False
-        if known is not None:
-            self._drop(known)
-        return True
-
-    def _drop(self, page: int) -> None:
-        """Forget a page; a cached one becomes free."""
-        if page in self._evictable:
-            del self._evictable[page]
-            self._free.append(page)
-        if page in self._key_of:
-            self._forget(page)
+        if known in self._evictable:
+            del self._evictable[known]
+            self._free.append(known)
+        if known in self._key_of:
+            self._forget(known)
         else:
-            self._forget_tail(page)
+            self._forget_tail(known)
+        return True
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]

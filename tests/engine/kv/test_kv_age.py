@@ -223,19 +223,19 @@ def test_turns_that_have_pages_and_no_step_keep_what_they_found(model, sources, 
 
 def test_an_update_drops_what_is_too_old_and_nothing_else(model, sources, prompt_of):
     run = Updated(model, sources, max_kv_age=1)
-    pool, sessions = run.bench.engine.roster.allocator.pool, run.bench.engine.roster.allocator.sessions
+    sessions = run.bench.engine.roster.allocator.sessions
     first, second = Conversation(run.bench, "a", prompt_of), Conversation(run.bench, "bb", prompt_of)
     first.say(16)
     run.say("old", prompt_of(16, 5))
     run.update(1)
     second.say(16)
     run.say("new", prompt_of(16, 6))
-    cached, holding = pool.cached, sessions.status().holding
+    assert sessions.status().holding == 2
     run.update(2)
-    assert holding == 2 and sessions.status().holding == 1 and 0 < pool.cached < cached
+    assert sessions.status().holding == 1
     assert run.say("new2", prompt_of(16, 6))[0] == 15 and run.say("old2", prompt_of(16, 5))[0] == 0
     run.update(9)
-    assert sessions.status().holding == pool.cached == 0
+    assert sessions.status().holding == 0 == run.say("new9", prompt_of(16, 6))[0]
     run.bench.close()
 
 
@@ -251,10 +251,7 @@ def test_a_page_with_newer_kv_takes_the_place_of_an_older_one():
     assert pool.find(b"key", 3) == new and pool.find(b"key", 4) is None and pool.oldest_of(third) is None
     pool.remember_tail(b"tail", third, 2)
     pool.release(new)
-    pool.forget_older(3)
-    assert (pool.find(b"key"), pool.find_tail(b"tail"), pool.cached) == (new, None, 1)
-    pool.forget_older(4)
-    assert pool.find(b"key") is None and pool.cached == 0
+    assert pool.cached == 1 and pool.find_tail(b"tail", 2) == third and pool.find_tail(b"tail", 3) is None
     pool.check()
 
 
@@ -370,7 +367,6 @@ def test_a_restored_row_takes_a_known_page_only_if_its_kv_is_the_same():
 def test_the_shadow_sees_kv_that_is_too_old(model, sources, prompt_of, monkeypatch):
     run = Updated(model, sources, max_kv_age=1)
     monkeypatch.setattr(Prefixes, "oldest_for", lambda self, group, version: 0)
-    monkeypatch.setattr(PagePool, "forget_older", lambda self, oldest: None)
     run.say("old", prompt_of(20))
     run.update(3)
     with pytest.raises(AssertionError, match="is used under version 3"):
