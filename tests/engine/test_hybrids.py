@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.support.engine.kv_shadow import KVShadow, follows
 from tests.support.engine.replay import replayed
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.streams import LateDevice
+from tests.support.engine.updated import Load, Updated
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
 from tests.support.kernels.grids import nightly
 from tests.support.models.hybrids import make_hybrid
@@ -317,6 +320,18 @@ def test_within_the_age_states_of_older_weights_are_used_after_an_update(made, s
     bench.run()
     assert talk.say(4, 9) and talk.reused == 0 and bench.completions[talk.turn, 0].kv_versions == ()
     bench.close()
+
+
+@pytest.mark.parametrize(("seed", "age"), [(3, 5), *nightly((1, 3), (2, 2), (4, 1))])
+def test_no_state_older_than_the_bound_is_used_under_load(made, seed, age):
+    folders, hf_models = zip(*(made(seed=which) for which in (0, 1)), strict=True)
+    rng = random.Random(seed)
+    run = Updated(load(folders[0]), [load(folder) for folder in folders], max_kv_age=age, kv_pages=60, max_rows=6,
+                  state_snapshots=16, prefill_chunk_tokens=rng.choice((5, 64)))  # fmt: skip
+    agents = Load(run, rng, prompt_of, 30)
+    agents.go_on()
+    agents.check(hf_models)
+    run.bench.close()
 
 
 # --- completions that go on, and that end early ---
