@@ -85,6 +85,12 @@ class SwapSettings(Section):
         description="KV of running rows after an update. keep: new tokens attend to older KV; recompute: it is "
         "computed again under the new weights",
     )
+    max_kv_age: int = Field(
+        0,
+        ge=0,
+        description="with kv_on_swap = keep: how many versions older than the weights KV of the prefix cache, of "
+        "sessions and of groups may be. 0: an update drops it",
+    )
     recompute_fraction: float = Field(
         0.3,
         gt=0.0,
@@ -92,6 +98,12 @@ class SwapSettings(Section):
         description="with kv_on_swap = recompute: largest share of the time that this may take; updates wait to "
         "keep it. 1.0: no update waits",
     )
+
+    @model_validator(mode="after")
+    def _older_kv_is_kept(self) -> SwapSettings:
+        if self.max_kv_age and self.kv_on_swap != "keep":
+            raise ValueError(f"max_kv_age = {self.max_kv_age} needs kv_on_swap = keep; or set max_kv_age = 0")
+        return self
 
 
 class OffloadSettings(Section):
@@ -320,4 +332,10 @@ class EngineSettings(
     def _deterministic_without_adapters(self) -> EngineSettings:
         if self.adapter_slots and self.deterministic:
             raise ValueError("deterministic excludes adapters: set adapter_slots = 0")
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic_with_new_kv(self) -> EngineSettings:
+        if self.max_kv_age and self.deterministic:
+            raise ValueError("deterministic excludes KV of older weights: set max_kv_age = 0")
         return self

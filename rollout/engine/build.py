@@ -294,7 +294,7 @@ def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], t
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
-    found_by = pool, engine.page_size, engine.prefix_cache, sessions
+    found_by = pool, engine.page_size, engine.prefix_cache, sessions, engine.max_kv_age
     prefixes = StatePrefixes(*found_by, snapshots) if states else Prefixes(*found_by)
     on_host = host_kv.pages, host_kv.page_bytes, host_states.pages
     books = OffloadBooks(pool, engine.page_size, *on_host, mirrors, totals.offload)

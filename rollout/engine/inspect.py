@@ -90,6 +90,7 @@ class Inspector:
                 "state/snapshot_loads": counters.snapshot_loads,
                 **{f"prefix/hits_{kind}": counters.prefix_hits[kind] for kind in PREFIX_HITS},
                 "kv/prefix_hit_pct": percent(counters.cached_tokens, counters.prompt_tokens),
+                "kv/older_reused_tokens": counters.older_tokens,
                 "prefill/tokens_computed": counters.prefilled_tokens,
                 "prefill/tokens_shared": counters.cached_tokens,
                 **(DraftCounts() if drafting is None else drafting.counts).gauges(counters.decode_rows),

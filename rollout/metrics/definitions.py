@@ -248,6 +248,10 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "rows that went on from a snapshot of linear attention", _KV,
     ),
     Metric(
+        "kv/older_reused_tokens", "counter", "tokens",
+        "tokens of admitted rows with known KV of older weights (`max_kv_age`)", _HITS,
+    ),
+    Metric(
         "prefix/hits_group", "counter", "rows",
         "rows that took the KV of their group's prompt", _HITS,
     ),

@@ -25,9 +25,10 @@ def adapters(hf_models, folders, tmp_path_factory) -> Adapters:
     return make_adapters(hf_models[0], folders[0], tmp_path_factory)
 
 
-@pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
-def test_a_newer_version_is_applied_during_the_run_and_stamped(model, base, adapters, kv_on_swap):
-    bench = bench_of(model, adapters, 1, kv_on_swap=kv_on_swap)
+@pytest.mark.parametrize(("kv_on_swap", "age"), [("keep", 0), ("keep", 9), ("recompute", 0)])
+def test_a_newer_version_is_applied_during_the_run_and_stamped(model, base, adapters, kv_on_swap, age):
+    """The age of KV counts weights versions: KV of another edition of an adapter is never used."""
+    bench = bench_of(model, adapters, 1, kv_on_swap=kv_on_swap, max_kv_age=age)
     prompt = prompt_of(10)
     bench.submit("r", prompt, 40, stream_every=1, adapter="a0")
     bench.submit("other", prompt, 40)

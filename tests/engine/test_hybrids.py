@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -14,9 +16,11 @@ from tests.support.engine.adapted import bench_of, greedy_is, make_adapters
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load, watch_prefills
+from tests.support.engine.kv_shadow import KVShadow, follows
 from tests.support.engine.replay import replayed
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.streams import LateDevice
+from tests.support.engine.updated import Load, Updated
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
 from tests.support.kernels.grids import nightly
 from tests.support.models.hybrids import make_hybrid
@@ -283,6 +287,51 @@ def test_an_update_frees_the_places_of_old_snapshots(made, mode):
         bench.engine.tick()
     assert snapshots.used == 0
     bench.close()
+
+
+@pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3Next")])
+@pytest.mark.parametrize("age", [0, 1])
+def test_within_the_age_states_of_older_weights_are_used_after_an_update(made, stem, age):
+    """By the next turn of a session, by an equal prompt, and by members of a group."""
+    folders, hf_models = zip(*(made(stem, seed) for seed in (0, 1)), strict=True)
+    model, mailbox = load(folders[0]), Mailbox()
+    bench = Bench(model, receiver=mailbox, max_kv_age=age, state_snapshots=12, max_rows=3)
+    shadow, talk = KVShadow(bench), Conversation(bench, "s", prompt_of)
+    talk.say(21, 12)
+    bench.submit("p", prompt_of(30, 5), 4)
+    bench.run()
+    bench.submit("g", prompt_of(26, 6), 20, n=6)
+    for _ in range(6):
+        bench.engine.tick()
+    mailbox.ready = Update(1, load(folders[1]), model)
+    bench.run()
+    bench.submit("again", prompt_of(30, 5), 9)
+    talk.say(4, 9)
+    assert talk.reused == (32 if age else 0) and bench.done["again"].cached_tokens == (29 if age else 0)
+    told = bench.completions["again", 0].kv_versions, bench.completions[talk.turn, 0].kv_versions
+    assert told == ((((0, 0, 29),), ((0, 0, 32),)) if age else ((), ()))
+    prompts = {("again", 0): prompt_of(30, 5), (talk.turn, 0): talk.said[:-9]}
+    prompts |= {("g", i): prompt_of(26, 6) for i in range(6)}
+    for name, prompt in prompts.items():
+        done, versions = bench.completions[name], [slot.version for slot in shadow.of[name]]
+        assert follows(hf_models, prompt, done.token_ids, versions[: len(prompt) + len(done.token_ids) - 1])
+    assert (shadow.older > 29 + 32) == bool(age)
+    mailbox.ready = Update(2, load(folders[0]), model)
+    bench.run()
+    assert talk.say(4, 9) and talk.reused == 0 and bench.completions[talk.turn, 0].kv_versions == ()
+    bench.close()
+
+
+@pytest.mark.parametrize(("seed", "age"), [(3, 5), *nightly((1, 3), (2, 2), (4, 1))])
+def test_no_state_older_than_the_bound_is_used_under_load(made, seed, age):
+    folders, hf_models = zip(*(made(seed=which) for which in (0, 1)), strict=True)
+    rng = random.Random(seed)
+    run = Updated(load(folders[0]), [load(folder) for folder in folders], max_kv_age=age, kv_pages=60, max_rows=6,
+                  state_snapshots=16, prefill_chunk_tokens=rng.choice((5, 64)))  # fmt: skip
+    agents = Load(run, rng, prompt_of, 30)
+    agents.go_on()
+    agents.check(hf_models)
+    run.bench.close()
 
 
 # --- completions that go on, and that end early ---

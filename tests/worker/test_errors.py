@@ -97,7 +97,8 @@ def test_a_wrong_field_is_named(raw: RawClient, fields: dict, field: str) -> Non
 #: What the protocol names and not every worker has, with a value that asks for it.
 OPTIONAL_FIELDS = {
     "logprobs": 5, "prompt_logprobs": True, "min_complete": 1, "return_routing": True, "constraint": {"regex": "a"},
-    "adapter": "a", "session": "a", "min_version": 1, "max_version_span": 1, "detached": True,
+    "adapter": "a", "session": "a", "min_version": 1, "max_version_span": 1, "max_kv_age": 1,
+    "detached": True,
 }  # fmt: skip
 OPTIONAL_OPS = ("attach", "ack", "sleep", "wake", "report", "trace")
 

@@ -160,6 +160,7 @@ def tail(completion: Completion, start: int) -> Completion:
         routing=_last_entries(completion, start),
         versions=runs,
         recomputed=[mark for mark in completion.recomputed if mark[0] >= start],
+        kv_versions=[run for run in completion.kv_versions if run[0] >= start],
         adapter_versions=[mark for mark in completion.adapter_versions if mark[0] >= start],
         text=None,
     )
@@ -184,6 +185,7 @@ def _join(parts: list[Completion], index: int, prior: Completion | None) -> Comp
         top_logprobs=_tops([part.top_logprobs for part in parts], parts, np.nan),
         versions=runs,
         recomputed=[mark for part in parts for mark in part.recomputed],
+        kv_versions=[run for part in parts for run in part.kv_versions],
         adapter_versions=[mark for part in parts for mark in part.adapter_versions],
         finish_reason=last.finish_reason,
         stop=last.stop,

@@ -72,6 +72,7 @@ class GenerateFields(SamplingFields, total=False):
     cache_salt: str | None  # KV of prompts is reused only among requests with the same salt
     min_version: int | None
     max_version_span: int | None
+    max_kv_age: int | None  # the most versions by which KV of earlier requests may be older; 0: `kv_versions` is new
     detached: bool
     session: str | None  # the conversation whose next turn this is; all go to one endpoint. Needs n = 1
     session_lease_s: float | None  # how long its KV waits for the next turn; absent: as the worker is set
@@ -248,6 +249,7 @@ def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
         raw_logprobs=np.asarray(partial.get("raw_logprobs", unknown), np.float32),
         versions=[(version, count) for version, count in runs],
         recomputed=[(position, version) for position, version in partial.get("recomputed", ())],
+        kv_versions=[(position, version, tokens) for position, version, tokens in partial.get("kv_versions", ())],
         adapter_versions=[(position, version) for position, version in partial.get("adapter_versions", ())],
         drawn_logprobs=None if drawn is None else np.asarray(drawn, np.float32),
         routing=None if partial.get("routing") is None else np.asarray(partial["routing"]),
@@ -282,6 +284,8 @@ def prior_fields(prior: Completion) -> dict[str, Any]:
     }
     if prior.recomputed:
         fields["recomputed"] = [list(mark) for mark in prior.recomputed]
+    if prior.kv_versions:
+        fields["kv_versions"] = [list(run) for run in prior.kv_versions]
     if prior.adapter_versions:
         fields["adapter_versions"] = [list(mark) for mark in prior.adapter_versions]
     if prior.drawn_logprobs is not None:

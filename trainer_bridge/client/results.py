@@ -49,6 +49,9 @@ class Completion:
     top_logprobs: np.ndarray | None = None  # float32 [tokens, k]
     #: (position, weights version): before token `position` the KV of all before it was computed again by these weights.
     recomputed: list[tuple[int, int]] = field(default_factory=list)
+    #: (position, weights version, tokens): before token `position` the KV of so many tokens was taken from earlier
+    #: requests, turns or completions. `version` is the oldest in it. The protocol has the details.
+    kv_versions: list[tuple[int, int, int]] = field(default_factory=list)
     #: (position, version): from this token on the request's adapter was of that version; empty without an adapter.
     adapter_versions: list[tuple[int, int]] = field(default_factory=list)
 
@@ -329,8 +332,9 @@ def read_completion(fields: Any) -> Completion:
         seed=fields.get("seed"),
         routing=_routing(fields, len(token_ids)),
         error=fields.get("error"),
-        recomputed=_marks(fields, "recomputed"),
-        adapter_versions=_marks(fields, "adapter_versions"),
+        recomputed=[(position, version) for position, version in _marks(fields, "recomputed")],
+        kv_versions=[(position, version, n) for position, version, n in _marks(fields, "kv_versions", "tokens")],
+        adapter_versions=[(position, version) for position, version in _marks(fields, "adapter_versions")],
     )
     for name in ("logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs"):
         values = getattr(completion, name)
@@ -382,12 +386,12 @@ def _array(fields: Mapping[str, Any], name: str, dtype: type, dims: int = 1) -> 
     return array.astype(dtype)
 
 
-def _marks(fields: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
-    marks = fields.get(name) or []
+def _marks(fields: Mapping[str, Any], name: str, *more: str) -> list[list[int]]:
+    marks, names = fields.get(name) or [], ("position", "version", *more)
     for mark in marks if isinstance(marks, list) else [marks]:
-        if not isinstance(mark, list) or [type(number) for number in mark] != [int, int]:
-            raise ProtocolError(f"the entry {mark!r:.40} of {name!r} in a reply is not [position, version]")
-    return [(position, version) for position, version in marks]
+        if not isinstance(mark, list) or [type(number) for number in mark] != [int] * len(names):
+            raise ProtocolError(f"the entry {mark!r:.40} of {name!r} in a reply is not [{', '.join(names)}]")
+    return marks
 
 
 def _versions(fields: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:

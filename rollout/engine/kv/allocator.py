@@ -23,6 +23,7 @@ from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.prefixes import Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
+from rollout.engine.messages.requests import VERSION_END
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import OffloadedKV
 from rollout.engine.sequence.session import SessionKV
@@ -71,7 +72,7 @@ class PageAllocator:
         """
         if reusable is None:
             assert seq.kv.offloaded is not None
-            return self._try_restore(seq, seq.kv.offloaded, spare)
+            return self._try_restore(seq, seq.kv.offloaded, version, spare)
         tokens = seq.history()
         wanted = self._pages_wanted(seq, len(tokens))
         self.prefixes.retain(reusable)
@@ -90,18 +91,21 @@ class PageAllocator:
         kv.prefill_tokens = tokens
         kv.copy_source = reusable.copied
         kv.keys = reusable.keys
-        kv.length = kv.uniform = reusable.tokens
-        kv.version, kv.adapter_edition = version, seq.adapter_use.edition
+        kv.length, kv.oldest, kv.adapter_edition = reusable.tokens, version, seq.adapter_use.edition
+        if self.prefixes.max_age:
+            found = self.prefixes.versions(reusable)
+            kv.oldest = min((oldest for oldest, _ in found), default=version)
+            kv.note_found(len(seq.tokens), found)
         if seq.group.session is not None:
             self.sessions.hand_over(seq.group.session, reusable.session_tokens)
         self.prefixes.admitted(seq, version)
         return True
 
-    def _try_restore(self, seq: Sequence, offloaded: OffloadedKV, spare: int) -> bool:
+    def _try_restore(self, seq: Sequence, offloaded: OffloadedKV, version: int, spare: int) -> bool:
         """Give a preempted sequence pages for its KV; what has left the pool is copied back."""
         if self.available <= spare and not self.offload_books.send_unshared():
             return False
-        found = self.offload_books.pool_pages(offloaded)
+        found = self.offload_books.pool_pages(offloaded, version)
         shared = [page for page in found if page is not None]
         wanted = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens))
         new = self._retain_and_allocate(shared, wanted - len(shared), spare)
@@ -116,8 +120,7 @@ class PageAllocator:
         kv.hit = None
         kv.add_pages((page for page in pages if page is not None), self.page_size)
         kv.prefill_tokens = seq.history()
-        kv.length, kv.uniform, kv.keys = offloaded.length, offloaded.uniform, offloaded.keys
-        kv.version = offloaded.version if offloaded.adapter_edition == seq.adapter_use.edition else -1
+        kv.length, kv.oldest, kv.keys = offloaded.length, offloaded.oldest, offloaded.keys
         kv.adapter_edition = offloaded.adapter_edition
         self.offload_books.restore(seq, targets)
         return True
@@ -183,28 +186,28 @@ class PageAllocator:
         for mirror in self._mirrors:
             host_pages, pages = [host for host, _ in offloaded.restored], [page for _, page in offloaded.restored]
             mirror.restored(seq, host_pages, pages)
-        if kv.keys is not None and kv.version == version:
+        if kv.keys is not None and self.prefixes.of_use(seq, version):
             for i in range(len(kv.keys)):
-                self.pool.remember(kv.keys[i], kv.pages[i])
+                self.pool.remember(kv.keys[i], kv.pages[i], kv.oldest)
         self.offload_books.counts.restored += 1
         self.offload_books.drop(seq)
 
     # --- when the sequence leaves its row ----------------------------------------------------------------------------
 
     def keep_turn(self, seq: Sequence, version: int, now_s: float) -> None:
-        """A finalized turn is settled: its session gets its KV, up to the first KV that is not of `version`."""
+        """A finalized turn is settled: its session gets its KV, if that is of use under `version`."""
         assert seq.group.session is not None and seq.finish is not None
         kv = seq.kv
-        known = min(kv.uniform, seq.prompt_len + len(seq.tokens))
+        known = min(kv.length, seq.prompt_len + len(seq.tokens))
         if kv.copy_source is not None:  # it ended before its first chunk: the page was not copied
             known -= known % self.page_size
-        # Its adapter may have changed while its last steps, of the weights before, were in flight.
-        current = kv.version == version and kv.adapter_edition == seq.adapter_use.edition
-        if not current or seq.finish.reason == "error" or kv.offloaded is not None:  # offloaded: not in its pages yet
+        # Weights or adapter may have changed while its last steps were in flight; what is offloaded is in no page yet.
+        if not self.prefixes.of_use(seq, version) or seq.finish.reason == "error" or kv.offloaded is not None:
             known = 0
         self.prefixes.remember(seq, known, version)
         known, snapshots = self.prefixes.turn_end(seq, known)
-        left = SessionKV(seq.identity(seq.history())[:known], kv.pages, version, kv.keys, kv.adapter_edition, snapshots)
+        tokens = seq.identity(seq.history())[:known]
+        left = SessionKV(tokens, kv.pages, kv.oldest, kv.keys, kv.adapter_edition, snapshots)
         self.sessions.keep(seq.group.session, left, now_s)
         self.prefixes.turn_kept(snapshots)
 
@@ -240,11 +243,10 @@ class PageAllocator:
     # --- group shares ------------------------------------------------------------------------------------------------
 
     def open_share(self, seq: Sequence, version: int) -> bool:
-        """Retain the prompt pages of a prefilled leader for its group; False if its KV is not all of `version`."""
-        kv = seq.kv
-        if kv.version != version or kv.uniform < seq.prompt_len:
+        """Retain the prompt pages of a prefilled leader for its group; False if they are of no use under `version`."""
+        if seq.kv.oldest < self.prefixes.oldest_for(seq.group, version) or not self.prefixes.of_use(seq, version):
             return False
-        share = self.prefixes.share(seq, kv.pages[: pages_for(seq.prompt_len, self.page_size)], version)
+        share = self.prefixes.share(seq, seq.kv.pages[: pages_for(seq.prompt_len, self.page_size)])
         if share is None:
             return False
         for page in share.pages:
@@ -268,8 +270,12 @@ class PageAllocator:
         """Close all shares and empty all sessions: only rows and offloaded sequences use pages after that."""
         for group in list(self.sharing):
             self.close_share(group)
-        self.sessions.drop_all()
-        self.prefixes.forget()
+        self.forget_older(VERSION_END)
+
+    def forget_older(self, oldest: int) -> None:
+        """Drop sessions and snapshots with weights before the version `oldest`; pages are only not found."""
+        self.sessions.drop_older(oldest)
+        self.prefixes.forget_older(oldest)
 
     def forget_all(self) -> None:
         """Drop cache, shares and sessions: their KV is of no use any more."""

@@ -137,7 +137,7 @@ class OffloadBooks:
         for offloaded in reversed(pages):  # the last pages of a prefix go first: the first ones are useful longest
             if not offloaded.outgoing:
                 self._send_or_share(offloaded)
-        kv.offloaded = OffloadedKV(kv.length, kv.uniform, kv.version, kv.adapter_edition, kv.keys, pages)
+        kv.offloaded = OffloadedKV(kv.length, kv.oldest, kv.adapter_edition, kv.keys, pages)
         self.counts.offloaded += 1
         self._sequences += 1
         return True
@@ -152,14 +152,14 @@ class OffloadBooks:
             self._pool.release(page)
         return offloaded
 
-    def pool_pages(self, kv: OffloadedKV) -> list[int | None]:
+    def pool_pages(self, kv: OffloadedKV, version: int) -> list[int | None]:
         """For each page of an offloaded sequence the pool page that has, or will have, its KV. None: restore it."""
-        keys = kv.keys
+        keys = kv.keys if kv.oldest == version else None  # a key may be known with KV of several versions
         pages = [page.pool_page if page.restore is None else page.restore.pool_page for page in kv.pages]
         for i in range(0 if keys is None else len(keys)):
             assert keys is not None
             if pages[i] is None:
-                pages[i] = self._pool.find(keys[i])
+                pages[i] = self._pool.find(keys[i], version)
         return pages
 
     def restore(self, seq: Sequence, targets: list[tuple[int, int]]) -> None:

@@ -14,6 +14,10 @@ digest_{-1} is the weights version and, with an adapter, the edition of its weig
 the prompt say about the page's positions (`messages.Prompt.content`), and for generated tokens their ids. So a key
 states which content, at which positions, under which weights.
 
+With an `engine.max_kv_age` over 0 keys lack the weights version. Then each known page has a version of its own: the
+oldest one in its KV, or in the KV that this was computed from. What is too old is not found, and goes when its key gets
+newer KV or its page is needed.
+
 The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page
 is used or cached: whoever has an equal prompt copies the page, because the first sequence goes on writing there.
 """
@@ -38,6 +42,7 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._tail_page_of: dict[bytes, int] = {}
         self._tail_key_of: dict[int, bytes] = {}
+        self._oldest = [0] * total  # of known pages: oldest weights version of their KV
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached pages, oldest use first
 
     @property
@@ -89,27 +94,34 @@ class PagePool:
                 self._free.append(page)
                 self._forget_tail(page)
 
-    def remember(self, key: bytes, page: int) -> None:
-        """Make a used page findable by `key`; no-op if the key or the page is known already."""
+    def remember(self, key: bytes, page: int, oldest: int) -> None:
+        """Make a used page findable by `key`; no-op if the page is known, or the key by a page whose KV is no older."""
         assert self.refs[page] > 0, "only a page in use can be remembered"
-        if key not in self._page_of and page not in self._key_of:
-            self._page_of[key] = page
-            self._key_of[page] = key
+        if page not in self._key_of and self._gives_way(self._page_of.get(key), oldest):
+            self._page_of[key], self._key_of[page], self._oldest[page] = page, key, oldest
 
-    def find(self, key: bytes) -> int | None:
-        """The page with this key, or None. The caller has to retain it before the next `allocate`."""
-        return self._page_of.get(key)
+    def find(self, key: bytes, oldest: int = 0) -> int | None:
+        """The page with this key, if its KV has no version before `oldest`; else None.
 
-    def remember_tail(self, key: bytes, page: int) -> None:
-        """Make the first positions of a used page findable by `key`; no-op if the key or the page is known already."""
+        The caller has to retain it before the next `allocate`.
+        """
+        page = self._page_of.get(key)
+        return page if page is not None and self._oldest[page] >= oldest else None
+
+    def remember_tail(self, key: bytes, page: int, oldest: int) -> None:
+        """Make the first positions of a used page findable by `key`; else as `remember`."""
         assert self.refs[page] > 0, "only a page in use can be remembered"
-        if key not in self._tail_page_of and page not in self._tail_key_of:
-            self._tail_page_of[key] = page
-            self._tail_key_of[page] = key
+        if page not in self._tail_key_of and self._gives_way(self._tail_page_of.get(key), oldest):
+            self._tail_page_of[key], self._tail_key_of[page], self._oldest[page] = page, key, oldest
 
-    def find_tail(self, key: bytes) -> int | None:
-        """The page whose first positions have this key, or None: to be retained and copied."""
-        return self._tail_page_of.get(key)
+    def find_tail(self, key: bytes, oldest: int = 0) -> int | None:
+        """The page whose first positions have this key, to be retained and copied; else as `find`."""
+        page = self._tail_page_of.get(key)
+        return page if page is not None and self._oldest[page] >= oldest else None
+
+    def oldest_of(self, page: int) -> int | None:
+        """The oldest weights version of the KV of a known page; None for other pages."""
+        return self._oldest[page] if page in self._key_of or page in self._tail_key_of else None
 
     def forget_all(self) -> None:
         """Forget all prefixes: cached pages become free, used pages can no longer be found."""
@@ -130,6 +142,21 @@ class PagePool:
         assert all(self._page_of[key] == page for page, key in self._key_of.items()), "the prefix index disagrees"
         assert all(self._tail_page_of[key] == page for page, key in self._tail_key_of.items()), "the tails disagree"
         assert not free & self._tail_key_of.keys(), "a free page has a tail"
+
+    def _gives_way(self, known: int | None, oldest: int) -> bool:
+        """True if no page is known, or one with older KV was: that one is forgotten, and free if it was cached."""
+        if known is None:
+            return True
+        if self._oldest[known] >= oldest:
+            return False
+        if known in self._evictable:
+            del self._evictable[known]
+            self._free.append(known)
+        if known in self._key_of:
+            self._forget(known)
+        else:
+            self._forget_tail(known)
+        return True
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]

@@ -15,7 +15,7 @@ import numpy as np
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.sequence.prefix_keys import PrefixKeys
-from rollout.engine.sequence.sequence import PromptShare, Sequence
+from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit, Snapshot
 
 
@@ -31,6 +31,7 @@ class Reusable:
     awaited: tuple[Sequence, int] | None = None  # computes more of it: up to this number of tokens
     place: int | None = None  # of the snapshot of the state after these tokens, which is loaded
     hit: PrefixHit = "pages"  # where it was found
+    oldest: int = 0  # weights version of a share's, a session's or a snapshot's KV
 
     @property
     def pages(self) -> list[int]:
@@ -44,19 +45,24 @@ class Reusable:
         tokens = len(self.shared) * page_size
         keys = None if self.keys is None else self.keys.fork(len(self.shared))
         hit: PrefixHit = "pages" if self.hit == "prompt_end" else self.hit
-        return Reusable(self.shared, None, tokens, min(tokens, self.session_tokens), keys, hit=hit)
+        session_tokens = min(tokens, self.session_tokens)
+        return Reusable(self.shared, None, tokens, session_tokens, keys, hit=hit, oldest=self.oldest)
 
 
 class Prefixes:
-    """Finds KV in the pool and in `sessions`, and makes that of running sequences findable, if `cache`."""
+    """Finds KV in the pool and in `sessions`, and makes that of running sequences findable, if `cache`.
+
+    What is found may be of weights that are up to `max_age` versions old.
+    """
 
     has_states = False
 
-    def __init__(self, pool: PagePool, page_size: int, cache: bool, sessions: Sessions) -> None:
+    def __init__(self, pool: PagePool, page_size: int, cache: bool, sessions: Sessions, max_age: int = 0) -> None:
         self.pool = pool
         self.page_size = page_size
         self.cache = cache
         self.sessions = sessions
+        self.max_age = max_age
         #: Prefills under way, by the key of the page that comes next, or of the snapshot.
         self.frontiers: dict[bytes, Sequence] = {}
 
@@ -66,10 +72,11 @@ class Prefixes:
         """KV that `seq` need not compute: the prompt of its group, else KV of its session or, if more, of the cache."""
         tokens, share = seq.identity(seq.history()), seq.group.share
         full = (len(tokens) - 1) // self.page_size  # the page of the last token is never shared: it is written again
-        if share is not None and share.version == version and not seq.tokens:
+        if share is not None and share.oldest >= self.oldest_for(seq.group, version) and not seq.tokens:
             keys = share.keys.fork(full) if share.keys else None
-            copied = share.pages[full]
-            return Reusable(share.pages[:full], copied, len(tokens) - 1, keys=keys, place=share.place, hit="group")
+            found = Reusable(share.pages[:full], share.pages[full], len(tokens) - 1, keys=keys, place=share.place)
+            found.hit, found.oldest = "group", share.oldest
+            return found
         if seq.scores_prompt:  # log-probs of the prompt need a forward of the whole prompt
             return Reusable(keys=self.no_keys(seq, version) if self.cache else None)
         return self._find(seq, tokens, version)
@@ -78,30 +85,32 @@ class Prefixes:
         found, full = self._find_in_session(seq, tokens, version), (len(tokens) - 1) // self.page_size
         if not self.cache:
             return found
+        oldest = self.oldest_for(seq.group, version)
         found.keys = keys = found.keys or self.no_keys(seq, version)
         for index in range(len(found.shared), full):
             key = keys.next_key(seq.content_between(index * self.page_size, (index + 1) * self.page_size))
-            page = self.pool.find(key)
+            page = self.pool.find(key, oldest)
             if page is None:
                 break
             found.shared.append(page)
             keys.append(key)
             found.copied, found.tokens, found.hit = None, len(found.shared) * self.page_size, "pages"
         else:
-            key, page = self._find_last(keys, seq.content_between(full * self.page_size, len(tokens)), len(tokens))
+            content = seq.content_between(full * self.page_size, len(tokens))
+            key, page = self._find_last(keys, content, len(tokens), oldest)
             if page is not None and found.tokens < len(tokens) - 1:
                 found.copied, found.tokens, found.hit = page, len(tokens) - 1, "prompt_end"
         if found.tokens < len(tokens) - 1 and (other := self.frontiers.get(key)) is not None:
-            found.awaited = self._awaited(seq, tokens, other, found.tokens)
+            found.awaited = self._awaited(seq, tokens, other, found.tokens) if other.kv.oldest >= oldest else None
         return found
 
-    def _find_last(self, keys: PrefixKeys, content: bytes, tokens: int) -> tuple[bytes, int | None]:
+    def _find_last(self, keys: PrefixKeys, content: bytes, tokens: int, oldest: int) -> tuple[bytes, int | None]:
         """The key of the page that holds the last token, and the page with it; a full one has the key of a full one."""
         if tokens % self.page_size == 0:
             key = keys.next_key(content)
-            return key, self.pool.find(key)
+            return key, self.pool.find(key, oldest)
         key = keys.tail_key(content)
-        return key, self.pool.find_tail(key)
+        return key, self.pool.find_tail(key, oldest)
 
     def _awaited(self, seq: Sequence, tokens: np.ndarray, other: Sequence, found: int) -> tuple[Sequence, int] | None:
         """The prefill of `other` and the tokens of it that `seq` can use, if these are more than it has `found`.
@@ -120,19 +129,53 @@ class Prefixes:
         return (other, usable) if usable > max(found, other.kv.length) else None
 
     def no_keys(self, seq: Sequence, version: int) -> PrefixKeys:
-        """The keys of a prefix without pages."""
-        return PrefixKeys(version, self.page_size, seq.adapter_use.edition)
+        """The keys of a prefix without pages; without the weights version if KV of several ones is used."""
+        return PrefixKeys(0 if self.max_age else version, self.page_size, seq.adapter_use.edition)
 
     def _find_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
         if seq.group.session is None:
             return Reusable()
-        kv, same = self.sessions.match(seq.group.session, tokens, version, seq.adapter_use.edition)
+        oldest = self.oldest_for(seq.group, version)
+        kv, same = self.sessions.match(seq.group.session, tokens, oldest, seq.adapter_use.edition)
         if kv is None:
             return Reusable()
         full = same // self.page_size
         copied = kv.pages[full] if same % self.page_size else None
         keys = kv.keys.fork(full) if kv.keys is not None else None
-        return Reusable(kv.pages[:full], copied, same, same, keys, hit="turn_end")
+        return Reusable(kv.pages[:full], copied, same, same, keys, hit="turn_end", oldest=kv.oldest)
+
+    # --- age ----------------------------------------------------------------------------------------------------------
+
+    def oldest_for(self, group: Group, version: int) -> int:
+        """The oldest weights version in KV that a group may use, besides its sequences' own."""
+        asked = group.request.max_kv_age
+        return version - (self.max_age if asked is None else min(asked, self.max_age))
+
+    def of_use(self, seq: Sequence, version: int) -> bool:
+        """True if other sequences may use the KV of `seq`: it is young enough, and of one adapter edition."""
+        return seq.kv.oldest >= version - self.max_age and seq.kv.adapter_edition == seq.adapter_use.edition
+
+    def may_go_on(self, seq: Sequence, version: int) -> bool:
+        """True if a sequence that has launched nothing may use what it found before the weights had this version."""
+        return self.max_age > 0 and self.of_use(seq, version) and seq.kv.oldest >= self.oldest_for(seq.group, version)
+
+    def too_old(self, group: Group, version: int) -> bool:
+        """True if the share of a group is of no use to it under this version."""
+        return group.share is not None and group.share.oldest < self.oldest_for(group, version)
+
+    def versions(self, found: Reusable) -> list[list[int]]:
+        """Runs of [oldest weights version, tokens] of what was found, by page."""
+        runs: list[list[int]] = []
+        for index, page in enumerate(found.pages):
+            tokens, known = min(self.page_size, found.tokens - index * self.page_size), self.pool.oldest_of(page)
+            oldest = found.oldest if known is None else known
+            if found.place is not None:  # the state after these tokens is as old as the oldest of them
+                oldest = min(oldest, found.oldest)
+            if runs and runs[-1][0] == oldest:
+                runs[-1][1] += tokens
+            elif tokens:
+                runs.append([oldest, tokens])
+        return runs
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -171,21 +214,21 @@ class Prefixes:
         """The first chunk of a sequence is launched, or it has none any more."""
 
     def remember(self, seq: Sequence, known: int, version: int) -> None:
-        """Make full pages of the first `known` tokens findable, up to the first KV that is not of `version`."""
+        """Make full pages of the first `known` tokens findable, if others may use them under `version`."""
         kv = seq.kv
-        if kv.keys is None or kv.version != version:
+        if kv.keys is None or not self.of_use(seq, version):
             return
-        for index in range(len(kv.keys), min(known, kv.uniform) // self.page_size):
+        for index in range(len(kv.keys), min(known, kv.length) // self.page_size):
             start = index * self.page_size
             key = kv.keys.next_key(seq.content_between(start, start + self.page_size))
             kv.keys.append(key)
-            self.pool.remember(key, kv.pages[index])
+            self.pool.remember(key, kv.pages[index], kv.oldest)
 
     def _move_frontier(self, seq: Sequence, version: int) -> None:
         """Its prefill computes another page next, or is all launched: then the tail of the prompt can be found."""
         self.drop_frontier(seq)
         kv, page_size = seq.kv, self.page_size
-        if kv.keys is None or not kv.prefilling or kv.version != version or kv.uniform < kv.length:
+        if kv.keys is None or not kv.prefilling or not self.of_use(seq, version):
             return
         start, end = len(kv.keys) * page_size, len(kv.prefill_tokens)
         if start == end:
@@ -193,7 +236,7 @@ class Prefixes:
         key = kv.keys.next_key if start + page_size <= end else kv.keys.tail_key
         page_key = key(seq.content_between(start, min(start + page_size, end)))
         if kv.length == end:
-            self.pool.remember_tail(page_key, kv.pages[start // page_size])
+            self.pool.remember_tail(page_key, kv.pages[start // page_size], kv.oldest)
         else:
             self.set_frontier(seq, page_key)
 
@@ -232,15 +275,15 @@ class Prefixes:
     def left(self, seq: Sequence) -> None:
         """A sequence gives its pages back."""
 
-    def share(self, seq: Sequence, pages: list[int], version: int) -> PromptShare | None:
+    def share(self, seq: Sequence, pages: list[int]) -> PromptShare | None:
         """The prompt of a prefilled leader for its group; None if it cannot be shared."""
-        return PromptShare(pages, version, seq.kv.keys)
+        return PromptShare(pages, seq.kv.oldest, seq.kv.keys)
 
     def unshare(self, share: PromptShare) -> None:
         """The group needs the prompt no more."""
 
-    def forget(self) -> None:
-        """KV of other weights is of no use: what is kept beside pages."""
+    def forget_older(self, oldest: int) -> None:
+        """What is kept beside pages is of no use if it has a weights version before `oldest`."""
 
     def check(self) -> set[int]:
         """Assert that nothing leaked; returns pages that are kept beside those of sessions."""

@@ -10,7 +10,7 @@ A session has a reference to each of its pages and knows the tokens of their KV;
 
 Invariants:
 - A session has pages only between its turns. No step in flight writes to them.
-- All KV of a session has the present weights version.
+- All KV of a session has the present weights version, or is at most `engine.max_kv_age` versions older.
 - All sessions together have at most `most_pages` pages; a page that several share counts once. There are at most
   `most_pages` sessions with KV, and a page belongs to at most `_SHARING` of them on average: a session keeps its tokens
   in host memory, and this bounds it.
@@ -119,11 +119,14 @@ class Sessions:
         return session
 
     def match(
-        self, session: Session, tokens: np.ndarray, version: int, adapter_edition: int = 0
+        self, session: Session, tokens: np.ndarray, oldest: int, adapter_edition: int = 0
     ) -> tuple[SessionKV | None, int]:
-        """The session's KV, and how many of `tokens` (`Sequence.identity`) have it: never the last one."""
+        """The session's KV, and how many of `tokens` (`Sequence.identity`) have it: never the last one.
+
+        KV with a weights version before `oldest` is not used.
+        """
         kv = session.kv
-        if kv is None or kv.version != version or kv.adapter_edition != adapter_edition:
+        if kv is None or kv.oldest < oldest or kv.adapter_edition != adapter_edition:
             return None, 0
         most = min(len(kv.tokens), len(tokens) - 1)
         differing = np.flatnonzero(kv.tokens[:most] != tokens[:most])
@@ -180,10 +183,11 @@ class Sessions:
             if _expires(entry):
                 self._drop(entry[2])
 
-    def drop_all(self) -> None:
-        """Release all pages: no KV is of use any more."""
+    def drop_older(self, oldest: int) -> None:
+        """Release the pages of sessions whose KV has a weights version before `oldest`: it is of no use any more."""
         for session in list(self._with_kv.values()):
-            self._drop(session)
+            if session.kv is not None and session.kv.oldest < oldest:
+                self._drop(session)
 
     def check(self) -> None:
         """Assert that the books agree."""
@@ -216,7 +220,7 @@ class Sessions:
         for snapshot in snapshots:
             self._snapshots.retain(snapshot.place)
         session.kv = SessionKV(
-            left.tokens[:count].copy(), pages, left.version, left.keys, left.adapter_edition, snapshots
+            left.tokens[:count].copy(), pages, left.oldest, left.keys, left.adapter_edition, snapshots
         )
         self._with_kv[session.key] = session
         while self._too_many:

@@ -12,7 +12,7 @@ does (`save_soon`): that step may begin another sequence in the row, so in a ste
 
 Invariants:
 - A place is written only by the save of the reference that was taken with it, and never again while it has references.
-- The cache has only snapshots of the present weights version.
+- The cache has only snapshots of the present weights version, or at most `engine.max_kv_age` versions older.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Cached(NamedTuple):
     place: int
     page: int | None  # in which its prefix ends; None if that is a full page
     point: Point
+    oldest: int  # weights version of the prefix's KV and states
 
 
 class Snapshots:
@@ -122,21 +123,29 @@ class Snapshots:
         if not after:
             del self._points[point.digest]
 
-    def keep(self, point: Point, place: int, page: int | None) -> None:
-        """Put a snapshot into the cache, with the page in which its prefix ends; no-op if there is an equal one."""
-        if point.key in self._cached:
+    def keep(self, point: Point, place: int, page: int | None, oldest: int) -> None:
+        """Put a snapshot into the cache, with the page in which its prefix ends; no-op if there is one no older."""
+        known = self._cached.get(point.key)
+        if known is not None and known.oldest >= oldest:
             return
+        if known is not None:
+            self._evict(point.key)
         self.retain(place)
         if page is not None:
             self._pool.retain(page)
         self.expect(point)
-        self._cached[point.key] = Cached(place, page, point)
+        self._cached[point.key] = Cached(place, page, point, oldest)
 
-    def find(self, key: bytes) -> Cached | None:
-        """The snapshot with this key, or None. The caller has to retain place and page before the next `take`."""
-        if key in self._cached:
-            self._cached.move_to_end(key)
-        return self._cached.get(key)
+    def find(self, key: bytes, oldest: int) -> Cached | None:
+        """The snapshot with this key, if it has no weights version before `oldest`; else None.
+
+        The caller has to retain place and page before the next `take`.
+        """
+        cached = self._cached.get(key)
+        if cached is None or cached.oldest < oldest:
+            return None
+        self._cached.move_to_end(key)
+        return cached
 
     def evict_page(self) -> bool:
         """Give up the least recently used snapshot that keeps a page; False if there is none."""
@@ -145,9 +154,9 @@ class Snapshots:
             self._evict(key)
         return key is not None
 
-    def forget_all(self) -> None:
-        """Empty the cache."""
-        for key in list(self._cached):
+    def forget_older(self, oldest: int) -> None:
+        """Take the snapshots with a weights version before `oldest` out of the cache."""
+        for key in [key for key, cached in self._cached.items() if cached.oldest < oldest]:
             self._evict(key)
 
     def _evict(self, key: bytes) -> None:

@@ -22,8 +22,10 @@ class StatePrefixes(Prefixes):
 
     has_states = True
 
-    def __init__(self, pool: PagePool, page_size: int, cache: bool, sessions: Sessions, snapshots: Snapshots) -> None:
-        super().__init__(pool, page_size, cache, sessions)
+    def __init__(
+        self, pool: PagePool, page_size: int, cache: bool, sessions: Sessions, max_age: int, snapshots: Snapshots
+    ) -> None:
+        super().__init__(pool, page_size, cache, sessions, max_age)
         self.snapshots = snapshots
 
     # --- find ---------------------------------------------------------------------------------------------------------
@@ -36,24 +38,25 @@ class StatePrefixes(Prefixes):
             return found
         keys, pages, known = self.no_keys(seq, version), list[int](), True
         found.keys = found.keys or keys.fork(0)
-        expected = found.tokens
+        expected, oldest = found.tokens, self.oldest_for(seq.group, version)
         for start in range(0, most + 1, page_size):
             for after in snapshots.tokens_after(keys.last):
                 end = start + after
                 if end > most:
                     continue
                 key = keys.tail_key(seq.content_between(start, end))
-                cached, other = snapshots.find(key), self.frontiers.get(key)
+                cached, other = snapshots.find(key, oldest), self.frontiers.get(key)
                 if cached is not None and known and end > found.tokens:
                     reused = Reusable(list(pages), cached.page, end, found.session_tokens, keys.fork(len(pages)))
                     reused.place, reused.awaited, reused.hit = cached.place, found.awaited, "prompt_end"
-                    found = reused
-                elif other is not None and other.priority >= seq.priority and end > expected:
-                    found.awaited, expected = (other, end + 1), end
+                    reused.oldest, found = cached.oldest, reused
+                elif other is not None and other.priority >= seq.priority and other.kv.oldest >= oldest:
+                    if end > expected:
+                        found.awaited, expected = (other, end + 1), end
             if start + page_size > most or not (known or self.frontiers):
                 break
             key = keys.next_key(seq.content_between(start, start + page_size))
-            page = self.pool.find(key)
+            page = self.pool.find(key, oldest)
             known = known and page is not None
             if known and page is not None:
                 pages.append(page)
@@ -65,7 +68,8 @@ class StatePrefixes(Prefixes):
     def _find_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
         if seq.group.session is None:
             return Reusable()
-        kv, same = self.sessions.match(seq.group.session, tokens, version, seq.adapter_use.edition)
+        oldest = self.oldest_for(seq.group, version)
+        kv, same = self.sessions.match(seq.group.session, tokens, oldest, seq.adapter_use.edition)
         void = self.snapshots.is_void
         known = () if kv is None else kv.snapshots
         snapshot = next((s for s in known if s.tokens <= same and not void(s.place)), None)
@@ -75,7 +79,9 @@ class StatePrefixes(Prefixes):
         keys = None if kv.keys is None else kv.keys.fork(full)
         copied = kv.pages[full] if after else None
         hit: PrefixHit = "turn_end" if snapshot.tokens == len(kv.tokens) else "prompt_end"
-        return Reusable(kv.pages[:full], copied, snapshot.tokens, snapshot.tokens, keys, place=snapshot.place, hit=hit)
+        found = Reusable(kv.pages[:full], copied, snapshot.tokens, snapshot.tokens, keys, place=snapshot.place, hit=hit)
+        found.oldest = kv.oldest
+        return found
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -145,13 +151,13 @@ class StatePrefixes(Prefixes):
             return
         self.drop_frontier(seq)
         kv.planned_snapshot = None
-        if kv.version != version or kv.uniform < kv.length:
+        if not self.of_use(seq, version):
             snapshots.release(planned.place)
             return
         kv.snapshot = Snapshot(planned.place, planned.tokens)
         if planned.point is not None:
             page = kv.pages[planned.tokens // self.page_size] if planned.point.after else None
-            snapshots.keep(planned.point, planned.place, page)
+            snapshots.keep(planned.point, planned.place, page, kv.oldest)
 
     def loaded(self, seq: Sequence) -> None:
         """The sequence needs the snapshot no more that its first chunk loads."""
@@ -163,7 +169,7 @@ class StatePrefixes(Prefixes):
         """Its prefill computes the planned snapshot next."""
         self.drop_frontier(seq)
         kv = seq.kv
-        if kv.keys is None or not kv.prefilling or kv.version != version or kv.uniform < kv.length:
+        if kv.keys is None or not kv.prefilling or not self.of_use(seq, version):
             return
         planned = kv.planned_snapshot
         if planned is not None and planned.point is not None:
@@ -215,23 +221,23 @@ class StatePrefixes(Prefixes):
                 self.snapshots.release(snapshot.place)
         seq.kv.planned_snapshot = seq.kv.snapshot = None
 
-    def share(self, seq: Sequence, pages: list[int], version: int) -> PromptShare | None:
+    def share(self, seq: Sequence, pages: list[int]) -> PromptShare | None:
         """See `Prefixes`; the snapshot before the last token of the prompt belongs to it."""
         if seq.prompt_len == 1:  # before its only token a prompt has no state
-            return super().share(seq, pages, version)
+            return super().share(seq, pages)
         if seq.kv.snapshot is None or seq.kv.snapshot.tokens != seq.prompt_len - 1:
             return None
         self.snapshots.retain(seq.kv.snapshot.place)
-        return PromptShare(pages, version, seq.kv.keys, seq.kv.snapshot.place)
+        return PromptShare(pages, seq.kv.oldest, seq.kv.keys, seq.kv.snapshot.place)
 
     def unshare(self, share: PromptShare) -> None:
         """See `Prefixes`."""
         if share.place is not None:
             self.snapshots.release(share.place)
 
-    def forget(self) -> None:
+    def forget_older(self, oldest: int) -> None:
         """See `Prefixes`."""
-        self.snapshots.forget_all()
+        self.snapshots.forget_older(oldest)
 
     def check(self) -> set[int]:
         """See `Prefixes`."""

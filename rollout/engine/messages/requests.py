@@ -89,6 +89,7 @@ class Request:
     constraint: Constraint | None = None  # applies after `prior`
     min_complete: int | None = None  # once this many completions are complete, the others are cancelled
     max_version_span: int | None = None  # newest less oldest version of a completion; beyond it, it ends as stale
+    max_kv_age: int | None = None  # the most versions by which KV of others may be older than the weights; None: engine
     session: SessionKey | None = None  # this request is the session's next turn; only with n == 1
     session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
     top_logprobs: int = 0  # top tokens to return at each position, up to MAX_TOP_LOGPROBS

@@ -44,6 +44,9 @@ class Delta:
     finish: Finish | None = None
     #: All so far: (tokens, version): KV of the prompt and so many tokens was computed again under that version.
     recomputed: tuple[tuple[int, int], ...] = ()
+    #: All so far, with a `max_kv_age`: (tokens, version, count): KV of the next `count` positions was there when the
+    #: completion had so many tokens; `version` is the oldest weights version in it.
+    kv_versions: tuple[tuple[int, int, int], ...] = ()
     version_span: int = 0  # with `finish`: newest less oldest version of the tokens that this worker generated
     #: Experts of the forwards that produced the tokens, uint8 or uint16 [entries, sparse layers, experts of a token].
     #: The positions begin after those of the last delta, or at `routing_from`, and end before the newest token.

@@ -30,6 +30,7 @@ class Counters:
     preemptions: int = 0
     prompt_tokens: int = 0  # of admitted sequences
     cached_tokens: int = 0  # prompt tokens whose KV was there
+    older_tokens: int = 0  # of admitted sequences, whose KV of older weights was there
     snapshot_loads: int = 0  # rows that went on from a snapshot
     prefix_hits: Counter[PrefixHit] = field(default_factory=Counter)  # rows that did not compute their whole prompt
     prefilled_tokens: int = 0  # that prefills have computed, also again
@@ -52,6 +53,7 @@ def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
         seed=seq.seed,
         finish=seq.finish,
         recomputed=kv.recomputed,
+        kv_versions=kv.found,
         version_span=versions[-1][0] - versions[0][0] if seq.finish and versions else 0,
         top_ids=top_ids,
         top_logprobs=top_logprobs,

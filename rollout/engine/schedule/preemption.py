@@ -8,8 +8,8 @@ little before its pages are needed, and a row whose page is not free yet is left
 **Weights change** (`change_weights`), or what else KV depends on (`begin_again`). A row goes on with the KV that it
 has, and so does a sequence whose KV is offloaded or on its way back. With `recompute` they are computed again. Three
 are always computed again: a row without a launched step, a prompt that is offloaded before its first token, and a
-prompt whose log-probs are asked for. KV of older weights, or of several versions, belongs to its sequence alone: no
-other sequence finds it.
+prompt whose log-probs are asked for. Other sequences use KV of older weights up to `engine.max_kv_age`; a row without a
+launched step goes on if what it has found is not older.
 
 **All KV leaves the pool** (`leave_pool`). Where nothing else changes, every sequence that has KV may go on with it, a
 half-prefilled prompt too.
@@ -84,13 +84,20 @@ def change_weights(roster: Roster, version: int, recompute: bool, names: Collect
 
     `names` are those of the tensors that have changed.
     """
-    roster.version = version
+    again, roster.version = version == roster.version, version
     for feature in roster.features:
         feature.weights_changed(version, names)
     roster.feed.queue_early(version)
-    roster.feed.close_shares()
-    roster.allocator.forget_all()
-    for seq in roster.prefilling:
+    prefixes = roster.allocator.prefixes
+    if prefixes.max_age and not again:
+        roster.feed.close_shares(lambda group: prefixes.too_old(group, version))
+        roster.allocator.forget_older(version - prefixes.max_age)
+        stopped = [seq for seq in roster.prefilling if not prefixes.of_use(seq, version)]
+    else:
+        roster.feed.close_shares()
+        roster.allocator.forget_all()
+        stopped = roster.prefilling
+    for seq in stopped:
         roster.feed.prefill_stopped(seq)
     for seq in roster.unfinished():
         first = max(version, seq.group.request.min_version)  # that it can have a token of
@@ -104,14 +111,14 @@ def begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> tuple[
     for seq in seqs:
         if recompute or not seq.drawn.versions:
             roster.allocator.drop_offloaded(seq)
-    changed = set(seqs)
+    prefixes, changed = roster.allocator.prefixes, set(seqs)
     kept: list[Sequence] = []
     taken_off: list[Sequence] = []
     for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
-        # A row that launched nothing may keep only its own offloaded KV: its cached pages are of the old weights. All
+        # A row that launched nothing may keep only its own offloaded KV, or what it found that is young enough. All
         # log-probs of a prompt must be of one version.
-        own = seq.row_ready or (seq.kv.own and bool(seq.drawn.versions))
-        if recompute or not own or seq.scores_prompt:
+        own = bool(seq.drawn.versions) if seq.kv.own else prefixes.may_go_on(seq, roster.version)
+        if recompute or not (seq.row_ready or own) or seq.scores_prompt:
             roster.take_off(seq)
             taken_off.append(seq)
         else:

@@ -110,6 +110,7 @@ class Roster:
             seq.kv.begin_prefill(len(seq.tokens))
             self.counters.prompt_tokens += seq.prompt_len
             self.counters.cached_tokens += cached_tokens
+            self.counters.older_tokens += seq.kv.found_older(len(seq.tokens), self.version)
             if seq.kv.hit is not None:
                 self.counters.prefix_hits[seq.kv.hit] += 1
         if math.isinf(group.admitted_s):

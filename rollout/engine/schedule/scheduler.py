@@ -174,10 +174,7 @@ class Scheduler:
             end = start + tokens_in
             seq.inflight_refs += 1
             seq.launched += draws
-            kv = seq.kv
-            if start == kv.uniform and version == kv.version:
-                kv.uniform = end
-            kv.length = end
+            seq.kv.length = end
             if of_prompts:
                 self._prompt_launched(seq, start, end, version)
         for feature in self.roster.features:

@@ -74,7 +74,7 @@ class PromptShare:
     """The pages of a prefilled prompt, held for the members of a group that have not started yet."""
 
     pages: list[int]
-    version: int
+    oldest: int  # weights version of their KV
     keys: PrefixKeys | None
     place: int | None = None  # of the snapshot before the last token; for models with states
 
@@ -240,13 +240,13 @@ class Sequence:
         """A step with `count` drafts is being committed, its tokens are not taken yet: take back what was refused."""
         self.drafted -= count
         self.launched -= count - accepted
-        self.kv.take_back(count - accepted, self.prompt_len + len(self.tokens) + accepted)
+        self.kv.take_back(count - accepted)
         self.adapter_use.drafts_refused(count - accepted, len(self.tokens))
 
     def drop_launched(self) -> None:
         """No token counts that comes after the committed ones: neither those of steps in flight nor accepted drafts."""
         count = len(self.tokens)
-        self.kv.take_back(self.launched - count, self.prompt_len + count - 1)
+        self.kv.take_back(self.launched - count)
         self.void, self.drafted, self.launched = self.inflight_refs, 0, count
         self.adapter_use.dropped(count)
         self.drawn.tops.cut(count)

@@ -49,9 +49,8 @@ class KVContent:
     """KV of a sequence's first positions, and what it depends on."""
 
     length: int = 0  # positions
-    uniform: int = 0  # leading positions whose KV is all of `version`
-    version: int = -1  # of the weights; -1 for several adapter editions: no other sequence may use it
-    adapter_edition: int = 0  # 0 without an adapter
+    oldest: int = 0  # weights version in it; versions rise, so what is computed after it does not change that
+    adapter_edition: int = 0  # when it was begun; 0 without an adapter
     keys: PrefixKeys | None = None  # of its full pages
 
 
@@ -78,6 +77,9 @@ class SequenceKV(KVContent):
     wants_offload: bool = False  # preempted, with KV that is worth keeping
     offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
     prefills: list[Prefill] = field(default_factory=list)
+    #: (tokens of the completion, oldest weights version, tokens): runs of the KV that was found when the sequence got a
+    #: row with so many tokens. Where only KV of the present weights is used there are none.
+    found: tuple[tuple[int, int, int], ...] = ()
     #: Key of the page, or of the snapshot, that its prefill computes next; others may wait for it.
     frontier: bytes | None = None
     # Of models with states. A sequence has a reference to each of these places.
@@ -123,7 +125,7 @@ class SequenceKV(KVContent):
     def give_up_pages(self) -> None:
         """The pages belong to others now: nothing is in the pool."""
         self.pages = []
-        self.capacity = self.length = self.uniform = 0
+        self.capacity = self.length = 0
         self.prefill_tokens, self.keys = NO_TOKENS, None
         self.drawn_again = False
 
@@ -132,6 +134,15 @@ class SequenceKV(KVContent):
         while self.prefills and self.prefills[-1].tokens == tokens:
             self.prefills.pop()
 
+    def note_found(self, tokens: int, runs: Iterable[Iterable[int]]) -> None:
+        """The sequence, with this number of tokens, gets a row and KV: runs of (oldest weights version, tokens)."""
+        before = [run for run in self.found if run[0] < tokens]
+        self.found = (*before, *((tokens, oldest, count) for oldest, count in runs))
+
+    def found_older(self, tokens: int, version: int) -> int:
+        """Positions whose KV was found when the sequence had this number of tokens, of weights before `version`."""
+        return sum(count for at, oldest, count in self.found if at == tokens and oldest < version)
+
     def note_prefill(self, start: int, end: int, prefill: Prefill, consumed: int) -> None:
         """`prefill` is writing the KV of positions start..end-1; the drawn tokens depend on `consumed` positions."""
         # What was restored, or is there still, lacks the KV of the last token only.
@@ -139,11 +150,10 @@ class SequenceKV(KVContent):
         if not whole and prefill not in self.prefills[-1:]:
             self.prefills.append(prefill)
         if start == 0:
-            self.version, self.uniform = prefill.version, end
+            self.oldest = prefill.version
 
-    def take_back(self, refused: int, known: int) -> None:
-        """The last `refused` positions hold no tokens of the sequence; `known` is its length before later steps."""
-        self.uniform = self.uniform - refused if self.uniform == self.length else min(self.uniform, known)
+    def take_back(self, refused: int) -> None:
+        """The last `refused` positions hold no tokens of the sequence."""
         self.length -= refused
 
     @property

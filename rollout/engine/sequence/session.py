@@ -17,7 +17,7 @@ class SessionKV:
 
     tokens: np.ndarray  # int32 or int64 [tokens]: the pages have the KV of these, as `Sequence.identity` says
     pages: list[int]  # the last one may be half full
-    version: int  # weights version of the KV
+    oldest: int  # oldest weights version of the KV
     keys: PrefixKeys | None  # of all full pages at least; None without a prefix cache
     adapter_edition: int = 0  # 0 without an adapter
     snapshots: tuple[Snapshot, ...] = ()  # longest first; of models with states: KV is of use up to one of them

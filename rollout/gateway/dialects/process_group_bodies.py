@@ -60,7 +60,7 @@ class TensorsBody(Body):
     """The body of `/update_weights_from_distributed` and `/areal_set_update_weight_meta`."""
 
     ignored: ClassVar = {
-        "flush_cache": "KV of older weights is never used",
+        "flush_cache": "KV of older weights is used within `engine.max_kv_age` only",
         "torch_empty_cache": "nothing is flushed",
         "abort_all_requests": "an update aborts nothing",
         "selector": "there is one model",

@@ -60,9 +60,9 @@ async def abort(request: HttpRequest[AbortBody]) -> None:
 
 
 async def flush_cache(request: HttpRequest[Any]) -> str:
-    """No effect: prefix keys contain the weights version, so KV of older weights is never used."""
+    """No effect: `engine.max_kv_age` bounds the age of KV that is used."""
     await request.gateway.workers.known(fresh=True)
-    return "Cache flushed: KV of older weights is never used.\n"
+    return "Cache flushed: KV of older weights is used within engine.max_kv_age only.\n"
 
 
 async def release_memory(request: HttpRequest[MemoryBody]) -> None:

@@ -124,7 +124,7 @@ async def abort_requests(request: HttpRequest[AbortRequestsBody]) -> dict[str, A
 
 
 async def reset_prefix_cache(request: HttpRequest[ResetBody]) -> dict[str, Any]:
-    """No effect: prefix keys contain the weights version, so KV of older weights is never used."""
+    """No effect: `engine.max_kv_age` bounds the age of KV that is used."""
     await request.gateway.workers.ask()
     return {"success": True}
 
@@ -186,9 +186,9 @@ class UpdateBody(Body):
     """
 
     ignored: ClassVar = {
-        "reset_prefix_cache": "KV of older weights is never used",
-        "clear_cache": "KV of older weights is never used",
-        "flush_cache": "KV of older weights is never used",
+        "reset_prefix_cache": "KV of older weights is used within `engine.max_kv_age` only",
+        "clear_cache": "KV of older weights is used within `engine.max_kv_age` only",
+        "flush_cache": "KV of older weights is used within `engine.max_kv_age` only",
         "abort_all_requests": "an update aborts nothing",
     }
     switched_off: ClassVar = {"load_format": (None, "auto", "safetensors"), "is_async": (None, False)}

@@ -32,6 +32,7 @@ class CompletionDelivery:
         routing: RoutingColumn | None = None,
         recomputed: Iterable[tuple[int, int]] = (),
         adapter_versions: Iterable[tuple[int, int]] = (),
+        kv_versions: Iterable[tuple[int, int, int]] = (),
     ) -> None:
         self.index = index
         self.finish: Finish | None = None
@@ -44,6 +45,8 @@ class CompletionDelivery:
         self._recomputed = self._old_marks
         self._old_adapter_versions = tuple(adapter_versions)  # the same
         self._adapter_versions = self._old_adapter_versions
+        self._old_kv_versions = tuple(kv_versions)  # the same
+        self._kv_versions = self._old_kv_versions
         self._text = text
         self._seed = 0
         self._shown = (
@@ -68,6 +71,7 @@ class CompletionDelivery:
             return None
         assert delta.offset == self._columns.count, f"a delta at {delta.offset} follows {self._columns.count} tokens"
         self._seed, self._recomputed = delta.seed, self._old_marks + delta.recomputed
+        self._kv_versions = self._old_kv_versions + delta.kv_versions
         self._adapter_versions = _joined(self._old_adapter_versions, delta.adapter_versions)
         self.prompt_scores |= prompt_scores(delta)
         match = self._text.feed(delta.token_ids.tolist()) if self._text is not None else None
@@ -123,7 +127,11 @@ class CompletionDelivery:
             self._routing.extend(delta.routing[: len(delta.routing) - (len(delta.token_ids) - keep)])
 
     def _mark_fields(self, start: int) -> dict[str, Any]:
-        kinds = {"recomputed": self._recomputed, "adapter_versions": self._adapter_versions}
+        kinds: dict[str, Iterable[tuple[int, ...]]] = {
+            "recomputed": self._recomputed,
+            "kv_versions": self._kv_versions,
+            "adapter_versions": self._adapter_versions,
+        }
         found = {name: marks_between(marks, start, self._columns.count) for name, marks in kinds.items()}
         return {name: marks for name, marks in found.items() if marks}
 

@@ -70,7 +70,7 @@ class StoredCompletion:
         if "routing" in part:
             part["routing"] = last_entries(part["routing"], start.tokens, self.end.tokens)
         part["versions"] = [list(run) for run in runs_between(part["versions"], start.tokens, self.end.tokens)]
-        for name in ("recomputed", "adapter_versions"):
+        for name in ("recomputed", "kv_versions", "adapter_versions"):
             if marks := marks_between(part.pop(name, ()), start.tokens, self.end.tokens):
                 part[name] = marks
         if "text" in part:

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.service.requests.fields import (
     HIGHEST_LOGPROB,
+    KVRunList,
     Logprobs,
     MarkList,
     Routing,
@@ -31,6 +32,7 @@ class ContinueFrom(BaseModel):
     top_logprobs: TopLogprobs | None = None
     versions: VersionRunList | None = None
     recomputed: MarkList | None = None
+    kv_versions: KVRunList | None = None
     adapter_versions: MarkList | None = None
     routing: Routing | None = None
     text_chars: int | None = Field(None, ge=0)
@@ -49,7 +51,7 @@ class ContinueFrom(BaseModel):
         self._check_tops(tokens)
         if self.versions is not None and sum(count for _, count in self.versions) != tokens:
             raise ValueError(f"the counts in 'versions' must add up to {tokens}, the length of 'token_ids'")
-        for name in ("recomputed", "adapter_versions"):
+        for name in ("recomputed", "kv_versions", "adapter_versions"):
             marks = getattr(self, name)
             if marks and marks[-1][0] >= tokens:
                 raise ValueError(

@@ -121,17 +121,26 @@ def version_runs(value: Any) -> list[tuple[int, int]]:
 
 def mark_list(value: Any) -> list[tuple[int, int]]:
     """A list of `[position, version]` in order of position, with versions from -1 (unknown) to 2**63 - 1."""
-    problem = "send a list of [position, version] in order of position, as in the completion"
+    return [(tokens, version) for tokens, version in _marks(value, "position, version")]
+
+
+def kv_run_list(value: Any) -> list[tuple[int, int, int]]:
+    """A list of `[position, version, tokens]`, as `mark_list`, with at least one token in each run."""
+    return [(position, version, tokens) for position, version, tokens in _marks(value, "position, version, tokens")]
+
+
+def _marks(value: Any, names: str) -> list[list[int]]:
+    problem = f"send a list of [{names}] in order of position, as in the completion"
     if not isinstance(value, list):
         raise ValueError(problem)
     for mark in value:
-        if not (isinstance(mark, list) and len(mark) == 2 and all(type(part) is int for part in mark)):
+        if not (isinstance(mark, list) and len(mark) == len(names.split()) and all(type(part) is int for part in mark)):
             raise ValueError(problem)
-        if mark[0] < 0 or not -1 <= mark[1] < VERSION_END:
+        if mark[0] < 0 or not -1 <= mark[1] < VERSION_END or not all(0 < tokens <= INT32_MAX for tokens in mark[2:]):
             raise ValueError(problem)
     if any(after[0] < before[0] for before, after in pairwise(value)):
         raise ValueError(problem)
-    return [(tokens, version) for tokens, version in value]
+    return value
 
 
 def bias_map(value: Any) -> dict[int, float]:
@@ -210,6 +219,7 @@ TopLogprobs = Annotated[Any, BeforeValidator(top_logprob_rows)]
 Routing = Annotated[Any, BeforeValidator(routing_array)]
 VersionRunList = Annotated[Any, BeforeValidator(version_runs)]
 MarkList = Annotated[Any, BeforeValidator(mark_list)]
+KVRunList = Annotated[Any, BeforeValidator(kv_run_list)]
 LogitBias = Annotated[Any, BeforeValidator(bias_map)]
 #: By index of a completion: number of tokens that a client has received, None for all; and of characters.
 Offsets = Annotated[Any, BeforeValidator(offset_map)]

@@ -143,6 +143,7 @@ class Intake:
             constraint=prepared.constraint,
             min_complete=message.min_complete,
             max_version_span=message.max_version_span,
+            max_kv_age=message.max_kv_age,
             session=None if message.session is None else (key[0], message.session),
             session_lease_s=message.session_lease_s or self._lease_s,
             top_logprobs=message.logprobs,
@@ -162,9 +163,10 @@ class Intake:
         if text is not None and message.return_text:
             shown_from = len(text.text) if taken is None else taken
         recomputed, adapter = (known.recomputed or (), known.adapter_versions or ()) if known else ((), ())
+        kv_versions = (known.kv_versions or ()) if known else ()
         columns = _prior_columns(known, message.logprobs)
         routing = self._routing_column(message)
-        return CompletionDelivery(index, columns, text, shown_from, routing, recomputed, adapter)
+        return CompletionDelivery(index, columns, text, shown_from, routing, recomputed, adapter, kv_versions)
 
     def _routing_column(self, message: GenerateMessage) -> RoutingColumn | None:
         """The column of expert records, if the request wants them."""

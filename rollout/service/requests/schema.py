@@ -136,6 +136,7 @@ class GenerateMessage(RequestHeader):
     min_complete: int | None = Field(None, ge=1)
     constraint: ConstraintFields | None = None
     max_version_span: int | None = Field(None, ge=0)
+    max_kv_age: int | None = Field(None, ge=0)
     priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
     deadline_s: Number | None = Field(None, gt=0)
     min_version: int | None = Field(None, ge=0, lt=VERSION_END)

@@ -73,6 +73,7 @@ def test_none_in_a_map_to_continue_from_is_as_good_as_absent() -> None:
     known = {"token_ids": [7, 8], "seed": 1}
     optional = (
         *("logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs", "versions", "recomputed"),
+        "kv_versions",
         *("adapter_versions", "routing", "text_chars"),
     )
     plan = plan_request([1], {"continue_from": known | dict.fromkeys(optional)})

@@ -10,6 +10,7 @@ import torch
 from rollout.engine.build import longest_sequence
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.prefixes import Prefixes
 from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.preemption import change_weights
 from rollout.models.batch import KVCache
@@ -190,7 +191,7 @@ def test_page_pool_counts_and_evicts():
     pool = PagePool(4)
     pages = [pool.allocate() for _ in range(3)]
     assert 0 not in pages and pool.allocate() is None
-    pool.remember(b"k", pages[0])
+    pool.remember(b"k", pages[0], 0)
     pool.release(pages[0])
     assert (pool.free, pool.cached, pool.used) == (0, 1, 2) and pool.find(b"k") == pages[0]
     assert pool.allocate() == pages[0] and pool.find(b"k") is None
@@ -216,6 +217,7 @@ def test_pages_with_mixed_versions_are_not_remembered(model, prompt_of):
 
 def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
     monkeypatch.setattr(PageAllocator, "forget_all", lambda self: None)
+    monkeypatch.setattr(Prefixes, "oldest_for", lambda self, group, version: 0)
     monkeypatch.setattr("rollout.engine.sequence.prefix_keys.PrefixKeys.__init__", _versionless_init)
     bench = Bench(model)
     bench.submit("a", prompt_of(10), 4)
@@ -223,7 +225,7 @@ def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
     change_weights(bench.engine.roster, 1, recompute=False)
     bench.submit("b", prompt_of(10), 4)
     bench.run()
-    assert bench.done["b"].cached_tokens == 9, "old KV was reused: this is what the version in the key prevents"
+    assert bench.done["b"].cached_tokens == 9, "old KV was reused: this is what versions of keys and pages prevent"
     bench.close()
 
 

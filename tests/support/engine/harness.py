@@ -44,6 +44,7 @@ class Completion:
         self.seed = 0
         self.deltas = 0
         self.recomputed: tuple[tuple[int, int], ...] = ()
+        self.kv_versions: tuple[tuple[int, int, int], ...] = ()
         self.top_ids: list[list[int]] = []
         self.top_logprobs: list[list[float]] = []
         self.prompt_logprobs: np.ndarray | None = None
@@ -72,6 +73,8 @@ class Completion:
         self.finish, self.seed = delta.finish, delta.seed
         assert delta.recomputed[: len(self.recomputed)] == self.recomputed
         self.recomputed = delta.recomputed
+        assert delta.kv_versions[: len(self.kv_versions)] == self.kv_versions
+        self.kv_versions = delta.kv_versions
         self.deltas += 1
 
 

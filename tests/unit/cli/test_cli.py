@@ -549,6 +549,7 @@ def test_status_of_several_as_json_is_one_line_each(capsys):
         (["--prompt", "a", "--json-schema", '{"type": "object"}'], {"constraint": {"json_schema": {"type": "object"}}}),
         (["--prompt", "a", "--regex", "[0-9]+"], {"constraint": {"regex": "[0-9]+"}}),
         (["--prompt", "a", "--choice", "yes", "--choice", "no"], {"constraint": {"choices": ["yes", "no"]}}),
+        (["--prompt", "a", "--max-kv-age", "0"], {"max_kv_age": 0}),
         (["--prompt", "a", "--min-version", "3", "--max-version-span", "1"], {"min_version": 3, "max_version_span": 1}),
         (["--prompt", "a", "--priority", "-2", "--adapter", "chess"], {"priority": -2, "adapter": "chess"}),
         (["--prompt", "a", "--logprobs", "4"], {"logprobs": 4}),

@@ -28,7 +28,6 @@ def put_adapter(
     users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
     kept, taken_off = begin_again(roster, users, recompute)
     for seq in kept:
-        seq.kv.version = -1  # its KV has several adapter editions
         roster.feed.prefill_stopped(seq)
         seq.adapter_use.note_version(seq.launched)
     return taken_off
