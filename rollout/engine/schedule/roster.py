@@ -139,6 +139,13 @@ class Roster:
         if group is not None and not group.sequences[index].finalized:
             self.finish(group.sequences[index], Finish("stop", string))
 
+    def flush(self, key: RequestKey) -> None:
+        """Send the tokens that a request has; unknown keys are ignored (it ended by itself)."""
+        group = self.groups.get(key)
+        for seq in group.sequences if group else ():
+            if not seq.finalized and len(seq.tokens) > seq.drawn.flushed:
+                self.events.append(make_delta(seq, self.features))
+
     def fail(self, seq: Sequence, error: str) -> None:
         """End one completion as an error, with what it has."""
         self.finish(seq, Finish("error", error=error))
