@@ -62,8 +62,8 @@ class KVSettings(Section):
         None,
         gt=0.0,
         le=0.98,
-        description="share of the memory left by the weights for KV and, on a GPU, the largest steps; none: 0.85 on a "
-        "GPU, 0.25 on a CPU; unused with kv_pages",
+        description="share of the memory left by the weights for KV and, on a GPU, the largest steps; none: 0.25 on a "
+        "CPU, and on a GPU all but 5 %, at least 3 GiB and at most 15 % (15 % with sleep); unused with kv_pages",
     )
     kv_memory_max_gib: float | None = Field(None, gt=0, description="upper bound on the KV pool, GiB")
     kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
