@@ -115,7 +115,8 @@ def test_sessions_of_a_client_without_a_name_end_with_its_connection(bench):
 
 def test_status_has_the_sessions(bench, client):
     found = client.ask("status")
-    assert found["sessions"] == dict.fromkeys(("holding", "pages", "turns", "hits", "reused_tokens", "evicted"), 0)
+    counts = dict.fromkeys(("holding", "pages", "turns", "hits", "reused_tokens", "evicted"), 0)
+    assert found["sessions"] == counts | {"room": None}
     assert {"session", "end_session"} <= set(found["capabilities"])
 
 

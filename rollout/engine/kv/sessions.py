@@ -77,6 +77,11 @@ class Sessions:
         return len(self._refs)
 
     @property
+    def holding(self) -> int:
+        """Sessions that have pages."""
+        return len(self._with_kv)
+
+    @property
     def places(self) -> Counter[int]:
         """References of sessions to places of snapshots."""
         kept = [session.kv for session in self._with_kv.values() if session.kv is not None]
