@@ -48,7 +48,16 @@ def default_capabilities(
     if views is not None:
         offered += ["trace", "sequences"]
     offered += ["stream", "join_chunks", "continue_from", "priority", "deadline_s", "detached", "constraint.token_ids"]
-    offered += ["min_complete", "max_version_span", "session", "end_session", "fork", "logprobs", "prompt_logprobs"]
+    offered += [
+        "min_complete",
+        "max_version_span",
+        "session",
+        "end_session",
+        "end_of_session",
+        "fork",
+        "logprobs",
+        "prompt_logprobs",
+    ]
     offered += ["prompt_top_logprobs", "return_prompt_ids", "cache_salt"]
     if grammars:
         offered.append("constraint")

@@ -366,8 +366,8 @@ class Generation:
         assert entry.message.fork is not None
         self._preparation.answer(entry, partial(self._sources.prompt, entry.name[0], entry.message.fork))
 
-    def end_session(self, client: str, session: str, token: int) -> None:
-        """End a session; the engine confirms with `token`."""
+    def end_session(self, client: str, session: str, token: int | None = None) -> None:
+        """End a session; the engine confirms with `token`, if it is given."""
         self._sources.end_session(client, session)
         self._inbox.put(EndSession(client, session, token))
 
@@ -454,6 +454,8 @@ class Generation:
         if not entry.reclaimed or any(completion.end != completion.start for completion in entry.completions):
             self.store.add(entry.name, frames, entry.content, entry.completions[0].start)
             self._sources.add(entry)
+        if entry.message.end_of_session and entry.message.session is not None:
+            self.end_session(entry.name[0], entry.message.session)
         self._delivery.last(entry.waiters, frames, entry.name[1])
 
     def _fail(self, entry: InFlight, error: RolloutError) -> None:

@@ -192,6 +192,8 @@ class Fleet:
         member.hold(blocks)
         if plan.session is not None:
             self._sessions[plan.session] = member.endpoint
+            if plan.fields.get("end_of_session"):
+                self.end_session(plan.session)
         return member.endpoint
 
     def _choose(

@@ -160,6 +160,7 @@ class GenerateMessage(RequestHeader):
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     session: Id | None = None
     session_lease_s: Number | None = Field(None, gt=0)
+    end_of_session: bool = False
     fork: Fork | None = None
     detached: bool = False
     metadata: dict[str, Any] | None = None
@@ -385,8 +386,9 @@ def _check_generate(request: GenerateMessage) -> None:
         raise BadRequest(
             "a turn of a session has one completion; set 'n' to 1, or use one session a completion", field="n"
         )
-    if request.session is None and request.session_lease_s is not None:
-        raise BadRequest("'session_lease_s' needs 'session'; add a session or remove it", field="session_lease_s")
+    for name in ("session_lease_s", "end_of_session"):
+        if request.session is None and getattr(request, name):
+            raise BadRequest(f"'{name}' needs 'session'; add a session or remove it", field=name)
     if request.join_chunks and not request.stream:
         raise BadRequest("'join_chunks' needs 'stream'; set it, or remove 'join_chunks'", field="join_chunks")
     if request.continue_from is not None:
