@@ -267,5 +267,5 @@ class Roster:
         assert self.idle and not (self.prefilling or self.decoding or self.leaving), "sequences are left"
         assert sorted(self.free_rows) == list(range(1, self.max_rows + 1)), "a row is in use"
         assert self.waiting == 0 and not self.allocator.sharing, "a queue or a share is left"
-        assert not self.feed.joined, "a sequence waits for a prefill"
+        assert not self.feed.joined and not self.feed.holds, "a sequence waits for a prefill, or for room"
         assert self.feed.queue.clients == 0, "the queue remembers a client"
