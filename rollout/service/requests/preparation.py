@@ -83,18 +83,16 @@ class Preparation:
             return
         message, key = entry.message, entry.key
         try:
-            source = find()
-        # `then` answers the request with it; a fault of ours must not end the service.
+            encode = partial(self._encode, key, find())
+            if message.constraint is not None:
+                self._background.begin_constraint(entry.name[0], outcome, encode, partial(self._constrain, key))
+            elif isinstance(message.prompt, str):
+                self._background.begin_prompt(entry.name[0], outcome, encode)
+            else:
+                outcome.set_result(encode())
+        # `then` answers the request with it; a fault of ours must not end the service, nor hold the client's requests.
         except Exception as error:
             outcome.set_exception(error)
-            return
-        encode = partial(self._encode, key, source)
-        if message.constraint is not None:
-            self._background.begin_constraint(entry.name[0], outcome, encode, partial(self._constrain, key))
-        elif isinstance(message.prompt, str):
-            self._background.begin_prompt(entry.name[0], outcome, encode)
-        else:
-            outcome.set_result(encode())
 
     def drop(self, key: RequestKey) -> None:
         """A request has ended: its preparation, if it is not over, ends without a call."""

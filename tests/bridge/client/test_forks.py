@@ -96,3 +96,19 @@ def test_a_completion_that_changed_workers_is_continued_where_it_ended(connect: 
         {"request": legs[0], "index": 0},
         {"request": "b"},
     ]
+
+
+def test_a_fork_whose_worker_is_lost_ends_with_its_tokens_and_says_what_to_send(connect: Connect, serve: Serve) -> None:
+    """Another worker does not know what it continues."""
+
+    def unknown(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        worker.reply(
+            peer, header, {"op": "error", "code": "not_found", "message": "send the tokens", "field": "fork.request"}
+        )
+
+    lost, other = serve(Model(3, reach=(4,), fail=vanish)), serve(unknown)
+    client = connect(lost.endpoint, other.endpoint, resume=True)
+    fields = {"fork": {"request": "r"}, "max_tokens": 9, "seed": 1}
+    with pytest.raises(NotFound, match="send the tokens") as ended:
+        client.generate([7], endpoint=None, request_id="b", **fields)
+    assert [len(part) for part in ended.value.partials] == [4]

@@ -206,3 +206,23 @@ def test_branches_of_a_model_with_states_go_on_from_a_snapshot(tmp_path, prompt_
     assert [bench.done[name].cached_tokens for name in ("mid", "end", "within")] == [20, 26, 0]
     assert_fresh(bench, model, prompts, n=2)
     bench.close()
+
+
+def test_a_session_of_a_model_with_states_goes_back_as_far_as_a_snapshot_reaches(tmp_path, prompt_of):
+    make_hybrid("Qwen3_5", tmp_path, 0)
+    model = load(tmp_path)
+    bench = Bench(model)
+    talk = Conversation(bench, "s", lambda length, seed: [token % 83 for token in prompt_of(length, seed)])
+    talk.say(22, sampling=SAMPLED)
+    said = talk.said
+    assert len(said) == 31
+    for cut, reused in ((31, 30), (26, 21), (12, 0)):
+        other = Bench(model)
+        again = Conversation(other, "s", prompt_of)
+        again.say(0, prompt=said[:22], sampling=SAMPLED)
+        back = [*said[:cut], 1, 2]
+        again.say(0, prompt=back, max_tokens=12, sampling=SAMPLED)
+        assert again.reused == reused, cut
+        assert_fresh(other, model, {again.turn: back})
+        other.close()
+    bench.close()
