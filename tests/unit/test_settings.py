@@ -216,7 +216,8 @@ def test_what_holds_now_is_what_the_code_has():
     constants |= {"engine.compile_threads": COMPILE_THREADS, "engine.stop_check_every": STOP_CHECK_EVERY}
     words = {"engine.mask_threads", "engine.sleep_rows", "engine.sleep_requests"}  # they have no number
     elsewhere = {"metrics.timeline_steps", "service.heartbeat_s"}
-    never_settings = {"service.max_reports", "service.max_report_bytes"}
+    never_settings = {"service.max_reports", "service.max_report_bytes", "service.max_histories"}
+    never_settings |= {"service.max_history_bytes"}
     constants = {name: value for name, value in constants.items() if name not in never_settings}
     assert constants.keys() | words | elsewhere == RETIRED.keys()
     for name, value in constants.items():
