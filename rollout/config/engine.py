@@ -57,8 +57,8 @@ class KVSettings(Section):
         None,
         gt=0.0,
         le=0.98,
-        description="share of the memory that the weights leave free, for KV and, on a GPU, the largest steps; "
-        "none: 0.85 on a GPU, 0.25 on a CPU; ignored with kv_pages",
+        description="share of the memory that the weights leave free, for KV and, on a GPU, the largest steps; none: "
+        "0.25 on a CPU; on a GPU all but 5 %, at least 3 GiB and at most 15 % (15 % with sleep); ignored with kv_pages",
     )
     kv_memory_max_gib: float | None = Field(
         None, gt=0, description="upper bound on the KV pool, GiB; set it if a trainer shares the GPU"

@@ -87,6 +87,9 @@ class ServiceConstants(Section):
     max_report_bytes: int = 256 << 20
     #: Kept results, since each takes some memory besides its bytes; `max_results_bytes` is reached first as a rule.
     max_results: int = 4096
+    #: Ended requests whose tokens others may continue (`fork`), and bytes of these tokens: 64 million tokens.
+    max_histories: int = 16_384
+    max_history_bytes: int = 256 << 20
     #: Seconds after which a kept result is dropped: a client that is away for an hour has ended.
     max_results_age_s: float = 3600.0
 

@@ -22,6 +22,7 @@ from rollout.engine.messages.to_engine import (
     Command,
     DropAdapter,
     EndSession,
+    Flush,
     Look,
     Pause,
     PutAdapter,
@@ -32,7 +33,7 @@ from rollout.engine.messages.to_engine import (
     Submit,
     Wake,
 )
-from rollout.engine.messages.to_service import Done, Event, Failed, Rejected
+from rollout.engine.messages.to_service import Done, Event, Failed, Flushed, Rejected
 from rollout.engine.parts import EngineParts, Links
 from rollout.engine.sleep import Sleeper
 
@@ -75,6 +76,8 @@ class Commands:
         match command:
             case Submit(request) if request.key not in parts.roster.groups:
                 return [Rejected(request.key, "internal", message)]
+            case Flush(asker=asker):
+                return [Flushed(asker)]
             case PutAdapter(token=int(token)) | DropAdapter(token=int(token)) | EndSession(token=int(token)):
                 return [Failed(token, message, code="internal")]
         return []
@@ -93,6 +96,9 @@ class Commands:
                 parts.scheduler.submit(request)
             case Cancel(key):
                 roster.end(key, "cancelled")
+            case Flush(key, asker):
+                roster.flush(key)
+                roster.events.append(Flushed(asker))
             case StopAt(key, index, _, string):
                 roster.stop_at(key, index, string)
             case Pause(mode, token):

@@ -10,6 +10,7 @@ sequence (lengths, versions) may be a step newer than the sequence next to it.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from rollout.engine.features.adapters.feature import Adapters
@@ -58,7 +59,7 @@ class Inspector:
             pages_cached=pool.cached,
             pages_used=pool.used,
             pages_total=pool.total,
-            sessions=roster.allocator.sessions.status(),
+            sessions=replace(roster.allocator.sessions.status(), room=self._room()),
             offload=self._offload(),
             sleep=gate.sleep_status(),
             slots_in_flight=engine.pipeline.in_flight,
@@ -103,6 +104,15 @@ class Inspector:
         )
         for feature in roster.features:
             self._engine.meter.set(feature.gauges())
+
+    def _room(self) -> int | None:
+        """For how many more sessions there are pages that neither rows nor sessions use.
+
+        Each takes what idle sessions and rows have on average; a page that several share counts once.
+        """
+        roster, pool = self._engine.roster, self._engine.roster.allocator.pool
+        present = roster.allocator.sessions.holding + roster.running
+        return pool.available * present // pool.used if present and pool.used else None
 
     def _offload(self) -> OffloadStatus:
         return self._engine.roster.allocator.offload_books.status()

@@ -4,6 +4,10 @@
                                                  |<--------- free, before the first step ----->|
                                                  |<--------- kv_memory_fraction ---->|
 
+What the largest steps take is measured with a margin for fragments. What is kept free on a GPU is for what comes later:
+communicators and buckets of updates, and whole tensors of updates in place. It does not grow with the GPU, so by
+default little more than a constant is kept.
+
 On a CPU steps are not measured and count as 0, and the default fraction is small: the trainer, the page cache and
 other programs share this memory.
 """
@@ -24,8 +28,11 @@ from rollout.models.language_model import LanguageModel, native
 from rollout.models.lora_slots import AdapterSlots
 
 _GIB = 2**30
-#: `kv_memory_fraction` when it is absent.
-GPU_FRACTION, CPU_FRACTION = 0.85, 0.25
+#: `kv_memory_fraction` on a CPU when it is absent.
+CPU_FRACTION = 0.25
+#: What is kept free on a GPU without it: this share of what the weights leave, and at least these bytes, but at most
+#: this share, which a worker that sleeps keeps: a trainer has what it needs meanwhile on the same GPU.
+KEPT_SHARE, KEPT_BYTES, KEPT_MOST = 0.05, 3 << 30, 0.15
 #: `prefill_chunk_tokens` when it is absent: scripts/bench/prefill_chunks.py.
 GPU_CHUNK, GPU_EXPERTS_CHUNK, CPU_CHUNK = 8192, 16384, 2048
 #: The first compute capability that converts e4m3.
@@ -259,14 +266,18 @@ def page_bytes_of(settings: EngineSettings, model: LanguageModel, dtype: torch.d
     return token_bytes * settings.page_size
 
 
-def memory_fraction(settings: EngineSettings, target: Target) -> float:
-    """`kv_memory_fraction`, or its default."""
-    return settings.kv_memory_fraction or (CPU_FRACTION if target.kind == "cpu" else GPU_FRACTION)
+def usable_bytes(settings: EngineSettings, free: int, target: Target) -> float:
+    """Bytes that steps and KV may use of the memory left by the weights, `free`."""
+    fraction = settings.kv_memory_fraction or (CPU_FRACTION if target.kind == "cpu" else None)
+    if fraction is None:
+        least = KEPT_MOST * free if settings.sleep else max(KEPT_SHARE * free, KEPT_BYTES)
+        return free - min(KEPT_MOST * free, least)
+    return fraction * free
 
 
 def kv_budget(settings: EngineSettings, memory: DeviceMemory, target: Target) -> float:
     """Bytes that a KV pool may take where `kv_pages` does not say its size; negative if steps do not fit."""
-    budget = memory.free * memory_fraction(settings, target) - memory.needs.total
+    budget = usable_bytes(settings, memory.free, target) - memory.needs.total
     return budget if settings.kv_memory_max_gib is None else min(budget, settings.kv_memory_max_gib * _GIB)
 
 
@@ -293,15 +304,14 @@ def kv_pages(
             )
         return settings.kv_pages
     target = target or Target.of(model)
-    fraction, budget = memory_fraction(settings, target), kv_budget(settings, memory, target)
+    budget, kept = kv_budget(settings, memory, target), memory.free - usable_bytes(settings, memory.free, target)
     most = settings.max_rows * pages_for(context, settings.page_size) + 1
     pages = min(int(max(budget, 0) // page_bytes), most)
     if pages < settings.max_rows + 1:
         raise ValueError(
             f"{_gib(max(budget, 0))} for KV hold {pages} pages of {settings.page_size} tokens ({page_bytes} bytes "
-            f"each), fewer than max_rows = {settings.max_rows}: {memory}, and kv_memory_fraction = {fraction} is the "
-            "share of the free memory for steps and KV; lower max_rows or prefill_chunk_tokens, or raise "
-            "kv_memory_fraction"
+            f"each), fewer than max_rows = {settings.max_rows}: {memory}, and {_gib(kept)} are kept free; lower "
+            "max_rows or prefill_chunk_tokens, or raise kv_memory_fraction, the share of the free memory for both"
         )
     return pages
 

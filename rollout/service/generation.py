@@ -19,14 +19,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 
 from rollout.config import ServiceSettings
+from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.messages.statuses import EngineStatus
-from rollout.engine.messages.to_engine import Cancel, Command, EndSession, StopAt, Submit
-from rollout.engine.messages.to_service import Delta, Rejected, RequestDone
+from rollout.engine.messages.to_engine import Cancel, Command, EndSession, Flush, StopAt, Submit
+from rollout.engine.messages.to_service import Delta, Flushed, Rejected, RequestDone
 from rollout.process.logs import about
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.delivery.in_flight import InFlight
@@ -38,6 +40,7 @@ from rollout.service.requests import schema as requests
 from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.preparation import Preparation
 from rollout.service.requests.request_media import named_only
+from rollout.service.sources import Sources
 from trainer_bridge.wire.codec import encode
 from trainer_bridge.wire.errors import (
     BadRequest,
@@ -57,6 +60,7 @@ _UNAVAILABLE = {
     "stale": "this worker waits for weights; publish them first",
     "stalled": "this worker's engine hangs; send to another one",
 }
+_NO_MEMORY = "the messages of the requests in flight take all memory that they may; try again later"
 _MAX_WAITERS = 64  # for one request
 _MAX_WAIT_S = 60.0
 _COMPLETION_BYTES = 2048  # rough size of a completion, without message and tokens
@@ -99,6 +103,7 @@ class Generation:
         self._by_name: dict[tuple[str, str], InFlight] = {}
         self._by_key: dict[RequestKey, InFlight] = {}
         self._by_client: dict[str, dict[RequestKey, InFlight]] = {}
+        self._sources = Sources(settings, self._by_name, self._by_client, self._media)
         self._pending_bytes = 0  # of all of them
         self._with_sessions: set[str] = set()  # clients whose sessions end with their connection
 
@@ -120,6 +125,7 @@ class Generation:
         self._intake.check(message)
         size = sum(len(frame) for frame in frames) + message.n * _COMPLETION_BYTES
         self._check_capacity(client, size)
+        self._sources.forget(name)
         key = (client, f"{message.id}#{next(self._serial)}")
         entry = InFlight(key, name, message, content, time.monotonic(), [waiter], size, frames)
         self._pending_bytes += size
@@ -127,7 +133,7 @@ class Generation:
         self._by_client.setdefault(client, {})[key] = entry
         self._leases.hold(client, peer.connection)
         if self._preparation.needed(entry):
-            self._preparation.begin(entry, self._submit)
+            self._preparation.begin(entry, self._submit, self._ask_source)
         else:
             self._submit(entry)
 
@@ -225,6 +231,7 @@ class Generation:
         client = client_key(None, connection)
         if not may_return(client):
             self.store.forget_client(client)
+            self._sources.forget_client(client)
         self.tick()
         if client in self._with_sessions:
             self._with_sessions.remove(client)
@@ -237,6 +244,7 @@ class Generation:
                 if not entry.message.detached:
                     self._reclaim(entry)
         self.store.expire()
+        self._sources.expire()
 
     def wait_s(self) -> float | None:
         """Seconds until `tick` has something to do, or None."""
@@ -254,7 +262,7 @@ class Generation:
 
     # --- from the engine ---------------------------------------------------------------------------------------------
 
-    def handle(self, event: Delta | RequestDone | Rejected) -> None:
+    def handle(self, event: Delta | RequestDone | Rejected | Flushed) -> None:
         """Take an event. An event of an unknown request is ignored; a fault in handling one ends its request."""
         entry = self._by_key.get(event.key)
         if entry is None:
@@ -268,8 +276,10 @@ class Generation:
                 self._inbox.put(Cancel(entry.key))
                 self._fail(entry, _internal())
 
-    def _handle(self, entry: InFlight, event: Delta | RequestDone | Rejected) -> None:
+    def _handle(self, entry: InFlight, event: Delta | RequestDone | Rejected | Flushed) -> None:
         match event:
+            case Flushed():
+                self._answer_source(entry)
             case Delta():
                 self._add(entry, event)
             case RequestDone():
@@ -334,15 +344,32 @@ class Generation:
         if client not in self._by_client and len(self._by_client) >= self._settings.constants.max_clients:
             raise self._overloaded(f"{len(self._by_client)} clients have requests in flight; try again later")
         if self._pending_bytes + size > self._settings.constants.max_pending_bytes:
-            raise self._overloaded(
-                "the messages of the requests in flight take all memory that they may; try again later"
-            )
+            raise self._overloaded(_NO_MEMORY)
         if self._preparation.waiting >= self._settings.max_queue:
             raise self._overloaded("the queue is full; try again later")
 
     def _overloaded(self, message: str) -> RolloutError:
         """The error with `retry_after_s`, estimated from all requests in flight."""
         return Overloaded(message, retry_after_s=self._retry.retry_after_s(len(self._by_key)))
+
+    def _ask_source(self, entry: InFlight) -> None:
+        """A request continues others' tokens: have the engine send those that it has drawn, if they are running."""
+        assert entry.message.fork is not None
+        source = self._sources.running(entry.name[0], entry.message.fork)
+        if source is None:
+            self._answer_source(entry)
+        else:
+            self._inbox.put(Flush(source.key, entry.key))
+
+    def _answer_source(self, entry: InFlight) -> None:
+        """All tokens that a request may continue are here."""
+        assert entry.message.fork is not None
+        self._preparation.answer(entry, partial(self._sources.prompt, entry.name[0], entry.message.fork))
+
+    def end_session(self, client: str, session: str, token: int | None = None) -> None:
+        """End a session; the engine confirms with `token`, if it is given."""
+        self._sources.end_session(client, session)
+        self._inbox.put(EndSession(client, session, token))
 
     def _submit(self, entry: InFlight, outcome: Future[PreparedPrompt | None] | None = None) -> None:
         """Hand a request to the engine, or fail it. Never raises.
@@ -354,6 +381,8 @@ class Generation:
         try:
             prepared = (None if outcome is None else outcome.result()) or PreparedPrompt.of_message(entry.message)
             elapsed_s = time.monotonic() - entry.arrived_s
+            if entry.message.fork is not None:
+                self._count_source(entry, prepared.prompt)
             request = self._intake.build(entry.key, entry.message, prepared, elapsed_s)
             entry.completions = [self._intake.completion(entry.message, request, index) for index in range(request.n)]
         except RolloutError as error:
@@ -376,6 +405,14 @@ class Generation:
         self._inbox.put(Submit(request))
         if entry.cancelled:
             self._inbox.put(Cancel(entry.key))
+
+    def _count_source(self, entry: InFlight, prompt: Prompt) -> None:
+        """The tokens that a request continues take memory that its message did not. Raises `RolloutError`."""
+        nbytes = prompt.token_ids.nbytes
+        if self._pending_bytes + nbytes > self._settings.constants.max_pending_bytes:
+            raise self._overloaded(_NO_MEMORY)
+        entry.size += nbytes
+        self._pending_bytes += nbytes
 
     def _drop_pixels(self, entry: InFlight) -> None:
         """The pixels of a message are in the store now, and counted there."""
@@ -416,6 +453,9 @@ class Generation:
         self._retry.ended(len(self._by_key))
         if not entry.reclaimed or any(completion.end != completion.start for completion in entry.completions):
             self.store.add(entry.name, frames, entry.content, entry.completions[0].start)
+            self._sources.add(entry)
+        if entry.message.end_of_session and entry.message.session is not None:
+            self.end_session(entry.name[0], entry.message.session)
         self._delivery.last(entry.waiters, frames, entry.name[1])
 
     def _fail(self, entry: InFlight, error: RolloutError) -> None:

@@ -25,7 +25,7 @@ import zmq
 
 from rollout.config import SecuritySettings, ServiceSettings
 from rollout.engine.messages.statuses import EngineStatus
-from rollout.engine.messages.to_engine import Command, EndSession
+from rollout.engine.messages.to_engine import Command
 from rollout.engine.messages.to_service import Done, Failed
 from rollout.metrics.mismatch import MismatchBox
 from rollout.network.access import Access
@@ -321,9 +321,9 @@ class Server:
             case requests.MediaMessage():
                 self._generation.take_media(peer, client, message, sum(map(len, frames)))
             case requests.EndSessionMessage():
-                end = EndSession(client, message.session, self._controls.token(peer))
+                name, token = message.session, self._controls.token(peer)
                 # After the turns that were sent before it.
-                self._background.after_client(client, None, lambda _: self._inbox.put(end))
+                self._background.after_client(client, None, lambda _: self._generation.end_session(client, name, token))
             case requests.CancelMessage():
                 self._generation.cancel(peer, client, message)
             case requests.AttachMessage():

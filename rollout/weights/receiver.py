@@ -111,6 +111,7 @@ class WeightReceiver:
         return {
             "apply": self._staging.name,
             "staging": self._staging.place,
+            "device_bytes": self._staging.device_bytes,
             "waits_for": self._intake.waits_for,
             "last": last and last.summary(),
         }

@@ -192,6 +192,11 @@ class Staging:
         return "host" if self._memory is None else "device"
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes of the device that are kept for staged updates."""
+        return 0 if self._memory is None or self._stream is None else self._memory.numel()
+
+    @property
     def busy(self) -> bool:
         """Whether the memory holds an update that may still be read."""
         if self._lent is not None and self._lent.released:
@@ -541,8 +546,10 @@ def make_staging(
                 staging = InPlace(views)
             elif cuda:
                 pin_at_start(staging, nbytes)
-    level = logging.INFO if staging.in_place and asked == "auto" else logging.DEBUG  # it costs generation time
-    _log.log(level, "updates of the weights apply %s%s", staging.name, ", on the device" * (staging.place == "device"))
+    # It costs generation time, or memory that KV could have.
+    level = logging.INFO if (staging.in_place and asked == "auto") or staging.device_bytes else logging.DEBUG
+    where = f", in {staging.device_bytes / 2**30:.2f} GiB of the device's memory" if staging.device_bytes else ""
+    _log.log(level, "updates of the weights apply %s%s", staging.name, where, extra={"bytes": staging.device_bytes})
     return staging
 
 

@@ -16,7 +16,15 @@ from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.schedule.feature import find
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.sizing import DeviceMemory, PoolSize, check_row_state, kv_pages
+from rollout.engine.sizing import (
+    DeviceMemory,
+    PoolSize,
+    Target,
+    check_row_state,
+    kv_budget,
+    kv_pages,
+    usable_bytes,
+)
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import forward_sizes, graph_sizes
@@ -92,6 +100,18 @@ def test_on_a_cpu_most_of_the_memory_stays_free_unless_it_is_asked_for(model):
     page = page_bytes(model)
     assert pages(model, 400 * page) == 100
     assert pages(model, 200 * page, kv_memory_fraction=0.85) == 170
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "sleep", "kept_gib"),
+    [(100, False, 5.0), (60, False, 3.0), (30, False, 3.0), (10, False, 1.5), (1, False, 0.15), (100, True, 15.0)],
+)
+def test_on_a_gpu_little_more_than_a_constant_stays_free(free_gib, sleep, kept_gib):
+    """Small GPUs keep a share of theirs, and workers that share a GPU with a trainer leave it more."""
+    settings = settings_of(EngineSettings, sleep=sleep)
+    memory, gpu = DeviceMemory(0, free_gib * GIB, StepNeeds(GIB // 4, GIB // 4)), Target("cuda", (9, 0))
+    assert kv_budget(settings, memory, gpu) == pytest.approx((free_gib - kept_gib - 0.5) * GIB)
+    assert usable_bytes(settings_of(EngineSettings, kv_memory_fraction=0.5), 8 * GIB, gpu) == 4 * GIB
 
 
 def test_each_start_logs_the_size_of_the_kv_pool(model, caplog):

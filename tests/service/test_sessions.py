@@ -46,6 +46,8 @@ def test_a_session_is_its_clients_and_has_a_lease(bench, client):
         ({"session": ["s"]}, "session"),
         ({"session": "s", "n": 2}, "n"),
         ({"session_lease_s": 5}, "session_lease_s"),
+        ({"end_of_session": True}, "end_of_session"),
+        ({"session": "s", "end_of_session": 1}, "end_of_session"),
         *(({"session": "s", "session_lease_s": bad}, "session_lease_s") for bad in (0, -1, 40.1, "5", True, 1e400)),
         ({"session": "s", "session_lease_s": float("nan")}, "session_lease_s"),
     ],
@@ -71,6 +73,19 @@ def test_ending_a_session_is_confirmed_once_the_engine_has(bench, client):
     assert client.receive()["id"] == "p"
     bench.put(Done(command.token))
     assert (reply := client.receive())["op"] == "ok" and reply["id"] == "e"
+
+
+def test_the_last_turn_of_a_session_ends_it(bench, client):
+    """Once the turn has ended, so that it has the KV of the turn before; a refused turn ends nothing."""
+    client.send("generate", "refused", prompt=[1], max_tokens=3, session="s", end_of_session=True)
+    bench.put(Rejected(bench.submitted().key, "overloaded", "full"))
+    assert client.receive()["op"] == "error" and bench.inbox.empty()
+    client.send("generate", "last", prompt=[1], max_tokens=3, session="s", end_of_session=True)
+    request = bench.submitted()
+    assert bench.inbox.empty()
+    bench.finish(request)
+    assert client.receive()["op"] == "result"
+    assert bench.command() == EndSession(request.key[0], "s")
 
 
 def test_the_end_of_a_session_does_not_overtake_a_turn_whose_prompt_is_tokenized(codec):
@@ -115,7 +130,8 @@ def test_sessions_of_a_client_without_a_name_end_with_its_connection(bench):
 
 def test_status_has_the_sessions(bench, client):
     found = client.ask("status")
-    assert found["sessions"] == dict.fromkeys(("holding", "pages", "turns", "hits", "reused_tokens", "evicted"), 0)
+    counts = dict.fromkeys(("holding", "pages", "turns", "hits", "reused_tokens", "evicted"), 0)
+    assert found["sessions"] == counts | {"room": None}
     assert {"session", "end_session"} <= set(found["capabilities"])
 
 

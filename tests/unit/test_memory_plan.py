@@ -330,6 +330,17 @@ def test_the_table_of_gpus_in_the_docs_is_what_plans_say(tmp_path):
     assert checked == 20
 
 
+@pytest.mark.parametrize(("shape", "gpu"), [("8b", "h200"), ("8b", "h100"), ("30b-a3b", "h200")])
+def test_less_stays_free_than_the_8_percent_of_vllms_default(shape, gpu, tmp_path):
+    """So that at equal settings, without memory for staged updates, KV has as much room as there."""
+    folder = write_checkpoint(f"qwen3-{shape}", tmp_path)
+    settings = settings_for(folder, {"device": "auto"}, max_rows=1024)
+    settings = settings.model_copy(update={"weights": WeightsSettings(staging="host")})
+    plan = plan_memory(settings, Machine.gpu(gpu), folder)
+    share = plan.fields()["bytes_a_rank"]["kept_free"] / plan.total
+    assert 0.01 < share < 0.08
+
+
 def test_more_of_anything_leaves_less_for_kv(tmp_path):
     write_checkpoint("qwen3-8b", tmp_path)
 

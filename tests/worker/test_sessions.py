@@ -77,6 +77,15 @@ def test_turns_of_a_blocking_client(client: RolloutClient) -> None:
     assert used(client) == 0
 
 
+def test_the_last_turn_reads_the_sessions_kv_and_leaves_none(client: RolloutClient) -> None:
+    before = client.status()["sessions"]
+    first = client.generate(PROMPT, **GREEDY, session="brief")
+    said = PROMPT + first.completions[0].token_ids.tolist()
+    last = client.generate([*said, *token_ids(" 41:")], **GREEDY, session="brief", end_of_session=True)
+    assert last.cached_tokens >= len(said) - 1
+    rested(client, before, turns=2, holding=0, pages=0)
+
+
 def test_turns_of_many_tasks(worker: WorkerProcess, client: RolloutClient) -> None:
     expected = expected_of(client)
 

@@ -205,8 +205,13 @@ class ClientCore(ProcessBound):
         if plan.endpoint is not None:
             self.check_known(plan.endpoint)
         gone = {endpoint for endpoint, connection in self.connections.items() if connection.gone}
-        endpoint = self.fleet.choose(plan, gone, avoid)
-        call = self.start("generate", plan.fields, endpoint, timeout_s, plan.n, plan.request_id)
+        fields, home = plan.fields, None
+        if "fork" in fields:
+            home, fork = self.fleet.source(fields["fork"])
+            fields = fields | {"fork": fork}
+        endpoint = self.fleet.choose(plan, gone, avoid, home)
+        call = self.start("generate", fields, endpoint, timeout_s, plan.n, plan.request_id)
+        self.fleet.sent(call.id, endpoint)
         call.detached = bool(plan.fields.get("detached"))
         return call
 

@@ -76,6 +76,8 @@ class GenerateFields(SamplingFields, total=False):
     detached: bool
     session: str | None  # the conversation whose next turn this is; all go to one endpoint. Needs n = 1
     session_lease_s: float | None  # how long its KV waits for the next turn; absent: as the worker is set
+    end_of_session: bool  # its last turn: no KV is kept after it
+    fork: Mapping[str, Any] | None  # continue a request or session: `request`, `index` or `session`; `offset`
     # for this client alone, not sent
     endpoint: str | None  # the endpoint to use; absent: the least loaded one
     request_id: str | None  # 1 to 128 characters; absent: made up
@@ -91,6 +93,7 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "logit_bias": (Mapping, "a map of token ids to numbers"),
     "stop": ((str, Integral, Iterable), "a string, a token id, a list of these, or a map"),
     "continue_from": ((Completion, Mapping), "a Completion, or a map with 'token_ids' and 'seed'"),
+    "fork": (Mapping, "a map with 'request' or 'session', and optionally 'index' and 'offset'"),
     "request_id": (str, "a string"),
     "timeout_s": (Real, "a number of seconds"),
 }
@@ -161,7 +164,9 @@ def token_array(values: Any, name: str) -> np.ndarray:
 
 
 def _add_prompt(sent: dict[str, Any], prompt: Prompt | None) -> None:
-    if (prompt is None) == ("messages" not in sent):
+    if "fork" in sent:
+        sent["fork"] = {name: value for name, value in sent["fork"].items() if value is not None}
+    elif (prompt is None) == ("messages" not in sent):
         raise ValueError("give either a prompt (text or token ids) or messages")
     if isinstance(prompt, str):
         sent["prompt"] = prompt

@@ -44,7 +44,16 @@ _CHECK = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CHECK.size
 _COMPACT_BYTES = 1 << 20  # fewer dropped bytes than this are not worth a new file
 #: What may differ when a request is asked for again: it has no part in which tokens are drawn.
-_NOT_MARKED = ("stream", "stream_every", "join_chunks", "priority", "deadline_s", "session", "session_lease_s")
+_NOT_MARKED = (
+    "stream",
+    "stream_every",
+    "join_chunks",
+    "priority",
+    "deadline_s",
+    "session",
+    "session_lease_s",
+    "end_of_session",
+)
 
 
 @dataclass(frozen=True, slots=True)

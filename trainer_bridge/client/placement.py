@@ -1,6 +1,7 @@
 """Which worker of a fleet gets a request. Plain data and decisions; `ClientCore` has the connections.
 
     a request with `endpoint=`    that worker
+    a fork                        the worker that has the tokens which it continues
     a turn of a session           the worker that has its KV
     a prompt that was sent before the least loaded of the workers that hold the longest part of it,
                                   unless that one has far more to do than the least loaded worker
@@ -32,6 +33,7 @@ from trainer_bridge.client.generate_request import RequestPlan
 _BLOCK_BYTES = 256
 _DIGEST_BYTES = 16
 _MOST_BLOCKS = 1 << 16  # remembered for a worker
+_MOST_REQUESTS = 1 << 14  # whose workers are remembered, for requests that continue them
 #: A worker has far more to do than another one with more than this many, and this many times, its completions.
 _FAR_MORE, _FAR_TIMES = 16, 1.5
 
@@ -56,12 +58,30 @@ class Member:
             self.held.popitem(last=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The request that has a completion at its worker, and the completion's index in it."""
+
+    endpoint: str
+    request_id: str
+    index: int
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """Where a request was sent, and the places of completions that have another one than that."""
+
+    endpoint: str
+    moved: dict[int, Place] = field(default_factory=dict)
+
+
 class Fleet:
-    """The workers of one client, and where its sessions are."""
+    """The workers of one client, and where its sessions and requests are."""
 
     def __init__(self, endpoints: Iterable[str]) -> None:
         self._members = {endpoint: Member(endpoint) for endpoint in endpoints}
         self._sessions: dict[str, str] = {}  # endpoints by session
+        self._sent: OrderedDict[str, Sent] = OrderedDict()  # by id, the oldest first
         self._counter = itertools.count(1)
 
     def __getitem__(self, endpoint: str) -> Member:
@@ -132,24 +152,66 @@ class Fleet:
         """Forget where a session is."""
         self._sessions.pop(session, None)
 
-    def choose(self, plan: RequestPlan, gone: Collection[str], avoid: Collection[str] = ()) -> str:
-        """The endpoint for a request; none that is `gone`, nor one to `avoid`, where there are others."""
+    def sent(self, request_id: str, endpoint: str) -> None:
+        """Note where a request was sent."""
+        self._sent[request_id] = Sent(endpoint)
+        self._sent.move_to_end(request_id)
+        while len(self._sent) > _MOST_REQUESTS:
+            self._sent.popitem(last=False)
+
+    def moved(self, request_id: str, index: int, place: Place) -> None:
+        """Note where a completion of a request is now."""
+        if request_id not in self._sent:
+            self.sent(request_id, place.endpoint)
+        if (place.request_id, place.index) != (request_id, index):
+            self._sent[request_id].moved[index] = place
+
+    def source(self, fork: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+        """The endpoint that has what a request continues, if it is known; and `fork` as that worker knows it."""
+        known = self._sent.get(str(fork.get("request")))
+        if known is None:
+            session = fork.get("session")
+            return None if session is None else self.session_home(str(session)), fork
+        place = known.moved.get(fork.get("index", 0))
+        if place is None:
+            return known.endpoint, fork
+        return place.endpoint, {**fork, "request": place.request_id, "index": place.index}
+
+    def choose(
+        self, plan: RequestPlan, gone: Collection[str], avoid: Collection[str] = (), home: str | None = None
+    ) -> str:
+        """The endpoint for a request; none that is `gone`, nor one to `avoid`, where there are others.
+
+        `home` has the tokens that it continues.
+        """
         blocks = prompt_blocks(plan.fields) if len(self._members) > 1 else []
-        member = self._members[plan.endpoint] if plan.endpoint is not None else self._choose(plan, blocks, gone, avoid)
+        member = (
+            self._members[plan.endpoint] if plan.endpoint is not None else self._choose(plan, blocks, gone, avoid, home)
+        )
         member.chosen = next(self._counter)
         member.hold(blocks)
         if plan.session is not None:
             self._sessions[plan.session] = member.endpoint
+            if plan.fields.get("end_of_session"):
+                self.end_session(plan.session)
         return member.endpoint
 
-    def _choose(self, plan: RequestPlan, blocks: list[bytes], gone: Collection[str], avoid: Collection[str]) -> Member:
+    def _choose(
+        self,
+        plan: RequestPlan,
+        blocks: list[bytes],
+        gone: Collection[str],
+        avoid: Collection[str],
+        home: str | None,
+    ) -> Member:
         staying = [member for member in self if not member.leaving]
         # A worker that is gone has no load, and would otherwise attract everything.
         there = [member for member in staying if member.endpoint not in gone]
         welcome = [member for member in there if member.endpoint not in avoid]
         settled = [member for member in welcome if not member.newcomer]
         candidates = settled or welcome or there or staying
-        home = None if plan.session is None else self._sessions.get(plan.session)
+        if home is None and plan.session is not None:
+            home = self._sessions.get(plan.session)
         for member in candidates:
             if member.endpoint == home:
                 return member
@@ -197,4 +259,4 @@ def _prompt_bytes(fields: Mapping[str, Any]) -> bytes:
         return prompt.tobytes()
     if isinstance(prompt, str):
         return prompt.encode("utf-8", "surrogatepass")
-    return b"".join(msgpack.packb(part, default=repr) for part in (fields.get("tools"), *fields["messages"]))
+    return b"".join(msgpack.packb(part, default=repr) for part in (fields.get("tools"), *fields.get("messages", ())))

@@ -26,6 +26,7 @@ from trainer_bridge.client.assembly import Assembler
 from trainer_bridge.client.core import ClientCall, ClientCore, check_id
 from trainer_bridge.client.generate_request import RequestPlan
 from trainer_bridge.client.journal import Fsync, Journal, Saved, fingerprint
+from trainer_bridge.client.placement import Place
 from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult
 from trainer_bridge.client.resumed_call import (
     ResumedCall,
@@ -277,6 +278,8 @@ class Resumer:
         leg.on_update = partial(self._take_in, call, leg)
         call.resumes += call.begun or any(part.error is not None for part in parts)
         call.add_leg(leg, parts, time.monotonic(), bool(plan.fields.get("prompt_logprobs")))
+        for index, part in enumerate(parts):
+            self._core.fleet.moved(call.id, part.index, Place(leg.endpoint, leg.id, index))
         if self.journal is not None:
             self.journal.sent(call.id, leg.endpoint, leg.id)
 

@@ -67,7 +67,7 @@ class Duplicate(RolloutError, code="duplicate"):
 
 
 class NotFound(RolloutError, code="not_found"):
-    """The worker does not know the request that `cancel`, `attach` or `report` names."""
+    """The worker does not know the request or session that `cancel`, `attach`, `report` or `fork` names."""
 
 
 class MediaNeeded(RolloutError, code="media_needed"):

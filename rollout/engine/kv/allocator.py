@@ -64,6 +64,11 @@ class PageAllocator:
         """KV that `seq` need not compute, now or once another prefill has; None if it has KV of its own to restore."""
         return self.prefixes.find(seq, version) if seq.kv.offloaded is None else None
 
+    def pages_for_new(self, seq: Sequence, reusable: Reusable | None) -> int:
+        """Pages that `seq` needs besides those that it shares; `reusable` was just found for it."""
+        shared = 0 if reusable is None else len(reusable.shared)
+        return self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - shared
+
     def try_admit(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.
 

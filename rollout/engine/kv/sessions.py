@@ -77,10 +77,22 @@ class Sessions:
         return len(self._refs)
 
     @property
+    def holding(self) -> int:
+        """Sessions that have pages."""
+        return len(self._with_kv)
+
+    @property
     def places(self) -> Counter[int]:
         """References of sessions to places of snapshots."""
         kept = [session.kv for session in self._with_kv.values() if session.kv is not None]
         return Counter(snapshot.place for kv in kept for snapshot in kv.snapshots)
+
+    def longest_idle_s(self, now_s: float) -> float | None:
+        """How long the session that gives way next was idle; 0 if its next turn is here; None if none has pages."""
+        first = next(iter(self._with_kv.values()), None)
+        if first is None:
+            return None
+        return 0.0 if first.turns else now_s - (first.until_s - first.lease_s)
 
     def count_alone(self, pages: set[int]) -> int:
         """How many pages sessions have, or are among `pages`."""

@@ -54,6 +54,7 @@ class SessionStatus:
     hits: int = 0  # turns that found KV in their session
     reused_tokens: int = 0  # tokens whose KV these turns found
     evicted: int = 0  # sessions that lost their pages to rows or to other sessions
+    room: int | None = None  # for so many more sessions of the present mean size, now; None while there is nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,17 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Flush:
+    """Send the tokens that a request has, as deltas before they are due. Answered by `Flushed(asker)`.
+
+    An unknown key has none: the request has ended.
+    """
+
+    key: RequestKey
+    asker: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
 class StopAt:
     """The service found a stop string: end this completion, whose text is complete after `tokens` tokens.
 
@@ -121,5 +132,17 @@ class Look:
 
 
 Command = (
-    Submit | Cancel | StopAt | Pause | Resume | Shutdown | EndSession | PutAdapter | DropAdapter | Sleep | Wake | Look
+    Submit
+    | Cancel
+    | Flush
+    | StopAt
+    | Pause
+    | Resume
+    | Shutdown
+    | EndSession
+    | PutAdapter
+    | DropAdapter
+    | Sleep
+    | Wake
+    | Look
 )

@@ -88,6 +88,13 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class Flushed:
+    """The deltas that `key` has asked for with `Flush` came before this."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """A control command took effect."""
 
@@ -105,4 +112,4 @@ class Failed:
     code: Literal["bad_request", "unavailable", "internal"] = "bad_request"
 
 
-Event = Delta | RequestDone | Rejected | Done | Failed
+Event = Delta | RequestDone | Rejected | Flushed | Done | Failed

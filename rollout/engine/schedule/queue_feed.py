@@ -5,11 +5,13 @@ prompt's pages from the share that opens then. A request with a `min_version` en
 that version.
 
 A sequence whose tokens another one is prefilling leaves the queue until these are launched, or until that prefill
-stops. Then the first that waited computes them, and the others wait for that one.
+stops. Then the first that waited computes them, and the others wait for that one. A new session may wait for room
+(`newcomers`).
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,6 +29,14 @@ class _Joined(NamedTuple):
     time: float  # virtual time of its client when it left the queue
 
 
+class _Held(NamedTuple):
+    """A sequence of a session that waits for room."""
+
+    seq: Sequence
+    pages: int  # that it needs
+    time: float  # virtual time of its client when it left the queue
+
+
 class QueueFeed:
     """The queue, and what enters it later: followers, sequences that wait for a prefill, requests for newer weights."""
 
@@ -34,6 +44,7 @@ class QueueFeed:
         self.queue = WaitingQueue()
         self.early: dict[RequestKey, Group] = {}  # wait for a newer weights version
         self._joined: dict[Sequence, list[_Joined]] = {}  # by the sequence whose prefill they wait for
+        self._held: list[_Held] = []  # wait for room beside other sessions, in the order of their rank
         self._allocator = allocator
         # The sequence that did not fit last, with the rows that ran and the pages that were available then.
         self._misfit: tuple[Sequence, int, int] | None = None
@@ -67,6 +78,26 @@ class QueueFeed:
     def join(self, seq: Sequence, other: Sequence, tokens: int) -> None:
         """The first sequence of the queue waits until the prefill of `other` has launched this number of tokens."""
         self._joined.setdefault(other, []).append(_Joined(seq, tokens, self.queue.withdraw(seq)))
+
+    def hold(self, seq: Sequence, pages: int) -> None:
+        """The first sequence of the queue waits until there is room for `pages` pages."""
+        insort(self._held, _Held(seq, pages, self.queue.withdraw(seq)), key=lambda held: held.seq.rank)
+
+    def queue_held(self, waits: Callable[[Sequence, int], bool]) -> None:
+        """Queue the first of the sequences that wait for room, if it waits no longer."""
+        while self._held:
+            seq, pages, time = self._held[0]
+            if not seq.finalized and waits(seq, pages):
+                return
+            del self._held[0]
+            if not seq.finalized:
+                self.queue.push(seq, time)
+                return
+
+    @property
+    def holds(self) -> bool:
+        """True if a sequence waits for room beside other sessions."""
+        return bool(self._held)
 
     def joined_sequences(self) -> set[Sequence]:
         """The sequences that wait for another one's prefill."""

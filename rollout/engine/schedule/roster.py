@@ -141,6 +141,13 @@ class Roster:
         if group is not None and not group.sequences[index].finalized:
             self.finish(group.sequences[index], Finish("stop", string))
 
+    def flush(self, key: RequestKey) -> None:
+        """Send the tokens that a request has; unknown keys are ignored (it ended by itself)."""
+        group = self.groups.get(key)
+        for seq in group.sequences if group else ():
+            if not seq.finalized and len(seq.tokens) > seq.drawn.flushed:
+                self.events.append(make_delta(seq, self.features))
+
     def fail(self, seq: Sequence, error: str) -> None:
         """End one completion as an error, with what it has."""
         self.finish(seq, Finish("error", error=error))
@@ -262,5 +269,5 @@ class Roster:
         assert self.idle and not (self.prefilling or self.decoding or self.leaving), "sequences are left"
         assert sorted(self.free_rows) == list(range(1, self.max_rows + 1)), "a row is in use"
         assert self.waiting == 0 and not self.allocator.sharing, "a queue or a share is left"
-        assert not self.feed.joined, "a sequence waits for a prefill"
+        assert not self.feed.joined and not self.feed.holds, "a sequence waits for a prefill, or for room"
         assert self.feed.queue.clients == 0, "the queue remembers a client"

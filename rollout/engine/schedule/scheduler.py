@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Finish
-from rollout.engine.schedule import preemption
+from rollout.engine.schedule import newcomers, preemption
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, decode_spans, make_plan
 from rollout.engine.schedule.prompt_spans import prompt_spans
@@ -113,7 +113,10 @@ class Scheduler:
         roster, allocator, feed = self.roster, self.roster.allocator, self.roster.feed
         if roster.leaving:
             return False
+        waits = functools.partial(newcomers.waits, roster)
         while roster.free_rows:
+            if feed.holds:
+                feed.queue_held(waits)
             seq = feed.queue.first(roster.ready)
             if seq is None:
                 return True
@@ -128,6 +131,8 @@ class Scheduler:
                 other, awaited = reusable.awaited
                 roster.turns.hasten(other, seq, awaited - reusable.tokens)
                 feed.join(seq, other, awaited)
+            elif waits(seq, pages := allocator.pages_for_new(seq, reusable)):
+                feed.hold(seq, pages)
             elif allocator.try_admit(seq, reusable, roster.version, spare=running):
                 roster.start(seq)
             elif running or not allocator.sharing:

@@ -9,6 +9,8 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from rollout.engine.messages.to_service import Delta, Finish
 from rollout.service.delivery.expert_records import RoutingColumn
 from rollout.service.delivery.replies import prompt_scores
@@ -63,6 +65,11 @@ class CompletionDelivery:
     def ended(self) -> bool:
         """True if no token follows."""
         return self.finish is not None
+
+    def tokens(self) -> np.ndarray:
+        """A copy of the token ids so far, int32."""
+        ids: np.ndarray = self._columns.fields()["token_ids"]
+        return ids.copy()
 
     def add(self, delta: Delta) -> StopMatch | None:
         """Add a delta. Returns the stop string that it completes; the engine must then end the completion."""

@@ -2,7 +2,7 @@
 
 A result stays until its client acknowledges it or the store reaches a limit. At the limit of number or of bytes, the
 client with the most of them loses its oldest result, so one client cannot push out the results of others. The store
-keeps the frames of the reply.
+of results keeps the frames of the reply.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from rollout.config import ServiceSettings
 from rollout.process.logs import about
@@ -80,30 +80,42 @@ class StoredCompletion:
         return part
 
 
-class ResultStore:
-    """Results by (client, id), in order of arrival. Times are of `clock`."""
+class Kept(Protocol):
+    """What a store keeps of a request."""
 
-    def __init__(self, settings: ServiceSettings, clock: Callable[[], float]) -> None:
+    @property
+    def ended_s(self) -> float:
+        """When it ended, of the store's clock."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+
+
+Entry = TypeVar("Entry", bound=Kept)
+
+
+class Store(Generic[Entry]):
+    """What is kept of ended requests, by (client, id), in order of arrival. Times are of `clock`."""
+
+    def __init__(self, max_count: int, max_bytes: int, max_age_s: float, clock: Callable[[], float]) -> None:
         self.size = 0  # bytes
-        self._max_count = settings.constants.max_results
-        self._max_bytes = settings.max_results_bytes
-        self._max_age_s = settings.constants.max_results_age_s
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
         self._clock = clock
-        self._results: dict[Name, Stored] = {}
+        self._results: dict[Name, Entry] = {}
         self._ids: dict[str, dict[str, None]] = {}  # of each client, the oldest first
         self._sizes: dict[str, int] = {}  # of each client
 
     def __len__(self) -> int:
         return len(self._results)
 
-    def add(self, name: Name, frames: list[bytes], content: bytes, start: Position) -> None:
-        """Keep a result, as long as the limits allow. A result that is larger than the store is not kept."""
+    def keep(self, name: Name, stored: Entry) -> bool:
+        """Keep an entry, as long as the limits allow. False for one that is larger than the store."""
         assert name not in self._results, "an id is taken until its result is forgotten"
-        stored = Stored(frames, content, self._clock(), start)
         if stored.size > self._max_bytes:
-            facts = about(*name) | {"bytes": stored.size, "max_results_bytes": self._max_bytes}
-            logger.warning("a result is too large to be kept", extra=facts)
-            return
+            return False
         self._results[name] = stored
         self._ids.setdefault(name[0], {})[name[1]] = None
         self._sizes[name[0]] = self._sizes.get(name[0], 0) + stored.size
@@ -113,14 +125,15 @@ class ResultStore:
         while self.size > self._max_bytes:
             self._forget_oldest_of(max(self._sizes, key=lambda client: self._sizes[client]))
         self.expire()
+        return True
 
-    def get(self, name: Name) -> Stored | None:
-        """The result of this request, or None if it is not kept."""
+    def get(self, name: Name) -> Entry | None:
+        """What is kept of this request, or None."""
         self.expire()
         return self._results.get(name)
 
     def forget(self, name: Name) -> None:
-        """Drop a result. An unknown name is ignored."""
+        """Drop an entry. An unknown name is ignored."""
         stored = self._results.pop(name, None)
         if stored is not None:
             client, request_id = name
@@ -147,3 +160,18 @@ class ResultStore:
         """Seconds until the next result expires, or None."""
         oldest = next(iter(self._results.values()), None)
         return None if oldest is None else max(0.0, oldest.ended_s + self._max_age_s - self._clock())
+
+
+class ResultStore(Store[Stored]):
+    """Results, for clients that lost their connection."""
+
+    def __init__(self, settings: ServiceSettings, clock: Callable[[], float]) -> None:
+        limits = settings.constants
+        super().__init__(limits.max_results, settings.max_results_bytes, limits.max_results_age_s, clock)
+
+    def add(self, name: Name, frames: list[bytes], content: bytes, start: Position) -> None:
+        """Keep a result, as long as the limits allow. A result that is larger than the store is not kept."""
+        stored = Stored(frames, content, self._clock(), start)
+        if not self.keep(name, stored):
+            facts = about(*name) | {"bytes": stored.size, "max_results_bytes": self._max_bytes}
+            logger.warning("a result is too large to be kept", extra=facts)

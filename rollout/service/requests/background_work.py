@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
 Post = Callable[[Callable[[], None]], None]
@@ -57,6 +57,14 @@ class _Lane:
             future.set_result(outcome)
 
 
+class _Queued(NamedTuple, Generic[Result]):
+    """A request in preparation."""
+
+    future: Future[Result]
+    then: Callable[[Future[Result]], None]
+    begin: Callable[[Future[Result]], None] | None = None  # once the requests before it have continued
+
+
 class BackgroundWork(Generic[Result]):
     """Runs work in background threads and its continuation on the service thread."""
 
@@ -64,7 +72,7 @@ class BackgroundWork(Generic[Result]):
         self._post = post
         self._prompts = _Lane("service-prompts")
         self._constraints = _Lane("service-constraints")
-        self._queues: dict[str, deque[tuple[Future[Result], Callable[[Future[Result]], None]]]] = {}
+        self._queues: dict[str, deque[_Queued[Result]]] = {}
 
     @property
     def waiting(self) -> int:
@@ -80,14 +88,28 @@ class BackgroundWork(Generic[Result]):
         future: Future[Result] = Future()
         future.set_result(result)
         if client in self._queues:
-            self._queues[client].append((future, then))
+            self._queues[client].append(_Queued(future, then))
         else:
             then(future)
+
+    def in_turn(
+        self, client: str, begin: Callable[[Future[Result]], None], then: Callable[[Future[Result]], None]
+    ) -> None:
+        """Call `begin` with a future after the client's requests in preparation, and `then` once that is done."""
+        future: Future[Result] = Future()
+        waits = client in self._queues
+        self._queue(client, future, then, begin if waits else None)
+        if not waits:
+            begin(future)
 
     def prompt(self, client: str, work: Callable[[], Result], then: Callable[[Future[Result]], None]) -> None:
         """Call `then` with the outcome of `work` on a prompt."""
         future: Future[Result] = Future()
         self._queue(client, future, then)
+        self.begin_prompt(client, future, work)
+
+    def begin_prompt(self, client: str, future: Future[Result], work: Callable[[], Result]) -> None:
+        """Set a future of `in_turn` to the outcome of `work` on a prompt."""
         self._prompts.submit(client, future, work)
 
     def constraint(
@@ -98,9 +120,15 @@ class BackgroundWork(Generic[Result]):
         then: Callable[[Future[Result]], None],
     ) -> None:
         """Call `then` with the outcome of `work`, which takes the outcome of `prompt`."""
-        first: Future[Result] = Future()
         future: Future[Result] = Future()
         self._queue(client, future, then)
+        self.begin_constraint(client, future, prompt, work)
+
+    def begin_constraint(
+        self, client: str, future: Future[Result], prompt: Callable[[], Result], work: Callable[[Result], Result]
+    ) -> None:
+        """Set a future of `in_turn` to the outcome of `work`, which takes the outcome of `prompt`."""
+        first: Future[Result] = Future()
         first.add_done_callback(lambda _: self._constraints.submit(client, future, lambda: work(first.result())))
         self._prompts.submit(client, first, prompt)
 
@@ -117,14 +145,23 @@ class BackgroundWork(Generic[Result]):
         for lane in (self._prompts, self._constraints):
             lane.close()
 
-    def _queue(self, client: str, future: Future[Result], then: Callable[[Future[Result]], None]) -> None:
-        self._queues.setdefault(client, deque()).append((future, then))
+    def _queue(
+        self,
+        client: str,
+        future: Future[Result],
+        then: Callable[[Future[Result]], None],
+        begin: Callable[[Future[Result]], None] | None = None,
+    ) -> None:
+        self._queues.setdefault(client, deque()).append(_Queued(future, then, begin))
         future.add_done_callback(lambda _: self._post(lambda: self._continue(client)))
 
     def _continue(self, client: str) -> None:
         queue = self._queues.get(client)
-        while queue and queue[0][0].done():
-            future, then = queue.popleft()
+        while queue and queue[0].future.done():
+            done = queue.popleft()
             if not queue:
                 del self._queues[client]
-            then(future)
+            done.then(done.future)
+        if queue and (begin := queue[0].begin) is not None:
+            queue[0] = queue[0]._replace(begin=None)
+            begin(queue[0].future)

@@ -81,7 +81,7 @@ class Intake:
         if message.n > self._limits.max_n:
             raise BadRequest(f"set 'n' to at most {self._limits.max_n}, or send several requests", field="n")
         if isinstance(message.prompt, np.ndarray):
-            self._check_prompt(message.prompt, "prompt")
+            self._check_prompt(message.prompt, "prompt", least=0 if message.fork is not None else 1)
         elif isinstance(message.prompt, str):
             check_chars(message.prompt, self._limits.max_prompt_chars, "prompt")
         if message.needs_text:
@@ -123,7 +123,7 @@ class Intake:
         """The engine's request. `elapsed_s`: seconds since the message arrived."""
         prompt = prepared.prompt
         if self._model.images is not None:
-            check_placeholders(message.media or (), prompt.token_ids, self._model.images)
+            check_placeholders(prompt, self._model.images)
         self._check_prompt(prompt.token_ids, "messages" if message.messages is not None else "prompt")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         max_tokens = self._max_tokens(message, len(prompt), known)
@@ -175,8 +175,8 @@ class Intake:
         prior = message.continue_from
         return RoutingColumn(self._model.routing, None if prior is None else prior.routing)
 
-    def _check_prompt(self, prompt: np.ndarray, field: str) -> None:
-        if len(prompt) == 0:
+    def _check_prompt(self, prompt: np.ndarray, field: str, least: int = 1) -> None:
+        if len(prompt) < least:
             raise BadRequest("the prompt is empty; send at least one token", field=field)
         if len(prompt) > self._limits.max_prompt_tokens:
             raise TooLong(

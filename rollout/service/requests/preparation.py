@@ -1,4 +1,4 @@
-"""Prepares a request for the engine: the token ids of its prompt, its images, its compiled constraint.
+"""Prepares a request for the engine: the tokens that it continues, those of its prompt, images, its constraint.
 
 A prompt of token ids without images and without a constraint needs no preparation, unless an earlier request of its
 client still waits: requests of one client reach the engine in the order in which they came.
@@ -19,6 +19,7 @@ from rollout.engine.messages.requests import RequestKey
 from rollout.service.delivery.in_flight import InFlight
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints
+from rollout.service.requests.forked_prompt import joined
 from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.request_media import MediaFields, MediaStore
 from rollout.service.requests.schema import GenerateMessage
@@ -47,6 +48,7 @@ class Preparation:
         self._prompts = prompts
         self._constraints = constraints
         self._entries: dict[RequestKey, InFlight] = {}  # in preparation; background threads read it
+        self._asked: dict[RequestKey, Future[PreparedPrompt | None]] = {}  # wait for the tokens that they continue
 
     @property
     def waiting(self) -> int:
@@ -57,21 +59,47 @@ class Preparation:
         """False if a request may go on at once."""
         return not _only_tokens(entry.message) or self._background.waits(entry.name[0])
 
-    def begin(self, entry: InFlight, then: Then) -> None:
-        """Prepare a request, then call `then`, in the order of the client's requests."""
+    def begin(self, entry: InFlight, then: Then, ask: Callable[[InFlight], None]) -> None:
+        """Prepare a request, then call `then`, in the order of the client's requests.
+
+        `ask` is called in that order, too, for a request that continues others' tokens, and leads to `answer`.
+        """
         client, key, message = entry.name[0], entry.key, entry.message
         self._entries[key] = entry
         go_on = partial(self._go_on, key, then)
-        if message.constraint is not None:
+        if message.fork is not None:
+            self._background.in_turn(client, partial(self._ask, key, ask), go_on)
+        elif message.constraint is not None:
             self._background.constraint(client, partial(self._encode, key), partial(self._constrain, key), go_on)
         elif _only_tokens(message):
             self._background.after_client(client, None, go_on)
         else:
             self._background.prompt(client, partial(self._encode, key), go_on)
 
+    def answer(self, entry: InFlight, find: Callable[[], Prompt]) -> None:
+        """Go on with the tokens that a request continues: `find` returns them, or raises `RolloutError`."""
+        outcome = self._asked.pop(entry.key, None)
+        if outcome is None:
+            return
+        message, key = entry.message, entry.key
+        try:
+            encode = partial(self._encode, key, find())
+            if message.constraint is not None:
+                self._background.begin_constraint(entry.name[0], outcome, encode, partial(self._constrain, key))
+            elif isinstance(message.prompt, str):
+                self._background.begin_prompt(entry.name[0], outcome, encode)
+            else:
+                outcome.set_result(encode())
+        # `then` answers the request with it; a fault of ours must not end the service, nor hold the client's requests.
+        except Exception as error:
+            outcome.set_exception(error)
+
     def drop(self, key: RequestKey) -> None:
         """A request has ended: its preparation, if it is not over, ends without a call."""
         self._entries.pop(key, None)
+        asked = self._asked.pop(key, None)
+        if asked is not None:
+            asked.set_result(None)  # the client's next requests go on
 
     def keep(
         self, client: str, media: Sequence[MediaFields], then: Callable[[Future[PreparedPrompt | None]], None]
@@ -88,9 +116,19 @@ class Preparation:
         if entry is not None:
             then(entry, outcome)
 
-    def _encode(self, key: RequestKey) -> PreparedPrompt:
+    def _ask(self, key: RequestKey, ask: Callable[[InFlight], None], outcome: Future[PreparedPrompt | None]) -> None:
+        entry = self._entries.get(key)
+        if entry is None:
+            outcome.set_result(None)
+        else:
+            self._asked[key] = outcome
+            ask(entry)
+
+    def _encode(self, key: RequestKey, source: Prompt | None = None) -> PreparedPrompt:
         entry = self._wanted(key)
         message, tower = entry.message, self._intake.tower
+        if source is not None:
+            return PreparedPrompt(joined(source, self._further(entry)))
         if message.media is not None and tower is not None:
             assert message.prompt is not None, "checked by the intake"
             return PreparedPrompt(self.media.prompt(message.prompt, message.media, tower))
@@ -98,6 +136,14 @@ class Preparation:
             return PreparedPrompt.of_message(message)
         assert self._prompts is not None, "text without a tokenizer was refused"
         return PreparedPrompt(Prompt.of_tokens(self._prompts.encode_prompt(entry.frames)))
+
+    def _further(self, entry: InFlight) -> np.ndarray:
+        """Token ids after those that a request continues."""
+        prompt = entry.message.prompt
+        if isinstance(prompt, str):
+            assert self._prompts is not None, "text without a tokenizer was refused"
+            return self._prompts.encode_prompt(entry.frames)
+        return np.zeros(0, np.int32) if prompt is None else prompt
 
     def _constrain(self, key: RequestKey, prepared: PreparedPrompt | None) -> PreparedPrompt:
         message = self._wanted(key).message
@@ -116,4 +162,5 @@ class Preparation:
 
 def _only_tokens(message: GenerateMessage) -> bool:
     """True if the engine can take the prompt as it is."""
-    return message.constraint is None and isinstance(message.prompt, np.ndarray) and message.media is None
+    plain = message.constraint is None and message.media is None and message.fork is None
+    return plain and isinstance(message.prompt, np.ndarray)

@@ -14,7 +14,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -123,14 +123,15 @@ def _check_served(tower: TowerSpec | None, limits: MediaLimits, media: Sequence[
         raise BadRequest(f"the request has {len(media)} images; send at most {limits.pieces}", field="media")
 
 
-def check_placeholders(media: Sequence[MediaFields], prompt: np.ndarray, tower: TowerSpec) -> None:
+def check_placeholders(prompt: Prompt, tower: TowerSpec) -> None:
     """Raise `RolloutError` for placeholders without an image: the model would take them for words."""
-    count, covered = int(np.isin(prompt, tower.placeholders).sum()), sum(item.length for item in media)
+    count = int(np.isin(prompt.token_ids, tower.placeholders).sum())
+    covered = sum(len(item.token_ids) for _, item in prompt.media)
     if count != covered:
         raise BadRequest(
             f"the prompt has {count} placeholders ({_either(tower.placeholders)}), and its images take {covered}: send "
             "'media' for each image",
-            field="media" if media else "prompt",
+            field="media" if prompt.media else "prompt",
         )
 
 
@@ -174,6 +175,19 @@ def named_only(media: Iterable[MediaFields]) -> list[MediaFields]:
     return [item.model_copy(update={"pixel_values": None}) for item in media]
 
 
+def without_pixels(prompt: Prompt) -> Prompt:
+    """The same prompt; its images have their digests alone."""
+    if not prompt.media:
+        return prompt
+    items = [
+        replace(item, pixels=replace(item.pixels, patches=item.pixels.patches[:0].copy()))
+        if isinstance(item, Media)
+        else item
+        for item in prompt.items
+    ]
+    return Prompt(tuple(items), salt=prompt.salt)
+
+
 class MediaStore:
     """Pieces by digest. May be used from any thread."""
 
@@ -212,6 +226,22 @@ class MediaStore:
         if at < len(token_ids):
             items.append(TokenIds(token_ids[at:]))
         return Prompt(tuple(items))
+
+    def with_pixels(self, prompt: Prompt) -> Prompt | None:
+        """A prompt `without_pixels` with them again; None if some are not here any more."""
+        if not prompt.media:
+            return prompt
+        with self._lock:
+            found = {item.pixels.digest: self._pieces.get(item.pixels.digest) for _, item in prompt.media}
+        items: list[TokenIds | Media] = []
+        for item in prompt.items:
+            if isinstance(item, Media):
+                pixels = found[item.pixels.digest]
+                if pixels is None:
+                    return None
+                item = replace(item, pixels=pixels)
+            items.append(item)
+        return Prompt(tuple(items), salt=prompt.salt)
 
     def add(self, media: Sequence[MediaFields]) -> None:
         """Keep checked items with their pixels. Raises `RolloutError` as `prompt` does."""

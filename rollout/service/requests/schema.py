@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails
 
 from rollout.engine.messages.requests import MAX_TOP_LOGPROBS, VERSION_END
@@ -110,6 +110,23 @@ class Stop(_Strict):
     min_tokens: int = Field(0, ge=0, le=INT32_MAX)
 
 
+class Fork(_Strict):
+    """Tokens that a request continues: the first `offset` of a prompt and its completion, or all that there are."""
+
+    request: Id | None = None
+    session: Id | None = None
+    index: int = Field(0, ge=0, le=INT32_MAX)
+    offset: int | None = Field(None, ge=1, le=INT32_MAX)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Fork:
+        if (self.request is None) == (self.session is None):
+            raise ValueError("send exactly one of 'request' and 'session'")
+        if self.session is not None and self.index:
+            raise ValueError("a session has one completion; remove 'index'")
+        return self
+
+
 class GenerateMessage(RequestHeader):
     """One prompt, `n` completions."""
 
@@ -144,6 +161,8 @@ class GenerateMessage(RequestHeader):
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     session: Id | None = None
     session_lease_s: Number | None = Field(None, gt=0)
+    end_of_session: bool = False
+    fork: Fork | None = None
     detached: bool = False
     metadata: dict[str, Any] | None = None
 
@@ -344,7 +363,13 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
 
 def _check_generate(request: GenerateMessage) -> None:
     """Checks across fields."""
-    if (request.prompt is None) == (request.messages is None):
+    if request.fork is not None:
+        for name in ("messages", "media"):
+            if getattr(request, name) is not None:
+                raise BadRequest(
+                    f"'{name}' cannot follow a 'fork'; send further tokens or text as 'prompt'", field=name
+                )
+    elif (request.prompt is None) == (request.messages is None):
         raise BadRequest("send exactly one of 'prompt' and 'messages'", field="prompt")
     if request.messages is None:
         for name in ("tools", "chat_template_kwargs"):
@@ -362,8 +387,9 @@ def _check_generate(request: GenerateMessage) -> None:
         raise BadRequest(
             "a turn of a session has one completion; set 'n' to 1, or use one session a completion", field="n"
         )
-    if request.session is None and request.session_lease_s is not None:
-        raise BadRequest("'session_lease_s' needs 'session'; add a session or remove it", field="session_lease_s")
+    for name in ("session_lease_s", "end_of_session"):
+        if request.session is None and getattr(request, name):
+            raise BadRequest(f"'{name}' needs 'session'; add a session or remove it", field=name)
     if request.join_chunks and not request.stream:
         raise BadRequest("'join_chunks' needs 'stream'; set it, or remove 'join_chunks'", field="join_chunks")
     if request.continue_from is not None:

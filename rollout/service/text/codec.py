@@ -169,6 +169,8 @@ class PromptEncoder:
         Raises `RolloutError` if the template refuses the messages, or if the text has more than `max_chars` characters.
         """
         header = decode(frames, REPLY_LIMITS)
+        if header.get("fork") is not None:  # it is no beginning: special tokens are those that the text names
+            return self._text.encode_rendered(header["prompt"])
         if header.get("messages") is None:
             return self._text.encode(header["prompt"])
         text = self._text.render_chat(header["messages"], header.get("tools"), header.get("chat_template_kwargs"))

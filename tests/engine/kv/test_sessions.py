@@ -567,3 +567,29 @@ def test_random_conversations_have_the_right_tokens_and_lose_no_page(model, prom
     bench.run()
     assert checked > 20 and bench.status().sessions.hits > 2
     bench.close()
+
+
+# --- room ---
+
+
+def test_status_says_for_how_many_more_sessions_there_is_room(model, prompt_of):
+    bench = Bench(model, kv_pages=61)
+    assert bench.status().sessions.room is None
+    talks = [Conversation(bench, name, prompt_of) for name in ("a", "bb", "ccc")]
+    for i, talk in enumerate(talks):
+        talk.say(12)  # 5 pages
+        assert bench.status().sessions.room == (60 - 5 * (i + 1)) // 5
+    talks[0].say(12)  # now 10
+    status = bench.status()
+    assert status.sessions.room == (60 - status.sessions.pages) * 3 // status.sessions.pages < 8
+    talks[1].submit(1, max_tokens=40)
+    for _ in range(12):
+        bench.engine.tick()
+    busy = bench.status()
+    assert busy.rows_running == 1 and 3 <= busy.sessions.room <= status.sessions.room
+    bench.run()
+    for talk in talks:
+        bench.engine.inbox.put(EndSession("c", talk.name))
+    bench.run()
+    assert bench.status().sessions.room is None
+    bench.close()

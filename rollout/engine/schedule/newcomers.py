@@ -1,0 +1,27 @@
+"""New sessions wait while those that are there need their pages.
+
+Agents come back: an idle session is one whose tool runs. If every new agent starts at once, each turn takes the pages
+of a session that comes back next, and that one computes its whole context again. So a turn without KV of its session,
+the first one or one whose KV gave way, waits while the pages that sessions do not have are too few for it. It takes
+those of sessions when no row runs, when a session was idle for long, or when it has waited for long itself.
+"""
+
+from __future__ import annotations
+
+from rollout.engine.schedule.roster import Roster
+from rollout.engine.sequence.sequence import Sequence
+
+#: Seconds. 95% of agents' turns come within the first after the turn before.
+LONG_IDLE_S, LONGEST_WAIT_S = 10.0, 30.0
+
+
+def waits(roster: Roster, seq: Sequence, pages: int) -> bool:
+    """True if `seq`, which needs so many pages, is not admitted yet although idle sessions could give way."""
+    group, allocator = seq.group, roster.allocator
+    if group.session is None or group.session.kv is not None or seq.begun or not roster.running:
+        return False
+    if allocator.pool.available >= pages + roster.running:
+        return False
+    now_s = roster.clock()
+    idle_s = allocator.sessions.longest_idle_s(now_s)
+    return idle_s is not None and idle_s <= LONG_IDLE_S and now_s - group.arrived_s <= LONGEST_WAIT_S

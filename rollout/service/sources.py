@@ -1,0 +1,139 @@
+"""What a request may continue by name (`fork`): the tokens of requests in flight, and of those that ended lately.
+
+Tokens of a running completion are in the engine until a delta brings them, so the service asks for them (`Flush`) and
+then reads what it has. A stop string that it has found cuts a completion here, too.
+
+A client continues its own requests only. Its ended ones are known until their limits are reached; then the client that
+has most of them loses its oldest one, as of results. An acknowledgement drops the result, not this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollout.config import ServiceSettings
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import RequestKey
+from rollout.service.delivery.in_flight import InFlight
+from rollout.service.delivery.store import Name, Store
+from rollout.service.requests.forked_prompt import beginning
+from rollout.service.requests.request_media import MediaStore, without_pixels
+from rollout.service.requests.schema import Fork
+from trainer_bridge.wire.errors import BadRequest, NotFound
+
+_OVERHEAD_BYTES = 1024  # of an entry besides its tokens; a generous estimate
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The tokens of a request that has ended."""
+
+    prompt: Prompt  # its images have no pixels
+    completions: tuple[np.ndarray, ...]  # int32 [tokens] each
+    session: str | None  # whose turn it was
+    ended_s: float
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        return _OVERHEAD_BYTES + self.prompt.token_ids.nbytes + sum(array.nbytes for array in self.completions)
+
+
+class Sources(Store[History]):
+    """What the requests of each client may continue. `by_name` and `by_client` have the requests in flight."""
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        by_name: Mapping[Name, InFlight],
+        by_client: Mapping[str, Mapping[RequestKey, InFlight]],
+        media: MediaStore,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        limits = settings.constants
+        super().__init__(limits.max_histories, limits.max_history_bytes, limits.max_results_age_s, clock)
+        self._by_name = by_name
+        self._by_client = by_client
+        self._media = media
+        self._turns: dict[tuple[str, str], str] = {}  # ids of the last ended turns, by client and session
+
+    def add(self, entry: InFlight) -> None:
+        """A request has ended, and its client knows its tokens."""
+        assert entry.request is not None
+        client, session = entry.name[0], entry.message.session
+        completions = tuple(completion.tokens() for completion in entry.completions)
+        kept = self.keep(entry.name, History(without_pixels(entry.request.prompt), completions, session, self._clock()))
+        if session is not None:
+            self._turns.pop((client, session), None)
+            if kept:
+                self._turns[client, session] = entry.name[1]
+
+    def forget(self, name: Name) -> None:
+        """Drop what is known of a request. An unknown name is ignored."""
+        history = self._results.get(name)
+        super().forget(name)
+        if history is not None and history.session is not None:
+            self.end_session(name[0], history.session, name[1])
+
+    def end_session(self, client: str, session: str, turn: str | None = None) -> None:
+        """A session is not known by its name any more; with `turn` only if that is its last one."""
+        if turn is None or self._turns.get((client, session)) == turn:
+            self._turns.pop((client, session), None)
+
+    def running(self, client: str, fork: Fork) -> InFlight | None:
+        """The request in flight that this client's `fork` names; None if it has ended, or is unknown."""
+        if fork.request is not None:
+            entry = self._by_name.get((client, fork.request))
+            return None if entry is None or entry.request is None else entry
+        turns = [
+            entry
+            for entry in self._by_client.get(client, {}).values()
+            if entry.request is not None and entry.message.session == fork.session
+        ]
+        return turns[-1] if turns else None
+
+    def prompt(self, client: str, fork: Fork) -> Prompt:
+        """The tokens that this client's `fork` continues. Raises `RolloutError` that names the field."""
+        entry = self.running(client, fork)
+        if entry is not None and entry.request is not None:
+            prompt, count = entry.request.prompt, len(entry.completions)
+            drawn = entry.completions[fork.index].tokens() if fork.index < count else None
+        else:
+            history = self._history(client, fork)
+            prompt, count = self._with_pixels(history.prompt, fork), len(history.completions)
+            drawn = history.completions[fork.index] if fork.index < count else None
+        if drawn is None:
+            raise BadRequest(f"the request has {count} completions; use an index below that", field="fork.index")
+        length = len(prompt) + len(drawn)
+        offset = length if fork.offset is None else fork.offset
+        if offset > length:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens and the completion {len(drawn)}: use at most {length}",
+                field="fork.offset",
+            )
+        return beginning(prompt, drawn, offset)
+
+    def _history(self, client: str, fork: Fork) -> History:
+        target = fork.request if fork.session is None else self._turns.get((client, fork.session))
+        history = None if target is None else self.get((client, target))
+        if history is None:
+            kind = "request" if fork.session is None else "session"
+            raise NotFound(
+                f"this worker knows no tokens of the {kind} {getattr(fork, kind)!r} of this client, or not any more: "
+                "send the tokens as a prompt",
+                field=f"fork.{kind}",
+            )
+        return history
+
+    def _with_pixels(self, prompt: Prompt, fork: Fork) -> Prompt:
+        found = self._media.with_pixels(prompt)
+        if found is None:
+            raise NotFound(
+                "this worker has not all images of these tokens any more: send the whole prompt with its images",
+                field="fork.request" if fork.session is None else "fork.session",
+            )
+        return found
