@@ -30,11 +30,13 @@ from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import forward_sizes, graph_sizes
 from rollout.engine.step.rehearsal import (
     ALL_FEATURES,
+    Memory,
     StepNeeds,
     largest_prompts,
     longest_contexts,
     rehearse,
     steps_to_rehearse,
+    taken_between,
 )
 from rollout.engine.step.row_state import RowState
 from rollout.models import load_model
@@ -340,3 +342,15 @@ def test_host_memory_for_kv_leaves_room_for_adapters(model, monkeypatch):
     left -= 1
     with pytest.raises(ValueError, match=r"host_kv_gib = .* of which max_adapters = 5 adapters may take .* lower one"):
         Bench(model, Small(GIB), page_size=16, **fields)
+
+
+@pytest.mark.parametrize(
+    ("others_took", "counted"),
+    [(0, 3 * GIB), (90 * GIB, 4 * GIB), (-2 * GIB, 2 * GIB)],
+    ids=["alone", "another worker starts", "another worker ends"],
+)
+def test_what_other_processes_take_meanwhile_is_not_counted_as_needs_of_steps(others_took, counted):
+    """Steps take 2 GiB of torch's allocator, and 1 GiB beside it."""
+    before = Memory(free=100 * GIB, held=4 * GIB)
+    after = Memory(free=97 * GIB - others_took, held=6 * GIB)
+    assert taken_between(before, after) == counted

@@ -8,7 +8,9 @@ rows are row 0 and all pages page 0; both are as before afterwards.
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +25,8 @@ from rollout.engine.step.slot import Slot
 from rollout.engine.upload import Upload, put_prefill
 from rollout.models.decoder import Decoder
 
+log = logging.getLogger(__name__)
+
 #: All that can be asked of sampling at once.
 ALL_FEATURES = functools.reduce(lambda a, b: a | b, RowNeeds)
 #: Lengths of the longest span of a prefill step at which its attention changes kernels.
@@ -33,6 +37,8 @@ _LONG_SPAN = 4096
 _MORE_SIZES = 3
 #: Steps of many sizes make the allocator hold up to 1.7 times what the largest alone took.
 _FRAGMENTATION = 2
+#: Bytes that steps may take beside torch's allocator: code of kernels, graphs, libraries.
+_MOST_BESIDE = 2 << 30
 #: Threads that compile kernels at the start, at most one a core: each runs a compiler, which takes a core and memory.
 COMPILE_THREADS = 16
 
@@ -143,14 +149,14 @@ def measure_steps(
     graph_rows: int,
     compile_threads: int = COMPILE_THREADS,
 ) -> StepNeeds:
-    """Rehearse on a GPU; returns what the steps took, by what the driver says is free before and after.
+    """Rehearse on a GPU; returns what the steps took. Other processes may use the GPU meanwhile.
 
     With `graph_rows` the largest decode steps are captured as well, and the share of the smaller ones is estimated.
     None of the memory is kept. Before, `compile_threads` threads compile the kernels; 0: none do.
     """
     executor.device.synchronize()
     torch.cuda.empty_cache()
-    before = _free_bytes()
+    before = _memory()
     graphs = make_graphs(executor.step, executor.compute, max_context, graph_rows)
     model = executor.step.model
     if compile_threads and isinstance(model, Decoder):  # a fallback model's code may compute with what kernels return
@@ -165,22 +171,23 @@ def measure_steps(
         model.group.all_gather(torch.zeros(1, device=model.embed.device))
         executor.device.synchronize()
     rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
-    activations = before - _free_bytes()
+    activations = taken_between(before, _memory())
     of_graphs = _measure_graphs(graphs, slots) if graph_rows else 0
     torch.cuda.empty_cache()
-    return StepNeeds(_FRAGMENTATION * max(activations, 0), max(of_graphs, 0))
+    return StepNeeds(_FRAGMENTATION * activations, of_graphs)
 
 
 def _measure_graphs(graphs: DecodeGraphs, slots: list[Slot]) -> int:
-    before = _free_bytes()
+    before = _memory()
     *smaller, largest = graphs.sizes.whole
     graphs.capture(slots, sizes=[largest])
-    first = before - _free_bytes()
+    between = _memory()
+    first = taken_between(before, between)
     if not smaller:
         return first
     measured = smaller[-_MORE_SIZES:]
     graphs.capture(slots, sizes=measured)
-    more = before - _free_bytes() - first
+    more = taken_between(between, _memory())
     return first + more * len(smaller) // len(measured) + graphs.kept_bytes
 
 
@@ -229,8 +236,28 @@ def _spans(tokens: int, longest: int) -> list[int]:
     return [min(longest, tokens - begin) for begin in range(0, tokens, longest)]
 
 
-def _free_bytes() -> int:
-    return torch.cuda.mem_get_info()[0]
+class Memory(NamedTuple):
+    """Memory of a GPU at one moment, bytes."""
+
+    free: int  # as the driver reports it
+    held: int  # by torch's allocator, of this process
+
+
+def taken_between(before: Memory, after: Memory) -> int:
+    """Bytes that this process took in between.
+
+    The driver counts what all processes took. So of what torch's allocator did not take, at most `_MOST_BESIDE` counts:
+    the rest was taken by others, such as a trainer that starts at the same time. Others may also have given some back.
+    """
+    held = after.held - before.held
+    beside = before.free - after.free - held
+    if beside > _MOST_BESIDE:
+        log.info("other processes took memory of the GPU while steps were measured", extra={"bytes": beside})
+    return max(held + min(max(beside, 0), _MOST_BESIDE), 0)
+
+
+def _memory() -> Memory:
+    return Memory(torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved())
 
 
 def _powers_of_two(most: int) -> list[int]:
