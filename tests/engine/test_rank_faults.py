@@ -12,6 +12,7 @@ from rollout_kernels.parallel.peer_buffers import PeerBuffers
 from rollout.engine.build import build_engine
 from rollout.engine.device.streams import DeviceError
 from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.step.streams import NoOrders
 from rollout.engine.step_output import StepOutput
 from tests.support.engine.harness import Bench
 
@@ -56,14 +57,12 @@ def test_the_flag_ends_the_engine_before_the_step_is_committed(model, prompt_of,
         each.close(check=False)
 
 
-class Doubts:
+class Doubts(NoOrders):
     """The other ranks, one of which knows that a step is wrong."""
 
     def __init__(self) -> None:
         self.outputs: list[StepOutput] = []
         self.after = math.inf
-
-    def step(self, upload) -> None: ...
 
     def confirm(self, output: StepOutput) -> None:
         self.outputs.append(output)
