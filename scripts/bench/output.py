@@ -75,7 +75,7 @@ def circumstances() -> dict[str, Any]:
 def command_line() -> str:
     """The command of this process; a module that runs with `-m` is shown by its name."""
     main = sys.modules["__main__"].__spec__
-    words = ["python", "-m", main.name] if main is not None else [sys.argv[0]]
+    words = ["python", "-m", main.name.removesuffix(".__main__")] if main is not None else [sys.argv[0]]
     return shlex.join([*words, *sys.argv[1:]])
 
 
