@@ -1,6 +1,6 @@
 """Several runs side by side, in one command and a bounded time: modes, staleness, seeds.
 
-    python -m scripts.learn.compare --json learn.json --seconds 240 --seeds 0 1 --model MODEL --lr 2e-5
+    python -m scripts.learn.compare --json learn.json --seconds 240 --seeds 0 1 --model MODEL
         --run "sync: --mode sync" --run "staleness 4: --staleness 4"
 
 Each run is a process of its own with its own worker; together they share the GPU, so compare their wall times with each

@@ -27,6 +27,7 @@ class Recipe:
     steps: int = _setting(200, "updates of the weights")
     max_seconds: float = _setting(0.0, "end after the step that passes this time; 0: no limit")
     seed: int = _setting(0, "of problems, draws and rollouts")
+    level: int = _setting(-1, "train on this level of the task alone; -1: a curriculum over all levels")
     # the batch
     prompts: int = _setting(32, "problems of a step")
     group_size: int = _setting(16, "completions of a problem")
@@ -38,7 +39,7 @@ class Recipe:
     importance_cap: float = _setting(2.0, "largest weight of a token, by the trainer's probability over the worker's")
     minibatches: int = _setting(1, "optimizer steps of a batch; the weights are published after the last one")
     # the optimizer
-    lr: float = _setting(2e-5, "learning rate of AdamW after the warm-up")
+    lr: float = _setting(1e-5, "learning rate of AdamW after the warm-up")
     warmup: int = _setting(5, "steps in which the learning rate rises from 0")
     weight_decay: float = _setting(0.0, "of AdamW")
     max_norm: float = _setting(1.0, "the gradient is scaled down to this norm")

@@ -98,7 +98,7 @@ class Loop:
     ) -> None:
         self.recipe, self.task, self.decode, self.trainer = recipe, task, decode, trainer
         self.client, self.publisher, self.out = client, publisher, out
-        self.curriculum = Curriculum(task, recipe.seed)
+        self.curriculum = Curriculum(task, recipe.seed, recipe.level)
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
         self._evaluating: list[tuple[int, float, Future[list[Group]]]] = []

@@ -85,12 +85,16 @@ class Curriculum:
 
     task: Task
     seed: int
+    only: int = -1  # the one level to train on; -1: all
     enough: float = 0.7
     level: int = 0
     share: float = 0.0
     _used: set[tuple[int, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        if not -1 <= self.only < self.task.levels:
+            raise ValueError(f"level is {self.only}; {self.task.name} has the levels 0 to {self.task.levels - 1}")
+        self.level = max(0, self.only)
         self._used = {tuple(problem.prompt_ids) for problem in self.held_out(_HELD_OUT // 20)}
 
     def held_out(self, count: int) -> list[Problem]:
@@ -104,7 +108,7 @@ class Curriculum:
         chosen: list[Problem] = []
         tries = 0
         while len(chosen) < count:
-            level = self.level if rng.random() < 0.5 else rng.randint(0, self.level)
+            level = self.level if rng.random() < 0.5 or self.only >= 0 else rng.randint(0, self.level)
             problem = self.task.problem(level, _HELD_OUT + rng.randrange(2**30))
             tries += 1
             # A small level has few problems, and may be held out whole.
@@ -117,7 +121,7 @@ class Curriculum:
         here = [share for problem, share in zip(problems, right, strict=True) if problem.level == self.level]
         if here:
             self.share = 0.5 * self.share + 0.5 * sum(here) / len(here)
-        if self.share > self.enough and self.level + 1 < self.task.levels:
+        if self.only < 0 and self.share > self.enough and self.level + 1 < self.task.levels:
             self.level, self.share = self.level + 1, 0.0
 
 
