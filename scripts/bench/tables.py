@@ -868,6 +868,66 @@ def _correctness() -> list[Table]:
     ]
 
 
+#: The runs of the chart: modes and staleness.
+LEARNING: tuple[str, ...] = ()
+#: What was expected, written down before the first run on a GPU.
+_EXPECTED = (
+    ("seconds a step, alone on the GPU", "sync 0.7, staleness 1 to 4: 0.5"),
+    ("right answers held out, all levels, after 200 steps", "from 0.05 to 0.35, in each mode"),
+    ("steps that staleness costs for the same accuracy", "1: none, 4: a tenth more"),
+    ("KV kept or computed again on a swap", "no difference: answers have 32 tokens"),
+    ("speculation", "within 5% of the time: at 512 rows drafts do not pay"),
+    ("log-probs under equal weights, bf16", "mean difference 0.01, ratios from 0.95 to 1.05"),
+    ("calculator, right answers held out, after 100 steps", "from 0.1 to 0.7; 5% of prompt tokens computed again"),
+    ("a step of TRL, with transformers' generation / this worker", "6 s / 2 s"),
+)
+
+
+def _learning() -> list[Table]:
+    runs = {
+        "run": "name",
+        "seed": "seed",
+        "steps": "steps_done",
+        "a step, s": lambda found: found["step_s"]["median"],
+        "waited, %": lambda found: 100 * found["time"]["wait"] / found["time"]["step"],
+        "right, held out": lambda found: _from_to(found["held_out"]["accuracy"]),
+        "reward": lambda found: _from_to(found["points"]["reward"]),
+        "level": lambda found: max(found["points"]["level"]),
+        "staleness": lambda found: found["staleness"]["mean"],
+        "most": lambda found: found["staleness"]["max"],
+    }
+    agree = {
+        "run": "name",
+        "seed": "seed",
+        "tokens": lambda found: found["mismatch"]["tokens"],
+        "mean difference": lambda found: f"{found['mismatch']['mean_abs']:.4f}",
+        "99th percentile": lambda found: f"{found['mismatch']['p99_abs']:.3f}",
+        "K3": lambda found: f"{found['mismatch']['k3_kl']:.1e}",
+        "ratios by age: mean, 1st and 99th percentile": lambda found: "; ".join(
+            f"{age}: {of['mean']:.4f}, {of['p1']:.2f} to {of['p99']:.2f}" for age, of in found["ratio_by_age"].items()
+        ),
+    }
+    expected = Table(
+        "Expected before the runs",
+        ("what", "expected"),
+        [list(line) for line in _EXPECTED],
+        (),
+        "SmolLM2-135M-Instruct learns sums by GRPO, 32 problems x 16 answers a step: `python -m scripts.learn --model "
+        "models/SmolLM2-135M-Instruct`. Written on 2026-11-28, before the first run on a GPU.",
+    )
+    if not LEARNING:
+        return [expected]
+    return [
+        expected,
+        columns("Runs", LEARNING, runs, "Right, held out: greedy answers of all levels, at the start and at the end."),
+        columns("Do worker and trainer agree on log-probs", LEARNING, agree, "The largest of all compared steps."),
+    ]
+
+
+def _from_to(values: Sequence[float]) -> str:
+    return f"{values[0]:.3f} to {values[-1]:.3f}"
+
+
 PAGES: Mapping[str, tuple[str, Callable[[], list[Table]]]] = {
     "decode": ("Decoding", _decode),
     "groups": ("Groups that share a prompt", _groups),
@@ -881,6 +941,7 @@ PAGES: Mapping[str, tuple[str, Callable[[], list[Table]]]] = {
     "features": ("What features cost", _features),
     "kernels": ("Kernels", _kernels),
     "correctness": ("Correctness", _correctness),
+    "learning": ("A real model learns", _learning),
 }
 
 
@@ -915,4 +976,5 @@ def _table(table: Table, known: set[str]) -> list[str]:
         lines.append(f"| {' | '.join(map(figure, cells))} |")
     names = dict.fromkeys(table.files)
     sources = [f"- `{name}`: as above" if name in known else f"- {source(name)}" for name in names]
-    return [f"## {table.title}", "\n".join(lines), *([table.note] if table.note else []), "\n".join(sources)]
+    notes = [note for note in (table.note, "\n".join(sources)) if note]
+    return [f"## {table.title}", "\n".join(lines), *notes]

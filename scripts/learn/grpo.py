@@ -1,7 +1,7 @@
 """The trainer: GRPO's loss with a clipped ratio and truncated importance weights, and the model with its optimizer.
 
-Master weights are float32. On a GPU the forward pass computes in bfloat16 (autocast), and bfloat16 copies are
-published; on a CPU all is float32.
+Master weights are float32. On a GPU the forward pass computes with the bfloat16 copies that are published, as the
+worker does. Logits are float32: bfloat16 would round those of likely tokens by up to 0.06. On a CPU all is float32.
 
 Shape suffixes: N samples, T tokens, S = T - 1 positions, each of which predicts the next token.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -70,28 +71,45 @@ def pad(samples: Sequence[Sample], advantage: Sequence[float], device: str) -> R
     return Rows(*arrays, column, min(len(one.prompt_ids) for one in samples) - 1)
 
 
+def micro_tokens(recipe: Recipe, device: str) -> int:
+    """The most tokens of one forward pass."""
+    return recipe.micro_tokens or (16384 if device.startswith("cuda") else 1024)
+
+
 def micro_batches(groups: Sequence[Group], recipe: Recipe, device: str) -> list[list[Rows]]:
     """The samples of a batch by minibatch, each in parts of at most `micro_tokens`; equal lengths stand together.
 
-    Groups whose rewards are all equal have no gradient, but stay: they count in the mean over tokens.
+    Groups whose rewards are all equal teach nothing and are left out. A minibatch without samples is left out, too.
     """
+    most = micro_tokens(recipe, device)
     pairs = [
         (sample, advantage)
         for group in groups
         for sample, advantage in zip(
             group.samples, advantages([one.verdict.reward for one in group.samples]), strict=True
         )
+        if len({one.verdict.reward for one in group.samples}) > 1
     ]
     parts = []
     for i in range(recipe.minibatches):
         mine = sorted(pairs[i :: recipe.minibatches], key=lambda pair: _length(pair[0]))
-        found: list[list[tuple[Sample, float]]] = [[]]
+        found: list[list[tuple[Sample, float]]] = [[]] if mine else []
         for pair in mine:
-            if found[-1] and (len(found[-1]) + 1) * _length(pair[0]) > recipe.micro_tokens:
+            if found[-1] and (len(found[-1]) + 1) * _length(pair[0]) > most:
                 found.append([])
             found[-1].append(pair)
         parts.append([pad(*zip(*part, strict=True), device) for part in found])
-    return parts
+    return [part for part in parts if part]
+
+
+def _use_float32_logits(head: nn.Module) -> None:
+    """Have an output layer compute in float32, whatever the type of its weights."""
+    bias = getattr(head, "bias", None)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden.float(), head.weight.float(), None if bias is None else head.bias.float())
+
+    head.forward = forward  # type: ignore[method-assign]
 
 
 def _length(sample: Sample) -> int:
@@ -112,8 +130,7 @@ class Compared:
         ratio = np.exp(self.trainer - self.worker)
         by_age = {str(age): _ratios(ratio[self.age == age]) for age in np.unique(self.age).tolist()}
         facts = {f"ratio/{name}": value for name, value in _ratios(ratio).items()}
-        ages = {"staleness/mean": float(self.age.mean()), "staleness/max": int(self.age.max())}
-        return {**facts, **ages, "ratio/by_age": by_age, "entropy": float(self.entropy.mean())}
+        return {**facts, "ratio/by_age": by_age, "entropy": float(self.entropy.mean())}
 
 
 def _ratios(ratio: np.ndarray) -> dict[str, float]:
@@ -129,6 +146,10 @@ class Trainer:
         torch.manual_seed(recipe.seed)
         self.model: nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
         self.model.eval()  # no dropout: log-probs must be the worker's
+        self._dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+        if self._dtype != torch.float32:
+            torch.backends.cuda.matmul.allow_tf32 = True  # TF32 holds each bfloat16 number
+            _use_float32_logits(self.model.get_output_embeddings())  # type: ignore[operator]
         betas = (0.9, 0.95)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), recipe.lr, betas, eps=1e-8, weight_decay=recipe.weight_decay
@@ -142,25 +163,25 @@ class Trainer:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors to publish: the parameters themselves on a CPU, bfloat16 copies on a GPU."""
-        dtype = torch.bfloat16 if self.device.startswith("cuda") else torch.float32
-        return {name: tensor.detach().to(dtype) for name, tensor in self.model.named_parameters()}
+        return {name: tensor.detach().to(self._dtype) for name, tensor in self.model.named_parameters()}
 
     def logprobs(self, rows: Rows, weights: dict[str, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the drawn tokens and their entropies, both flat; `weights` replace the model's own."""
         drawn_NK = rows.drawn_NS[:, rows.first :]
         given = {"use_cache": False, "logits_to_keep": drawn_NK.shape[1]}
-        with torch.autocast("cuda", torch.bfloat16, enabled=rows.ids_NT.is_cuda):
-            called = torch.func.functional_call(self.model, weights or {}, (rows.ids_NT[:, :-1],), given)
+        weights = weights or dict(self.model.named_parameters())
+        computing = {name: tensor.to(self._dtype) for name, tensor in weights.items()}
+        called = torch.func.functional_call(self.model, computing, (rows.ids_NT[:, :-1],), given)
         logits_AV = called.logits[drawn_NK].float() / self.recipe.temperature
         targets_A = rows.ids_NT[:, 1:][rows.drawn_NS]
         total_A = logits_AV.logsumexp(-1)
-        with torch.no_grad():
-            probs_AV = (logits_AV - total_A[:, None]).exp_()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.recipe.entropy > 0):
+            probs_AV = (logits_AV - total_A[:, None]).exp()
             entropy_A = total_A - torch.linalg.vecdot(probs_AV, logits_AV)
         return logits_AV.gather(-1, targets_A[:, None])[:, 0] - total_A, entropy_A
 
     def train(self, groups: Sequence[Group], ready: Any) -> dict[str, Any]:
-        """Take the optimizer steps of a batch; returns its facts.
+        """Take the optimizer steps of a batch; returns its facts, none if no group has different rewards.
 
         `ready()` is called before the first one changes the weights.
         """
@@ -176,10 +197,11 @@ class Trainer:
                 old = starts[i][j] if several else new.detach()
                 drawn_worker = rows.logprobs_NS[rows.drawn_NS]
                 advantage = rows.advantage_N1.expand_as(rows.drawn_NS)[rows.drawn_NS]
-                (token_loss(new, old, drawn_worker, advantage, self.recipe).sum() / tokens).backward()
+                loss = token_loss(new, old, drawn_worker, advantage, self.recipe) - self.recipe.entropy * entropies
+                (loss.sum() / tokens).backward()
                 worker.append(drawn_worker)
                 trainer.append(old.detach())
-                entropy.append(entropies)
+                entropy.append(entropies.detach())
                 age.append(self.version - rows.versions_NS[rows.drawn_NS])
                 clipped += int(((old - drawn_worker).exp() > self.recipe.importance_cap).sum())
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_norm)
@@ -190,11 +212,12 @@ class Trainer:
             norms.append(float(norm))
         self.schedule.step()
         self.version += 1
+        self._remember()
+        if not parts:
+            return {}
         found = Compared(*(torch.cat(each).cpu().numpy() for each in (worker, trainer, age, entropy)))
         capped = 100 * clipped / len(found.worker)
-        facts = {**found.facts(), "ratio/capped_pct": capped, "gradient": max(norms)}
-        self._remember()
-        return facts
+        return {**found.facts(), "ratio/capped_pct": capped, "gradient": max(norms)}
 
     def mismatch(self, groups: Sequence[Group]) -> dict[str, Any]:
         """Compare log-probs under equal weights: the samples of a single version whose weights are kept.
@@ -205,7 +228,7 @@ class Trainer:
         for version, weights in self._past:
             samples = [one for group in groups for one in group.samples if (one.versions[one.drawn] == version).all()]
             most = max((_length(one) for one in samples), default=1)
-            size = max(1, self.recipe.micro_tokens // most)
+            size = max(1, micro_tokens(self.recipe, self.device) // most)
             for begin in range(0, len(samples), size):
                 some = samples[begin : begin + size]
                 rows = pad(some, [0.0] * len(some), self.device)

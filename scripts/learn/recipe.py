@@ -29,7 +29,7 @@ class Recipe:
     seed: int = _setting(0, "of problems, draws and rollouts")
     level: int = _setting(-1, "train on this level of the task alone; -1: a curriculum over all levels")
     # the batch
-    prompts: int = _setting(32, "problems of a step")
+    prompts: int = _setting(64, "problems of a step")
     group_size: int = _setting(16, "completions of a problem")
     max_tokens: int = _setting(0, "most tokens of an answer; 0: the task's own number")
     temperature: float = _setting(1.0, "of the rollouts")
@@ -37,13 +37,14 @@ class Recipe:
     clip_low: float = _setting(0.2, "how far a ratio may fall below 1")
     clip_high: float = _setting(0.28, "how far a ratio may rise above 1")
     importance_cap: float = _setting(2.0, "largest weight of a token, by the trainer's probability over the worker's")
+    entropy: float = _setting(0.0, "weight of the entropy of tokens, which is added to the gain")
     minibatches: int = _setting(1, "optimizer steps of a batch; the weights are published after the last one")
     # the optimizer
     lr: float = _setting(1e-5, "learning rate of AdamW after the warm-up")
-    warmup: int = _setting(5, "steps in which the learning rate rises from 0")
+    warmup: int = _setting(10, "steps in which the learning rate rises from 0")
     weight_decay: float = _setting(0.0, "of AdamW")
     max_norm: float = _setting(1.0, "the gradient is scaled down to this norm")
-    micro_tokens: int = _setting(4096, "tokens of one forward pass, padding included")
+    micro_tokens: int = _setting(0, "tokens of one forward pass, padding included; 0: 16384 on a GPU, 1024 on a CPU")
     # the engine
     device: str = _setting("", "of the trainer: cpu, cuda or cuda:N; without it a GPU if there is one")
     worker_device: str = _setting("", "of the worker, if it is another one")
@@ -77,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def read_recipe(arguments: argparse.Namespace) -> Recipe:
     """The recipe of parsed flags. Raises SystemExit with the flag's name for values that make no sense."""
     recipe = Recipe(**{one.name: getattr(arguments, one.name) for one in fields(Recipe)})
-    least = {"steps": 1, "prompts": 1, "group_size": 2, "minibatches": 1, "micro_tokens": 1, "staleness": 1}
+    least = {"steps": 1, "prompts": 1, "group_size": 2, "minibatches": 1, "staleness": 1}
     for name, number in least.items():
         if getattr(recipe, name) < number:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least {number}")

@@ -64,10 +64,11 @@ class Draw:
     max_tokens: int
     priority: int = 0
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self, task: Task) -> dict[str, Any]:
         """For `generate`."""
         fields = {"min_version": self.min_version, "temperature": self.temperature, "max_tokens": self.max_tokens}
-        return {**fields, "priority": self.priority}
+        stop = {"stop": {"token_ids": list(task.stop)}} if task.stop else {}
+        return {**fields, "priority": self.priority, **stop}
 
 
 def training_draw(recipe: Recipe, task: Task, step: int) -> Draw:
@@ -85,7 +86,7 @@ def held_out_draw(recipe: Recipe, task: Task, version: int) -> Draw:
 async def _complete(
     client: AsyncRolloutClient, task: Task, decode: Decode, problem: Problem, how: Draw, seed: int
 ) -> Group:
-    result = await client.generate(problem.prompt_ids, n=how.count, seed=seed, **how.fields())
+    result = await client.generate(problem.prompt_ids, n=how.count, seed=seed, **how.fields(task))
     samples = []
     for item in checked(result).completions:
         ids = item.token_ids.tolist()
@@ -119,7 +120,7 @@ async def _talk(
     new = len(problem.prompt_ids)
     async with client.session() as session:
         for turn in range(1, task.max_turns + 1):
-            result = await session.generate([*problem.prompt_ids, *ids], seed=seed, **how.fields())
+            result = await session.generate([*problem.prompt_ids, *ids], seed=seed, **how.fields(task))
             item = checked(result).completions[0]
             said = item.token_ids.tolist()
             ids += said

@@ -10,6 +10,7 @@ steps.jsonl, with a line for each step and each evaluation, and run.json, its su
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 
@@ -161,6 +163,7 @@ class Loop:
         tokens = sum(int(one.drawn.sum()) for one in samples)
         self._tokens += tokens
         sent, new, computed = (sum(getattr(group, name) for group in groups) for name in ("sent", "new", "computed"))
+        ages = np.concatenate([self.trainer.version - one.versions[one.drawn] for one in samples])
         spans = [len(set(one.versions[one.drawn].tolist())) > 1 for one in samples]
         return {
             "reward": statistics.fmean(one.verdict.reward for one in samples),
@@ -168,6 +171,8 @@ class Loop:
             "mixed_pct": 100 * statistics.fmean(mixed),
             "tokens": tokens,
             "tokens_total": self._tokens,
+            "staleness/mean": float(ages.mean()),
+            "staleness/max": int(ages.max()),
             "turns": statistics.fmean(one.turns for one in samples),
             "several_versions_pct": 100 * statistics.fmean(spans),
             "prompt/sent": sent,
@@ -201,11 +206,12 @@ class Loop:
     def _take(self, row: dict[str, Any], tell: Callable[[str], None]) -> None:
         self.steps.append(row)
         self._append(row)
+        ratios = (f"{row[f'ratio/{name}']:.3f}" for name in ("mean", "p1", "p99") if f"ratio/{name}" in row)
         accuracy = f", held out {self.evaluations[-1]['accuracy']:.3f}" if self.evaluations else ""
         tell(
             f"step {row['step']} level {row['level']} {row['wall_s']:.1f} s: reward {row['reward']:.3f}, right "
             f"{row['right']:.3f}, mixed {row['mixed_pct']:.0f}%, {row['tokens']} tokens, staleness "
-            f"{row['staleness/mean']:.2f}, ratio {row['ratio/mean']:.4f} {row['ratio/p1']:.3f} {row['ratio/p99']:.3f}, "
+            f"{row['staleness/mean']:.2f}, ratio {' '.join(ratios)}, entropy {row.get('entropy', math.nan):.2f}, "
             f"waited {row['time/wait_s']:.2f}, trained {row['time/train_s']:.2f}, "
             f"update {row['time/update_s']:.2f}{accuracy}"
         )
@@ -306,8 +312,8 @@ def totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _by_age(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Ratios by the age of tokens in versions: means over tokens of what each step found."""
     found: dict[str, dict[str, Any]] = {}
-    for age in sorted({age for row in steps for age in row["ratio/by_age"]}, key=int):
-        parts = [row["ratio/by_age"][age] for row in steps if age in row["ratio/by_age"]]
+    for age in sorted({age for row in steps for age in row.get("ratio/by_age", ())}, key=int):
+        parts = [row["ratio/by_age"][age] for row in steps if age in row.get("ratio/by_age", ())]
         tokens = sum(part["tokens"] for part in parts)
         means = {name: sum(part[name] * part["tokens"] for part in parts) / tokens for name in ("mean", "p1", "p99")}
         found[age] = rounded({"tokens": tokens, **means})

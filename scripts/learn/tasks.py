@@ -69,6 +69,7 @@ class Task:
     max_tokens: int = 32
     max_turns: int = 1
     max_context: int = 256
+    stop: Sequence[int] = ()
     reply: Callable[[Problem, str], list[int] | None] | None = None
 
 
@@ -78,23 +79,25 @@ _HELD_OUT = 10_000
 
 @dataclass
 class Curriculum:
-    """Chooses the levels of problems: half from the present one, half from all up to it.
+    """Chooses the levels of problems: those that are sometimes right teach most.
 
-    The next level begins when the share of right answers at the present one is above `enough`, smoothed over steps.
+    A level is drawn in proportion to p (1 - p), with p its share of right answers, smoothed over steps. The next level
+    opens when p of the highest one is above `enough`.
     """
 
     task: Task
     seed: int
     only: int = -1  # the one level to train on; -1: all
-    enough: float = 0.7
-    level: int = 0
-    share: float = 0.0
+    enough: float = 0.5
+    level: int = 0  # the highest open one
+    _shares: list[float] = field(default_factory=list)
     _used: set[tuple[int, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if not -1 <= self.only < self.task.levels:
             raise ValueError(f"level is {self.only}; {self.task.name} has the levels 0 to {self.task.levels - 1}")
         self.level = max(0, self.only)
+        self._shares = [0.3] * self.task.levels
         self._used = {tuple(problem.prompt_ids) for problem in self.held_out(_HELD_OUT // 20)}
 
     def held_out(self, count: int) -> list[Problem]:
@@ -105,10 +108,11 @@ class Curriculum:
     def problems(self, step: int, count: int) -> list[Problem]:
         """Problems to train on; none is held out. The same for the same seed, step and level."""
         rng = Random(f"{self.seed}/{step}")
+        weights = [max(0.02, share * (1 - share)) for share in self._shares[: self.level + 1]]
         chosen: list[Problem] = []
         tries = 0
         while len(chosen) < count:
-            level = self.level if rng.random() < 0.5 or self.only >= 0 else rng.randint(0, self.level)
+            level = self.only if self.only >= 0 else rng.choices(range(self.level + 1), weights)[0]
             problem = self.task.problem(level, _HELD_OUT + rng.randrange(2**30))
             tries += 1
             # A small level has few problems, and may be held out whole.
@@ -118,11 +122,13 @@ class Curriculum:
 
     def observe(self, problems: Sequence[Problem], right: Sequence[float]) -> None:
         """Take in the share of right answers of each problem."""
-        here = [share for problem, share in zip(problems, right, strict=True) if problem.level == self.level]
-        if here:
-            self.share = 0.5 * self.share + 0.5 * sum(here) / len(here)
-        if self.only < 0 and self.share > self.enough and self.level + 1 < self.task.levels:
-            self.level, self.share = self.level + 1, 0.0
+        found: dict[int, list[float]] = {}
+        for problem, share in zip(problems, right, strict=True):
+            found.setdefault(problem.level, []).append(share)
+        for level, shares in found.items():
+            self._shares[level] += 0.3 * (sum(shares) / len(shares) - self._shares[level])
+        if self.only < 0 and self._shares[self.level] > self.enough and self.level + 1 < self.task.levels:
+            self.level += 1
 
 
 # --- reasoning-gym ---
@@ -181,7 +187,7 @@ def user_turn_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 #: (terms, digits) of each level.
-_SUM_LEVELS = ((2, 1), (3, 1), (2, 2), (3, 2), (4, 2), (3, 3))
+_SUM_LEVELS = ((2, 1), (2, 2), (3, 1), (3, 2), (2, 3), (4, 2))
 _TOOL_LEVELS = ((2, 2), (3, 2), (4, 2), (5, 2), (6, 3), (7, 3))
 
 
@@ -205,7 +211,7 @@ def graded(score: float, ended: bool) -> Verdict:
 
 
 def chain_sum(tokenizer: Any) -> Task:
-    """Sums and differences, from two terms of one digit to three terms of three digits."""
+    """Sums and differences, from two terms of one digit to four terms of two digits."""
 
     def problem(level: int, index: int) -> Problem:
         _, entry = _sums(_SUM_LEVELS, level, index)
