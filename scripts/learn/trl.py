@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from scripts.bench.output import circumstances, write_summary
+from scripts.learn.grpo import micro_tokens
 from scripts.learn.recipe import Recipe, add_flags, read_recipe
 from scripts.learn.run import rounded, thinned, worker_flags
 from scripts.learn.tasks import TASKS, Answer, Curriculum, Verdict
@@ -125,9 +126,8 @@ def grpo_config(recipe: Recipe, out: Path, max_tokens: int, on_gpu: bool) -> GRP
     """TRL's settings for the recipe's loss and optimizer."""
     batch = recipe.prompts * recipe.group_size
     # TRL pads all samples to one length, about 100 tokens here.
-    micro = max(
-        count for count in range(1, batch + 1) if batch % count == 0 and count <= max(1, recipe.micro_tokens // 100)
-    )
+    rows = max(1, micro_tokens(recipe, "cuda" if on_gpu else "cpu") // 100)
+    micro = max(count for count in range(1, min(rows, batch) + 1) if batch % count == 0)
     return GRPOConfig(
         str(out / "trl"),
         max_steps=recipe.steps,
