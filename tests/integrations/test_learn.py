@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from scripts.learn.curves import draw_runs
 from scripts.learn.grpo import advantages, micro_batches, token_loss
 from scripts.learn.recipe import Recipe
 from scripts.learn.rollouts import Draw, Group, Sample, job
@@ -37,15 +38,22 @@ class Run:
     log: str
 
 
-def train(out: Path, **flags: Any) -> Run:
-    """Run the recipe's command."""
-    words = [str(word) for pair in {**SHORT, **flags}.items() for word in pair]
-    command = [sys.executable, "-m", "scripts.learn", "--out", str(out), *words]
+def run_module(name: str, words: list[str], status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a module of the recipe as a command, and check its exit status."""
     changes = worker_environment()
     environment = {name: value for name, value in os.environ.items() if name not in changes}
     environment |= {name: value for name, value in changes.items() if value is not None}
+    command = [sys.executable, "-m", name, *words]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    assert ended.returncode == status, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return ended
+
+
+def train(out: Path, **flags: Any) -> Run:
+    """Run the recipe's command."""
+    run_module(
+        "scripts.learn", ["--out", str(out), *(str(word) for pair in {**SHORT, **flags}.items() for word in pair)]
+    )
     lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     return Run(
         [line for line in lines if "step" in line],
@@ -116,6 +124,29 @@ def test_without_staleness_a_run_repeats_itself_with_speculation_too(tmp_path: P
     assert all(step["staleness/max"] == 0 for one in runs for step in one.steps)
     assert max(abs(step["ratio/p99"] - 1) for step in runs[0].steps) < 1e-3  # on policy: the ratio is 1
     assert runs[1].summary["worker"]["speculation/accepted"] > 0
+
+
+@pytest.mark.nightly
+def test_several_runs_are_compared_in_one_file_and_drawn(tmp_path: Path) -> None:
+    words = [str(word) for pair in {**SHORT, "--steps": 4, "--eval-every": 2}.items() for word in pair]
+    words += ["--run", "sync: --mode sync", "--run", "two: --staleness 2", "--seeds", "0", "1", "--at-once", "2"]
+    words += ["--json", str(tmp_path / "runs.json"), "--folder", str(tmp_path / "runs")]
+    ended = run_module("scripts.learn.compare", words)
+    assert "[two/1] step 4" in ended.stdout
+    rows = json.loads((tmp_path / "runs.json").read_text())["rows"]
+    assert [(row["name"], row["seed"]) for row in rows] == [("sync", 0), ("two", 0), ("sync", 1), ("two", 1)]
+    assert all(row["points"]["step"] == [1, 2, 3, 4] for row in rows)
+    assert all(row["held_out"]["evaluated"] == [0, 2, 4] for row in rows)
+    assert [row["staleness"]["max"] for row in rows] == [0, 2, 0, 2]
+    text = draw_runs("runs", rows)
+    assert text.count("<polyline") == 2 * 6 and text.count("<polygon") == 2 * 6  # two series, six plots
+
+
+def test_a_run_that_fails_is_reported_and_the_others_are_kept(tmp_path: Path) -> None:
+    words = ["--run", "wrong: --group-size 1", "--json", str(tmp_path / "runs.json"), "--folder", str(tmp_path)]
+    ended = run_module("scripts.learn.compare", words, status=1)
+    assert "--group-size must be at least 2" in ended.stderr
+    assert json.loads((tmp_path / "runs.json").read_text())["rows"] == []
 
 
 # --- the parts ---
