@@ -134,7 +134,7 @@ $(DEV_READY): pyproject.toml $(VENV)/.ready-venv
 $(INTEGRATIONS_READY): pyproject.toml $(INTEGRATIONS)/.ready-venv
 	@echo "installing the packages of trainers into $(INTEGRATIONS): minutes, the first time"
 	@$(INTEGRATIONS)/bin/python $(INSTALL) -e '.[integrations]'
-	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps 'skyrl-gym==0.4.0' 'areal==1.0.4'
+	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps 'skyrl-gym==0.4.0' 'areal==1.0.4' 'reasoning-gym==0.1.25'
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps 'skyrl==0.3.0'
 	@$(INTEGRATIONS)/bin/python -m pip download $$(test -t 2 || echo --quiet) $(PIP_FLAGS) --no-deps --only-binary :all: \
 		--dest $(INTEGRATIONS)/wheels 'sglang==0.5.23' 'areal==1.0.4' 'vllm==0.33.0'
