@@ -130,10 +130,13 @@ async def _talk(
             sent += result.prompt_tokens
             computed += result.prompt_tokens - result.cached_tokens
             ended, text = item.finish_reason == "stop", decode(said)
-            reply = task.reply(problem, text) if ended and turn < task.max_turns else None
+            answered = task.reply(problem, text) if ended and turn < task.max_turns else None
             room = task.max_context - len(problem.prompt_ids) - len(ids) - how.max_tokens
-            if reply is None or len(reply) > room:
+            if answered is None or len(answered) > room:
                 break
+            last, *reply = answered
+            if last != said[-1]:
+                raise ValueError(f"the model ended its turn with token {said[-1]}, and the reply begins with {last}")
             ids += reply
             new += len(reply)
             drawn.append(np.zeros(len(reply), bool))

@@ -64,13 +64,15 @@ def decoder(tokenizer: Any) -> Decode:
 
 def worker_flags(recipe: Recipe, task: Task, device: str, out: Path) -> dict[str, Any]:
     """For `start_worker`."""
-    rows = recipe.max_rows or min(1024, recipe.prompts * recipe.group_size)
+    batch = recipe.prompts * recipe.group_size
+    rows = recipe.max_rows or min(1024, batch)
     worker_device = recipe.worker_device or device.partition(":")[0]
     on_gpu = worker_device.startswith("cuda")
     return {
         "device": worker_device,
         "dtype": "bfloat16" if on_gpu else "float32",
         "max_rows": rows,
+        "max_queue": max(4096, (recipe.ahead + 1) * batch + recipe.eval_problems),
         "cuda_graph_rows": rows,
         "max_context_tokens": task.max_context,
         "kv_memory_max_gib": recipe.kv_gib,

@@ -58,8 +58,8 @@ class Verdict:
 class Task:
     """What is learned.
 
-    `reply` makes conversations: it returns the token ids that follow the model's turn, or None to end. `stop` are
-    token ids that end a turn besides the model's own.
+    `reply` makes conversations: it returns token ids from the end of the model's turn on, or None to end. The first of
+    them is the token that ended the turn. `stop` are token ids that end a turn besides the model's own.
     """
 
     name: str
@@ -171,19 +171,16 @@ def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
 
 
 def user_turn_ids(tokenizer: Any, text: str) -> list[int]:
-    """What follows a turn that the model ended itself: the user's text, up to where the model speaks again.
+    """The end of the model's turn, the user's text, and what comes before the model speaks again.
 
     The chat template writes the conversation once, with a mark in place of the model's turn. So the model's own tokens
-    stay as they were drawn. Raises ValueError for a template that does not close a turn with the end token.
+    stay as they were drawn. The first id is the token that ends its turn.
     """
     mark = "MARK-7f3a"
     messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
     messages.append({"role": "user", "content": text})
     after = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False).partition(mark)[2]
-    closed, _, rest = after.partition(tokenizer.eos_token)
-    if closed.strip() or not rest:
-        raise ValueError(f"this chat template does not end a turn with {tokenizer.eos_token!r}")
-    return [int(token) for token in tokenizer(rest, add_special_tokens=False)["input_ids"]]
+    return [int(token) for token in tokenizer(after, add_special_tokens=False)["input_ids"]]
 
 
 #: (terms, digits) of each level.

@@ -255,16 +255,16 @@ def test_the_calculator_does_one_sum_or_difference_and_nothing_else(text: str, r
 def test_a_conversation_sends_token_ids_back_as_they_came_and_counts_what_is_computed(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     prompt_ids, reply_ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("17:", "5:"))
+    (zero,) = tokenizer("0", add_special_tokens=False)["input_ids"]  # this model counts on: 18 19 20
     texts: list[str] = []
 
     def reply(problem: Problem, text: str) -> list[int]:
         texts.append(text)
-        return reply_ids
+        return [zero, *reply_ids]
 
     def reward(problem: Problem, answer: Answer) -> Verdict:
         return Verdict(float(answer.turns), answer.text == texts[-1])
 
-    (zero,) = tokenizer("0", add_special_tokens=False)["input_ids"]  # this model counts on: 18 19 20
     task = Task("talk", _never, reward, max_turns=3, max_context=200, reply=reply, stop=(zero,))
     how = Draw(2, seed=7, min_version=0, temperature=1.0, max_tokens=20)
     with start(CHECKPOINT, tmp_path / "worker.log") as worker, BackgroundClient(worker.endpoint) as client:

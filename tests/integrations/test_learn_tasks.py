@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from scripts.fetch_smollm2 import FOLDER, fetch
 from scripts.learn.tasks import TASKS, Answer, Curriculum, Problem, Task, calculate, chat_ids, user_turn_ids
@@ -23,6 +23,12 @@ def tokenizer() -> Any:
         pytest.skip("make test-integrations fetches the model")
     fetch(FOLDER, [])
     return AutoTokenizer.from_pretrained(FOLDER)
+
+
+def test_the_tokenizer_ends_turns_with_the_token_that_the_model_draws(tokenizer: Any) -> None:
+    config = AutoConfig.from_pretrained(FOLDER)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.eos_token_id == config.eos_token_id
+    assert tokenizer.pad_token_id == config.pad_token_id and tokenizer.bos_token_id == config.bos_token_id
 
 
 def answer(text: str, ended: bool = True) -> Answer:
@@ -74,10 +80,9 @@ def play(task: Task, tokenizer: Any, problem: Problem) -> tuple[list[int], str, 
     total, turns = first, 1
     for term in rest:
         said = f"CALC {total} {term[0]} {term[1:].strip()}"
-        ids += [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         reply = task.reply(problem, said)
-        assert reply is not None
-        ids += reply
+        assert reply is not None and reply[0] == tokenizer.eos_token_id
+        ids += [*tokenizer(said, add_special_tokens=False)["input_ids"], *reply]
         total, turns = str(calculate(said)), turns + 1
     last = f"ANSWER {total}"
     assert task.reply(problem, last) is None
@@ -97,6 +102,6 @@ def test_the_calculator_leads_to_the_right_answer_within_its_turns(tokenizer: An
 
 def test_a_user_turn_after_drawn_tokens_is_what_the_chat_template_writes(tokenizer: Any) -> None:
     talk = [{"role": "user", "content": "1 + 2 ="}, {"role": "assistant", "content": "CALC 1 + 2"}]
-    said = [*tokenizer("CALC 1 + 2", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    said = tokenizer("CALC 1 + 2", add_special_tokens=False)["input_ids"]
     ids = [*chat_ids(tokenizer, talk[:1]), *said, *user_turn_ids(tokenizer, "3")]
     assert ids == chat_ids(tokenizer, [*talk, {"role": "user", "content": "3"}])
