@@ -20,7 +20,7 @@ from scripts.learn.curves import draw_runs
 from scripts.learn.grpo import advantages, micro_batches, token_loss
 from scripts.learn.recipe import Recipe
 from scripts.learn.rollouts import Draw, Group, Sample, job
-from scripts.learn.run import thinned
+from scripts.learn.run import thinned, worker_flags
 from scripts.learn.tasks import Answer, Curriculum, Problem, Task, Verdict, calculate, counting, last_number
 from tests.support.integrations.integration_worker import start, worker_environment
 from tests.support.integrations.tiny_checkpoints import CHECKPOINT
@@ -164,6 +164,12 @@ def sample(logprobs: list[float], versions: list[int], reward: float, drawn: lis
         Verdict(reward, reward == 1),
         1,
     )
+
+
+def test_the_worker_has_room_for_all_batches_that_are_asked_for_ahead(tmp_path: Path) -> None:
+    recipe = Recipe(staleness=4, prompts=64, group_size=16, eval_problems=96)
+    flags = worker_flags(recipe, counting(), "cpu", tmp_path)
+    assert flags["max_queue"] >= 5 * 64 * 16 + 96 and flags["max_rows"] == 1024
 
 
 def test_a_group_of_equal_rewards_has_no_advantage() -> None:

@@ -265,3 +265,63 @@ def test_a_half_sent_update_is_forgotten_after_a_while(tight: Served) -> None:
     assert tight.version == version and tight.counts_in() == tight.steps[version]
     tight.publish(1)
     assert tight.counts_in() == 1
+
+
+def test_a_session_keeps_its_kv_over_an_update_and_the_client_is_told(tmp_path: Path) -> None:
+    with launch(log=tmp_path / "worker.log", max_kv_age=1) as worker:
+        served = Served(worker, {0: 1})
+        turn = {"temperature": 0, "session": "s"}
+        first = served.client.generate("17:", max_tokens=40, return_prompt_ids=True, **turn)
+        said = [*first.prompt_token_ids, *first.completions[0].token_ids]
+        assert first.completions[0].kv_versions == []
+        version, known = served.publish(2).version, len(said) - 1
+        with served.client.generate(said, max_tokens=9, stream="tokens", stream_every=2, **turn) as stream:
+            told = [chunk.part.kv_versions for chunk in stream]
+            second = stream.wait()
+        assert told[0] == second.completions[0].kv_versions == [(0, 0, known)] and not any(told[1:])
+        assert second.cached_tokens == known and second.completions[0].versions == [(version, 9)]
+        newest = served.client.generate(said, max_tokens=9, max_kv_age=0, **turn)
+        assert newest.completions[0].kv_versions == [] and newest.cached_tokens == 0
+        again = served.client.generate(said, max_tokens=9, **turn)
+        assert again.completions[0].kv_versions == [(0, version, known)]
+        served.close()
+
+
+def test_a_session_keeps_its_kv_over_an_update_and_the_client_is_told(tmp_path: Path) -> None:
+    with launch(log=tmp_path / "worker.log", max_kv_age=1) as worker:
+        served = Served(worker, {0: 1})
+        turn = {"temperature": 0, "session": "s"}
+        first = served.client.generate("17:", max_tokens=40, return_prompt_ids=True, **turn)
+        said = [*first.prompt_token_ids, *first.completions[0].token_ids]
+        assert first.completions[0].kv_versions == []
+        version, known = served.publish(2).version, len(said) - 1
+        with served.client.generate(said, max_tokens=9, stream="tokens", stream_every=2, **turn) as stream:
+            told = [chunk.part.kv_versions for chunk in stream]
+            second = stream.wait()
+        assert told[0] == second.completions[0].kv_versions == [(0, 0, known)] and not any(told[1:])
+        assert second.cached_tokens == known and second.completions[0].versions == [(version, 9)]
+        newest = served.client.generate(said, max_tokens=9, max_kv_age=0, **turn)
+        assert newest.completions[0].kv_versions == [] and newest.cached_tokens == 0
+        again = served.client.generate(said, max_tokens=9, **turn)
+        assert again.completions[0].kv_versions == [(0, version, known)]
+        served.close()
+
+
+def test_a_session_keeps_its_kv_over_an_update_and_the_client_is_told(tmp_path: Path) -> None:
+    with launch(log=tmp_path / "worker.log", max_kv_age=1) as worker:
+        served = Served(worker, {0: 1})
+        turn = {"temperature": 0, "session": "s"}
+        first = served.client.generate("17:", max_tokens=40, return_prompt_ids=True, **turn)
+        said = [*first.prompt_token_ids, *first.completions[0].token_ids]
+        assert first.completions[0].kv_versions == []
+        version, known = served.publish(2).version, len(said) - 1
+        with served.client.generate(said, max_tokens=9, stream="tokens", stream_every=2, **turn) as stream:
+            told = [chunk.part.kv_versions for chunk in stream]
+            second = stream.wait()
+        assert told[0] == second.completions[0].kv_versions == [(0, 0, known)] and not any(told[1:])
+        assert second.cached_tokens == known and second.completions[0].versions == [(version, 9)]
+        newest = served.client.generate(said, max_tokens=9, max_kv_age=0, **turn)
+        assert newest.completions[0].kv_versions == [] and newest.cached_tokens == 0
+        again = served.client.generate(said, max_tokens=9, **turn)
+        assert again.completions[0].kv_versions == [(0, version, known)]
+        served.close()
