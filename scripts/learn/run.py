@@ -66,7 +66,7 @@ def worker_flags(recipe: Recipe, task: Task, device: str, out: Path) -> dict[str
     """For `start_worker`."""
     batch = recipe.prompts * recipe.group_size
     rows = recipe.max_rows or min(1024, batch)
-    worker_device = recipe.worker_device or device.partition(":")[0]
+    worker_device = recipe.worker_device or device
     on_gpu = worker_device.startswith("cuda")
     return {
         "device": worker_device,
