@@ -50,6 +50,11 @@ def convert(source: Path, folder: Path) -> None:
         more["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=_FILE, dtype=torch.bfloat16, **more)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=_FILE)
+    # some releases of transformers read other special tokens from the file than the model's.
+    for name in ("bos", "eos", "pad"):
+        token = tokenizer.convert_ids_to_tokens(getattr(model.config, f"{name}_token_id"))
+        setattr(tokenizer, f"{name}_token", token)
+    tokenizer.clean_up_tokenization_spaces = False
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from scripts.bench.bars import Panel, draw
 from scripts.bench.summaries import Row, rows, value
-from scripts.bench.tables import pages
+from scripts.bench.tables import LEARNING, pages
+from scripts.learn.curves import draw_runs
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 _ROWS = (1, 8, 32, 128)
@@ -173,6 +174,10 @@ def _pipeline() -> str:
     return draw("The pipeline: by model and rows", [[panel] for panel in panels])
 
 
+def _learning() -> str:
+    return draw_runs("SmolLM2-135M-Instruct learns sums", [found for name in LEARNING for found in rows(name)])
+
+
 CHARTS: Mapping[str, Callable[[], str]] = {
     "decode": _decode,
     "groups": _groups,
@@ -180,6 +185,7 @@ CHARTS: Mapping[str, Callable[[], str]] = {
     "several_gpus": _several_gpus,
     "updates": _updates,
     "pipeline": _pipeline,
+    "learning": _learning,
 }
 
 

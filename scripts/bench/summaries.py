@@ -23,6 +23,7 @@ _RENAMED = (
     (r"^scripts/profile_decode\.py", "python -m scripts.bench.profile_decode"),
     (r"^(?:python )?scripts/(bench|check)_(\w+)\.py", r"python -m scripts.\1.\2"),
     (r"^scripts/(\w+)\.py", r"python -m scripts.\1"),
+    (r"^python -m scripts\.train_grpo( --steps \d+) --no-wandb", r"python -m scripts.learn --task counting\1"),
     (r"^rollout bench ", "python -m scripts.bench."),
 )
 

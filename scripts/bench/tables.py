@@ -893,6 +893,148 @@ def _correctness() -> list[Table]:
     ]
 
 
+#: The runs of the chart.
+LEARNING = ("learn_modes_01_h200", "learn_modes_2_h200", "learn_speculation_h200")
+_FIRST = "learn_first_h200"
+
+
+def _learning() -> list[Table]:
+    runs = {
+        "run": "name",
+        "seed": "seed",
+        "steps": "steps_done",
+        "a step, s": lambda found: found["step_s"]["median"],
+        "waited, %": lambda found: 100 * found["time"]["wait"] / found["time"]["step"],
+        "trained, %": lambda found: 100 * found["time"]["train"] / found["time"]["step"],
+        "right, held out": lambda found: _from_to(found["held_out"]["accuracy"]),
+        "steps until a quarter is right": lambda found: _until(found, 0.25, "evaluated"),
+        "seconds until then": lambda found: _until(found, 0.25, "wall_s"),
+        "staleness": lambda found: found["staleness"]["mean"],
+    }
+    agree = {
+        "run": "name",
+        "seed": "seed",
+        "tokens": lambda found: found["mismatch"]["tokens"],
+        "mean difference": lambda found: f"{found['mismatch']['mean_abs']:.3f}",
+        "99th percentile": lambda found: f"{found['mismatch']['p99_abs']:.2f}",
+        "K3": lambda found: f"{found['mismatch']['k3_kl']:.4f}",
+    }
+    ratios = [
+        [found["name"], found["seed"], age, of["tokens"], f"{of['mean']:.3f}", f"{of['p1']:.2f}", f"{of['p99']:.2f}"]
+        for name in (*LEARNING, _FIRST)
+        for found in rows(name)
+        for age, of in found["ratio_by_age"].items()
+        if name in LEARNING[:1] or found["name"] == "staleness 4"
+    ]
+    drafts = [
+        [
+            found["name"],
+            *(found["worker"][f"speculation/accepted_pct/age_{age}"] for age in ("0", "1", "2_to_4", "5_up")),
+        ]
+        for found in rows(LEARNING[2])
+    ]
+    return [
+        Table(
+            "Expected before the runs",
+            ("what", "expected", "measured"),
+            _expected(),
+            (),
+            "SmolLM2-135M-Instruct learns sums by GRPO. The expectations were written down before the first run on a "
+            "GPU, for 32 problems x 16 answers a step; the runs have 64 x 16.",
+        ),
+        columns("Runs of 240 s", LEARNING, runs, "Right, held out: greedy answers to 96 problems of six levels."),
+        columns(
+            "Earlier runs of 180 s",
+            _FIRST,
+            {title: column for title, column in runs.items() if "until" not in title},
+            "With the learning rate 2e-5, unless a run names another one.",
+        ),
+        columns(
+            "Worker's and trainer's log-probs under equal weights",
+            (*LEARNING, _FIRST),
+            agree,
+            "The largest values of all compared steps; bfloat16 with float32 logits, in the earlier runs with bfloat16 "
+            "logits in the trainer.",
+        ),
+        Table(
+            "Ratios, trainer over worker, by the age of a token in versions",
+            ("run", "seed", "age", "tokens", "mean", "1st percentile", "99th percentile"),
+            ratios,
+            (LEARNING[0], _FIRST),
+        ),
+        Table(
+            "Accepted drafts by the age of the text that they come from, in versions, %",
+            ("run", "0", "1", "2 to 4", "5 and more"),
+            drafts,
+            LEARNING[2:],
+        ),
+    ]
+
+
+def _expected() -> list[list[Cell]]:
+    """What was expected, and what came out."""
+    by_name: dict[str, list[Row]] = {}
+    for name in LEARNING:
+        for found in rows(name):
+            by_name.setdefault(found["name"], []).append(found)
+
+    def each(run: str, value: Callable[[Row], float]) -> str:
+        values = sorted(float(f"{value(found):.2f}") for found in by_name[run])
+        return f"{values[0]:g} to {values[-1]:g}" if values[0] != values[-1] else f"{values[0]:g}"
+
+    def step_s(found: Row) -> float:
+        return float(found["step_s"]["median"])
+
+    def last(found: Row) -> float:
+        return float(found["held_out"]["accuracy"][-1])
+
+    modes = ("sync", "staleness 1", "staleness 1, speculation")
+    steps, right = ({run: each(run, value) for run in modes} for value in (step_s, last))
+    aligned = [of["0"] for name in LEARNING for found in rows(name) for of in (found["ratio_by_age"],)]
+    ratio_text = f"{min(of['p1'] for of in aligned):.2f} to {max(of['p99'] for of in aligned):.2f}"
+    return [
+        [
+            "seconds a step",
+            "alone on a GPU: sync 0.7, staleness 1 to 4: 0.5",
+            f"three runs on a GPU: sync {steps['sync']}, staleness 1: {steps['staleness 1']}",
+        ],
+        [
+            "right answers held out, all levels, after 200 steps",
+            "from 0.05 to 0.35, in each mode",
+            f"sync {right['sync']}, staleness 1: {right['staleness 1']}",
+        ],
+        [
+            "steps that staleness costs for the same accuracy",
+            "1: none, 4: a tenth more",
+            "1: none; 4: see the earlier runs",
+        ],
+        ["KV kept or computed again on a swap", "no difference: answers have 32 tokens", "not run"],
+        [
+            "speculation",
+            "within 5% of the time: at 512 rows drafts do not pay",
+            f"{steps[modes[2]]} s a step, {right[modes[2]]} right",
+        ],
+        [
+            "log-probs under equal weights, bf16",
+            "mean difference 0.01, ratios from 0.95 to 1.05",
+            f"mean difference {max(found['mismatch']['mean_abs'] for runs in by_name.values() for found in runs):.2f}, "
+            f"ratios {ratio_text}",
+        ],
+        ["calculator, right answers held out, after 100 steps", "from 0.1 to 0.7", "not run on a GPU"],
+        ["a step of TRL, with transformers' generation / this worker", "6 s / 2 s", "not run on a GPU"],
+    ]
+
+
+def _until(found: Row, share: float, by: str) -> float | None:
+    """The first evaluation with this share of right answers."""
+    places = zip(found["held_out"][by], found["held_out"]["accuracy"], strict=True)
+    return next((place for place, right in places if right >= share), None)
+
+
+def _from_to(values: Sequence[float]) -> str:
+    return f"{values[0]:.3f} to {values[-1]:.3f}"
+
+
 PAGES: Mapping[str, tuple[str, Callable[[], list[Table]]]] = {
     "decode": ("Decoding", _decode),
     "groups": ("Groups that share a prompt", _groups),
@@ -906,6 +1048,7 @@ PAGES: Mapping[str, tuple[str, Callable[[], list[Table]]]] = {
     "features": ("What features cost", _features),
     "kernels": ("Kernels", _kernels),
     "correctness": ("Correctness", _correctness),
+    "learning": ("A real model learns", _learning),
 }
 
 

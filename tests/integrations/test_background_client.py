@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.integrations.integration_worker import start
 from tests.support.integrations.tiny_checkpoints import CHECKPOINT
+from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.integrations.background import BackgroundClient
@@ -48,6 +49,22 @@ def test_workers_join_and_leave_from_any_thread(worker: WorkerProcess) -> None:
 def test_future_raises_what_the_client_does(worker: WorkerProcess) -> None:
     with BackgroundClient(worker.endpoint) as client, pytest.raises(BadRequest):
         client.generate("5:", temperature=-1.0).result(30)
+
+
+def test_a_coroutine_of_the_caller_runs_in_the_thread_with_the_client(worker: WorkerProcess) -> None:
+    async def two_turns(client: AsyncRolloutClient) -> list[str | None]:
+        async with client.session() as session:
+            first = await session.generate("5:", return_text=True, **COUNT)
+            second = await session.generate("50:", return_text=True, **COUNT)
+        return [result.completions[0].text for result in (first, second)]
+
+    async def wrong(client: AsyncRolloutClient) -> None:
+        await client.generate("5:", temperature=-1.0)
+
+    with BackgroundClient(worker.endpoint) as client:
+        assert client.run(two_turns).result(30) == [" 6 7 8 9 10 ", " 51 52 53 54"]
+        with pytest.raises(BadRequest):
+            client.run(wrong).result(30)
 
 
 def test_closing_cancels_unfinished_requests_at_the_worker(worker: WorkerProcess) -> None:

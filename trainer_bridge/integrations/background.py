@@ -81,6 +81,19 @@ class BackgroundClient(ProcessBound):
         """As `RolloutClient.generate_many`, but a future of its results."""
         return self._run(self._client.generate_many(requests, max_in_flight=max_in_flight, **common))
 
+    def run(self, job: Callable[[AsyncRolloutClient], Coroutine[Any, Any, _Value]]) -> Future[_Value]:
+        """Run a coroutine of yours with the asynchronous client in the thread: conversations, tools, environments.
+
+            async def talk(client):
+                async with client.session() as session:
+                    ...
+
+            future = client.run(talk)
+
+        It must not block the thread. Cancelling the future cancels the coroutine, and its requests at the worker.
+        """
+        return self._run(job(self._client))
+
     @property
     def endpoints(self) -> tuple[str, ...]:
         """As `RolloutClient.endpoints`."""

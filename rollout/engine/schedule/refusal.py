@@ -36,10 +36,10 @@ def refusal(
         message = f"prompt plus max_tokens is {total} tokens and this worker holds at most {most}: ask for fewer"
         return Rejected(request.key, "too_long", message, "max_tokens")
     if request.n > limits.max_queue:
-        message = f"n is {request.n} and the queue holds {limits.max_queue} completions: ask for fewer at a time"
+        message = f"n is {request.n} and max_queue is {limits.max_queue} completions: ask for fewer at a time"
         return Rejected(request.key, "bad_request", message, "n")
     if waiting + request.n > limits.max_queue:
-        message = f"{waiting} completions wait, the queue holds {limits.max_queue}: come back later"
+        message = f"{waiting} completions wait, max_queue is {limits.max_queue}: come back later, or set a larger one"
         return Rejected(request.key, "overloaded", message)
     if request.prior is not None and len(request.prior.token_ids) > request.max_tokens:
         message = "continue_from has more than max_tokens tokens: raise max_tokens, which counts them"

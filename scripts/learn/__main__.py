@@ -1,0 +1,30 @@
+"""Asynchronous GRPO with this engine, in plain PyTorch: a real model learns a task with a verifier.
+
+    python -m scripts.learn --task counting --steps 20 --lr 1.5e-3          a tiny model, in seconds on a CPU
+    python -m scripts.learn --model models/SmolLM2-135M-Instruct            sums, on one GPU
+
+The command starts its own worker beside the trainer. It prints a line for each step and writes run.json, steps.jsonl
+and the worker's log and metrics to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from scripts.learn.recipe import add_flags, read_recipe
+from scripts.learn.run import run
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser)
+    parser.add_argument("--out", type=Path, default=Path("runs/learn"), help="folder for what is written (%(default)s)")
+    arguments = parser.parse_args()
+    run(read_recipe(arguments), arguments.out, partial(print, flush=True))
+
+
+if __name__ == "__main__":
+    main()

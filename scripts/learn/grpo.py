@@ -1,0 +1,257 @@
+"""The trainer: GRPO's loss with a clipped ratio and truncated importance weights, and the model with its optimizer.
+
+Master weights are float32. On a GPU the forward pass computes with the bfloat16 copies that are published, as the
+worker does. Logits are float32: bfloat16 would round those of likely tokens by up to 0.06. On a CPU all is float32.
+
+Shape suffixes: N samples, T tokens, S = T - 1 positions, each of which predicts the next token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from scripts.learn.recipe import Recipe
+from scripts.learn.rollouts import Group, Sample
+
+
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """Rewards of a group, with mean 0 and standard deviation 1; all 0 if they are equal."""
+    array = np.asarray(rewards)
+    return list((array - array.mean()) / (array.std() + 1e-4))
+
+
+def token_loss(
+    new: torch.Tensor, old: torch.Tensor, worker: torch.Tensor, advantage: torch.Tensor, recipe: Recipe
+) -> torch.Tensor:
+    """The loss of each token, all of one shape.
+
+    `new` are log-probs with a gradient, `old` the trainer's at the start of the batch, `worker` those of the draw. The
+    ratio new/old is clipped; old/worker corrects for older weights and for rounding, and is truncated at a cap.
+    """
+    ratio = (new - old).exp()
+    clipped = ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high)
+    weight = (old - worker).exp().clamp(max=recipe.importance_cap)
+    return -weight * torch.minimum(ratio * advantage, clipped * advantage)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some samples, padded on the right. Each position describes the token that it predicts."""
+
+    ids_NT: torch.Tensor  # int64
+    drawn_NS: torch.Tensor  # bool: the model drew that token
+    logprobs_NS: torch.Tensor  # float32, the worker's
+    versions_NS: torch.Tensor  # int64
+    advantage_N1: torch.Tensor
+    first: int  # no token of a position before it was drawn
+
+
+def pad(samples: Sequence[Sample], advantage: Sequence[float], device: str) -> Rows:
+    """Samples as tensors."""
+    length = max(len(one.prompt_ids) + len(one.token_ids) for one in samples)
+    shape = (len(samples), length - 1)
+    ids_NT = np.zeros((len(samples), length), np.int64)
+    drawn_NS, logprobs_NS, versions_NS = np.zeros(shape, bool), np.zeros(shape, np.float32), np.full(shape, -1)
+    for row, one in enumerate(samples):
+        begin = len(one.prompt_ids)
+        ids_NT[row, : begin + len(one.token_ids)] = [*one.prompt_ids, *one.token_ids]
+        where = slice(begin - 1, begin - 1 + len(one.token_ids))
+        drawn_NS[row, where], logprobs_NS[row, where], versions_NS[row, where] = one.drawn, one.logprobs, one.versions
+    arrays = (torch.from_numpy(array).to(device) for array in (ids_NT, drawn_NS, logprobs_NS, versions_NS))
+    column = torch.tensor(advantage, dtype=torch.float32, device=device)[:, None]
+    return Rows(*arrays, column, min(len(one.prompt_ids) for one in samples) - 1)
+
+
+def micro_tokens(recipe: Recipe, device: str) -> int:
+    """The most tokens of one forward pass."""
+    return recipe.micro_tokens or (16384 if device.startswith("cuda") else 1024)
+
+
+def micro_batches(groups: Sequence[Group], recipe: Recipe, device: str) -> list[list[Rows]]:
+    """The samples of a batch by minibatch, each in parts of at most `micro_tokens`; equal lengths stand together.
+
+    Groups whose rewards are all equal teach nothing and are left out. A minibatch without samples is left out, too.
+    """
+    most = micro_tokens(recipe, device)
+    pairs = [
+        (sample, advantage)
+        for group in groups
+        for sample, advantage in zip(
+            group.samples, advantages([one.verdict.reward for one in group.samples]), strict=True
+        )
+        if len({one.verdict.reward for one in group.samples}) > 1
+    ]
+    parts = []
+    for i in range(recipe.minibatches):
+        mine = sorted(pairs[i :: recipe.minibatches], key=lambda pair: _length(pair[0]))
+        found: list[list[tuple[Sample, float]]] = [[]] if mine else []
+        for pair in mine:
+            if found[-1] and (len(found[-1]) + 1) * _length(pair[0]) > most:
+                found.append([])
+            found[-1].append(pair)
+        parts.append([pad(*zip(*part, strict=True), device) for part in found])
+    return [part for part in parts if part]
+
+
+def _use_float32_logits(head: nn.Module) -> None:
+    """Have an output layer compute in float32, whatever the type of its weights."""
+    bias = getattr(head, "bias", None)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden.float(), head.weight.float(), None if bias is None else head.bias.float())
+
+    head.forward = forward  # type: ignore[method-assign]
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.prompt_ids) + len(sample.token_ids)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Log-probs of drawn tokens: the worker's and the trainer's, the tokens' age in versions, and their entropy."""
+
+    worker: np.ndarray
+    trainer: np.ndarray
+    age: np.ndarray
+    entropy: np.ndarray
+
+    def facts(self) -> dict[str, Any]:
+        """Ratios of probabilities, trainer over worker: of all tokens and by age, mean and 1st and 99th percentile."""
+        ratio = np.exp(self.trainer - self.worker)
+        by_age = {str(age): _ratios(ratio[self.age == age]) for age in np.unique(self.age).tolist()}
+        facts = {f"ratio/{name}": value for name, value in _ratios(ratio).items()}
+        return {**facts, "ratio/by_age": by_age, "entropy": float(self.entropy.mean())}
+
+
+def _ratios(ratio: np.ndarray) -> dict[str, float]:
+    low, high = np.percentile(ratio, (1, 99)).tolist()
+    return {"tokens": len(ratio), "mean": float(ratio.mean()), "p1": low, "p99": high}
+
+
+class Trainer:
+    """The model, its optimizer, and the last weights, for comparison with the worker's log-probs."""
+
+    def __init__(self, recipe: Recipe, model: str, device: str) -> None:
+        self.recipe, self.device = recipe, device
+        torch.manual_seed(recipe.seed)
+        self.model: nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
+        self.model.eval()  # no dropout: log-probs must be the worker's
+        self._dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+        if self._dtype != torch.float32:
+            torch.backends.cuda.matmul.allow_tf32 = True  # TF32 holds each bfloat16 number
+            _use_float32_logits(self.model.get_output_embeddings())  # type: ignore[operator]
+        betas = (0.9, 0.95)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), recipe.lr, betas, eps=1e-8, weight_decay=recipe.weight_decay
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / max(1, recipe.warmup))
+        )
+        self.version = 0
+        self._past: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=recipe.ahead + 1)
+        self._remember()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The tensors to publish: the parameters themselves on a CPU, bfloat16 copies on a GPU."""
+        return {name: tensor.detach().to(self._dtype) for name, tensor in self.model.named_parameters()}
+
+    def logprobs(self, rows: Rows, weights: dict[str, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the drawn tokens and their entropies, both flat; `weights` replace the model's own."""
+        drawn_NK = rows.drawn_NS[:, rows.first :]
+        given = {"use_cache": False, "logits_to_keep": drawn_NK.shape[1]}
+        weights = weights or dict(self.model.named_parameters())
+        computing = {name: tensor.to(self._dtype) for name, tensor in weights.items()}
+        called = torch.func.functional_call(self.model, computing, (rows.ids_NT[:, :-1],), given)
+        logits_AV = called.logits[drawn_NK].float() / self.recipe.temperature
+        targets_A = rows.ids_NT[:, 1:][rows.drawn_NS]
+        total_A = logits_AV.logsumexp(-1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.recipe.entropy > 0):
+            probs_AV = (logits_AV - total_A[:, None]).exp()
+            entropy_A = total_A - torch.linalg.vecdot(probs_AV, logits_AV)
+        return logits_AV.gather(-1, targets_A[:, None])[:, 0] - total_A, entropy_A
+
+    def train(self, groups: Sequence[Group], ready: Any) -> dict[str, Any]:
+        """Take the optimizer steps of a batch; returns its facts, none if no group has different rewards.
+
+        `ready()` is called before the first one changes the weights.
+        """
+        parts = micro_batches(groups, self.recipe, self.device)
+        several = self.recipe.minibatches > 1
+        with torch.no_grad():
+            starts = [[self.logprobs(rows)[0] for rows in part] for part in parts] if several else []
+        worker, trainer, age, entropy, clipped, norms = [], [], [], [], 0, []
+        for i, part in enumerate(parts):
+            tokens = sum(int(rows.drawn_NS.sum()) for rows in part)
+            for j, rows in enumerate(part):
+                new, entropies = self.logprobs(rows)
+                old = starts[i][j] if several else new.detach()
+                drawn_worker = rows.logprobs_NS[rows.drawn_NS]
+                advantage = rows.advantage_N1.expand_as(rows.drawn_NS)[rows.drawn_NS]
+                loss = token_loss(new, old, drawn_worker, advantage, self.recipe) - self.recipe.entropy * entropies
+                (loss.sum() / tokens).backward()
+                worker.append(drawn_worker)
+                trainer.append(old.detach())
+                entropy.append(entropies.detach())
+                age.append(self.version - rows.versions_NS[rows.drawn_NS])
+                clipped += int(((old - drawn_worker).exp() > self.recipe.importance_cap).sum())
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_norm)
+            if i == 0:
+                ready()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            norms.append(float(norm))
+        self.schedule.step()
+        self.version += 1
+        self._remember()
+        if not parts:
+            return {}
+        found = Compared(*(torch.cat(each).cpu().numpy() for each in (worker, trainer, age, entropy)))
+        capped = 100 * clipped / len(found.worker)
+        return {**found.facts(), "ratio/capped_pct": capped, "gradient": max(norms)}
+
+    def mismatch(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """Compare log-probs under equal weights: the samples of a single version whose weights are kept.
+
+        The largest and the mean difference, and k3, an estimate of the KL divergence, nats.
+        """
+        difference: list[np.ndarray] = []
+        for version, weights in self._past:
+            samples = [one for group in groups for one in group.samples if (one.versions[one.drawn] == version).all()]
+            most = max((_length(one) for one in samples), default=1)
+            size = max(1, micro_tokens(self.recipe, self.device) // most)
+            for begin in range(0, len(samples), size):
+                some = samples[begin : begin + size]
+                rows = pad(some, [0.0] * len(some), self.device)
+                with torch.no_grad():
+                    mine, _ = self.logprobs(rows, weights)
+                difference.append((mine - rows.logprobs_NS[rows.drawn_NS]).double().cpu().numpy())
+        found = np.concatenate(difference) if difference else np.zeros(0)
+        if not len(found):
+            return {"mismatch/tokens": 0}
+        absolute = np.abs(found)
+        return {
+            "mismatch/tokens": len(found),
+            "mismatch/max_abs": float(absolute.max()),
+            "mismatch/mean_abs": float(absolute.mean()),
+            "mismatch/p99_abs": float(np.percentile(absolute, 99)),
+            "mismatch/k3_kl": float((np.exp(found) - 1 - found).mean()),
+        }
+
+    def save(self, folder: str) -> None:
+        """The model, in the format of its folder."""
+        self.model.save_pretrained(folder)  # type: ignore[operator]
+
+    def _remember(self) -> None:
+        if self.recipe.check_every:
+            kept = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
+            self._past.append((self.version, kept))

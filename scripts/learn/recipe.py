@@ -1,0 +1,94 @@
+"""The hyper-parameters of a run, and the command line that is made from them.
+
+Every field of `Recipe` is a flag. Replace what you need: `Recipe(model=..., task="chain_sum", lr=1e-5)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run of GRPO. Times in seconds; a step is one batch and one update of the weights."""
+
+    model: str = _setting("", "folder or hub id of the model; without it the task `counting` makes a tiny one")
+    task: str = _setting("chain_sum", "what is learned: chain_sum, countdown, calculator or counting")
+    mode: Literal["sync", "async"] = _setting("async", "sync: trainer and worker take turns; async: they overlap")
+    staleness: int = _setting(1, "async: batches that are requested ahead; no token is older, in versions")
+    steps: int = _setting(200, "updates of the weights")
+    max_seconds: float = _setting(0.0, "end after the step that passes this time; 0: no limit")
+    seed: int = _setting(0, "of problems, draws and rollouts")
+    level: int = _setting(-1, "train on this level of the task alone; -1: a curriculum over all levels")
+    # the batch
+    prompts: int = _setting(64, "problems of a step")
+    group_size: int = _setting(16, "completions of a problem")
+    max_tokens: int = _setting(0, "most tokens of an answer; 0: the task's own number")
+    temperature: float = _setting(1.0, "of the rollouts")
+    # the loss
+    clip_low: float = _setting(0.2, "how far a ratio may fall below 1")
+    clip_high: float = _setting(0.28, "how far a ratio may rise above 1")
+    importance_cap: float = _setting(2.0, "largest weight of a token, by the trainer's probability over the worker's")
+    entropy: float = _setting(0.0, "weight of the entropy of tokens, which is added to the gain")
+    minibatches: int = _setting(1, "optimizer steps of a batch; the weights are published after the last one")
+    # the optimizer
+    lr: float = _setting(1e-5, "learning rate of AdamW after the warm-up")
+    warmup: int = _setting(10, "steps in which the learning rate rises from 0")
+    weight_decay: float = _setting(0.0, "of AdamW")
+    max_norm: float = _setting(1.0, "the gradient is scaled down to this norm")
+    micro_tokens: int = _setting(0, "tokens of one forward pass, padding included; 0: 16384 on a GPU, 1024 on a CPU")
+    # the engine
+    device: str = _setting("", "of the trainer: cpu, cuda or cuda:N; without it a GPU if there is one")
+    worker_device: str = _setting("", "of the worker, if it is another one")
+    kv_on_swap: Literal["keep", "recompute"] = _setting("keep", "KV of running completions when the weights change")
+    speculation: Literal["off", "suffix", "ngram", "auto"] = _setting("off", "source of the worker's drafts")
+    max_rows: int = _setting(0, "completions that the worker runs at once; 0: one batch, at most 1024")
+    kv_gib: float = _setting(4.0, "most memory for the worker's KV")
+    # what is measured
+    eval_every: int = _setting(10, "steps between two evaluations; 0: none")
+    eval_problems: int = _setting(96, "held-out problems, drawn greedily")
+    check_every: int = _setting(10, "steps between two comparisons of log-probs under equal weights; 0: none")
+
+    @property
+    def ahead(self) -> int:
+        """Batches that are requested before the step that trains on the first of them."""
+        return 0 if self.mode == "sync" else self.staleness
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of `Recipe`."""
+    kinds = typing.get_type_hints(Recipe)
+    for one in fields(Recipe):
+        kind, flag = kinds[one.name], "--" + one.name.replace("_", "-")
+        how: dict[str, Any] = {"type": kind}
+        if typing.get_origin(kind) is Literal:
+            how = {"choices": typing.get_args(kind)}
+        shown = "" if one.default == "" else " (%(default)s)"
+        parser.add_argument(flag, default=one.default, help=one.metadata["help"] + shown, **how)
+
+
+def read_recipe(arguments: argparse.Namespace) -> Recipe:
+    """The recipe of parsed flags. Raises SystemExit with the flag's name for values that make no sense."""
+    recipe = Recipe(**{one.name: getattr(arguments, one.name) for one in fields(Recipe)})
+    least = {"steps": 1, "prompts": 1, "group_size": 2, "minibatches": 1, "staleness": 1}
+    for name, number in least.items():
+        if getattr(recipe, name) < number:
+            raise SystemExit(f"--{name.replace('_', '-')} must be at least {number}")
+    if recipe.minibatches > recipe.prompts * recipe.group_size:
+        raise SystemExit("--minibatches must be at most the completions of a step")
+    if not recipe.model and recipe.task != "counting":
+        raise SystemExit("--model is missing: name a folder, such as the one that scripts.fetch_smollm2 makes")
+    return recipe
+
+
+def flag_words(recipe: Recipe, names: Sequence[str]) -> list[str]:
+    """The flags of some fields, for a command line."""
+    return [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(recipe, name)))]

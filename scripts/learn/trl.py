@@ -1,0 +1,179 @@
+"""The same problems, model, batch and optimizer with TRL's GRPOTrainer: by transformers' generation, or by a worker.
+
+    python -m scripts.learn.trl --generation transformers --model MODEL --level 2 --steps 40 --out runs/trl
+    python -m scripts.learn.trl --generation worker --model MODEL --level 2 --steps 40 --out runs/trl_worker
+    python -m scripts.learn --mode sync --model MODEL --level 2 --steps 40 --out runs/own
+
+TRL has no curriculum, so name a level. Its weights are float32, with bfloat16 autocast on a GPU, as the recipe's. The
+command writes run.json, in the recipe's form. Needs the extra `trl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from scripts.bench.output import circumstances, write_summary
+from scripts.learn.grpo import micro_tokens
+from scripts.learn.recipe import Recipe, add_flags, read_recipe
+from scripts.learn.run import rounded, thinned, worker_flags
+from scripts.learn.tasks import TASKS, Answer, Curriculum, Verdict
+from trainer_bridge import start_worker
+from trainer_bridge.integrations.trl_generation import use_workers
+
+
+class Record(TrainerCallback):
+    """The rewards of each step, with the seconds since training began."""
+
+    def __init__(self, tell: Any) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.verdicts: list[Verdict] = []
+        self.tokens = 0
+        self._total = 0
+        self._began_s = self._last_s = 0.0
+        self._tell = tell
+
+    def on_train_begin(self, *given: Any, **more: Any) -> None:
+        """Start the clock."""
+        self._began_s = self._last_s = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Take in the step that has ended."""
+        now_s = time.perf_counter()
+        self._total += self.tokens
+        row = {"step": state.global_step, "wall_s": now_s - self._began_s, "tokens_total": self._total}
+        row |= {"reward": statistics.fmean(each.reward for each in self.verdicts), "tokens": self.tokens}
+        row |= {"right": statistics.fmean(each.right for each in self.verdicts), "time/step_s": now_s - self._last_s}
+        self.rows.append(row)
+        self._tell(f"step {row['step']} {row['wall_s']:.1f} s: reward {row['reward']:.3f}, right {row['right']:.3f}")
+        self.verdicts, self.tokens, self._last_s = [], 0, now_s
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        """Add TRL's own figure for the difference of log-probs to the step that has ended."""
+        names = [name for name in logs or {} if name.startswith("sampling/sampling_logp_difference")]
+        if self.rows:
+            self.rows[-1] |= {name: float(logs[name]) for name in names}
+
+
+def train(recipe: Recipe, generation: str, out: Path, tell: Any = print) -> dict[str, Any]:
+    """Train by TRL; returns the summary. Raises ValueError for a task of several turns, or without a level."""
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    task = TASKS[recipe.task](tokenizer)
+    if task.reply is not None or recipe.level < 0 or recipe.mode != "sync":
+        raise ValueError("TRL is compared on one level of a task of one turn: name a --level, and --mode sync")
+    record, curriculum = Record(tell), Curriculum(task, recipe.seed, recipe.level)
+    problems = [problem for step in range(1, recipe.steps + 1) for problem in curriculum.problems(step, recipe.prompts)]
+    texts = [tokenizer.decode(problem.prompt_ids) for problem in problems]
+    for problem, text in zip(problems, texts, strict=True):
+        if tokenizer(text)["input_ids"] != problem.prompt_ids:
+            raise ValueError("this tokenizer does not give a prompt's text the prompt's token ids")
+
+    def reward(
+        completions: list[str], completion_ids: list[list[int]], number: list[int], **columns: Any
+    ) -> list[float]:
+        ends = set(end if isinstance(end := trainer.model.generation_config.eos_token_id, list) else [end])
+        found = [
+            task.reward(problems[i], Answer(ids, text, ids[-1] in ends))
+            for text, ids, i in zip(completions, completion_ids, number, strict=True)
+        ]
+        record.verdicts += found
+        record.tokens += sum(map(len, completion_ids))
+        return [each.reward for each in found]
+
+    device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.startswith("cuda")
+    trainer = GRPOTrainer(
+        recipe.model,
+        reward,
+        grpo_config(recipe, out, recipe.max_tokens or task.max_tokens, on_gpu),
+        Dataset.from_dict({"prompt": texts, "number": list(range(len(texts)))}),
+        processing_class=tokenizer,
+        callbacks=[record],
+    )
+    with ExitStack() as stack:
+        if generation == "worker":
+            worker = stack.enter_context(start_worker(recipe.model, **worker_flags(recipe, task, device, out)))
+            stack.enter_context(use_workers(trainer, worker.endpoints))
+        trainer.train()
+    rows = record.rows
+    summary = {
+        **circumstances(),
+        "recipe": {**asdict(recipe), "model": Path(recipe.model).name},
+        "generation": generation,
+        "steps_done": len(rows),
+        "seconds": rows[-1]["wall_s"],
+        "step_s": rounded({"median": statistics.median(row["time/step_s"] for row in rows)}),
+        "points": [rounded(row) for row in thinned(rows, 60)],
+        "evaluations": [],
+    }
+    write_summary(out / "run.json", summary)
+    return summary
+
+
+def grpo_config(recipe: Recipe, out: Path, max_tokens: int, on_gpu: bool) -> GRPOConfig:
+    """TRL's settings for the recipe's loss and optimizer."""
+    batch = recipe.prompts * recipe.group_size
+    # TRL pads all samples to one length, about 100 tokens here.
+    rows = max(1, micro_tokens(recipe, "cuda" if on_gpu else "cpu") // 100)
+    micro = max(count for count in range(1, min(rows, batch) + 1) if batch % count == 0)
+    return GRPOConfig(
+        str(out / "trl"),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=batch // micro,
+        num_generations=recipe.group_size,
+        max_completion_length=max_tokens,
+        shuffle_dataset=False,
+        temperature=recipe.temperature,
+        top_k=0,
+        beta=0.0,
+        epsilon=recipe.clip_low,
+        epsilon_high=recipe.clip_high,
+        loss_type="dapo",
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=recipe.importance_cap,
+        learning_rate=recipe.lr,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=recipe.warmup,
+        weight_decay=recipe.weight_decay,
+        adam_beta2=0.95,
+        max_grad_norm=recipe.max_norm,
+        model_init_kwargs={"dtype": "float32"},
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        gradient_checkpointing=False,
+        seed=recipe.seed,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser)
+    parser.set_defaults(mode="sync")
+    parser.add_argument("--generation", choices=("transformers", "worker"), default="worker")
+    parser.add_argument("--out", type=Path, default=Path("runs/trl"), help="folder for what is written (%(default)s)")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    summary = train(read_recipe(arguments), arguments.generation, arguments.out, partial(print, flush=True))
+    print(json.dumps({"steps": summary["steps_done"], **summary["step_s"]}))
+
+
+if __name__ == "__main__":
+    main()
