@@ -23,6 +23,7 @@ from rollout.engine.features.drafts.verifier import DraftVerifier, draft_rows
 from rollout.engine.features.site import Lead, Site
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
+from rollout.engine.kv.host_pages import HostPageBooks, KeptCounts
 from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import HostMemory, PageMover
@@ -31,6 +32,7 @@ from rollout.engine.kv.prefixes import Prefixes
 from rollout.engine.kv.sessions import SessionCounts, Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.state_prefixes import StatePrefixes
+from rollout.engine.kv.tier import Tier
 from rollout.engine.loop import Engine
 from rollout.engine.messages.to_service import Event
 from rollout.engine.parts import EngineParts, Links, Receiver
@@ -213,13 +215,14 @@ class _Totals:
     counters: Counters = field(default_factory=Counters)
     sessions: SessionCounts = field(default_factory=SessionCounts)
     offload: OffloadCounts = field(default_factory=OffloadCounts)
+    kept: KeptCounts = field(default_factory=KeptCounts)
     features: Seq[StepFeature] = ()  # that have totals
 
     @classmethod
     def of(cls, roster: Roster) -> _Totals:
         """The totals of a roster that a fault ended."""
         allocator = roster.allocator
-        counts = allocator.sessions.counts, allocator.offload_books.counts
+        counts = allocator.sessions.counts, allocator.offload_books.counts, allocator.tier.host.counts
         return cls(roster.counters, *counts, roster.features)
 
 
@@ -277,7 +280,7 @@ def _build_parts(
     allocator = _build_allocator(site, executor, features, totals)
     roster = Roster(allocator, engine.max_rows, version, time.perf_counter, totals.counters, features)
     mover, books = executor.mover, allocator.offload_books
-    offload = None if mover is None else Offload(roster, books, mover, executor.state_mover)
+    offload = None if mover is None else Offload(roster, books, allocator.tier, mover, executor.state_mover)
     sizes = None if executor.graphs is None else executor.graphs.sizes
     step, shared = executor.step, None
     if step.shares_pages:
@@ -291,16 +294,19 @@ def _build_parts(
 def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], totals: _Totals) -> PageAllocator:
     """The books of the KV pool: pages, sessions, adapters, offloaded KV."""
     engine, step, mover = site.settings.engine, executor.step, executor.mover
-    pool = PagePool(step.kv.pages)
     host_pages, page_bytes = (0, 0) if mover is None else (mover.host_memory.pages, mover.host_memory.page_bytes)
+    host = HostPageBooks(host_pages, totals.kept)
+    keeps = host_pages > 0 and engine.prefix_cache and step.kv.states is None  # known pages, on the host
+    pool = PagePool(step.kv.pages, host.note_evicted) if keeps else PagePool(step.kv.pages)
     places = engine.snapshot_places if step.kv.states is not None else 0
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
-    found_by = pool, engine.page_size, engine.prefix_cache, sessions
+    tier = Tier(pool, host, sessions, engine.page_size, not keeps, mirrors)
+    found_by = pool, tier, engine.page_size, engine.prefix_cache, sessions
     prefixes = Prefixes(*found_by) if step.kv.states is None else StatePrefixes(*found_by, snapshots)
     host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages
-    books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, host_places, mirrors, totals.offload)
+    books = OffloadBooks(pool, engine.page_size, host, page_bytes, host_places, mirrors, totals.offload)
     return PageAllocator(sessions, prefixes, books, mirrors)
 
 

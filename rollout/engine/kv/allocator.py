@@ -11,8 +11,8 @@ A sequence gets its pages from these sources, in `try_admit` and afterwards in `
     own pages        new ones for the rest of its tokens, and one more; after that one at a time
     offloaded KV     what it had before it was preempted, instead of all the above (`offload`)
 
-`prefixes` finds the first three. When a sequence is settled, its pages go to its session (`keep_turn`), to the offload
-books or back to the pool (`release`).
+`prefixes` finds the first three. What it finds on the host is first copied to the pool (`fetch_for`). When a sequence
+is settled, its pages go to its session (`keep_turn`), to the offload books or back to the pool (`release`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.prefixes import Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
+from rollout.engine.kv.tier import Fetch
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import OffloadedKV
 from rollout.engine.sequence.session import SessionKV
+
+#: The most fetches for one admission of a sequence. Pages that wait for a row may be evicted meanwhile.
+_MOST_FETCHES = 3
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -43,6 +47,7 @@ class PageAllocator:
         self.page_size = prefixes.page_size
         self.sessions = sessions
         self.prefixes = prefixes
+        self.tier = prefixes.tier
         self.offload_books = offload_books  # KV of preempted sequences
         self.sharing: list[Group] = []  # groups that hold a share, oldest first
         self._mirrors = mirrors
@@ -62,6 +67,39 @@ class PageAllocator:
     def find_reusable(self, seq: Sequence, version: int) -> Reusable | None:
         """KV that `seq` need not compute, now or once another prefill has; None if it has KV of its own to restore."""
         return self.prefixes.find(seq, version) if seq.kv.offloaded is None else None
+
+    def fetch_for(self, seq: Sequence, reusable: Reusable | None, spare: int) -> Fetch | None:
+        """The fetch that a sequence has to wait for, if pages that were just found for it are on the host.
+
+        None if there are none, or if the sequence would not fit with `spare` pages left, or if it has had so many
+        fetches that it is better computed: its pages are evicted before it gets a row.
+        """
+        if reusable is None or not reusable.beyond:
+            return None
+        more = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - len(reusable.shared) - len(reusable.beyond)
+        fetch = self.fetch(reusable.beyond, spare + more, reusable.shared, begins=seq.kv.fetches < _MOST_FETCHES)
+        seq.kv.fetches += fetch is not None
+        return fetch
+
+    def fetch(self, keys: Seq[bytes], spare: int, first: Seq[int] = (), begins: bool = True) -> Fetch | None:
+        """Have pages of a prefix copied from the host, if `spare` pages stay available after that.
+
+        `keys` are those of pages that follow on the `first` ones. Returns the fetch to wait for, which may be another
+        one that is under way; None if there is none.
+        """
+        if (other := self.tier.fetch_of(keys[0])) is not None:
+            return other
+        known = [self.pool.find(key) for key in keys]
+        missing = [key for key, page in zip(keys, known, strict=True) if page is None and self.tier.may_fetch(key)]
+        if not missing or not begins:
+            return None
+        retained = [*first, *(page for page in known if page is not None)]
+        new = self._retain_and_allocate(retained, len(missing), spare)
+        if new is None:
+            return None
+        targets = dict(zip(missing, new, strict=True))
+        pages = [targets.get(key, page) for key, page in zip(keys, known, strict=True)]
+        return self.tier.fetch([*first, *(page for page in pages if page is not None)], list(targets.items()))
 
     def try_admit(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.
@@ -84,6 +122,7 @@ class PageAllocator:
         if new is None:
             return False
         kv = seq.kv
+        kv.fetches = 0
         kv.load_from = reusable.place
         kv.hit = reusable.hit if reusable.tokens else None
         kv.add_pages([*reusable.shared, *new], self.page_size)
@@ -272,7 +311,12 @@ class PageAllocator:
         self.prefixes.forget()
 
     def forget_all(self) -> None:
-        """Drop cache, shares and sessions: their KV is of no use any more."""
+        """Drop cache, shares, sessions and what the host keeps of them: their KV is of no use any more."""
+        self.empty_pool()
+        self.tier.forget_all()
+
+    def empty_pool(self) -> None:
+        """Drop cache, shares and sessions; the host keeps what it has."""
         self.end_sharing()
         self.prefixes.frontiers.clear()
         self.pool.forget_all()
@@ -282,6 +326,7 @@ class PageAllocator:
         self.pool.check()
         self.sessions.check()
         self.offload_books.check()
+        self.tier.check()
         cached = self.prefixes.check()
         used, kept = self.pool.used, self.sessions.count_alone(cached)
         assert used == kept, f"{used} pages are in use, {kept} of them by sessions and cached snapshots"

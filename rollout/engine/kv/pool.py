@@ -14,6 +14,10 @@ digest_{-1} is the weights version and, with an adapter, the edition of its weig
 the prompt say about the page's positions (`messages.Prompt.content`), and for generated tokens their ids. So a key
 states which content, at which positions, under which weights.
 
+`tier` copies the oldest cached pages to the host before they are evicted. It looks at each once, and the pages that it
+has looked at are evicted before the others. A page is copied without a reference: if it is evicted meanwhile, the copy
+is of no use.
+
 The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page
 is used or cached: whoever has an equal prompt copies the page, because the first sequence goes on writing there.
 """
@@ -21,14 +25,15 @@ is used or cached: whoever has an equal prompt copies the page, because the firs
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 DUMP_PAGE = 0
 
 
 class PagePool:
-    """Counts references to `total` pages and finds known ones by prefix key."""
+    """Counts references to `total` pages and finds known ones by prefix key; `evicted` is called with evicted keys."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, evicted: Callable[[bytes], object] = lambda key: None) -> None:
         if total < 2:
             raise ValueError(f"a KV pool needs at least 2 pages, one of them the dump page; got {total}")
         self.total = total - 1  # pages that can be allocated
@@ -38,7 +43,11 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._tail_page_of: dict[bytes, int] = {}
         self._tail_key_of: dict[int, bytes] = {}
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached pages, oldest use first
+        self._evicted = evicted
+        # Cached pages, oldest use first: those that `look` has returned, which are evicted first, and the others.
+        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._copies: dict[int, object] = {}  # of pages to the host, under way; none of a page that was evicted since
 
     @property
     def free(self) -> int:
@@ -48,6 +57,11 @@ class PagePool:
     @property
     def cached(self) -> int:
         """Pages in state cached."""
+        return len(self._seen) + len(self._evictable)
+
+    @property
+    def unseen(self) -> int:
+        """Cached pages that `look` has not returned."""
         return len(self._evictable)
 
     @property
@@ -58,14 +72,15 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that `allocate` can hand out now."""
-        return len(self._free) + len(self._evictable)
+        return len(self._free) + len(self._seen) + len(self._evictable)
 
     def allocate(self) -> int | None:
         """A page with one reference; None if all are used. Without a free page it evicts the oldest cached one."""
         if self._free:
             page = self._free.pop()
-        elif self._evictable:
-            page, _ = self._evictable.popitem(last=False)
+        elif cached := self._seen or self._evictable:
+            page, _ = cached.popitem(last=False)
+            self._evicted(self._key_of[page])
             self._forget(page)
         else:
             return None
@@ -75,7 +90,7 @@ class PagePool:
     def retain(self, page: int) -> None:
         """Add a reference to a page that is used or cached."""
         if self.refs[page] == 0:
-            del self._evictable[page]
+            del (self._seen if page in self._seen else self._evictable)[page]
         self.refs[page] += 1
 
     def release(self, page: int) -> None:
@@ -111,18 +126,42 @@ class PagePool:
         """The page whose first positions have this key, or None: to be retained and copied."""
         return self._tail_page_of.get(key)
 
+    # --- copies to the host -------------------------------------------------------------------------------------------
+
+    def look(self) -> tuple[bytes, int]:
+        """The key and number of the oldest cached page that `look` has not returned; there has to be one."""
+        page, _ = self._evictable.popitem(last=False)
+        self._seen[page] = None
+        return self._key_of[page], page
+
+    def begin_copy(self, page: int, copy: object) -> None:
+        """A known page that no step in flight writes to is being copied to the host."""
+        self._copies[page] = copy
+
+    def end_copy(self, page: int, copy: object) -> bool:
+        """The copy has ended; False if the page was evicted meanwhile, so that the copy is of no use."""
+        if self._copies.get(page) is not copy:
+            return False
+        del self._copies[page]
+        return True
+
+    # ------------------------------------------------------------------------------------------------------------------
+
     def forget_all(self) -> None:
         """Forget all prefixes: cached pages become free, used pages can no longer be found."""
-        for page in self._evictable:
-            self._free.append(page)
-        self._evictable.clear()
+        for cached in (self._seen, self._evictable):
+            self._free += cached
+            cached.clear()
+        self._copies.clear()
         for index in (self._page_of, self._key_of, self._tail_page_of, self._tail_key_of):
             index.clear()
 
     def check(self) -> None:
         """Assert that every page is in exactly one state."""
-        free, cached = set(self._free), set(self._evictable)
+        free, cached = set(self._free), self._seen.keys() | self._evictable.keys()
         assert len(free) == len(self._free), "a page is free twice"
+        assert len(cached) == self.cached, "a page is cached twice"
+        assert not self._copies, "a page is being copied"
         assert not free & cached and DUMP_PAGE not in free | cached, "a page is both free and cached"
         for page in range(1, self.total + 1):
             in_pool = page in free or page in cached
@@ -133,6 +172,7 @@ class PagePool:
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]
+        self._copies.pop(page, None)
         self._forget_tail(page)
 
     def _forget_tail(self, page: int) -> None:

@@ -12,6 +12,7 @@ from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.prefixes import Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.kv.tier import Tier
 from rollout.engine.sequence.sequence import PromptShare, Sequence
 from rollout.engine.sequence.sequence_kv import PlannedSnapshot, Point, PrefixHit, Snapshot
 from rollout.metrics.definitions import percent
@@ -22,8 +23,10 @@ class StatePrefixes(Prefixes):
 
     has_states = True
 
-    def __init__(self, pool: PagePool, page_size: int, cache: bool, sessions: Sessions, snapshots: Snapshots) -> None:
-        super().__init__(pool, page_size, cache, sessions)
+    def __init__(
+        self, pool: PagePool, tier: Tier, page_size: int, cache: bool, sessions: Sessions, snapshots: Snapshots
+    ) -> None:
+        super().__init__(pool, tier, page_size, cache, sessions)
         self.snapshots = snapshots
 
     # --- find ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ feature has no object of it. Its part on the device is a `step.feature.DeviceFea
     upload    words bounds what pack puts
     launch    launched
     commit    commit, committed, ran; delta_fields for each delta
-    KV        stow, restored (`PageMirror`)
+    KV        stow, fetched, restored (`PageMirror`)
     loop      tick, wait
     weights   weights_changed, between two steps
     sleep     memory_leaves

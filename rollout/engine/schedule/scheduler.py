@@ -129,6 +129,8 @@ class Scheduler:
                 other, awaited = reusable.awaited
                 roster.turns.hasten(other, seq, awaited - reusable.tokens)
                 feed.join(seq, other, awaited)
+            elif (fetch := allocator.fetch_for(seq, reusable, spare=running)) is not None:
+                feed.join(seq, fetch)
             elif allocator.try_admit(seq, reusable, roster.version, spare=running):
                 roster.start(seq)
             elif running or not allocator.sharing:
@@ -267,6 +269,8 @@ class Scheduler:
 
     def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
         """A committed step took `seconds` on the device, waits for masks too, and `tokens` of its tokens were kept."""
+        if plan.kind == "prefill":
+            self.roster.allocator.tier.costs.computed(plan.tokens, seconds)
         for feature in self.roster.features:
             feature.ran(plan, tokens, seconds)
 
