@@ -58,6 +58,11 @@ class PageAllocator:
         return self.pool.available + self.prefixes.evictable
 
     @property
+    def admissible(self) -> int:
+        """Pages that can be allocated to a sequence without a row: it waits for the copies of the others to the host."""
+        return self.available - self.tier.writing
+
+    @property
     def making_room(self) -> bool:
         """True while pages are being copied to the host, to be given to other sequences."""
         return self.offload_books.outgoing > 0 or self.offload_books.send_unshared()
@@ -138,7 +143,7 @@ class PageAllocator:
 
     def _try_restore(self, seq: Sequence, offloaded: OffloadedKV, spare: int) -> bool:
         """Give a preempted sequence pages for its KV; what has left the pool is copied back."""
-        if self.available <= spare and not self.offload_books.send_unshared():
+        if self.admissible <= spare and not self.offload_books.send_unshared():
             return False
         found = self.offload_books.pool_pages(offloaded)
         shared = [page for page in found if page is not None]
@@ -183,10 +188,11 @@ class PageAllocator:
 
         Pages of sessions that are `retained` for the new sequence would not become available.
         """
-        if self.pool.available >= pages:
+        pool = self.pool
+        if pool.available - pool.leaving >= pages:
             return True
-        enough = self.available - self.sessions.count(retained) >= pages  # else sessions would lose theirs in vain
-        while enough and self.pool.available < pages:
+        enough = self.admissible - self.sessions.count(retained) >= pages  # else sessions would lose theirs in vain
+        while enough and pool.available - pool.leaving < pages:
             enough = self.prefixes.evict_one()
         if not enough:
             self.offload_books.send_unshared()  # pages that sessions gave up may have no other users left

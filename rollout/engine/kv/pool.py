@@ -15,8 +15,8 @@ the prompt say about the page's positions (`messages.Prompt.content`), and for g
 states which content, at which positions, under which weights.
 
 `tier` copies the oldest cached pages to the host before they are evicted. It looks at each once, and the pages that it
-has looked at are evicted before the others. A page is copied without a reference: if it is evicted meanwhile, the copy
-is of no use.
+has looked at are evicted before the others, those that are being copied last. A page is copied without a reference: if
+it is evicted meanwhile, the copy is of no use.
 
 The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page
 is used or cached: whoever has an equal prompt copies the page, because the first sequence goes on writing there.
@@ -44,9 +44,11 @@ class PagePool:
         self._tail_page_of: dict[bytes, int] = {}
         self._tail_key_of: dict[int, bytes] = {}
         self._evicted = evicted
-        # Cached pages, oldest use first: those that `look` has returned, which are evicted first, and the others.
+        # Cached pages, oldest use first, in the order in which they are evicted: those that `look` has returned, the
+        # others, and those that are being copied to the host.
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._leaving: OrderedDict[int, None] = OrderedDict()
         self._copies: dict[int, object] = {}  # of pages to the host, under way; none of a page that was evicted since
 
     @property
@@ -57,7 +59,12 @@ class PagePool:
     @property
     def cached(self) -> int:
         """Pages in state cached."""
-        return len(self._seen) + len(self._evictable)
+        return len(self._seen) + len(self._evictable) + len(self._leaving)
+
+    @property
+    def leaving(self) -> int:
+        """Cached pages that are being copied to the host."""
+        return len(self._leaving)
 
     @property
     def unseen(self) -> int:
@@ -72,13 +79,13 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that `allocate` can hand out now."""
-        return len(self._free) + len(self._seen) + len(self._evictable)
+        return len(self._free) + self.cached
 
     def allocate(self) -> int | None:
         """A page with one reference; None if all are used. Without a free page it evicts the oldest cached one."""
         if self._free:
             page = self._free.pop()
-        elif cached := self._seen or self._evictable:
+        elif cached := self._seen or self._evictable or self._leaving:
             page, _ = cached.popitem(last=False)
             self._evicted(self._key_of[page])
             self._forget(page)
@@ -90,7 +97,7 @@ class PagePool:
     def retain(self, page: int) -> None:
         """Add a reference to a page that is used or cached."""
         if self.refs[page] == 0:
-            del (self._seen if page in self._seen else self._evictable)[page]
+            del self._lru(page)[page]
         self.refs[page] += 1
 
     def release(self, page: int) -> None:
@@ -98,7 +105,9 @@ class PagePool:
         assert self.refs[page] > 0, f"page {page} released more often than it was retained"
         self.refs[page] -= 1
         if self.refs[page] == 0:
-            if page in self._key_of:
+            if page in self._copies:
+                self._leaving[page] = None
+            elif page in self._key_of:
                 self._evictable[page] = None
             else:
                 self._free.append(page)
@@ -137,19 +146,25 @@ class PagePool:
     def begin_copy(self, page: int, copy: object) -> None:
         """A known page that no step in flight writes to is being copied to the host."""
         self._copies[page] = copy
+        if not self.refs[page]:
+            del self._lru(page)[page]
+            self._leaving[page] = None
 
     def end_copy(self, page: int, copy: object) -> bool:
         """The copy has ended; False if the page was evicted meanwhile, so that the copy is of no use."""
         if self._copies.get(page) is not copy:
             return False
         del self._copies[page]
+        if page in self._leaving:
+            del self._leaving[page]
+            self._seen[page] = None
         return True
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def forget_all(self) -> None:
         """Forget all prefixes: cached pages become free, used pages can no longer be found."""
-        for cached in (self._seen, self._evictable):
+        for cached in (self._seen, self._evictable, self._leaving):
             self._free += cached
             cached.clear()
         self._copies.clear()
@@ -158,7 +173,7 @@ class PagePool:
 
     def check(self) -> None:
         """Assert that every page is in exactly one state."""
-        free, cached = set(self._free), self._seen.keys() | self._evictable.keys()
+        free, cached = set(self._free), self._seen.keys() | self._evictable.keys() | self._leaving.keys()
         assert len(free) == len(self._free), "a page is free twice"
         assert len(cached) == self.cached, "a page is cached twice"
         assert not self._copies, "a page is being copied"
@@ -169,6 +184,10 @@ class PagePool:
         assert all(self._page_of[key] == page for page, key in self._key_of.items()), "the prefix index disagrees"
         assert all(self._tail_page_of[key] == page for page, key in self._tail_key_of.items()), "the tails disagree"
         assert not free & self._tail_key_of.keys(), "a free page has a tail"
+
+    def _lru(self, page: int) -> OrderedDict[int, None]:
+        """Where a cached page is."""
+        return next(pages for pages in (self._seen, self._evictable, self._leaving) if page in pages)
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]

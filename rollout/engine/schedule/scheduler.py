@@ -122,7 +122,7 @@ class Scheduler:
                 return False  # a turn waits while the one before is in flight as a zombie
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
             running = len(roster.decoding) + len(roster.prefilling)
-            if feed.still_misfits(seq, running, allocator.available):
+            if feed.still_misfits(seq, running, allocator.admissible):
                 return True
             reusable = allocator.find_reusable(seq, roster.version)
             if reusable is not None and reusable.awaited is not None:
@@ -134,7 +134,7 @@ class Scheduler:
             elif allocator.try_admit(seq, reusable, roster.version, spare=running):
                 roster.start(seq)
             elif running or not allocator.sharing:
-                feed.note_misfit(seq, running, allocator.available)  # now: sessions may have lost their pages
+                feed.note_misfit(seq, running, allocator.admissible)  # now: sessions may have lost their pages
                 return True
             else:
                 allocator.close_share(allocator.sharing[0])  # nothing runs that could give pages back
