@@ -103,8 +103,8 @@ class OffloadSettings(Section):
     host_kv_gib: float = Field(
         0.0,
         ge=0.0,
-        description="pinned host memory for KV of preempted sequences, and of all in a sleep of level 1, GiB; 0: that "
-        "KV is computed again",
+        description="pinned host memory for KV that the GPU has no room for, GiB: of preempted sequences, of all in a "
+        "sleep of level 1, of idle sessions and known prefixes; 0: that KV is computed again",
     )
     sleep: bool = Field(False, description="allow sleep and wake, which release the device memory of weights and KV")
 

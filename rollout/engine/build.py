@@ -302,7 +302,7 @@ def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], t
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
-    tier = Tier(pool, host, sessions, engine.page_size, not keeps, mirrors)
+    tier = Tier(pool, host, sessions, engine.page_size, not keeps, mirrors, page_bytes)
     found_by = pool, tier, engine.page_size, engine.prefix_cache, sessions
     prefixes = Prefixes(*found_by) if step.kv.states is None else StatePrefixes(*found_by, snapshots)
     host_places = 0 if executor.state_mover is None else executor.state_mover.host_memory.pages

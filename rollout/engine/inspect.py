@@ -60,6 +60,7 @@ class Inspector:
             pages_total=pool.total,
             sessions=roster.allocator.sessions.status(),
             offload=self._offload(),
+            kept=roster.allocator.tier.status(),
             sleep=gate.sleep_status(),
             slots_in_flight=engine.pipeline.in_flight,
             adapters=None if adapters is None else tuple(adapters.table.registry.status()),
@@ -79,6 +80,7 @@ class Inspector:
         """Give the meter the values of metrics that the engine keeps, before a report."""
         roster, offload = self._engine.roster, self._offload()
         pool, counters, prefixes = roster.allocator.pool, roster.counters, roster.allocator.prefixes
+        kept = roster.allocator.tier.status()
         drafting = find(roster.features, Drafting)
         self._engine.meter.set(
             {
@@ -98,6 +100,10 @@ class Inspector:
                 "kv/restores": offload.restored,
                 "kv/offloaded_bytes": offload.bytes_out,
                 "kv/brought_back_bytes": offload.bytes_in,
+                "kv/host_kept_pct": percent(kept.pages, offload.pages_total),
+                "kv/kept_bytes": kept.bytes_out,
+                "kv/fetched_tokens": kept.fetched_tokens,
+                "kv/lost_pages": kept.lost_pages,
             }
         )
         for feature in roster.features:

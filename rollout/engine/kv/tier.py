@@ -29,6 +29,7 @@ from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
+from rollout.engine.messages.statuses import KeptStatus
 
 #: Pages are copied to the host while fewer than this part of the pool can be given up without loss. An admission takes
 #: the pages of a whole context at once, and a page is copied once, so a large part costs no more copies.
@@ -93,8 +94,10 @@ class Tier:
         page_size: int,
         closed: bool,
         mirrors: Seq[PageMirror] = (),
+        page_bytes: int = 0,
     ) -> None:
         self.costs = CopyCosts(page_size)
+        self._page_size, self._page_bytes = page_size, page_bytes
         self.closed = closed
         self.host = host
         self.writing = 0  # pages whose copy to the host is under way
@@ -236,6 +239,17 @@ class Tier:
         """Copies fail: nothing is kept any more."""
         self.closed = True
         self.forget_all()
+
+    def status(self) -> KeptStatus:
+        """A snapshot of now."""
+        counts = self.host.counts
+        return KeptStatus(
+            pages=self.host.kept,
+            bytes_out=counts.written * self._page_bytes,
+            bytes_in=counts.fetched * self._page_bytes,
+            fetched_tokens=counts.fetched * self._page_size,
+            lost_pages=counts.lost,
+        )
 
     def check(self) -> None:
         """Assert that no copy is queued or under way."""

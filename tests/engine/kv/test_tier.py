@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from rollout.engine.build import rebuild_engine
+from rollout.engine.inspect import Inspector
 from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
@@ -358,6 +359,25 @@ def test_costs_compare_the_quickest_of_the_last_copies_with_prompt_steps():
     assert costs.pays
 
 
+def test_status_and_metrics_tell_what_is_kept(model, prompt_of):
+    bench = offloading(model, 200)
+    tier_of(bench)
+    prompt = prompt_of(50, 1)
+    pushed_out(bench, prompt_of, prompt)
+    bench.submit("back", prompt, 2)
+    bench.run()
+    status, offload = bench.status().kept, bench.status().offload
+    page_bytes = bench.engine.executor.mover.host_memory.page_bytes
+    assert (status.fetched_tokens, status.bytes_in) == (48, 12 * page_bytes)
+    assert status.bytes_out >= status.pages * page_bytes > 0 and status.lost_pages >= 0
+    assert (offload.pages, offload.bytes_out) == (0, 0), "that is of preempted sequences alone"
+    Inspector(bench.engine).set_gauges()
+    report = bench.engine.meter.report()
+    assert (report["kv/kept_bytes"], report["kv/fetched_tokens"]) == (status.bytes_out, 48)
+    assert report["kv/host_kept_pct"] == 100 * status.pages / 200 and report["kv/lost_pages"] == status.lost_pages
+    bench.close()
+
+
 # --- the books ---
 
 
@@ -396,14 +416,12 @@ def test_a_page_that_is_evicted_during_its_copy_is_not_kept():
     pages = cached(pool, *(bytes([i]) for i in range(8)))
     out = tier.next_out(8)
     assert [page.pool_page for page in out] == pages[:4]
-    taken = [pool.allocate() for _ in range(2)]
-    assert taken == pages[:2] and host.counts.lost == 2
+    taken = [pool.allocate() for _ in range(6)]
+    assert taken == [*pages[4:], *pages[:2]], "pages that are being copied go last"
+    assert host.counts.lost == 6
     tier.copied_out(out, failed=False)
     assert [key in host for key in (b"\0", b"\1", b"\2", b"\3")] == [False, False, True, True]
-    for page in taken:
-        pool.release(page)
-    assert pool.allocate() is not None and pool.allocate() is not None and pool.allocate() == pages[2]
-    assert host.counts.lost == 2, "the host has it"
+    assert pool.allocate() == pages[2] and host.counts.lost == 6, "the host has it"
 
 
 def test_a_kept_page_is_not_copied_again_and_the_least_recently_used_gives_way():
