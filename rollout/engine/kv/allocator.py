@@ -59,7 +59,7 @@ class PageAllocator:
 
     @property
     def admissible(self) -> int:
-        """Pages that can be allocated to a sequence without a row: it waits for the copies of the others to the host."""
+        """Pages that a sequence without a row can get now: it waits for those that are being copied to the host."""
         return self.available - self.tier.writing
 
     @property
