@@ -90,7 +90,7 @@ class PageAllocator:
         """Have pages of a prefix copied from the host, if `spare` pages stay available after that.
 
         `keys` are those of pages that follow on the `first` ones. Returns the fetch to wait for, which may be another
-        one that is under way; None if there is none.
+        one that is under way; None if there is none. Not to be called while the pool's memory is given back.
         """
         if (other := self.tier.fetch_of(keys[0])) is not None:
             return other
@@ -258,7 +258,7 @@ class PageAllocator:
         self._release_copy_source(seq)
         self.prefixes.left(seq)
         if not self.offload_books.take(seq):
-            for page in seq.kv.pages:
+            for page in reversed(seq.kv.pages):  # the end of a prefix is evicted before its beginning
                 self.pool.release(page)
         seq.kv.give_up_pages()
 

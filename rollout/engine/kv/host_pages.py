@@ -16,6 +16,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Kept(NamedTuple):
+    """A kept page."""
+
+    page: int
+    oldest: int  # weights version of its KV, of the KV that this was computed from, too
 
 
 @dataclass(slots=True)
@@ -35,8 +43,8 @@ class HostPageBooks:
         self.total = total
         self.taken = 0
         self._free = list(range(total - 1, -1, -1))
-        self._kept: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self._read: dict[bytes, int] = {}
+        self._kept: OrderedDict[bytes, Kept] = OrderedDict()  # least recently used first
+        self._read: dict[bytes, Kept] = {}
 
     # --- of preempted sequences ---------------------------------------------------------------------------------------
 
@@ -82,37 +90,38 @@ class HostPageBooks:
             return self._free.pop()
         return self._evict() if self._kept else None
 
-    def end_write(self, page: int, key: bytes | None) -> None:
+    def end_write(self, page: int, key: bytes | None, oldest: int = 0) -> None:
         """The copy to this page has ended; without a key it is of no use. A key is kept once."""
         if key is None or key in self:
             self._free.append(page)
         else:
-            self._kept[key] = page
+            self._kept[key] = Kept(page, oldest)
 
-    def begin_read(self, key: bytes) -> int:
+    def begin_read(self, key: bytes) -> Kept:
         """A copy is going to read the page with this key, which is kept."""
-        page = self._read[key] = self._kept.pop(key)
-        return page
+        kept = self._read[key] = self._kept.pop(key)
+        return kept
 
     def end_read(self, key: bytes, page: int) -> None:
         """The copy has ended, or will not begin. The page is free if it was forgotten meanwhile."""
-        if self._read.get(key) == page:
+        kept = self._read.get(key)
+        if kept is not None and kept.page == page:
             del self._read[key]
-            self._kept[key] = page
+            self._kept[key] = kept
         else:
             self._free.append(page)
 
     def forget_all(self) -> None:
         """Forget all known pages; those that copies read are free when these have ended."""
-        self._free += self._kept.values()
+        self._free += [kept.page for kept in self._kept.values()]
         self._kept.clear()
         self._read.clear()
 
     def check(self) -> None:
         """Assert that no sequence and no copy has a page."""
         assert self.taken == 0 and not self._read, "a host page is in use"
-        pages = sorted([*self._free, *self._kept.values()])
+        pages = sorted([*self._free, *(kept.page for kept in self._kept.values())])
         assert pages == list(range(self.total)), "a host page is lost"
 
     def _evict(self) -> int:
-        return self._kept.popitem(last=False)[1]
+        return self._kept.popitem(last=False)[1].page

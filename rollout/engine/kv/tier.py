@@ -46,6 +46,7 @@ class MovedPage:
     pool_page: int
     host_page: int
     fetch: Fetch | None = None
+    oldest: int = 0  # weights version of its KV, where keys do not contain the version
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +54,7 @@ class Fetch:
     """Pages of one prefix on their way from the host to the pool."""
 
     prefix: list[int]  # all its pages in the pool, in order
+    keys: list[bytes]  # of the pages that are copied, in order
     queued: deque[MovedPage]
     copying: int = 0  # pages
     over: bool = False  # what it brings is of no use
@@ -145,11 +147,11 @@ class Tier:
         """Copies to the host have ended; pages that the pool has evicted meanwhile are not kept."""
         self.writing -= len(pages)
         good = [page for page in pages if self._pool.end_copy(page.pool_page, page) and not failed and not self.closed]
-        for mirror in self._mirrors:
+        for mirror in self._mirrors if good else ():
             mirror.stow([page.pool_page for page in good], [page.host_page for page in good])
         kept = set(good)
         for page in pages:
-            self.host.end_write(page.host_page, page.key if page in kept else None)
+            self.host.end_write(page.host_page, page.key if page in kept else None, page.oldest)
         self.host.counts.written += len(good)
 
     # --- fetches ------------------------------------------------------------------------------------------------------
@@ -171,9 +173,10 @@ class Tier:
 
         `prefix` are all pages of the prefix. Each has a reference, which the fetch takes over.
         """
-        fetch = Fetch(prefix, deque())
-        for key, page in reversed(targets):  # used last: the beginning of a prefix is useful longest
-            fetch.queued.appendleft(MovedPage(key, page, self.host.begin_read(key), fetch))
+        fetch = Fetch(prefix, [key for key, _ in targets], deque())
+        for key, page in targets:
+            kept = self.host.begin_read(key)
+            fetch.queued.append(MovedPage(key, page, kept.page, fetch, kept.oldest))
             self._fetching[key] = fetch
         self._fetches.append(fetch)
         return fetch
@@ -219,6 +222,8 @@ class Tier:
             return
         for page in reversed(fetch.prefix):  # the end of a prefix is evicted before its beginning
             self._pool.release(page)
+        for key in reversed(fetch.keys):
+            self.host.use(key)
         self._ended.append(fetch)
 
     # --- ends ---------------------------------------------------------------------------------------------------------

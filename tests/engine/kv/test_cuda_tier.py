@@ -1,4 +1,4 @@
-"""KV of an idle session leaves a GPU and returns beside running steps: the same tokens, and no step waits for a copy."""
+"""KV of an idle session leaves a GPU and returns beside running steps: the same tokens, and no step that waits."""
 
 from __future__ import annotations
 
