@@ -361,7 +361,7 @@ def _build_executor(
 
 
 def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
-    """With the KV and, if KV is offloaded, host memory for it; of as many pages on every rank."""
+    """With the KV and, if it moves to the host, memory there; of as many pages on every rank."""
     engine, device = site.settings.engine, site.device
     page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
     adapter_bytes = adapter_host_bytes(engine, site.model)
@@ -373,7 +373,7 @@ def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
     began_s = time.perf_counter()
     host_memory = HostMemory(device, pages, page_bytes)
     facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}
-    log.info("KV of preempted sequences is kept on the host", extra=facts)
+    log.info("the host has memory for KV", extra=facts)
     return replace(memory, kv=kv, host_memory=host_memory, host_states=_host_states(site))
 
 

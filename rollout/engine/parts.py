@@ -84,4 +84,4 @@ class EngineParts:
     pipeline: Pipeline
     packer: Packer
     executor: Executor
-    offload: Offload | None = None  # moves KV of preempted sequences to the host and back
+    offload: Offload | None = None  # moves KV to the host and back

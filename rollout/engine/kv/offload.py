@@ -1,7 +1,7 @@
 """Offload: the KV of preempted sequences is copied to the host and back while steps run.
 
-`OffloadBooks` says where each page is; it touches no tensor. In each tick `Offload` has `page_mover` copy what the
-books name. A sequence passes through four calls:
+`OffloadBooks` says where each page is; it touches no tensor. In each tick `Offload` has `page_mover` copy what these
+books name, and those of known pages (`tier`). A sequence passes through four calls:
 
     take       it has left its row and no step in flight names it: its pages become offloaded pages
     next_out   an offloaded page that nobody else uses is copied to the host; then its pool page is free
