@@ -73,12 +73,16 @@ class HostPageBooks:
         """Pages with KV of known prefixes."""
         return len(self._kept) + len(self._read)
 
-    def use(self, key: bytes) -> bool:
-        """Whether the page with this key is kept; if so, it counts as used now."""
+    def use(self, key: bytes, oldest: int = 0) -> bool:
+        """Whether the page with this key is kept, with KV of no version before `oldest`; it counts as used now."""
         if key in self._kept:
             self._kept.move_to_end(key)
-            return True
-        return key in self._read
+        return self.has(key, oldest)
+
+    def has(self, key: bytes, oldest: int = 0) -> bool:
+        """Whether the page with this key is kept, with KV of no version before `oldest`."""
+        kept = self._kept.get(key) or self._read.get(key)
+        return kept is not None and kept.oldest >= oldest
 
     def note_evicted(self, key: bytes) -> None:
         """The pool gives up the page with this key."""
@@ -91,11 +95,13 @@ class HostPageBooks:
         return self._evict() if self._kept else None
 
     def end_write(self, page: int, key: bytes | None, oldest: int = 0) -> None:
-        """The copy to this page has ended; without a key it is of no use. A key is kept once."""
-        if key is None or key in self:
+        """The copy to this page has ended; without a key it is of no use. A key is kept once, with its newest KV."""
+        if key is None or key in self._read or self.has(key, oldest):
             self._free.append(page)
-        else:
-            self._kept[key] = Kept(page, oldest)
+            return
+        if (older := self._kept.pop(key, None)) is not None:
+            self._free.append(older.page)
+        self._kept[key] = Kept(page, oldest)
 
     def begin_read(self, key: bytes) -> Kept:
         """A copy is going to read the page with this key, which is kept."""

@@ -424,6 +424,19 @@ def test_a_page_that_is_evicted_during_its_copy_is_not_kept():
     assert pool.allocate() == pages[2] and host.counts.lost == 6, "the host has it"
 
 
+def test_newer_kv_takes_the_place_of_older_kv_with_the_same_key():
+    host = HostPageBooks(3)
+    for oldest in (4, 7, 5):
+        host.end_write(host.begin_write(), b"a", oldest)
+        assert host.kept == 1
+    assert host.has(b"a", 7) and not host.use(b"a", 8) and host.room == 3
+    kept = host.begin_read(b"a")
+    host.end_write(host.begin_write(), b"a", 9)
+    assert kept.oldest == 7 and host.kept == 1, "a copy reads the older one"
+    host.end_read(b"a", kept.page)
+    host.check()
+
+
 def test_a_kept_page_is_not_copied_again_and_the_least_recently_used_gives_way():
     pool, host, tier = books(host_pages=2)
     cached(pool, *(bytes([i]) for i in range(8)))
