@@ -112,8 +112,8 @@ class OffloadSettings(Section):
     host_kv_gib: float = Field(
         0.0,
         ge=0.0,
-        description="pinned host memory, GiB, for KV of preempted sequences, and of all sequences in a sleep of "
-        "level 1; 0: their KV is recomputed",
+        description="pinned host memory, GiB, for KV that the GPU has no room for: of preempted sequences, of all "
+        "sequences in a sleep of level 1, of idle sessions and known prefixes; 0: their KV is recomputed",
     )
     sleep: bool = Field(False, description="allow sleep and wake, which release the device memory of weights and KV")
 

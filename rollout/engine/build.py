@@ -23,6 +23,7 @@ from rollout.engine.features.drafts.verifier import DraftVerifier, draft_rows
 from rollout.engine.features.site import Lead, Site, alone
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
+from rollout.engine.kv.host_pages import HostPageBooks, KeptCounts
 from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import HostMemory, PageMover
@@ -31,6 +32,7 @@ from rollout.engine.kv.prefixes import Prefixes
 from rollout.engine.kv.sessions import SessionCounts, Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.state_prefixes import StatePrefixes
+from rollout.engine.kv.tier import Tier
 from rollout.engine.loop import Engine
 from rollout.engine.messages.to_service import Event
 from rollout.engine.parts import EngineParts, Links, NoOffload, NoReceiver, Receiver
@@ -214,13 +216,14 @@ class _Totals:
     counters: Counters = field(default_factory=Counters)
     sessions: SessionCounts = field(default_factory=SessionCounts)
     offload: OffloadCounts = field(default_factory=OffloadCounts)
+    kept: KeptCounts = field(default_factory=KeptCounts)
     features: Seq[StepFeature] = ()  # that have totals
 
     @classmethod
     def of(cls, roster: Roster) -> _Totals:
         """The totals of a roster that a fault ended."""
         allocator = roster.allocator
-        counts = allocator.sessions.counts, allocator.offload_books.counts
+        counts = allocator.sessions.counts, allocator.offload_books.counts, allocator.tier.host.counts
         return cls(roster.counters, *counts, roster.features)
 
 
@@ -277,7 +280,7 @@ def _build_parts(
     step, movers = executor.step, executor.movers
     offload: Offload | NoOffload = NoOffload()
     if movers.kv is not None:
-        offload = Offload(roster, allocator.offload_books, movers.kv, movers.states)
+        offload = Offload(roster, allocator.offload_books, allocator.tier, movers.kv, movers.states)
     shared = make_shared_pages(model, step.kv, engine.deterministic, step.shares_pages)
     packer = Packer(executor.graphs.sizes, shared, allocator.prefixes.has_states, features)
     scheduler = Scheduler(limits, roster, upload_words)
@@ -287,17 +290,19 @@ def _build_parts(
 def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], totals: _Totals) -> PageAllocator:
     """The books of the KV pool: pages, sessions, adapters, offloaded KV."""
     engine, step = site.settings.engine, executor.step
-    pool = PagePool(step.kv.pages)
     host_kv, host_states = map(_host_memory, executor.movers)
     states = step.kv.states.layers
+    host = HostPageBooks(host_kv.pages, totals.kept)
+    keeps = host_kv.pages > 0 and engine.prefix_cache and not states  # known pages, on the host
+    pool = PagePool(step.kv.pages, host.note_evicted) if keeps else PagePool(step.kv.pages)
     places = engine.snapshot_places if states else 0
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
-    found_by = pool, engine.page_size, engine.prefix_cache, sessions, engine.max_kv_age
+    tier = Tier(pool, host, sessions, engine.page_size, not keeps, mirrors, host_kv.page_bytes)
+    found_by = pool, tier, engine.page_size, engine.prefix_cache, sessions, engine.max_kv_age
     prefixes = StatePrefixes(*found_by, snapshots) if states else Prefixes(*found_by)
-    on_host = host_kv.pages, host_kv.page_bytes, host_states.pages
-    books = OffloadBooks(pool, engine.page_size, *on_host, mirrors, totals.offload)
+    books = OffloadBooks(pool, engine.page_size, host, host_kv.page_bytes, host_states.pages, mirrors, totals.offload)
     return PageAllocator(sessions, prefixes, books, mirrors)
 
 
@@ -348,7 +353,7 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memo
 
 
 def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
-    """With the KV and, if KV is offloaded, host memory for it; of as many pages on every rank."""
+    """With the KV and, if it moves to the host, memory there; of as many pages on every rank."""
     engine, device = site.settings.engine, site.device
     page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
     adapter_bytes = adapter_host_bytes(engine, site.model)
@@ -360,7 +365,7 @@ def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
     began_s = time.perf_counter()
     host_memory = HostMemory(device, pages, page_bytes)
     facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}
-    log.info("KV of preempted sequences is kept on the host", extra=facts)
+    log.info("the host has memory for KV", extra=facts)
     return replace(memory, kv=kv, host_memory=host_memory, host_states=_host_states(site))
 
 

@@ -61,6 +61,7 @@ class Inspector:
             pages_total=pool.total,
             sessions=replace(roster.allocator.sessions.status(), room=self._room()),
             offload=self._offload(),
+            kept=roster.allocator.tier.status(),
             sleep=gate.sleep_status(),
             slots_in_flight=engine.pipeline.in_flight,
             adapters=None if adapters is None else tuple(adapters.table.registry.status()),
@@ -80,6 +81,7 @@ class Inspector:
         """Give the meter the values of metrics that the engine keeps, before a report."""
         roster, offload = self._engine.roster, self._offload()
         pool, counters, prefixes = roster.allocator.pool, roster.counters, roster.allocator.prefixes
+        kept = roster.allocator.tier.status()
         drafting = find(roster.features, Drafting)
         self._engine.meter.set(
             {
@@ -100,19 +102,24 @@ class Inspector:
                 "kv/restores": offload.restored,
                 "kv/offloaded_bytes": offload.bytes_out,
                 "kv/brought_back_bytes": offload.bytes_in,
+                "kv/host_kept_pct": percent(kept.pages, offload.pages_total),
+                "kv/kept_bytes": kept.bytes_out,
+                "kv/fetched_tokens": kept.fetched_tokens,
+                "kv/lost_pages": kept.lost_pages,
             }
         )
         for feature in roster.features:
             self._engine.meter.set(feature.gauges())
 
     def _room(self) -> int | None:
-        """For how many more sessions there are pages that neither rows nor sessions use.
+        """For how many more sessions there are pages, on the host too, that neither rows nor sessions use.
 
         Each takes what idle sessions and rows have on average; a page that several share counts once.
         """
         roster, pool = self._engine.roster, self._engine.roster.allocator.pool
         present = roster.allocator.sessions.holding + roster.running
-        return pool.available * present // pool.used if present and pool.used else None
+        available = pool.available + roster.allocator.tier.room
+        return available * present // pool.used if present and pool.used else None
 
     def _offload(self) -> OffloadStatus:
         return self._engine.roster.allocator.offload_books.status()

@@ -118,4 +118,4 @@ class EngineParts:
     pipeline: Pipeline
     packer: Packer
     executor: Executor
-    offload: Offload | NoOffload  # moves KV of preempted sequences to the host and back
+    offload: Offload | NoOffload  # moves KV to the host and back

@@ -232,7 +232,7 @@ def _host_bytes(settings: EngineSettings) -> int:
 def host_kv_pages(
     settings: EngineSettings, page_bytes: int, available_bytes: int, adapter_bytes: int = 0, state_bytes: int = 0
 ) -> int:
-    """Pages of host memory for KV of preempted sequences; 0 without offloading.
+    """Pages of host memory for KV; 0 without any.
 
     With several ranks they are those of one rank. `state_bytes` of its part are for states of linear attention.
 

@@ -15,8 +15,8 @@ what was kept, and any other sleep changes nothing. While awake, a wake changes 
 Invariants:
 
 - While memory is given back, no step is launched, no update is received and nothing is copied to an adapter slot.
-- The only KV that outlives a sleep is on the host and belongs to weights that return unchanged. Cache, sessions
-  and shares are empty.
+- The only KV that outlives a sleep is on the host and belongs to weights that return unchanged: of rows, and known
+  pages. The cache in the pool, sessions and shares are empty.
 - A sleep that is refused loses no offloaded KV: rows get it back from the host or from the pool.
 """
 
@@ -126,6 +126,7 @@ class Sleeper:
             if gate.sleep.level == 2:
                 self.memory.forget()
                 parts.roster.forget_offloaded()
+                parts.roster.allocator.tier.forget_all()
             return self._done(order, gate.sleep.freed_bytes, now_s, parts)
         if parts.pipeline.in_flight == 0 and not gate.swapping and not gate.update_inside:
             return self._fall_asleep(order, parts)
@@ -147,7 +148,7 @@ class Sleeper:
         if not _emptied(parts.roster):
             late = time.perf_counter() - began_s >= self._kv_s
             return self._refuse(order, self._too_late()) if late else None
-        _forget_device_state(parts.roster)
+        _forget_device_state(parts.roster, keep)
         parts.executor.finish()  # an adapter may have been copied to its slot meanwhile
         freed_bytes, self._emptying_s = self.memory.release(), None
         self._gate.slept(freed_bytes)
@@ -201,14 +202,17 @@ class Sleeper:
 
 
 def _emptied(roster: Roster) -> bool:
-    """True once no page is in use. Until then, pages that only offloaded sequences still use are sent to the host."""
-    roster.allocator.offload_books.send_unshared()
-    return roster.allocator.pool.used == 0
+    """True once no page is in use or copied. Until then, pages of offloaded sequences alone are sent to the host."""
+    allocator = roster.allocator
+    allocator.offload_books.send_unshared()
+    return allocator.pool.used == 0 and not allocator.tier.writing
 
 
-def _forget_device_state(roster: Roster) -> None:
-    """Empty the prefix cache, and what features have on the device."""
+def _forget_device_state(roster: Roster, keep: bool) -> None:
+    """Empty the prefix cache, and what features have on the device; `keep` what the host has of the cache."""
     assert not (roster.prefilling or roster.decoding or roster.leaving), "a row has no pages"
-    roster.allocator.forget_all()
+    roster.allocator.empty_pool()
+    if not keep:
+        roster.allocator.tier.forget_all()
     for feature in roster.features:
         feature.memory_leaves()

@@ -346,8 +346,29 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "kv/restores", "counter", "count", "preempted sequences whose KV came back from the host",
         Panel("KV on the host", "Restored"),
     ),
-    Metric("kv/offloaded_bytes", "counter", "bytes", "KV that was copied to the host", _COPIED),
-    Metric("kv/brought_back_bytes", "counter", "bytes", "KV that was copied back from the host", _COPIED),
+    Metric(
+        "kv/offloaded_bytes", "counter", "bytes", "KV of preempted sequences that was copied to the host", _COPIED
+    ),
+    Metric(
+        "kv/brought_back_bytes", "counter", "bytes", "KV of preempted sequences that was copied back from the host",
+        _COPIED,
+    ),
+    Metric(
+        "kv/host_kept_pct", "gauge", "%",
+        "share of the host memory for KV that has known prefixes now: of idle sessions and of the prefix cache",
+        Panel("KV on the host", "Host memory in use"),
+    ),
+    Metric("kv/kept_bytes", "counter", "bytes", "KV of known prefixes that was copied to the host", _COPIED),
+    Metric(
+        "kv/fetched_tokens", "counter", "tokens",
+        "tokens whose KV came back from the host, so that it was not computed again",
+        Panel("KV on the host", "Fetched"),
+    ),
+    Metric(
+        "kv/lost_pages", "counter", "pages",
+        "known pages that the pool gave up before they were copied to the host",
+        Panel("KV on the host", "Lost"),
+    ),
     Metric(
         "images/encoded", "counter", "count", "images that the vision tower encoded",
         Panel("Images", "Encoded"),

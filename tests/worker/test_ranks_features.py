@@ -186,6 +186,18 @@ def test_preempted_rows_get_their_kv_and_states_back_from_the_host(pair: Pair) -
 
 
 @pytest.mark.nightly
+def test_known_prefixes_come_back_from_the_host(pair: Pair) -> None:
+    def again(client: RolloutClient) -> list[Any]:
+        return [client.generate(pair.prompt(60, i % 6), max_tokens=8, **GREEDY).completions[0] for i in range(18)]
+
+    for theirs, ours in zip(*pair.each(again), strict=True):
+        pair.check_one(ours, theirs)
+    kept = [status["kept"] for status in pair.each(lambda client: client.status())]
+    has_states = "linear_attention" in (pair.folder / "config.json").read_text()
+    assert all((each["fetched_tokens"] > 0) != has_states for each in kept)
+
+
+@pytest.mark.nightly
 def test_turns_of_a_session_go_on_with_their_kv(pair: Pair) -> None:
     def talk(client: RolloutClient) -> list[Any]:
         prompt, said = pair.prompt(14, 7), []

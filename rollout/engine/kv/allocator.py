@@ -11,8 +11,8 @@ A sequence gets its pages from these sources, in `try_admit` and afterwards in `
     own pages        new ones for the rest of its tokens, and one more; after that one at a time
     offloaded KV     what it had before it was preempted, instead of all the above (`offload`)
 
-`prefixes` finds the first three. When a sequence is settled, its pages go to its session (`keep_turn`), to the offload
-books or back to the pool (`release`).
+`prefixes` finds the first three. What it finds on the host is first copied to the pool (`fetch_for`). When a sequence
+is settled, its pages go to its session (`keep_turn`), to the offload books or back to the pool (`release`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.prefixes import Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
+from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import VERSION_END
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import OffloadedKV
 from rollout.engine.sequence.session import SessionKV
+
+#: The most fetches for one admission of a sequence. Pages that wait for a row may be evicted meanwhile.
+_MOST_FETCHES = 3
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -44,6 +48,7 @@ class PageAllocator:
         self.page_size = prefixes.page_size
         self.sessions = sessions
         self.prefixes = prefixes
+        self.tier = prefixes.tier
         self.offload_books = offload_books  # KV of preempted sequences
         self.sharing: list[Group] = []  # groups that hold a share, oldest first
         self._mirrors = mirrors
@@ -52,6 +57,11 @@ class PageAllocator:
     def available(self) -> int:
         """The most pages that can be allocated: pages that are not used, of idle sessions and of cached snapshots."""
         return self.pool.available + self.prefixes.evictable
+
+    @property
+    def admissible(self) -> int:
+        """Pages that a sequence without a row can get now: it waits for those that are being copied to the host."""
+        return self.available - self.tier.writing
 
     @property
     def making_room(self) -> bool:
@@ -68,6 +78,45 @@ class PageAllocator:
         """Pages that `seq` needs besides those that it shares; `reusable` was just found for it."""
         shared = 0 if reusable is None else len(reusable.shared)
         return self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - shared
+
+    def fetch_for(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> Fetch | None:
+        """The fetch that a sequence has to wait for, if pages that were just found for it are on the host.
+
+        None if there are none, or if the sequence would not fit with `spare` pages left, or if it has had so many
+        fetches that it is better computed: its pages are evicted before it gets a row.
+        """
+        if reusable is None or not reusable.beyond:
+            return None
+        more = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - len(reusable.shared) - len(reusable.beyond)
+        oldest, begins = self.prefixes.oldest_for(seq.group, version), seq.kv.fetches < _MOST_FETCHES
+        fetch = self.fetch(reusable.beyond, spare + more, reusable.shared, oldest, begins)
+        seq.kv.fetches += fetch is not None
+        return fetch
+
+    def fetch(
+        self, keys: Seq[bytes], spare: int, first: Seq[int] = (), oldest: int = 0, begins: bool = True
+    ) -> Fetch | None:
+        """Have pages of a prefix copied from the host, if `spare` pages stay available after that.
+
+        `keys` are those of pages that follow on the `first` ones; KV of a version before `oldest` is of no use. Returns
+        the fetch to wait for, which may be another one that is under way; None if there is none. Not to be called while
+        the pool's memory is given back.
+        """
+        if (other := self.tier.fetch_of(keys[0])) is not None:
+            return other
+        known = [self.pool.find(key, oldest) for key in keys]
+        missing = [
+            key for key, page in zip(keys, known, strict=True) if page is None and self.tier.may_fetch(key, oldest)
+        ]
+        if not missing or not begins:
+            return None
+        retained = [*first, *(page for page in known if page is not None)]
+        new = self._retain_and_allocate(retained, len(missing), spare)
+        if new is None:
+            return None
+        targets = dict(zip(missing, new, strict=True))
+        pages = [targets.get(key, page) for key, page in zip(keys, known, strict=True)]
+        return self.tier.fetch([*first, *(page for page in pages if page is not None)], list(targets.items()))
 
     def try_admit(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.
@@ -90,6 +139,7 @@ class PageAllocator:
         if new is None:
             return False
         kv = seq.kv
+        kv.fetches = 0
         kv.load_from = reusable.place
         kv.hit = reusable.hit if reusable.tokens else None
         kv.add_pages([*reusable.shared, *new], self.page_size)
@@ -108,7 +158,7 @@ class PageAllocator:
 
     def _try_restore(self, seq: Sequence, offloaded: OffloadedKV, version: int, spare: int) -> bool:
         """Give a preempted sequence pages for its KV; what has left the pool is copied back."""
-        if self.available <= spare and not self.offload_books.send_unshared():
+        if self.admissible <= spare and not self.offload_books.send_unshared():
             return False
         found = self.offload_books.pool_pages(offloaded, version)
         shared = [page for page in found if page is not None]
@@ -152,10 +202,11 @@ class PageAllocator:
 
         Pages of sessions that are `retained` for the new sequence would not become available.
         """
-        if self.pool.available >= pages:
+        pool = self.pool
+        if pool.available - pool.leaving >= pages:
             return True
-        enough = self.available - self.sessions.count(retained) >= pages  # else sessions would lose theirs in vain
-        while enough and self.pool.available < pages:
+        enough = self.admissible - self.sessions.count(retained) >= pages  # else sessions would lose theirs in vain
+        while enough and pool.available - pool.leaving < pages:
             enough = self.prefixes.evict_one()
         if not enough:
             self.offload_books.send_unshared()  # pages that sessions gave up may have no other users left
@@ -221,7 +272,7 @@ class PageAllocator:
         self._release_copy_source(seq)
         self.prefixes.left(seq)
         if not self.offload_books.take(seq):
-            for page in seq.kv.pages:
+            for page in reversed(seq.kv.pages):  # the end of a prefix is evicted before its beginning
                 self.pool.release(page)
         seq.kv.give_up_pages()
 
@@ -283,7 +334,12 @@ class PageAllocator:
         self.prefixes.forget_older(oldest)
 
     def forget_all(self) -> None:
-        """Drop cache, shares and sessions: their KV is of no use any more."""
+        """Drop cache, shares, sessions and what the host keeps of them: their KV is of no use any more."""
+        self.empty_pool()
+        self.tier.forget_all()
+
+    def empty_pool(self) -> None:
+        """Drop cache, shares and sessions; the host keeps what it has."""
         self.end_sharing()
         self.prefixes.frontiers.clear()
         self.pool.forget_all()
@@ -293,6 +349,7 @@ class PageAllocator:
         self.pool.check()
         self.sessions.check()
         self.offload_books.check()
+        self.tier.check()
         cached = self.prefixes.check()
         used, kept = self.pool.used, self.sessions.count_alone(cached)
         assert used == kept, f"{used} pages are in use, {kept} of them by sessions and cached snapshots"

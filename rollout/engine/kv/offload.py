@@ -1,7 +1,7 @@
 """Offload: the KV of preempted sequences is copied to the host and back while steps run.
 
-`OffloadBooks` says where each page is; it touches no tensor. In each tick `Offload` has `page_mover` copy what the
-books name. A sequence passes through four calls:
+`OffloadBooks` says where each page is; it touches no tensor. In each tick `Offload` has `page_mover` copy what these
+books name, and those of known pages (`tier`). A sequence passes through four calls:
 
     take       it has left its row and no step in flight names it: its pages become offloaded pages
     next_out   an offloaded page that nobody else uses is copied to the host; then its pool page is free
@@ -41,9 +41,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import PageMover, Piece
 from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.tier import CopyCosts, Fetch, Tier
 from rollout.engine.messages.statuses import OffloadStatus
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.sequence.sequence_kv import HostState, OffloadedKV, OffloadedPage, Restore
@@ -65,9 +67,9 @@ class OffloadCounts:
 
 
 class OffloadBooks:
-    """Where each page of the offloaded sequences is. The host has room for `host_pages` pages of `page_bytes` each.
+    """Where each page of the offloaded sequences is. A page of the host takes `page_bytes`.
 
-    Without host pages nothing is offloaded.
+    Without pages of the host nothing is offloaded.
 
     `mirrors` lie beside the KV and go to the host with it.
     """
@@ -76,21 +78,20 @@ class OffloadBooks:
         self,
         pool: PagePool,
         page_size: int,
-        host_pages: int,
+        host: HostPageBooks,
         page_bytes: int,
         host_places: int = 0,
         mirrors: Seq[PageMirror] = (),
         counts: OffloadCounts | None = None,
     ) -> None:
         self.counts = counts or OffloadCounts()
-        self.closed = host_pages == 0  # or copies fail: nothing is offloaded any more
+        self.closed = host.total == 0  # or copies fail: nothing is offloaded any more
         self.outgoing = 0  # pages whose pool page is free once they are copied
-        self.host_pages = host_pages
+        self.host = host
         self._pool = pool
         self._page_size = page_size
         self._page_bytes = page_bytes
         self._mirrors = mirrors
-        self.free_host_pages = list(range(host_pages - 1, -1, -1))
         self._in_pool: dict[int, OffloadedPage] = {}  # by pool page, in every state but on host
         self._shared: dict[int, OffloadedPage] = {}  # by pool page, in states shared and in both
         self._to_copy_out: deque[OffloadedPage] = deque()  # some may have been dropped since
@@ -128,7 +129,7 @@ class OffloadBooks:
         with_kv, rest = kv.pages[:count], kv.pages[count:]
         if self.closed or not with_kv:
             return False
-        if sum(page not in self._in_pool for page in with_kv) > len(self.free_host_pages):
+        if sum(page not in self._in_pool for page in with_kv) > self.host.room:
             self.counts.refused += 1
             return False
         pages = [self._take_page(page) for page in with_kv]
@@ -146,7 +147,7 @@ class OffloadBooks:
         """The offloaded page of a pool page, which takes over the caller's reference."""
         offloaded = self._in_pool.get(page)
         if offloaded is None:
-            offloaded = self._in_pool[page] = OffloadedPage(page, self.free_host_pages.pop())
+            offloaded = self._in_pool[page] = OffloadedPage(page, self.host.take())
         else:
             offloaded.owners += 1
             self._pool.release(page)
@@ -250,7 +251,7 @@ class OffloadBooks:
         if page.outgoing:
             page.outgoing = False
             self.outgoing -= 1
-        self.free_host_pages.append(page.host_page)
+        self.host.give_back(page.host_page)
 
     def _unlink(self, page: OffloadedPage) -> None:
         """A sequence that gives up this pool page from now on makes a new offloaded page of it."""
@@ -393,8 +394,8 @@ class OffloadBooks:
         counts = self.counts
         return OffloadStatus(
             sequences=self._sequences,
-            pages=self.host_pages - len(self.free_host_pages),
-            pages_total=self.host_pages,
+            pages=self.host.taken,
+            pages_total=self.host.total,
             parked=counts.offloaded,
             restored=counts.restored,
             refused=counts.refused,
@@ -405,8 +406,7 @@ class OffloadBooks:
     def check(self) -> None:
         """Assert that nothing is offloaded, and that all host pages are free."""
         assert not self.busy and not self._in_pool and not self._shared and not self._waiting, "a page is left"
-        free = sorted(self.free_host_pages)
-        assert self._sequences == 0 and free == list(range(self.host_pages)), "a host page is in use"
+        assert self._sequences == 0 and self.host.taken == 0, "a host page is in use"
         assert sorted(self.free_host_places) == list(range(self.host_places)), "a state on the host is left"
 
 
@@ -422,6 +422,9 @@ class Waiters(Protocol):
     def forget_offloaded(self) -> None:
         """Offloaded KV is of no use: its sequences are computed again."""
 
+    def fetches_ended(self, fetches: list[Fetch]) -> None:
+        """What sequences wait for is in the pool now, or will not come."""
+
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
@@ -434,15 +437,16 @@ class MoveRecord:
 
 
 class Offload:
-    """Has pages copied as the books say, between two steps.
+    """Has pages copied as the books say, between two steps: those of preempted sequences before those of the tier.
 
     advance:  account for complete copies --> pages are free, rows can be planned again;  then begin the next copies
     """
 
     def __init__(
-        self, roster: Waiters, books: OffloadBooks, mover: PageMover, state_mover: PageMover | None = None
+        self, roster: Waiters, books: OffloadBooks, tier: Tier, mover: PageMover, state_mover: PageMover | None = None
     ) -> None:
         self.books = books
+        self.tier = tier
         self.mover = mover
         self.state_mover = state_mover
         self.failure = ""  # why nothing is offloaded any more
@@ -452,7 +456,8 @@ class Offload:
     @property
     def moving(self) -> bool:
         """True while copies are queued or under way."""
-        return self.books.busy or self.mover.moving or (self.state_mover is not None and self.state_mover.moving)
+        busy = self.books.busy or self.tier.busy or self.mover.moving
+        return busy or (self.state_mover is not None and self.state_mover.moving)
 
     def advance(self) -> None:
         """Account for the copies that are complete, and begin others. Never waits."""
@@ -461,6 +466,8 @@ class Offload:
         self._take_finished()
         if not self.failure:
             self._begin()
+        if ended := self.tier.take_ended():
+            self._roster.fetches_ended(ended)
 
     def wait(self, most_s: float) -> None:
         """Block until a copy is complete, for `most_s` seconds at most: no step can be launched before."""
@@ -470,14 +477,18 @@ class Offload:
         mover.wait(most_s)
 
     def _take_finished(self) -> None:
+        costs = self.tier.costs
         for piece in self.mover.out.finished():
-            self._note("out", piece)
-            pages: list[OffloadedPage] = piece.entries
-            self.books.copied_out(pages, bool(piece.failure))
+            self._note("out", piece, costs)
+            books, pages = piece.entries
+            books.copied_out(pages, bool(piece.failure))
         for piece in self.mover.back.finished():
-            self._note("in", piece)
-            restores: list[Restore] = piece.entries
-            self._roster.restores_ended(self.books.copied_in(restores, bool(piece.failure)))
+            self._note("in", piece, costs)
+            books, pages = piece.entries
+            if books is self.tier:
+                books.copied_in(pages, bool(piece.failure))
+            else:
+                self._roster.restores_ended(books.copied_in(pages, bool(piece.failure)))
         if self.state_mover is not None:
             self._take_finished_states(self.state_mover)
 
@@ -493,26 +504,31 @@ class Offload:
             self._note("in", piece)
             self._roster.restores_ended(ready)
 
-    def _note(self, direction: Literal["out", "in"], piece: Piece) -> None:
+    def _note(self, direction: Literal["out", "in"], piece: Piece, costs: CopyCosts | None = None) -> None:
         if not piece.failure:
-            self.recent.append(MoveRecord(direction, piece.pages, piece.start.time_s, piece.end.time_s))
+            move = MoveRecord(direction, piece.pages, piece.start.time_s, piece.end.time_s)
+            self.recent.append(move)
+            if costs is not None:
+                costs.copied(move.pages, move.end_s - move.start_s)
         elif not self.failure:
             self.failure = f"KV is no longer offloaded, and preempted completions are computed again: {piece.failure}"
             log.error("%s", self.failure)
             self.books.closed = True
+            self.tier.close()
             stopped = self.books.states_copied_out([], failed=True)
             self._roster.forget_offloaded()
             self._roster.restores_ended(stopped)
 
     def _begin(self) -> None:
         out, back = self.mover.out, self.mover.back
-        while out.capacity and (pages := self.books.next_out(out.capacity)):
-            sources = [page.pool_page for page in pages if page.pool_page is not None]
-            out.start(sources, [page.host_page for page in pages], pages)
-        while back.capacity and (restores := self.books.next_in(back.capacity)):
-            # After the steps in flight: one of them may still copy from a page that has been free since.
-            targets = [restore.pool_page for restore in restores]
-            back.start(targets, [restore.page.host_page for restore in restores], restores, self.mover.compute)
+        for books in (self.books, self.tier):
+            while out.capacity and (pages := books.next_out(out.capacity)):
+                sources = [page.pool_page for page in pages if page.pool_page is not None]
+                out.start(sources, [page.host_page for page in pages], (books, pages))
+            while back.capacity and (copies := books.next_in(back.capacity)):
+                # After the steps in flight: one of them may still copy from a page that has been free since.
+                targets = [copy.pool_page for copy in copies]
+                back.start(targets, [copy.host_page for copy in copies], (books, copies), self.mover.compute)
         if self.state_mover is not None:
             self._begin_states(self.state_mover)
 

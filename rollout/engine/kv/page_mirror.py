@@ -13,5 +13,8 @@ class PageMirror:
     def stow(self, pages: Seq[int], host_pages: Seq[int]) -> None:
         """The KV of these pages was copied to the host; the pages may be given up next."""
 
+    def fetched(self, host_pages: Seq[int], pages: Seq[int]) -> None:
+        """KV was copied from the host to these pages; no step in flight names them."""
+
     def restored(self, seq: Sequence, host_pages: Seq[int], pages: Seq[int]) -> None:
         """A sequence goes on with KV that is in these pages again; its first step is in flight."""

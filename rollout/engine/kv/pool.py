@@ -18,6 +18,10 @@ With an `engine.max_kv_age` over 0 keys lack the weights version. Then each know
 oldest one in its KV, or in the KV that this was computed from. What is too old is not found, and goes when its key gets
 newer KV or its page is needed.
 
+`tier` copies the oldest cached pages to the host before they are evicted. It looks at each once, and the pages that it
+has looked at are evicted before the others, those that are being copied last. A page is copied without a reference: if
+it is evicted meanwhile, the copy is of no use.
+
 The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page
 is used or cached: whoever has an equal prompt copies the page, because the first sequence goes on writing there.
 """
@@ -25,14 +29,15 @@ is used or cached: whoever has an equal prompt copies the page, because the firs
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 DUMP_PAGE = 0
 
 
 class PagePool:
-    """Counts references to `total` pages and finds known ones by prefix key."""
+    """Counts references to `total` pages and finds known ones by prefix key; `evicted` is called with evicted keys."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, evicted: Callable[[bytes], object] = lambda key: None) -> None:
         if total < 2:
             raise ValueError(f"a KV pool needs at least 2 pages, one of them the dump page; got {total}")
         self.total = total - 1  # pages that can be allocated
@@ -43,7 +48,13 @@ class PagePool:
         self._tail_page_of: dict[bytes, int] = {}
         self._tail_key_of: dict[int, bytes] = {}
         self._oldest = [0] * total  # of known pages: oldest weights version of their KV
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached pages, oldest use first
+        self._evicted = evicted
+        # Cached pages, oldest use first, in the order in which they are evicted: those that `look` has returned, the
+        # others, and those that are being copied to the host.
+        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._leaving: OrderedDict[int, None] = OrderedDict()
+        self._copies: dict[int, object] = {}  # of pages to the host, under way; none of a page that was evicted since
 
     @property
     def free(self) -> int:
@@ -53,6 +64,16 @@ class PagePool:
     @property
     def cached(self) -> int:
         """Pages in state cached."""
+        return len(self._seen) + len(self._evictable) + len(self._leaving)
+
+    @property
+    def leaving(self) -> int:
+        """Cached pages that are being copied to the host."""
+        return len(self._leaving)
+
+    @property
+    def unseen(self) -> int:
+        """Cached pages that `look` has not returned."""
         return len(self._evictable)
 
     @property
@@ -63,14 +84,15 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that `allocate` can hand out now."""
-        return len(self._free) + len(self._evictable)
+        return len(self._free) + self.cached
 
     def allocate(self) -> int | None:
         """A page with one reference; None if all are used. Without a free page it evicts the oldest cached one."""
         if self._free:
             page = self._free.pop()
-        elif self._evictable:
-            page, _ = self._evictable.popitem(last=False)
+        elif cached := self._seen or self._evictable or self._leaving:
+            page, _ = cached.popitem(last=False)
+            self._evicted(self._key_of[page])
             self._forget(page)
         else:
             return None
@@ -80,7 +102,7 @@ class PagePool:
     def retain(self, page: int) -> None:
         """Add a reference to a page that is used or cached."""
         if self.refs[page] == 0:
-            del self._evictable[page]
+            del self._lru(page)[page]
         self.refs[page] += 1
 
     def release(self, page: int) -> None:
@@ -88,7 +110,9 @@ class PagePool:
         assert self.refs[page] > 0, f"page {page} released more often than it was retained"
         self.refs[page] -= 1
         if self.refs[page] == 0:
-            if page in self._key_of:
+            if page in self._copies:
+                self._leaving[page] = None
+            elif page in self._key_of:
                 self._evictable[page] = None
             else:
                 self._free.append(page)
@@ -123,18 +147,48 @@ class PagePool:
         """The oldest weights version of the KV of a known page; None for other pages."""
         return self._oldest[page] if page in self._key_of or page in self._tail_key_of else None
 
+    # --- copies to the host -------------------------------------------------------------------------------------------
+
+    def look(self) -> tuple[bytes, int]:
+        """The key and number of the oldest cached page that `look` has not returned; there has to be one."""
+        page, _ = self._evictable.popitem(last=False)
+        self._seen[page] = None
+        return self._key_of[page], page
+
+    def begin_copy(self, page: int, copy: object) -> None:
+        """A known page that no step in flight writes to is being copied to the host."""
+        self._copies[page] = copy
+        if not self.refs[page]:
+            del self._lru(page)[page]
+            self._leaving[page] = None
+
+    def end_copy(self, page: int, copy: object) -> bool:
+        """The copy has ended; False if the page was evicted meanwhile, so that the copy is of no use."""
+        if self._copies.get(page) is not copy:
+            return False
+        del self._copies[page]
+        if page in self._leaving:
+            del self._leaving[page]
+            self._seen[page] = None
+        return True
+
+    # ------------------------------------------------------------------------------------------------------------------
+
     def forget_all(self) -> None:
         """Forget all prefixes: cached pages become free, used pages can no longer be found."""
-        for page in self._evictable:
-            self._free.append(page)
-        self._evictable.clear()
+        for cached in (self._seen, self._evictable, self._leaving):
+            self._free += cached
+            cached.clear()
+        self._copies.clear()
         for index in (self._page_of, self._key_of, self._tail_page_of, self._tail_key_of):
             index.clear()
 
     def check(self) -> None:
         """Assert that every page is in exactly one state."""
-        free, cached = set(self._free), set(self._evictable)
+        free, cached = set(self._free), self._seen.keys() | self._evictable.keys() | self._leaving.keys()
         assert len(free) == len(self._free), "a page is free twice"
+        assert len(cached) == self.cached, "a page is cached twice"
+        assert not self._copies, "a page is being copied"
         assert not free & cached and DUMP_PAGE not in free | cached, "a page is both free and cached"
         for page in range(1, self.total + 1):
             in_pool = page in free or page in cached
@@ -149,8 +203,8 @@ class PagePool:
             return True
         if self._oldest[known] >= oldest:
             return False
-        if known in self._evictable:
-            del self._evictable[known]
+        if not self.refs[known]:
+            del self._lru(known)[known]
             self._free.append(known)
         if known in self._key_of:
             self._forget(known)
@@ -158,8 +212,13 @@ class PagePool:
             self._forget_tail(known)
         return True
 
+    def _lru(self, page: int) -> OrderedDict[int, None]:
+        """Where a cached page is."""
+        return next(pages for pages in (self._seen, self._evictable, self._leaving) if page in pages)
+
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]
+        self._copies.pop(page, None)
         self._forget_tail(page)
 
     def _forget_tail(self, page: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
+from rollout.engine.kv.tier import Tier
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit, Snapshot
@@ -28,6 +29,7 @@ class Reusable:
     tokens: int = 0  # whose KV the sequence can use
     session_tokens: int = 0  # whose KV the session has
     keys: PrefixKeys | None = None  # of the shared pages
+    beyond: list[bytes] = field(default_factory=list)  # keys of the known pages after that, of which the host has some
     awaited: tuple[Sequence, int] | None = None  # computes more of it: up to this number of tokens
     place: int | None = None  # of the snapshot of the state after these tokens, which is loaded
     hit: PrefixHit = "pages"  # where it was found
@@ -57,8 +59,11 @@ class Prefixes:
 
     has_states = False
 
-    def __init__(self, pool: PagePool, page_size: int, cache: bool, sessions: Sessions, max_age: int = 0) -> None:
+    def __init__(
+        self, pool: PagePool, tier: Tier, page_size: int, cache: bool, sessions: Sessions, max_age: int = 0
+    ) -> None:
         self.pool = pool
+        self.tier = tier
         self.page_size = page_size
         self.cache = cache
         self.sessions = sessions
@@ -91,6 +96,7 @@ class Prefixes:
             key = keys.next_key(seq.content_between(index * self.page_size, (index + 1) * self.page_size))
             page = self.pool.find(key, oldest)
             if page is None:
+                found.beyond = self._find_beyond(seq, keys, key, index, full, oldest)
                 break
             found.shared.append(page)
             keys.append(key)
@@ -100,9 +106,26 @@ class Prefixes:
             key, page = self._find_last(keys, content, len(tokens), oldest)
             if page is not None and found.tokens < len(tokens) - 1:
                 found.copied, found.tokens, found.hit = page, len(tokens) - 1, "prompt_end"
-        if found.tokens < len(tokens) - 1 and (other := self.frontiers.get(key)) is not None:
+        if found.tokens < len(tokens) - 1 and not found.beyond and (other := self.frontiers.get(key)) is not None:
             found.awaited = self._awaited(seq, tokens, other, found.tokens) if other.kv.oldest >= oldest else None
         return found
+
+    def _find_beyond(
+        self, seq: Sequence, keys: PrefixKeys, key: bytes, index: int, end: int, oldest: int
+    ) -> list[bytes]:
+        """Keys of known pages from page `index` on, which has this key; none unless the host has that page."""
+        beyond: list[bytes] = []
+        if not self.tier.has(key, oldest):
+            return beyond
+        keys, size = keys.fork(len(keys)), self.page_size
+        while self.tier.has(key, oldest) or self.pool.find(key, oldest) is not None:
+            beyond.append(key)
+            keys.append(key)
+            index += 1
+            if index == end:
+                break
+            key = keys.next_key(seq.content_between(index * size, (index + 1) * size))
+        return beyond
 
     def _find_last(self, keys: PrefixKeys, content: bytes, tokens: int, oldest: int) -> tuple[bytes, int | None]:
         """The key of the page that holds the last token, and the page with it; a full one has the key of a full one."""

@@ -66,6 +66,7 @@ class Sessions:
         self._sessions: dict[SessionKey, Session] = {}
         self._of_client: dict[str, dict[SessionKey, None]] = {}
         self._with_kv: OrderedDict[SessionKey, Session] = OrderedDict()  # least recently used first
+        self._unseen: OrderedDict[SessionKey, int] = OrderedDict()  # first pages that `look` has not returned
         self._refs: dict[int, int] = {}  # how many sessions have a page, by page
         self._refs_sum = 0
         self._leases: list[tuple[float, int, Session]] = []
@@ -128,6 +129,8 @@ class Sessions:
         self.counts.turns += 1
         if session.kv is not None:
             self._with_kv.move_to_end(key)
+        if key in self._unseen:
+            self._unseen.move_to_end(key)
         return session
 
     def match(
@@ -211,12 +214,29 @@ class Sessions:
             for page in kv.pages:
                 refs[page] = refs.get(page, 0) + 1
         assert refs == self._refs and sum(refs.values()) == self._refs_sum, "sessions count their pages wrongly"
+        assert self._unseen.keys() <= self._with_kv.keys(), "a session without pages is to be copied"
         assert not self._too_many, "sessions have more than they may"
         assert all(session.turns or session.kv for session in self._sessions.values()), "an empty session is left"
         assert {key for keys in self._of_client.values() for key in keys} == set(self._sessions), "a client's are wrong"
         assert all(self._of_client.values()), "a client without a session is left"
 
     # --- pages -------------------------------------------------------------------------------------------------------
+
+    @property
+    def unseen(self) -> bool:
+        """Whether there are full pages with keys that `look` has not returned."""
+        return bool(self._unseen)
+
+    def look(self) -> tuple[bytes, int]:
+        """Key and number of a page that `look` has not returned: the last of the least recently used session."""
+        key, count = next(iter(self._unseen.items()))
+        if count == 1:
+            del self._unseen[key]
+        else:
+            self._unseen[key] = count - 1
+        kv = self._with_kv[key].kv
+        assert kv is not None and kv.keys is not None
+        return kv.keys[count - 1], kv.pages[count - 1]
 
     def _take(self, session: Session, left: SessionKV) -> None:
         count = min(len(left.tokens), self._most_pages * self._page_size)
@@ -235,6 +255,8 @@ class Sessions:
             left.tokens[:count].copy(), pages, left.oldest, left.keys, left.adapter_edition, snapshots
         )
         self._with_kv[session.key] = session
+        if left.keys is not None and (full := count // self._page_size):
+            self._unseen[session.key] = full
         while self._too_many:
             self.evict_one()  # never this one: it is the newest, and by itself within the limits
 
@@ -267,6 +289,7 @@ class Sessions:
             self._snapshots.release(snapshot.place)
         session.kv = None
         del self._with_kv[session.key]
+        self._unseen.pop(session.key, None)
 
 
 def _expires(entry: tuple[float, int, Session]) -> bool:

@@ -12,6 +12,7 @@ from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.prefixes import Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.kv.tier import Tier
 from rollout.engine.sequence.sequence import PromptShare, Sequence
 from rollout.engine.sequence.sequence_kv import PlannedSnapshot, Point, PrefixHit, Snapshot
 from rollout.metrics.definitions import percent
@@ -23,9 +24,16 @@ class StatePrefixes(Prefixes):
     has_states = True
 
     def __init__(
-        self, pool: PagePool, page_size: int, cache: bool, sessions: Sessions, max_age: int, snapshots: Snapshots
+        self,
+        pool: PagePool,
+        tier: Tier,
+        page_size: int,
+        cache: bool,
+        sessions: Sessions,
+        max_age: int,
+        snapshots: Snapshots,
     ) -> None:
-        super().__init__(pool, page_size, cache, sessions, max_age)
+        super().__init__(pool, tier, page_size, cache, sessions, max_age)
         self.snapshots = snapshots
 
     # --- find ---------------------------------------------------------------------------------------------------------

@@ -72,6 +72,17 @@ class OffloadStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptStatus:
+    """KV of known prefixes on the host, which has `OffloadStatus.pages_total` pages: now, and totals since start."""
+
+    pages: int = 0  # with KV of known prefixes, now
+    bytes_out: int = 0  # copied to the host
+    bytes_in: int = 0  # copied back
+    fetched_tokens: int = 0  # whose KV was copied back
+    lost_pages: int = 0  # known pages that the pool gave up before they were on the host
+
+
+@dataclass(frozen=True, slots=True)
 class SleepStatus:
     """A worker that is asleep, or about to be."""
 
@@ -117,6 +128,7 @@ class EngineStatus:
     pages_total: int = 0
     sessions: SessionStatus = SessionStatus()
     offload: OffloadStatus = OffloadStatus()
+    kept: KeptStatus = KeptStatus()
     sleep: SleepStatus | None = None  # None: awake
     slots_in_flight: int = 0
     adapters: tuple[AdapterStatus, ...] | None = None  # None: this worker serves none

@@ -8,7 +8,7 @@ The stages of a step call these hooks of every feature that their worker has. Th
     prompts   plan_begins; words, fit and decodes for each prompt; note
     decode    plan_decode
     step      pack, launched, commit, committed, ran; delta_fields for each delta
-    KV        stow, restored (`PageMirror`)
+    KV        stow, fetched, restored (`PageMirror`)
     loop      tick, wait
     between   weights_changed, memory_leaves
 """

@@ -2,8 +2,9 @@
 
 Agents come back: an idle session is one whose tool runs. If every new agent starts at once, each turn takes the pages
 of a session that comes back next, and that one computes its whole context again. So a turn without KV of its session,
-the first one or one whose KV gave way, waits while the pages that sessions do not have are too few for it. It takes
-those of sessions when no row runs, when a session was idle for long, or when it has waited for long itself.
+the first one or one whose KV gave way, waits while the pages that sessions do not have, free ones on the host included,
+are too few for it. It takes those of sessions when no row runs, when a session was idle for long, or when it has waited
+for long itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def waits(roster: Roster, seq: Sequence, pages: int) -> bool:
     group, allocator = seq.group, roster.allocator
     if group.session is None or group.session.kv is not None or seq.begun or not roster.running:
         return False
-    if allocator.pool.available >= pages + roster.running:
+    if allocator.pool.available + allocator.tier.room >= pages + roster.running:
         return False
     now_s = roster.clock()
     idle_s = allocator.sessions.longest_idle_s(now_s)

@@ -35,7 +35,7 @@ def grow(roster: Roster, full: list[Sequence]) -> None:
     """Get one page more for each of these rows, in the order of their rank; some may go without for this step."""
     for seq in sorted(full, key=lambda seq: seq.rank):
         _grow(roster, seq)
-    if roster.allocator.offload_books.host_pages:
+    if roster.allocator.offload_books.host.total:
         _make_way(roster, roster.allocator.offload_books.outgoing)
 
 

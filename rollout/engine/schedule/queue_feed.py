@@ -4,6 +4,8 @@ One member of a group, the leader, is queued first. The followers are queued whe
 prompt's pages from the share that opens then. A request with a `min_version` enters the queue when the weights have
 that version.
 
+A sequence whose KV is on the host leaves the queue until that is back in the pool.
+
 A sequence whose tokens another one is prefilling leaves the queue until these are launched, or until that prefill
 stops. Then the first that waited computes them, and the others wait for that one. A new session may wait for room
 (`newcomers`).
@@ -16,13 +18,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.schedule.fair_queue import WaitingQueue
 from rollout.engine.sequence.sequence import Group, Sequence
 
 
 class _Joined(NamedTuple):
-    """A sequence that waits for another one's prefill."""
+    """A sequence that waits for another one's prefill, or for a fetch."""
 
     seq: Sequence
     tokens: int  # that the prefill has to launch
@@ -43,7 +46,7 @@ class QueueFeed:
     def __init__(self, allocator: PageAllocator) -> None:
         self.queue = WaitingQueue()
         self.early: dict[RequestKey, Group] = {}  # wait for a newer weights version
-        self._joined: dict[Sequence, list[_Joined]] = {}  # by the sequence whose prefill they wait for
+        self._joined: dict[Sequence | Fetch, list[_Joined]] = {}  # by the fetch, or by the sequence that prefills
         self._held: list[_Held] = []  # wait for room beside other sessions, in the order of their rank
         self._allocator = allocator
         # The sequence that did not fit last, with the rows that ran and the pages that were available then.
@@ -72,11 +75,14 @@ class QueueFeed:
 
     @property
     def joined(self) -> bool:
-        """True if a sequence waits for another one's prefill."""
+        """True if a sequence waits for another one's prefill, or for a fetch."""
         return bool(self._joined)
 
-    def join(self, seq: Sequence, other: Sequence, tokens: int) -> None:
-        """The first sequence of the queue waits until the prefill of `other` has launched this number of tokens."""
+    def join(self, seq: Sequence, other: Sequence | Fetch, tokens: int = 0) -> None:
+        """The first sequence of the queue waits until the prefill of `other` has launched this number of tokens.
+
+        If `other` is a fetch, it waits until that has ended.
+        """
         self._joined.setdefault(other, []).append(_Joined(seq, tokens, self.queue.withdraw(seq)))
 
     def hold(self, seq: Sequence, pages: int) -> None:
@@ -100,8 +106,12 @@ class QueueFeed:
         return bool(self._held)
 
     def joined_sequences(self) -> set[Sequence]:
-        """The sequences that wait for another one's prefill."""
+        """The sequences that wait for another one's prefill, or for a fetch."""
         return {waiting.seq for joined in self._joined.values() for waiting in joined}
+
+    def fetch_ended(self, fetch: Fetch) -> None:
+        """Queue the sequences that waited for a fetch."""
+        self._queue_again(self._joined.pop(fetch, []))
 
     def prefill_launched(self, seq: Sequence) -> None:
         """A chunk of a prefill is launched: queue the sequences that waited for its tokens."""

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.messages.to_service import Event, Finish, FinishReason
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
@@ -249,6 +250,11 @@ class Roster:
         for seq in seqs:
             if seq.finalized or seq.state is State.LEAVING:
                 self.settle(seq)
+
+    def fetches_ended(self, fetches: list[Fetch]) -> None:
+        """What sequences wait for is in the pool now, or will not come."""
+        for fetch in fetches:
+            self.feed.fetch_ended(fetch)
 
     def forget_offloaded(self) -> None:
         """Offloaded KV is of no use: its sequences are computed again."""

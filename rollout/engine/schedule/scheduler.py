@@ -124,19 +124,21 @@ class Scheduler:
                 return False
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
             running = len(roster.decoding) + len(roster.prefilling)
-            if feed.still_misfits(seq, running, allocator.available):
+            if feed.still_misfits(seq, running, allocator.admissible):
                 return True
             reusable = allocator.find_reusable(seq, roster.version)
             if reusable is not None and reusable.awaited is not None:
                 other, awaited = reusable.awaited
                 roster.turns.hasten(other, seq, awaited - reusable.tokens)
                 feed.join(seq, other, awaited)
+            elif (fetch := allocator.fetch_for(seq, reusable, roster.version, spare=running)) is not None:
+                feed.join(seq, fetch)
             elif waits(seq, pages := allocator.pages_for_new(seq, reusable)):
                 feed.hold(seq, pages)
             elif allocator.try_admit(seq, reusable, roster.version, spare=running):
                 roster.start(seq)
             elif running or not allocator.sharing:
-                feed.note_misfit(seq, running, allocator.available)  # now: sessions may have lost their pages
+                feed.note_misfit(seq, running, allocator.admissible)  # now: sessions may have lost their pages
                 return True
             else:
                 allocator.close_share(allocator.sharing[0])  # nothing runs that could give pages back
@@ -270,6 +272,8 @@ class Scheduler:
 
     def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
         """A committed step took `seconds` on the device, waits for masks too, and `tokens` of its tokens were kept."""
+        if plan.kind == "prefill":
+            self.roster.allocator.tier.costs.computed(plan.tokens, seconds)
         for feature in self.roster.features:
             feature.ran(plan, tokens, seconds)
 

@@ -74,6 +74,7 @@ class SequenceKV(KVContent):
     drawn_again: bool = False
     copy_source: int | None = None  # page to copy in the first chunk; referenced until that is launched
     hit: PrefixHit | None = None  # where the KV came from that it did not compute, at its last admission
+    fetches: int = 0  # that the sequence has had begun since it last had a row
     wants_offload: bool = False  # preempted, with KV that is worth keeping
     offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
     prefills: list[Prefill] = field(default_factory=list)
@@ -191,6 +192,11 @@ class Restore:
     page: OffloadedPage
     pool_page: int  # the target
     copying: bool = False  # the copy is under way
+
+    @property
+    def host_page(self) -> int:
+        """The source."""
+        return self.page.host_page
 
 
 @dataclass(eq=False, slots=True)

@@ -137,6 +137,7 @@ def status_reply(
         },
         "sessions": asdict(status.sessions),
         "offload": asdict(status.offload),
+        "kept": asdict(status.kept),
         "sleep": None if status.sleep is None else asdict(status.sleep),
         "slots": {"in_flight": status.slots_in_flight},
         "adapters": None if status.adapters is None else [asdict(adapter) for adapter in status.adapters],

@@ -95,7 +95,7 @@ def test_the_cache_evicts_the_least_recently_used_page_first(model, prompt_of):
     bench.submit("a3", prompt_of(40, ord("a")), 1)
     bench.submit("b3", prompt_of(40, ord("b")), 1)
     bench.run()
-    assert bench.done["a3"].cached_tokens > 0 == bench.done["b3"].cached_tokens
+    assert bench.done["a3"].cached_tokens > bench.done["b3"].cached_tokens > 0, "the end of a prefix goes first"
     bench.close()
 
 

@@ -159,7 +159,7 @@ def test_host_memory_for_less_than_a_page_is_refused_with_the_numbers(model, gib
 
 
 def test_status_and_gauges_count_moved_sequences(model, prompt_of):
-    bench = offloading(model)
+    bench = offloading(model, prefix_cache=False)  # known pages are not moved
     submit_six(bench, prompt_of)
     while not counts(bench).offloaded:
         bench.engine.tick()

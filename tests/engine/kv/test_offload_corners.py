@@ -36,7 +36,7 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
         bench.submit(f"h{i}", prompt_of(4, i), 30, priority=1)
     while counts(bench).offloaded == 1:
         bench.engine.tick()
-    assert seq.kv.offloaded is not None and out.under_way[0].entries[0].pool_page == half_full, (
+    assert seq.kv.offloaded is not None and out.under_way[0].entries[1][0].pool_page == half_full, (
         "it was not preempted again during the copy"
     )
     over.set()

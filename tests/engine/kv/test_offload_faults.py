@@ -81,7 +81,7 @@ def test_the_check_sees_a_leaked_host_page(model, prompt_of):
     bench = offloading(model)
     submit_six(bench, prompt_of)
     bench.run()
-    bench.engine.roster.allocator.offload_books.free_host_pages.pop()
+    bench.engine.roster.allocator.offload_books.host.take()
     with pytest.raises(AssertionError, match="host page"):
         bench.engine.check_integrity()
     bench.close(check=False)

@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from transformers import DynamicCache
 
+from rollout.engine.kv.tier import MovedPage
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence
 from tests.support.engine.harness import Bench
@@ -32,7 +33,11 @@ class KVShadow:
         self.of: dict[tuple[str, int], list[Slot]] = {}  # the KV of each completion, as it is now
         self.since: dict[tuple[str, int], int] = {}  # the tokens that each had when that KV was begun
         self._pages: dict[int, list[Slot]] = {}
+        self._host: dict[int, list[Slot]] = {}  # known pages on the host
         self._allocator = bench.engine.roster.allocator
+        tier = self._allocator.tier
+        self._copied_out, self._copied_in = tier.copied_out, tier.copied_in
+        tier.copied_out, tier.copied_in = self.copied_out, self.copied_in
         self._launched = bench.engine.scheduler.launched
         bench.engine.scheduler.launched = self.launched
 
@@ -40,6 +45,16 @@ class KVShadow:
         for seq, start, tokens_in, _, prompt in plan.spans:
             self._write(seq, start, start + tokens_in, plan.version, begins=prompt is not None and not seq.row_ready)
         self._launched(plan)
+
+    def copied_out(self, pages: list[MovedPage], failed: bool) -> None:
+        for page in pages:
+            self._host[page.host_page] = self._pages[page.pool_page]
+        self._copied_out(pages, failed)
+
+    def copied_in(self, pages: list[MovedPage], failed: bool) -> None:
+        for page in pages:
+            self._pages[page.pool_page] = self._host[page.host_page]
+        self._copied_in(pages, failed)
 
     def _write(self, seq: Sequence, start: int, end: int, version: int, begins: bool) -> None:
         kv, size, name = seq.kv, self._allocator.page_size, (seq.group.key[1], seq.index)

@@ -4,9 +4,8 @@ An entry lies where the KV of its token lies: same page, same place in the page.
 their launch, so `ExpertPages` mirrors the KV pages, one commit late: a sequence that shares, copies, caches or evicts a
 page has the entries of its tokens with it. `record` says how a step records them and how they are packed.
 
-Entries of KV that is on the host (`offload`) are kept with it, by its page number there. They go back to the pool's
-pages only at the commit of the first step with these pages: a step before it may still have to copy from those page
-numbers.
+Entries of KV that is on the host (`offload`, `tier`) are kept with it, by its page number there. `feature` says when
+they go back to the pool's pages.
 
 A preempted sequence takes its entries along (`SequenceExperts.keep`): they belong to the forwards that made its tokens.
 Its pages will hold the entries of the forwards that compute its KV again.

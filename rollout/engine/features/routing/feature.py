@@ -1,11 +1,13 @@
 """Commits the records of steps, and adds experts to what is sent.
 
-Entries of KV that came back from the host go to the pool's pages only at the commit of the first step with these pages:
-a step before it may still have to copy from those page numbers.
+Entries of KV that came back from the host go to the pool's pages only when all steps are committed that were launched
+before: one of them may still have to copy from those page numbers. For a sequence's own KV this is the commit of its
+first step.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -27,15 +29,23 @@ class Routing(StepFeature):
         self.entries = entries
         self._unsent: dict[Sequence, SequenceExperts] = {}  # of sequences that report their experts
         self._restored: dict[Sequence, tuple[list[int], np.ndarray]] = {}  # pages and entries, until a commit
+        self._fetched: deque[tuple[int, list[int], np.ndarray]] = deque()  # steps before, pages, entries
+        self._launched = self._committed = 0  # steps
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """The step's record has the experts of its tokens."""
+        self._put_fetched()
+        self._committed += 1
         for span in plan.spans if plan.kind == "prefill" else ():
             for copy in span.prompt.copies:
                 self.entries.copy(*copy)
             if span.seq in self._restored:
                 self.entries.put(*self._restored.pop(span.seq))
         self.entries.take(output.of_features[self.name])
+
+    def launched(self, plan: Plan) -> None:
+        """Its commit comes after those of all steps before."""
+        self._launched += 1
 
     def delta_fields(self, seq: Sequence) -> dict[str, Any]:
         """The entries that were not sent yet; they count as sent."""
@@ -59,9 +69,19 @@ class Routing(StepFeature):
         """See `PageMirror`."""
         self._restored[seq] = list(pages), self.entries.stowed(list(host_pages))
 
+    def fetched(self, host_pages: Seq[int], pages: Seq[int]) -> None:
+        """See `PageMirror`."""
+        self._fetched.append((self._launched, list(pages), self.entries.stowed(list(host_pages))))
+        self._put_fetched()
+
+    def _put_fetched(self) -> None:
+        while self._fetched and self._fetched[0][0] <= self._committed:
+            _, pages, entries = self._fetched.popleft()
+            self.entries.put(pages, entries)
+
     def check(self) -> None:
         """See `StepFeature`."""
-        assert not self._restored, "experts of restored pages wait for a commit"
+        assert not self._restored and not self._fetched, "experts of restored pages wait for a commit"
         assert not self._unsent, "experts of a sequence that has ended are kept"
 
     def _of(self, seq: Sequence) -> SequenceExperts:

@@ -1,0 +1,138 @@
+"""The pages of host memory: who has which.
+
+Every page is in exactly one of five states:
+
+    free       nobody has it
+    taken      it belongs to a preempted sequence (`offload`)
+    written    a copy of a known page of the pool is on its way to it
+    kept       it has the KV of a known prefix, found by the same key as in the pool
+    read       kept, and a copy reads it: it stays until that has ended
+
+Preempted sequences come first: kept pages have only the room that these leave. The one that was used least recently
+gives way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Kept(NamedTuple):
+    """A kept page."""
+
+    page: int
+    oldest: int  # weights version of its KV, of the KV that this was computed from, too
+
+
+@dataclass(slots=True)
+class KeptCounts:
+    """Running totals since start, pages."""
+
+    written: int = 0  # known pages that were copied to the host
+    fetched: int = 0  # and back
+    lost: int = 0  # known pages that the pool gave up before they were on the host
+
+
+class HostPageBooks:
+    """`total` pages of host memory."""
+
+    def __init__(self, total: int, counts: KeptCounts | None = None) -> None:
+        self.counts = counts or KeptCounts()
+        self.total = total
+        self.taken = 0
+        self._free = list(range(total - 1, -1, -1))
+        self._kept: OrderedDict[bytes, Kept] = OrderedDict()  # least recently used first
+        self._read: dict[bytes, Kept] = {}
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody has."""
+        return len(self._free)
+
+    # --- of preempted sequences ---------------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """Pages that `take` can hand out now."""
+        return len(self._free) + len(self._kept)
+
+    def take(self) -> int:
+        """A page for a preempted sequence; there has to be room."""
+        self.taken += 1
+        return self._evict() if not self._free else self._free.pop()
+
+    def give_back(self, page: int) -> None:
+        """A preempted sequence needs this page no more."""
+        self.taken -= 1
+        self._free.append(page)
+
+    # --- known pages --------------------------------------------------------------------------------------------------
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._kept or key in self._read
+
+    @property
+    def kept(self) -> int:
+        """Pages with KV of known prefixes."""
+        return len(self._kept) + len(self._read)
+
+    def use(self, key: bytes, oldest: int = 0) -> bool:
+        """Whether the page with this key is kept, with KV of no version before `oldest`; it counts as used now."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self.has(key, oldest)
+
+    def has(self, key: bytes, oldest: int = 0) -> bool:
+        """Whether the page with this key is kept, with KV of no version before `oldest`."""
+        kept = self._kept.get(key) or self._read.get(key)
+        return kept is not None and kept.oldest >= oldest
+
+    def note_evicted(self, key: bytes) -> None:
+        """The pool gives up the page with this key."""
+        self.counts.lost += key not in self
+
+    def begin_write(self) -> int | None:
+        """A page for a copy to the host; None if preempted sequences and copies have all."""
+        if self._free:
+            return self._free.pop()
+        return self._evict() if self._kept else None
+
+    def end_write(self, page: int, key: bytes | None, oldest: int = 0) -> None:
+        """The copy to this page has ended; without a key it is of no use. A key is kept once, with its newest KV."""
+        if key is None or key in self._read or self.has(key, oldest):
+            self._free.append(page)
+            return
+        if (older := self._kept.pop(key, None)) is not None:
+            self._free.append(older.page)
+        self._kept[key] = Kept(page, oldest)
+
+    def begin_read(self, key: bytes) -> Kept:
+        """A copy is going to read the page with this key, which is kept."""
+        kept = self._read[key] = self._kept.pop(key)
+        return kept
+
+    def end_read(self, key: bytes, page: int) -> None:
+        """The copy has ended, or will not begin. The page is free if it was forgotten meanwhile."""
+        kept = self._read.get(key)
+        if kept is not None and kept.page == page:
+            del self._read[key]
+            self._kept[key] = kept
+        else:
+            self._free.append(page)
+
+    def forget_all(self) -> None:
+        """Forget all known pages; those that copies read are free when these have ended."""
+        self._free += [kept.page for kept in self._kept.values()]
+        self._kept.clear()
+        self._read.clear()
+
+    def check(self) -> None:
+        """Assert that no sequence and no copy has a page."""
+        assert self.taken == 0 and not self._read, "a host page is in use"
+        pages = sorted([*self._free, *(kept.page for kept in self._kept.values())])
+        assert pages == list(range(self.total)), "a host page is lost"
+
+    def _evict(self) -> int:
+        return self._kept.popitem(last=False)[1].page

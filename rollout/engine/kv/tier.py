@@ -1,0 +1,268 @@
+"""The second tier of KV: known pages that are kept on the host, and their way there and back.
+
+A known page is found by its prefix key, in the pool (`pool`) or on the host (`host_pages`). This module says what is
+copied when; it touches no tensor. `Offload` has `page_mover` carry it out.
+
+    out    the pool gets short: the oldest cached pages, then those of idle sessions, are copied to the host before the
+           pool needs the room. Once a page is on the host, its eviction loses nothing
+    in     a sequence's prefix is on the host: a *fetch* copies it into new pages of the pool, which are cached then.
+           The sequence waits for the fetch without row or pages, and then finds its prefix in the pool
+
+Nobody waits for a copy to the host. If the pool needs a page that is not on the host yet, the page is lost, and whoever
+wants it computes it again.
+
+Invariants:
+- Only pages that no step in flight writes to are copied to the host: cached ones, and full ones of idle sessions.
+- A page that the pool evicts during its copy is not kept (`PagePool.end_copy`).
+- A fetch has a reference to each page of its prefix. It writes to new pages only, and they are known when the copy has
+  ended.
+- Kept pages stay while a copy reads them. After `forget_all`, what copies under way bring is not used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from rollout.engine.kv.host_pages import HostPageBooks
+from rollout.engine.kv.page_mirror import PageMirror
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.sessions import Sessions
+from rollout.engine.messages.statuses import KeptStatus
+
+#: Pages are copied to the host while fewer than this part of the pool can be given up without loss. An admission takes
+#: the pages of a whole context at once, and a page is copied once, so a large part costs no more copies.
+_AHEAD = 0.5
+#: The most cached pages that one call of `next_out` looks at.
+_LOOKS = 256
+
+
+@dataclass(eq=False, slots=True)
+class MovedPage:
+    """A page on its way to the host, or back."""
+
+    key: bytes
+    pool_page: int
+    host_page: int
+    fetch: Fetch | None = None
+    oldest: int = 0  # weights version of its KV, where keys do not contain the version
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """Pages of one prefix on their way from the host to the pool."""
+
+    prefix: list[int]  # all its pages in the pool, in order
+    keys: list[bytes]  # of the pages that are copied, in order
+    queued: deque[MovedPage]
+    copying: int = 0  # pages
+    over: bool = False  # what it brings is of no use
+
+
+class CopyCosts:
+    """Whether it is quicker to copy a page than to compute it; True until both are measured."""
+
+    def __init__(self, page_size: int) -> None:
+        self.pays = True
+        self._page_size = page_size
+        self._copies: deque[float] = deque(maxlen=8)  # seconds a page; the first copies of a device are slow
+        self._tokens = self._seconds = 0.0  # of prompt steps, recent ones weigh more
+
+    def copied(self, pages: int, seconds: float) -> None:
+        """A piece of this many pages was copied."""
+        self._copies.append(seconds / pages)
+        self._compare()
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step of prompts took this long."""
+        self._tokens = 0.9 * self._tokens + tokens
+        self._seconds = 0.9 * self._seconds + seconds
+        self._compare()
+
+    def _compare(self) -> None:
+        if self._copies and self._tokens:
+            self.pays = min(self._copies) < self._page_size * self._seconds / self._tokens
+
+
+class Tier:
+    """The books of known pages on the host. When `closed`, nothing is copied. `mirrors` go along with KV."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        host: HostPageBooks,
+        sessions: Sessions,
+        page_size: int,
+        closed: bool,
+        mirrors: Seq[PageMirror] = (),
+        page_bytes: int = 0,
+    ) -> None:
+        self.costs = CopyCosts(page_size)
+        self._page_size, self._page_bytes = page_size, page_bytes
+        self.closed = closed
+        self.host = host
+        self.writing = 0  # pages whose copy to the host is under way
+        self._pool = pool
+        self._sessions = sessions
+        self._mirrors = mirrors
+        self._ahead = int(_AHEAD * pool.total)
+        self._fetching: dict[bytes, Fetch] = {}
+        self._fetches: deque[Fetch] = deque()  # with queued pages; they take turns
+        self._ended: list[Fetch] = []
+
+    @property
+    def room(self) -> int:
+        """Pages that the host can take without losing others."""
+        return 0 if self.closed else self.host.free
+
+    @property
+    def busy(self) -> bool:
+        """True while copies are due, or fetches are under way."""
+        return self._short or bool(self._fetching) or bool(self._ended)
+
+    # --- to the host --------------------------------------------------------------------------------------------------
+
+    @property
+    def _short(self) -> bool:
+        pool = self._pool
+        return (
+            pool.available - pool.unseen < self._ahead
+            and (pool.unseen > 0 or self._sessions.unseen)
+            and self.costs.pays
+            and not self.closed
+        )
+
+    def next_out(self, most: int) -> list[MovedPage]:
+        """Up to `most` pages whose copies to the host begin now."""
+        taken: list[MovedPage] = []
+        for _ in range(_LOOKS):
+            if len(taken) == most or not self._short:
+                break
+            key, page = self._pool.look() if self._pool.unseen else self._sessions.look()
+            if self._pool.find(key) != page:
+                continue  # a session's page that is known by another one with the same KV
+            oldest = self._pool.oldest_of(page) or 0
+            if not self.host.use(key, oldest) and (host_page := self.host.begin_write()) is not None:
+                taken.append(MovedPage(key, page, host_page, oldest=oldest))
+                self._pool.begin_copy(page, taken[-1])
+        self.writing += len(taken)
+        return taken
+
+    def copied_out(self, pages: list[MovedPage], failed: bool) -> None:
+        """Copies to the host have ended; pages that the pool has evicted meanwhile are not kept."""
+        self.writing -= len(pages)
+        good = [page for page in pages if self._pool.end_copy(page.pool_page, page) and not failed and not self.closed]
+        for mirror in self._mirrors if good else ():
+            mirror.stow([page.pool_page for page in good], [page.host_page for page in good])
+        kept = set(good)
+        for page in pages:
+            self.host.end_write(page.host_page, page.key if page in kept else None, page.oldest)
+        self.host.counts.written += len(good)
+
+    # --- fetches ------------------------------------------------------------------------------------------------------
+
+    def has(self, key: bytes, oldest: int = 0) -> bool:
+        """Whether the page with this key can be fetched, or is being fetched; its KV has no version before `oldest`."""
+        return self.host.has(key, oldest) and self.costs.pays and not self.closed
+
+    def may_fetch(self, key: bytes, oldest: int = 0) -> bool:
+        """Whether a fetch of the page with this key may begin."""
+        return key not in self._fetching and self.has(key, oldest)
+
+    def fetch_of(self, key: bytes) -> Fetch | None:
+        """The fetch under way that brings the page with this key."""
+        return self._fetching.get(key)
+
+    def fetch(self, prefix: list[int], targets: Seq[tuple[bytes, int]]) -> Fetch:
+        """Begin to copy kept pages into new pages of the pool: `targets` are their keys and these pages.
+
+        `prefix` are all pages of the prefix. Each has a reference, which the fetch takes over.
+        """
+        fetch = Fetch(prefix, [key for key, _ in targets], deque())
+        for key, page in targets:
+            kept = self.host.begin_read(key)
+            fetch.queued.append(MovedPage(key, page, kept.page, fetch, kept.oldest))
+            self._fetching[key] = fetch
+        self._fetches.append(fetch)
+        return fetch
+
+    def next_in(self, most: int) -> list[MovedPage]:
+        """Up to `most` pages of one fetch whose copies from the host begin now."""
+        if not self._fetches:
+            return []
+        fetch = self._fetches.popleft()
+        taken = [fetch.queued.popleft() for _ in range(min(most, len(fetch.queued)))]
+        fetch.copying += len(taken)
+        if fetch.queued:
+            self._fetches.append(fetch)
+        return taken
+
+    def copied_in(self, pages: list[MovedPage], failed: bool) -> None:
+        """Copies from the host have ended."""
+        fetch = pages[0].fetch
+        assert fetch is not None
+        good = not failed and not fetch.over
+        for mirror in self._mirrors if good else ():
+            mirror.fetched([page.host_page for page in pages], [page.pool_page for page in pages])
+        for page in pages:
+            if good:
+                self._pool.remember(page.key, page.pool_page, page.oldest)
+            self._fetched(page)
+        self.host.counts.fetched += len(pages) if good else 0
+        fetch.copying -= len(pages)
+        self._end_if_done(fetch)
+
+    def take_ended(self) -> list[Fetch]:
+        """The fetches that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _fetched(self, page: MovedPage) -> None:
+        if self._fetching.get(page.key) is page.fetch:
+            del self._fetching[page.key]
+        self.host.end_read(page.key, page.host_page)
+
+    def _end_if_done(self, fetch: Fetch) -> None:
+        if fetch.queued or fetch.copying:
+            return
+        for page in reversed(fetch.prefix):  # the end of a prefix is evicted before its beginning
+            self._pool.release(page)
+        for key in reversed(fetch.keys):
+            self.host.use(key)
+        self._ended.append(fetch)
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def forget_all(self) -> None:
+        """Kept KV is of no use any more, and neither is what fetches bring."""
+        fetches = dict.fromkeys(self._fetching.values())
+        self._fetches.clear()
+        self._fetching.clear()
+        self.host.forget_all()
+        for fetch in fetches:
+            fetch.over = True
+            while fetch.queued:
+                self._fetched(fetch.queued.popleft())
+            self._end_if_done(fetch)
+
+    def close(self) -> None:
+        """Copies fail: nothing is kept any more."""
+        self.closed = True
+        self.forget_all()
+
+    def status(self) -> KeptStatus:
+        """A snapshot of now."""
+        counts = self.host.counts
+        return KeptStatus(
+            pages=self.host.kept,
+            bytes_out=counts.written * self._page_bytes,
+            bytes_in=counts.fetched * self._page_bytes,
+            fetched_tokens=counts.fetched * self._page_size,
+            lost_pages=counts.lost,
+        )
+
+    def check(self) -> None:
+        """Assert that no copy is queued or under way."""
+        assert not self._fetching and not self._fetches and not self._ended and not self.writing, "a copy is left"
+        self.host.check()

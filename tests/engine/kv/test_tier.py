@@ -1,0 +1,453 @@
+"""Known KV goes to the host before the pool needs its room, and is fetched: the same tokens, little computed twice."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+from rollout.engine.build import rebuild_engine
+from rollout.engine.inspect import Inspector
+from rollout.engine.kv.host_pages import HostPageBooks
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.sessions import Sessions
+from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.kv.tier import CopyCosts, Tier
+from rollout.engine.messages.to_engine import Cancel
+from rollout.engine.sequence.sequence import State
+from tests.support.engine.agents import Agents
+from tests.support.engine.faults import fail_a_step
+from tests.support.engine.harness import Bench, load, watch_prefills
+from tests.support.engine.offloading import PAGE, offloading
+from tests.support.engine.routing import assert_routed, routing_of
+from tests.support.engine.sleeping import Sleeping
+from tests.support.engine.streams import InlineDevice, LateDevice
+from tests.support.engine.updates import Mailbox, Update
+from tests.support.kernels.grids import nightly
+from tests.support.models.families import make_checkpoint
+
+SMALL = 110  # pages: a third of what the agents hold
+
+
+def tier_of(bench: Bench) -> Tier:
+    tier = bench.engine.roster.allocator.tier
+    tier.costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
+    return tier
+
+
+def pushed_out(bench: Bench, prompt_of, *prompts: list[int]) -> None:
+    """Compute prompts, and others until the pool has no page of them any more; the host keeps them."""
+    pool = bench.engine.roster.allocator.pool
+    others = [prompt_of(60, 5000 + i) for i in range(-(-pool.total // 15))]
+    for prompt in [*prompts, *others]:
+        bench.submit(f"before{len(bench.done)}", prompt, 1)
+        bench.run()
+
+
+# --- agents that come back ---
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folders) -> dict[int, Agents]:
+    """By seed, agents that never ran short of pages."""
+    made: dict[int, Agents] = {}
+
+    def agents(seed: int) -> Agents:
+        if seed not in made:
+            bench = Bench(load(folders[0]), kv_pages=1000)
+            made[seed] = Agents(bench, seed=seed)
+            made[seed].run()
+            bench.close()
+        return made[seed]
+
+    return agents
+
+
+def assert_equal(mine: Agents, theirs: Agents) -> None:
+    assert mine.said == theirs.said
+    for some, others in zip(mine.logprobs, theirs.logprobs, strict=True):
+        assert some == pytest.approx(others, abs=1e-4)
+
+
+@pytest.mark.parametrize("sessions", [False, True])
+def test_agents_compute_their_prompts_once(model, undisturbed, sessions):
+    bench = offloading(model, 600, 8, InlineDevice(), kv_pages=SMALL)
+    agents = Agents(bench, sessions=sessions)
+    agents.run()
+    assert agents.computed <= 1.05 * agents.most_computed  # a page that is needed before its copy has ended is lost
+    assert tier_of(bench).host.counts.fetched > 0
+    bench.close()
+    assert_equal(agents, undisturbed(0))
+
+
+def test_without_host_memory_they_compute_them_again_and_again(model, undisturbed):
+    bench = Bench(model, kv_pages=SMALL)
+    agents = Agents(bench)
+    agents.run()
+    assert agents.computed > 2 * agents.distinct
+    bench.close()
+    assert_equal(agents, undisturbed(0))
+
+
+@pytest.mark.parametrize("seed", [0, 1, *nightly(*range(2, 12))])
+def test_late_copies_change_nothing(model, undisturbed, seed):
+    rng, rng_late = random.Random(seed), random.Random(seed)
+    most_s = rng.choice([0.0, 0.001, 0.004])
+    late = {name: lambda: rng_late.random() * most_s for name in ("compute", "d2h", "kv_out", "kv_in")}
+    bench = offloading(
+        model,
+        rng.choice([20, 80, 600]),
+        rng.choice([1, 3, 20]),
+        LateDevice(late),
+        kv_pages=rng.choice([70, SMALL]),
+        max_rows=rng.choice([2, 8]),
+        pipeline_depth=1 + seed % 2,
+        prefill_chunk_tokens=rng.choice([7, 64]),
+    )
+    tier_of(bench)
+    agents = Agents(bench, sessions=rng.random() < 0.5, seed=seed % 3)
+    agents.run()
+    bench.close()
+    assert_equal(agents, undisturbed(seed % 3))
+
+
+# --- one fetch ---
+
+
+def test_a_sequence_waits_for_its_fetch_without_a_row_and_computes_only_the_rest(model, prompt_of, greedy):
+    gate = threading.Semaphore(0)
+    bench = offloading(model, 200, 3, LateDevice({"kv_in": lambda: (gate.acquire(), 0.0)[1]}))
+    tier_of(bench)
+    prompt = prompt_of(50, 1)
+    pushed_out(bench, prompt_of, prompt)
+    bench.submit("runs", prompt_of(5, 2), 30)
+    bench.engine.tick()
+    prefills = watch_prefills(bench)
+    bench.submit("back", prompt, 8)
+    for _ in range(20):
+        bench.engine.tick()
+    (seq,) = bench.engine.roster.groups["c", "back"].sequences
+    assert seq.state is State.WAITING and not seq.kv.pages and len(bench.engine.roster.decoding) == 1
+    assert len(bench.engine.roster.groups["c", "runs"].sequences[0].tokens) > 10, "the row that runs does not wait"
+    gate.release(100)
+    bench.run()
+    assert sum(prefills) == 50 - 48 and bench.done["back"].cached_tokens == 48
+    assert bench.tokens("back") == greedy(prompt, 8)
+    assert tier_of(bench).host.counts.fetched == 12
+    bench.close()
+
+
+def test_sequences_that_want_the_same_pages_wait_for_one_fetch(model, prompt_of, greedy):
+    bench = offloading(model, 200, 3, LateDevice({"kv_in": lambda: 0.01}))
+    tier_of(bench)
+    prompts = [prompt_of(40, 1) + prompt_of(3 + i, 10 + i) for i in range(3)]
+    pushed_out(bench, prompt_of, prompts[0])
+    for i, prompt in enumerate(prompts):
+        bench.submit(f"back{i}", prompt, 5, n=1 + i)
+    bench.run()
+    assert tier_of(bench).host.counts.fetched == 10
+    for i, prompt in enumerate(prompts):
+        assert bench.done[f"back{i}"].cached_tokens >= 40 and bench.tokens(f"back{i}", i) == greedy(prompt, 5)
+    bench.close()
+
+
+def test_pieces_of_several_fetches_take_turns(model, prompt_of):
+    bench = offloading(model, 200, 2, LateDevice({"kv_in": lambda: 0.005}))
+    tier = tier_of(bench)
+    long, short = prompt_of(80, 1), prompt_of(16, 2)
+    pushed_out(bench, prompt_of, long, short)
+    bench.submit("long", long, 1)
+    bench.submit("short", short, 1)
+    bench.run()
+    assert list(bench.done)[-2:] == ["short", "long"] and tier.host.counts.fetched >= 19 + 3
+    bench.close()
+
+
+@pytest.mark.parametrize("when", ["queued", "over"])
+def test_a_request_that_ends_while_it_waits_leaves_nothing(model, prompt_of, when):
+    bench = offloading(model, 200, 1, LateDevice({"kv_in": lambda: 0.005}))
+    tier_of(bench)
+    prompt = prompt_of(50, 1)
+    pushed_out(bench, prompt_of, prompt)
+    bench.submit("back", prompt, 8)
+    bench.engine.tick()
+    bench.engine.inbox.put(Cancel(("c", "back")))
+    if when == "over":
+        bench.run()
+    bench.submit("again", prompt, 2)
+    bench.run()
+    assert bench.done["again"].cached_tokens == 48
+    bench.close()
+
+
+def test_pages_can_be_fetched_without_a_sequence(model, prompt_of):
+    """A hint: who knows that a conversation goes on has its pages brought back before the request."""
+    bench = offloading(model, 200)
+    tier_of(bench)
+    prompt = prompt_of(50, 1)
+    bench.submit("first", prompt, 1)
+    while not bench.engine.roster.decoding:
+        bench.engine.tick()
+    (seq,) = bench.engine.roster.groups["c", "first"].sequences
+    keys = [seq.kv.keys[i] for i in range(12)]
+    bench.run()
+    pushed_out(bench, prompt_of)
+    allocator = bench.engine.roster.allocator
+    assert all(allocator.pool.find(key) is None for key in keys)
+    assert allocator.fetch(keys, spare=30) is None, "there is no room for that"
+    assert allocator.fetch(keys, spare=0) is not None
+    bench.run()
+    assert all(allocator.pool.find(key) for key in keys)
+    bench.submit("back", prompt, 2)
+    bench.run()
+    assert bench.done["back"].cached_tokens == 48 and allocator.tier.host.counts.fetched == 12
+    bench.close()
+
+
+# --- faults, updates, sleep ---
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+@pytest.mark.parametrize("piece", [0, 5])
+def test_a_copy_that_fails_ends_in_computing_again(model, undisturbed, direction, piece):
+    bench = offloading(model, 600, 3, kv_pages=SMALL)
+    tier = tier_of(bench)
+    queue, left = getattr(bench.engine.executor.mover, direction), [piece]
+    copy = queue._copy
+
+    def failing(*of):
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("the bus is broken")
+        copy(*of)
+
+    queue._copy = failing
+    agents = Agents(bench)
+    agents.run()
+    assert "the bus is broken" in bench.engine.parts.offload.failure and tier.host.kept == 0
+    bench.close()
+    assert_equal(agents, undisturbed(0))
+
+
+@pytest.mark.parametrize("when", ["kept", "fetching"])
+def test_new_weights_forget_what_is_kept(model, folders, prompt_of, hf_models, when):
+    bench = offloading(model, 200, 1, LateDevice({"kv_in": lambda: 0.005}), Mailbox())
+    tier = tier_of(bench)
+    prompt = prompt_of(50, 1)
+    pushed_out(bench, prompt_of, prompt)
+    assert tier.host.kept > 12
+    if when == "fetching":
+        bench.submit("back", prompt, 8)
+        while not bench.engine.executor.mover.back.under_way:
+            bench.engine.tick()
+    bench.links.receiver.ready = Update(1, load(folders[1]), bench.engine.executor.step.model)
+    while bench.engine.roster.version == 0:
+        bench.engine.tick()
+    assert tier.host.kept == 0
+    if when == "kept":
+        bench.submit("back", prompt, 8)
+    bench.run()
+    assert bench.done["back"].cached_tokens == 0 and bench.completions["back", 0].versions == [1] * 8
+    alone = Bench(load(folders[1]))
+    alone.submit("back", prompt, 8)
+    alone.run()
+    assert bench.tokens("back") == alone.tokens("back")
+    alone.close(), bench.close()
+
+
+def test_preempted_rows_take_the_room_of_kept_pages(model, prompt_of, greedy):
+    bench = offloading(model, 60)
+    tier_of(bench)
+    pushed_out(bench, prompt_of, *(prompt_of(40, i) for i in range(6)))
+    assert tier_of(bench).host.kept > 50
+    for i in range(6):
+        bench.submit(f"r{i}", prompt_of(10, i), 60)
+    bench.run()
+    counts = bench.engine.roster.allocator.offload_books.counts
+    assert counts.refused == 0 and counts.restored == counts.offloaded > 0
+    for i in range(6):
+        assert bench.tokens(f"r{i}") == greedy(prompt_of(10, i), 60)
+    bench.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_the_host_keeps_outlives_a_sleep_that_keeps_the_weights(model, folders, prompt_of, level):
+    page_bytes = 1536
+    bench = Sleeping(model, None, Mailbox(), kv_pages=40, host_kv_gib=200 * page_bytes / 2**30)
+    tier = tier_of(bench)
+    prompt = prompt_of(50, 1)
+    pushed_out(bench, prompt_of, prompt)
+    kept = tier.host.kept
+    bench.sleep(level=level)
+    assert tier.host.kept >= kept if level == 1 else tier.host.kept == 0
+    bench.wake()
+    if level == 2:
+        bench.links.receiver.ready = Update(1, load(folders[0]), bench.engine.executor.step.model)
+    bench.submit("back", prompt, 2)
+    bench.run()
+    assert bench.done["back"].cached_tokens == (48 if level == 1 else 0)
+    bench.close()
+
+
+def test_a_rebuilt_engine_keeps_nothing_and_has_the_same_memory(model, prompt_of, greedy):
+    bench = offloading(model, 200)
+    tier_of(bench)
+    prompt = prompt_of(50, 1)
+    pushed_out(bench, prompt_of, prompt)
+    bench.submit("runs", prompt_of(5, 2), 30)
+    bench.engine.tick()
+    fail_a_step(bench)
+    memory, written = bench.engine.executor.mover.host_memory, tier_of(bench).host.counts.written
+    rebuild_engine(bench.engine, bench.settings)
+    tier = tier_of(bench)
+    assert bench.engine.executor.mover.host_memory is memory
+    assert tier.host.kept == 0 and tier.host.counts.written == written > 0
+    pushed_out(bench, prompt_of, prompt)
+    bench.submit("back", prompt, 8)
+    bench.run()
+    assert bench.done["back"].cached_tokens == 48 and bench.tokens("back") == greedy(prompt, 8)
+    bench.close()
+
+
+# --- what goes along, and whether it is worth it ---
+
+
+def test_fetched_pages_have_the_experts_of_their_tokens(tmp_path, prompt_of):
+    hf_model = make_checkpoint("qwen3_moe", tmp_path, 0)
+    bench = Bench(load(tmp_path), kv_pages=40, routing=True, host_kv_gib=0.01)
+    tier_of(bench)
+    prompt = [token % 71 for token in prompt_of(50, 1)]
+    bench.submit("first0", prompt, 1)
+    bench.run()
+    for i in range(4):
+        bench.submit(f"other{i}", [token % 71 for token in prompt_of(60, 9 + i)], 1)
+        bench.run()
+    bench.submit("back", prompt, 8, routing_from=0)
+    bench.run()
+    assert bench.done["back"].cached_tokens == 48 and tier_of(bench).host.counts.fetched == 12
+    assert_routed(hf_model, prompt, bench.tokens("back"), routing_of(bench, "back"), 0)
+    bench.close()
+
+
+def test_copies_that_take_longer_than_computing_are_not_made(model, prompt_of):
+    bench = offloading(model, 200)
+    tier = bench.engine.roster.allocator.tier
+    tier.costs.copied(1, 10.0)
+    prompt = prompt_of(50, 1)
+    pushed_out(bench, prompt_of, prompt)
+    bench.submit("back", prompt, 2)
+    bench.run()
+    assert not tier.costs.pays and tier.host.counts.written == 0 and bench.done["back"].cached_tokens == 0
+    bench.close()
+
+
+def test_costs_compare_the_quickest_of_the_last_copies_with_prompt_steps():
+    costs = CopyCosts(page_size=16)
+    assert costs.pays, "nothing is measured"
+    costs.copied(2, 20.0)
+    assert costs.pays
+    costs.computed(1600, 100.0)  # a second a page
+    assert not costs.pays
+    costs.copied(4, 2.0)
+    assert costs.pays
+    for _ in range(8):
+        costs.copied(1, 3.0)
+    assert not costs.pays
+    for _ in range(50):
+        costs.computed(16, 4.0)
+    assert costs.pays
+
+
+def test_status_and_metrics_tell_what_is_kept(model, prompt_of):
+    bench = offloading(model, 200)
+    tier_of(bench)
+    prompt = prompt_of(50, 1)
+    pushed_out(bench, prompt_of, prompt)
+    bench.submit("back", prompt, 2)
+    bench.run()
+    status, offload = bench.status().kept, bench.status().offload
+    page_bytes = bench.engine.executor.mover.host_memory.page_bytes
+    assert (status.fetched_tokens, status.bytes_in) == (48, 12 * page_bytes)
+    assert status.bytes_out >= status.pages * page_bytes > 0 and status.lost_pages >= 0
+    assert (offload.pages, offload.bytes_out) == (0, 0), "that is of preempted sequences alone"
+    Inspector(bench.engine).set_gauges()
+    report = bench.engine.meter.report()
+    assert (report["kv/kept_bytes"], report["kv/fetched_tokens"]) == (status.bytes_out, 48)
+    assert report["kv/host_kept_pct"] == 100 * status.pages / 200 and report["kv/lost_pages"] == status.lost_pages
+    bench.close()
+
+
+# --- the books ---
+
+
+def books(pages: int = 9, host_pages: int = 4) -> tuple[PagePool, HostPageBooks, Tier]:
+    host = HostPageBooks(host_pages)
+    pool = PagePool(pages, host.note_evicted)
+    return pool, host, Tier(pool, host, Sessions(pool, PAGE, 8, Snapshots(0, 0, pool)), PAGE, False)
+
+
+def cached(pool: PagePool, *keys: bytes) -> list[int]:
+    pages = []
+    for key in keys:
+        page = pool.allocate()
+        assert page is not None
+        pool.remember(key, page, 0)
+        pages.append(page)
+    for page in pages:
+        pool.release(page)
+    return pages
+
+
+def test_the_oldest_cached_pages_are_copied_when_the_pool_gets_short():
+    pool, host, tier = books()
+    cached(pool, b"a", b"b", b"c", b"d")
+    assert tier.next_out(3) == [] and not tier.busy, "half of the pool is free"
+    cached(pool, b"e", b"f")
+    out = tier.next_out(8)
+    assert [page.key for page in out] == [b"a", b"b"], "as many as are missing"
+    tier.copied_out(out, failed=False)
+    assert b"a" in host and not tier.busy
+    pool.check(), tier.check()
+
+
+def test_a_page_that_is_evicted_during_its_copy_is_not_kept():
+    pool, host, tier = books()
+    pages = cached(pool, *(bytes([i]) for i in range(8)))
+    out = tier.next_out(8)
+    assert [page.pool_page for page in out] == pages[:4]
+    taken = [pool.allocate() for _ in range(6)]
+    assert taken == [*pages[4:], *pages[:2]], "pages that are being copied go last"
+    assert host.counts.lost == 6
+    tier.copied_out(out, failed=False)
+    assert [key in host for key in (b"\0", b"\1", b"\2", b"\3")] == [False, False, True, True]
+    assert pool.allocate() == pages[2] and host.counts.lost == 6, "the host has it"
+
+
+def test_newer_kv_takes_the_place_of_older_kv_with_the_same_key():
+    host = HostPageBooks(3)
+    for oldest in (4, 7, 5):
+        host.end_write(host.begin_write(), b"a", oldest)
+        assert host.kept == 1
+    assert host.has(b"a", 7) and not host.use(b"a", 8) and host.room == 3
+    kept = host.begin_read(b"a")
+    host.end_write(host.begin_write(), b"a", 9)
+    assert kept.oldest == 7 and host.kept == 1, "a copy reads the older one"
+    host.end_read(b"a", kept.page)
+    host.check()
+
+
+def test_a_kept_page_is_not_copied_again_and_the_least_recently_used_gives_way():
+    pool, host, tier = books(host_pages=2)
+    cached(pool, *(bytes([i]) for i in range(8)))
+    tier.copied_out(tier.next_out(8), failed=False)
+    assert host.kept == 2 and b"\0" in host and b"\1" in host
+    again = [pool.find(b"\0"), pool.find(b"\1")]
+    for page in again:
+        pool.retain(page)
+    for page in again:
+        pool.release(page)
+    assert [page.key for page in tier.next_out(1)] == [b"\4"]
+    assert b"\0" not in host and b"\1" in host
+    assert host.room == 1 and host.take() is not None
+    assert host.room == 0 and host.begin_write() is None
