@@ -34,6 +34,9 @@ from rollout.engine.messages.statuses import KeptStatus
 #: Pages are copied to the host while fewer than this part of the pool can be given up without loss. An admission takes
 #: the pages of a whole context at once, and a page is copied once, so a large part costs no more copies.
 _AHEAD = 0.5
+#: How much longer than its computing a page's copy may take. Copies run beside steps, and most of the measured time is a
+#: wait for room beside their kernels; prompt steps run in the place of others.
+_WORTH = 8
 #: The most cached pages that one call of `next_out` looks at.
 _LOOKS = 256
 
@@ -61,7 +64,7 @@ class Fetch:
 
 
 class CopyCosts:
-    """Whether it is quicker to copy a page than to compute it; True until both are measured."""
+    """Whether it is better to copy a page than to compute it; True until both are measured."""
 
     def __init__(self, page_size: int) -> None:
         self.pays = True
@@ -82,7 +85,7 @@ class CopyCosts:
 
     def _compare(self) -> None:
         if self._copies and self._tokens:
-            self.pays = min(self._copies) < self._page_size * self._seconds / self._tokens
+            self.pays = min(self._copies) < _WORTH * self._page_size * self._seconds / self._tokens
 
 
 class Tier:

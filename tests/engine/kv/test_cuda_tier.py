@@ -38,6 +38,7 @@ def test_a_sessions_kv_leaves_and_returns_beside_running_steps(folders, prompt_o
 
 def check_return(bench: Bench, prompt_of, greedy) -> None:
     talk, tier = Conversation(bench, "talk", prompt_of), bench.engine.roster.allocator.tier
+    tier.costs.computed = lambda tokens, seconds: None  # so small a model computes quicker than copies run
     talk.say(150)
     bench.submit("runs", prompt_of(9, 3), 200)
     while not bench.engine.roster.decoding:
@@ -67,6 +68,9 @@ def check_return(bench: Bench, prompt_of, greedy) -> None:
 
 def test_moving_known_pages_allocates_and_synchronises_nothing(folders, prompt_of):
     bench = tiered(folders[0], make_device("cuda"), host_kv_piece_mib=0.2)
+    bench.engine.roster.allocator.tier.costs.computed = lambda tokens, seconds: (
+        None
+    )  # so small a model computes quicker
     prompts = [prompt_of(120, i) for i in range(12)]
     for turn in range(2):  # kernels are loaded at their first use
         for i, prompt in enumerate(prompts):

@@ -352,11 +352,21 @@ def test_costs_compare_the_quickest_of_the_last_copies_with_prompt_steps():
     costs.copied(4, 2.0)
     assert costs.pays
     for _ in range(8):
-        costs.copied(1, 3.0)
+        costs.copied(1, 9.0)
     assert not costs.pays
     for _ in range(50):
         costs.computed(16, 4.0)
     assert costs.pays
+
+
+def test_a_copy_may_take_longer_than_computing_because_it_runs_beside_steps():
+    costs = CopyCosts(page_size=16)
+    costs.computed(16, 1.0)
+    costs.copied(1, 7.0)
+    assert costs.pays
+    for _ in range(8):
+        costs.copied(1, 9.0)
+    assert not costs.pays
 
 
 def test_status_and_metrics_tell_what_is_kept(model, prompt_of):
