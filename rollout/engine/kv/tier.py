@@ -34,8 +34,8 @@ from rollout.engine.messages.statuses import KeptStatus
 #: Pages are copied to the host while fewer than this part of the pool can be given up without loss. An admission takes
 #: the pages of a whole context at once, and a page is copied once, so a large part costs no more copies.
 _AHEAD = 0.5
-#: How much longer than its computing a page's copy may take. Copies run beside steps, and most of the measured time is a
-#: wait for room beside their kernels; prompt steps run in the place of others.
+#: How much longer than its computing a page's copy may take. Copies run beside steps, and most of the measured time is
+#: a wait for room beside their kernels; prompt steps run in the place of others.
 _WORTH = 8
 #: The most cached pages that one call of `next_out` looks at.
 _LOOKS = 256
