@@ -222,8 +222,8 @@ def _agents() -> list[Table]:
                 "turn, median, s": lambda found: found["turn_s"]["median"],
                 "turn, 99th percentile, s": lambda found: found["turn_s"]["p99"],
             },
-            "Aims: 125 s and 0.63M prompt tokens in bf16, 85 s in fp8. Later on the same day, with the load below it, less "
-            "is computed again: the KV pool is 15% larger, and the end of a prefix is evicted before its beginning.",
+            "Aims: 125 s and 0.63M prompt tokens in bf16, 85 s in fp8. Since then the KV pool is 15% larger, and the end "
+            "of a prefix is evicted before its beginning: see below.",
         ),
         Table("The load", ("", ""), sizes, ("agents_8b_h200",)),
         columns(
@@ -240,8 +240,8 @@ def _agents() -> list[Table]:
                 "turn, 99th percentile, s": lambda found: found["turn_s"]["p99"],
                 "GPU active, %": "active_pct",
             },
-            "Other draws than above, with 3% fewer tokens: do not compare to the second. vLLM was not measured with them. "
-            "Nothing came back from the host: the rule of costs, since changed, stopped the copies.",
+            "Other draws than above, with 3% fewer tokens. vLLM was not measured with them. Nothing came back from the "
+            "host: the rule of costs, since changed, stopped the copies.",
         ),
         Table(
             "On a CPU, with KV for a third of what 8 agents hold",
@@ -268,8 +268,8 @@ def _agents() -> list[Table]:
                 for found in rows(name)
             ],
             on_cpu,
-            "A toy model. Without host memory, which turns find their KV depends on what else the machine does: runs differ "
-            "by a fifth. Two workers: measured before known pages were kept on the host.",
+            "A toy model. Without host memory, which turns find their KV depends on what else the machine does: runs "
+            "differ by a fifth. Two workers: measured before known pages were kept on the host.",
         ),
         Table(
             "The format of a trace",
