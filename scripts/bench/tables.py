@@ -222,8 +222,8 @@ def _agents() -> list[Table]:
                 "turn, median, s": lambda found: found["turn_s"]["median"],
                 "turn, 99th percentile, s": lambda found: found["turn_s"]["p99"],
             },
-            "Aims: 125 s and 0.63M prompt tokens in bf16, 85 s in fp8. Since then the KV pool is 15% larger, and the end "
-            "of a prefix is evicted before its beginning: see below.",
+            "Aims: 125 s and 0.63M prompt tokens in bf16, 85 s in fp8. Since then the KV pool is 15% larger, and the "
+            "end of a prefix is evicted before its beginning: see below.",
         ),
         Table("The load", ("", ""), sizes, ("agents_8b_h200",)),
         columns(

@@ -244,7 +244,7 @@ def test_no_paragraph_is_full_of_numbers(page: Path):
 
 
 def test_tests_that_the_page_of_public_reports_names_exist():
-    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", (DOCS / "notes/public_reports.md").read_text())
+    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", (ROOT / "tests/public_reports.md").read_text())
     sources = {path: (ROOT / "tests" / path).read_text() for path, _ in named}
     assert len(named) > 50
     assert not [test for path, test in named if test and f"def {test}(" not in sources[path]]
