@@ -263,7 +263,7 @@ BAD_URLS = {
     "no ASCII": ("data:image/png;base64,AAA\u03c9", "base64"),
     "no URL": ("file://[", "cannot be read"),
     "wrong base64": ("data:image/png;base64,@@@", "base64"),
-    "no picture": (data_url(b"x" * 100), "another format"),
+    "no picture": (data_url(b"x" * 100), "is not one of PNG"),
     "cut off": (data_url(encoded(40, 40)[:200]), "decoded"),
     "a file elsewhere": ("file:///etc/passwd", "no such file"),
     "a way out": ("file://{root}/../model/config.json", "no such file"),
@@ -274,7 +274,7 @@ BAD_URLS = {
     "too long a side of one pixel": (data_url(encoded(1, 201)), "refuses"),
     "too many pixels": (data_url(png_header(9000, 9000)), "megapixels"),
     "far too many": (data_url(png_header(60_000, 60_000)), "decoded"),
-    "a vector picture": ("data:image/svg+xml;base64,PHN2Zy8+", "another format"),
+    "a vector picture": ("data:image/svg+xml;base64,PHN2Zy8+", "is not one of PNG"),
     "a link out": ("file://{root}/link.png", "no such file"),
     "a folder": ("file://{root}", "no such file"),
 }

@@ -88,7 +88,7 @@ class Load:
         bench, shadow = self.run.bench, self.run.shadow
         weights = {version: hf_models[version % 2] for version in self.versions}
         whole = [name for name in self.prompts if in_one_line(shadow.of[name, 0])]
-        assert len(whole) > 0.9 * len(self.prompts)
+        assert len(whole) > 0.7 * len(self.prompts), "pages of equal content may be mixed, but not often"
         assert [name for name in whole if not self.run.follows(weights, name, self.prompts[name])] == []
         for completion in bench.completions.values():
             for at, version, tokens in completion.kv_versions:
