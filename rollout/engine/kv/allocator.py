@@ -326,10 +326,14 @@ class PageAllocator:
         """Close all shares and empty all sessions: only rows and offloaded sequences use pages after that."""
         for group in list(self.sharing):
             self.close_share(group)
-        self.forget_older(VERSION_END)
+        self._empty_older(VERSION_END)
 
     def forget_older(self, oldest: int) -> None:
-        """Drop sessions and snapshots with weights before the version `oldest`; pages are only not found."""
+        """Drop what has weights before the version `oldest`; pages of the pool are only not found."""
+        self._empty_older(oldest)
+        self.tier.forget_older(oldest)
+
+    def _empty_older(self, oldest: int) -> None:
         self.sessions.drop_older(oldest)
         self.prefixes.forget_older(oldest)
 

@@ -122,6 +122,11 @@ class HostPageBooks:
         else:
             self._free.append(page)
 
+    def forget_older(self, oldest: int) -> None:
+        """Forget known pages with a weights version before `oldest`."""
+        for key in [key for key, kept in self._kept.items() if kept.oldest < oldest]:
+            self._free.append(self._kept.pop(key).page)
+
     def forget_all(self) -> None:
         """Forget all known pages; those that copies read are free when these have ended."""
         self._free += [kept.page for kept in self._kept.values()]

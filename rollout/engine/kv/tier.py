@@ -110,6 +110,7 @@ class Tier:
         self._sessions = sessions
         self._mirrors = mirrors
         self._ahead = int(_AHEAD * pool.total)
+        self._oldest = 0  # weights version: older KV is of no use
         self._fetching: dict[bytes, Fetch] = {}
         self._fetches: deque[Fetch] = deque()  # with queued pages; they take turns
         self._ended: list[Fetch] = []
@@ -143,8 +144,8 @@ class Tier:
             if len(taken) == most or not self._short:
                 break
             key, page = self._pool.look() if self._pool.unseen else self._sessions.look()
-            if self._pool.find(key) != page:
-                continue  # a session's page that is known by another one with the same KV
+            if self._pool.find(key, self._oldest) != page:
+                continue  # too old, or a session's page that is known by another one with the same KV
             oldest = self._pool.oldest_of(page) or 0
             if not self.host.use(key, oldest) and (host_page := self.host.begin_write()) is not None:
                 taken.append(MovedPage(key, page, host_page, oldest=oldest))
@@ -248,6 +249,11 @@ class Tier:
             while fetch.queued:
                 self._fetched(fetch.queued.popleft())
             self._end_if_done(fetch)
+
+    def forget_older(self, oldest: int) -> None:
+        """KV with a weights version before `oldest` is of no use any more; what fetches bring is not found."""
+        self._oldest = oldest
+        self.host.forget_older(oldest)
 
     def close(self) -> None:
         """Copies fail: nothing is kept any more."""

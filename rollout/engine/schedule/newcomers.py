@@ -4,7 +4,7 @@ Agents come back: an idle session is one whose tool runs. If every new agent sta
 of a session that comes back next, and that one computes its whole context again. So a turn without KV of its session,
 the first one or one whose KV gave way, waits while the pages that sessions do not have, free ones on the host included,
 are too few for it. It takes those of sessions when no row runs, when a session was idle for long, or when it has waited
-for long itself.
+for long itself. A turn whose KV is on the host does not wait: it takes no prefill.
 """
 
 from __future__ import annotations

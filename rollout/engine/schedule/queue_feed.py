@@ -163,6 +163,7 @@ class QueueFeed:
         elif seq in group.followers:
             group.followers.remove(seq)
         self._started(seq)
+        self._held = [held for held in self._held if held.seq is not seq]
         self.queue.ended(seq)  # last: the next leader keeps its client in the queue
 
     def _queue_again(self, joined: list[_Joined]) -> None:

@@ -37,8 +37,8 @@ _LONG_SPAN = 4096
 _MORE_SIZES = 3
 #: Steps of many sizes make the allocator hold up to 1.7 times what the largest alone took.
 _FRAGMENTATION = 2
-#: Bytes that steps may take beside torch's allocator: code of kernels, graphs, libraries.
-_MOST_BESIDE = 2 << 30
+#: Bytes that steps, and one captured size, may take beside torch's allocator: code of kernels, graphs, libraries.
+_MOST_BESIDE, _MOST_BESIDE_A_SIZE = 2 << 30, 64 << 20
 #: Threads that compile kernels at the start, at most one a core: each runs a compiler, which takes a core and memory.
 COMPILE_THREADS = 16
 
@@ -171,10 +171,11 @@ def measure_steps(
         model.group.all_gather(torch.zeros(1, device=model.embed.device))
         executor.device.synchronize()
     rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
-    activations = taken_between(before, _memory())
+    after = _memory()
+    activations = taken_between(before, after) + (_FRAGMENTATION - 1) * max(after.held - before.held, 0)
     of_graphs = _measure_graphs(graphs, slots) if graph_rows else 0
     torch.cuda.empty_cache()
-    return StepNeeds(_FRAGMENTATION * activations, of_graphs)
+    return StepNeeds(activations, of_graphs)
 
 
 def _measure_graphs(graphs: DecodeGraphs, slots: list[Slot]) -> int:
@@ -187,7 +188,7 @@ def _measure_graphs(graphs: DecodeGraphs, slots: list[Slot]) -> int:
         return first
     measured = smaller[-_MORE_SIZES:]
     graphs.capture(slots, sizes=measured)
-    more = taken_between(between, _memory())
+    more = taken_between(between, _memory(), _MOST_BESIDE_A_SIZE * len(measured))
     return first + more * len(smaller) // len(measured) + graphs.kept_bytes
 
 
@@ -243,17 +244,17 @@ class Memory(NamedTuple):
     held: int  # by torch's allocator, of this process
 
 
-def taken_between(before: Memory, after: Memory) -> int:
+def taken_between(before: Memory, after: Memory, most_beside: int = _MOST_BESIDE) -> int:
     """Bytes that this process took in between.
 
-    The driver counts what all processes took. So of what torch's allocator did not take, at most `_MOST_BESIDE` counts:
+    The driver counts what all processes took. So of what torch's allocator did not take, at most `most_beside` counts:
     the rest was taken by others, such as a trainer that starts at the same time. Others may also have given some back.
     """
     held = after.held - before.held
     beside = before.free - after.free - held
-    if beside > _MOST_BESIDE:
+    if beside > most_beside:
         log.info("other processes took memory of the GPU while steps were measured", extra={"bytes": beside})
-    return max(held + min(max(beside, 0), _MOST_BESIDE), 0)
+    return max(held + min(max(beside, 0), most_beside), 0)
 
 
 def _memory() -> Memory:

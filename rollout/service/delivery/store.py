@@ -112,7 +112,7 @@ class Store(Generic[Entry]):
         return len(self._results)
 
     def keep(self, name: Name, stored: Entry) -> bool:
-        """Keep an entry, as long as the limits allow. False for one that is larger than the store."""
+        """Keep an entry, as long as the limits allow. False if they do not allow it at all."""
         assert name not in self._results, "an id is taken until its result is forgotten"
         if stored.size > self._max_bytes:
             return False
@@ -125,7 +125,7 @@ class Store(Generic[Entry]):
         while self.size > self._max_bytes:
             self._forget_oldest_of(max(self._sizes, key=lambda client: self._sizes[client]))
         self.expire()
-        return True
+        return name in self._results
 
     def get(self, name: Name) -> Entry | None:
         """What is kept of this request, or None."""

@@ -359,6 +359,15 @@ def test_costs_compare_the_quickest_of_the_last_copies_with_prompt_steps():
     assert costs.pays
 
 
+def test_what_an_update_makes_too_old_leaves_the_host():
+    host = HostPageBooks(2)
+    for key, oldest in ((b"old", 1), (b"new", 3)):
+        host.end_write(host.begin_write(), key, oldest)
+    host.forget_older(2)
+    assert (host.has(b"old"), host.has(b"new"), host.free) == (False, True, 1)
+    host.check()
+
+
 def test_a_copy_may_take_longer_than_computing_because_it_runs_beside_steps():
     costs = CopyCosts(page_size=16)
     costs.computed(16, 1.0)
