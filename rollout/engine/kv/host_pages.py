@@ -70,9 +70,6 @@ class HostPageBooks:
 
     # --- known pages --------------------------------------------------------------------------------------------------
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._kept or key in self._read
-
     @property
     def kept(self) -> int:
         """Pages with KV of known prefixes."""
@@ -91,7 +88,7 @@ class HostPageBooks:
 
     def note_evicted(self, key: bytes) -> None:
         """The pool gives up the page with this key."""
-        self.counts.lost += key not in self
+        self.counts.lost += not self.has(key)
 
     def begin_write(self) -> int | None:
         """A page for a copy to the host; None if preempted sequences and copies have all."""
