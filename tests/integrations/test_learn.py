@@ -284,7 +284,9 @@ def test_a_conversation_sends_token_ids_back_as_they_came_and_counts_what_is_com
         assert set(one.versions[apart].tolist()) == {-1} and set(one.versions[one.drawn].tolist()) == {0}
         assert (one.logprobs[one.drawn] <= 0).all() and not one.logprobs[apart].any()
     assert group.new == len(prompt_ids) + 4 * len(reply_ids)
-    assert group.computed <= group.new < group.sent  # a session's past is not computed again
+    # A session's past is not computed again. Its last token may be: it may have been drawn and not read by the model.
+    most = 2 * len(prompt_ids) + 4 * (1 + len(reply_ids))
+    assert group.computed <= most < group.sent
 
 
 def test_a_thinned_run_keeps_totals_means_and_largest_values() -> None:
