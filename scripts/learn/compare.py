@@ -102,12 +102,16 @@ def read_plan(text: str, common: Sequence[str]) -> list[Wave]:
     plan = tomllib.loads(text)
     if unknown := plan.keys() - {"flags", "wave"}:
         raise ValueError(f"a plan has no {sorted(unknown)}; it has 'flags' and [[wave]]")
+    if not isinstance(plan.get("wave"), list):
+        raise ValueError("a plan needs at least one [[wave]]")
     waves: list[Wave] = []
-    for number, wave in enumerate(plan.get("wave", []), 1):
+    for number, wave in enumerate(plan["wave"], 1):
         if unknown := wave.keys() - {"seconds", "seeds", "runs"}:
             raise ValueError(f"wave {number} has no {sorted(unknown)}; it has 'seconds', 'seeds' and 'runs'")
         if missing := {"seconds", "runs"} - wave.keys():
             raise ValueError(f"wave {number} lacks {sorted(missing)}")
+        if not isinstance(wave["runs"], list) or not wave["runs"]:
+            raise ValueError(f"'runs' of wave {number} must be a list of 'NAME: FLAGS'")
         words = [*shlex.split(plan.get("flags", "")), *common]
         waves.append(read_wave(float(wave["seconds"]), wave.get("seeds", [0]), wave["runs"], words))
         if twice := [label for other in waves[:-1] for label in other.cells if label in waves[-1].cells]:
@@ -221,6 +225,7 @@ class Comparison:
                         self.ended[run.label] = "its time was over"
                         run.end()
                 self.write()
+        self.write()
 
     def _start(self, wave: Wave) -> list[Running]:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ from tests.support.integrations.tiny_checkpoints import CHECKPOINT
 from tests.support.kernels.grids import nightly
 from trainer_bridge import BackgroundClient
 
-SHORT = {"--task": "counting", "--prompts": 16, "--group-size": 16, "--lr": 2e-3, "--warmup": 1}
+SHORT = {"--task": "counting", "--prompts": 16, "--group-size": 16, "--lr": 1e-3, "--warmup": 1}
 
 
 @dataclass(frozen=True)
