@@ -973,6 +973,22 @@ def _learning() -> list[Table]:
             "SmolLM2-135M-Instruct learns sums by GRPO. The expectations were written down before the first run on a "
             "GPU, for 32 problems x 16 answers a step; the runs have 64 x 16.",
         ),
+        Table(
+            "Expected of the next runs",
+            ("what", "expected", "because"),
+            _NEXT,
+            (),
+            "Written down on 2026-11-28, before they ran: `scripts/learn/plans/one_gpu.toml` and `two_gpus.toml`, with "
+            "the recipe below. The runs on this page are of the first recipe.",
+        ),
+        Table(
+            "The recipe's choices, and where they come from",
+            ("flag", "first recipe", "today", "source"),
+            _CHOICES,
+            (),
+            "With one optimizer step a batch the ratio within a batch is 1, so `--clip-low` and `--clip-high` change "
+            "nothing; older weights are the matter of `--importance-cap`.",
+        ),
         columns("Runs of 240 s", LEARNING, runs, "Right, held out: greedy answers to 96 problems of six levels."),
         columns(
             "Earlier runs of 180 s",
@@ -1000,6 +1016,72 @@ def _learning() -> list[Table]:
             LEARNING[2:],
         ),
     ]
+
+
+_NEXT: list[list[Cell]] = [
+    [
+        "groups that teach, after 50 steps",
+        "first recipe 20 of 64; today at least 50",
+        "new problems replace the others",
+    ],
+    ["entropy, nats a token, after 100 steps", "first recipe 0.1; today 0.15 to 0.25", "the target is 0.2"],
+    [
+        "right answers held out, all levels, after 100 steps",
+        "first recipe 0.28; today 0.33, at the end 0.38",
+        "three times the signal a step; levels of 3 and 4 terms with 2 digits stay below 0.1: one pass adds too few",
+    ],
+    ["sums of 2 terms with 3 digits, right at the end", "first recipe 0.2; today 0.4", "no gate keeps the level out"],
+    ["seconds a step, five runs on a GPU", "first recipe 1.6; today 2.2", "a batch is full"],
+    ["seconds a step, alone", "sync 1.0, staleness 1: 0.6", "rounds hide behind training"],
+    [
+        "staleness 1, 2 and 4, three seeds, right after 100 steps",
+        "within 0.03 of each other; seeds differ by 0.04",
+        "capped tokens: 0.05%, 0.3%, 1.5%",
+    ],
+    ["countdown, right answers held out, after 100 steps", "from 0.02 to 0.3", "two numbers: guesses suffice"],
+    ["calculator, right answers held out, after 60 steps", "from 0.1 to 0.6", "its calls are in the example"],
+    ["calculator, recompute against keep", "the same right by step, 5% longer steps", "contexts have 200 tokens"],
+    ["a step of TRL, 32 x 16: transformers / this worker / the recipe", "6 s / 2 s / 0.6 s", "alone on a GPU"],
+]
+
+_CHOICES: list[list[Cell]] = [
+    [
+        "`--rounds`: groups of equal rewards are replaced",
+        "dropped only",
+        "at most 4 rounds",
+        "DAPO, arXiv 2503.14476; ScaleRL, 2510.13786, leaves them out",
+    ],
+    [
+        "`--scale-rewards`: advantages are divided by",
+        "the group's deviation",
+        "the batch's",
+        "ScaleRL; against the group's: Dr. GRPO, 2503.20783",
+    ],
+    ["length of an answer in the loss", "mean over the batch's tokens", "the same", "DAPO; Dr. GRPO"],
+    [
+        "`--entropy-target`, `--entropy-step`",
+        "no entropy term",
+        "0.2 nats, 0.005",
+        "Skywork-OR1, 2505.22312; TRL 1.16",
+    ],
+    ["`--kl`", "0", "0", "DAPO; Skywork-OR1"],
+    ["`--temperature`", "1", "1", "Skywork-OR1: lower ones lose entropy sooner"],
+    ["`--clip-low`, `--clip-high`", "0.2, 0.28", "0.2, 0.28", "DAPO"],
+    [
+        "`--importance-cap`: truncated weights, trainer over worker",
+        "2",
+        "2",
+        "truncated importance sampling, also in verl and TRL",
+    ],
+    [
+        "levels of problems",
+        "p (1 - p) among open ones, the next opens at p = 0.5",
+        "p (1 - p) among all",
+        "sampling for learnability, 2502.12272",
+    ],
+    ["logits of the trainer", "float32", "float32", "ScaleRL; MiniMax-M1, 2506.13585"],
+    ["`--lr`, `--warmup`", "1e-5, 10", "1e-5, 10", "runs below; published ones of 1e-6 are of larger models"],
+]
 
 
 def _expected() -> list[list[Cell]]:

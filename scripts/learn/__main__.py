@@ -4,7 +4,7 @@
     python -m scripts.learn --model models/SmolLM2-135M-Instruct            sums, on one GPU
 
 The command starts its own worker beside the trainer. It prints a line for each step and writes run.json, steps.jsonl
-and the worker's log and metrics to --out.
+and the worker's log and metrics to --out; with --save-every checkpoints, too, from which --resume goes on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from scripts.learn.recipe import add_flags, read_recipe
 from scripts.learn.run import run
+from scripts.learn.together import add_start_flags, read_start
 
 
 def main() -> None:
@@ -22,8 +23,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/learn"), help="folder for what is written (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    add_start_flags(parser)
     arguments = parser.parse_args()
-    run(read_recipe(arguments), arguments.out, partial(print, flush=True))
+    tell = partial(print, flush=True)
+    run(read_recipe(arguments), arguments.out, tell, arguments.resume, read_start(arguments))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,55 @@
-"""Several runs side by side, in one command and a bounded time: modes, staleness, seeds.
+"""Several runs in one command and a bounded time: modes, staleness, seeds, tasks, TRL beside.
 
     python -m scripts.learn.compare --json learn.json --seconds 240 --seeds 0 1 --model MODEL
         --run "sync: --mode sync" --run "staleness 4: --staleness 4"
+    python -m scripts.learn.compare --json learn.json --plan scripts/learn/plans/one_gpu.toml --model MODEL
 
-Each run is a process of its own with its own worker; together they share the GPU, so compare their wall times with each
-other only. Flags that are not named here go to every run. The file has one line for each run, and is written again
-every few seconds: a run that is killed leaves its points.
+Each run is a process of its own with its own worker. The runs of a wave start one after another on each GPU, since a
+worker measures free memory, and then train together. They share the GPU, so compare their wall times with each other
+only. Flags that are not named here go to every run; a run whose flags begin with the word `trl` is one of
+`scripts.learn.trl`. A plan is a TOML file:
+
+    flags = "--steps 10000"              # for every run
+    [[wave]]                             # waves follow each other
+    seconds = 200                        # of training; less for all waves, in proportion, if --budget is short
+    seeds = [0, 1]                       # default: 0
+    runs = ["sync: --mode sync", "staleness 4: --staleness 4"]
+
+The file of --json has one line for each run, and is written again every few seconds: a run that is killed leaves its
+points.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import shlex
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from scripts.bench.output import circumstances, write_summary
+from scripts.learn.together import READY
 
 _POINTS = (
     *("step", "wall_s", "tokens_total", "level", "reward", "right", "mixed_pct", "staleness/mean", "staleness/max"),
-    *("ratio/mean", "ratio/p1", "ratio/p99", "ratio/capped_pct", "entropy", "gradient", "turns", "tokens"),
-    *("time/wait_s", "time/train_s", "time/update_s", "prompt/computed_again_pct", "worker/gpu/active_pct"),
-    *("worker/speculation/accepted_pct",),
+    *("ratio/mean", "ratio/p1", "ratio/p99", "ratio/capped_pct", "entropy", "entropy/weight", "gradient"),
+    *("groups", "turns", "tokens", "time/wait_s", "time/train_s", "time/update_s"),
+    *("prompt/computed_again_pct", "worker/gpu/active_pct", "worker/speculation/accepted_pct"),
 )
-_EVALUATIONS = ("evaluated", "wall_s", "tokens_total", "accuracy", "reward")
+_EVALUATIONS = ("evaluated", "wall_s", "tokens_total", "accuracy", "by_level", "reward")
 _SHARED = ("command", "date", "machine", "versions")
 _WRITE_S = 5.0
+_END_S = 8.0  # for the last step, the evaluation and the end of a run
 
 
 def in_one_line(name: str, seed: int, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,8 +58,7 @@ def in_one_line(name: str, seed: int, run: Mapping[str, Any]) -> dict[str, Any]:
     points, evaluations = run.get("points", []), run.get("evaluations", [])
     columns = {key: [point.get(key) for point in points] for key in _POINTS if any(key in point for point in points)}
     held_out = {key: [row[key] for row in evaluations] for key in _EVALUATIONS}
-    last = evaluations[-1]["by_level"] if evaluations else None
-    return {"name": name, "seed": seed, **kept, "points": columns, "held_out": held_out, "last_by_level": last}
+    return {"name": name, "seed": seed, **kept, "points": columns, "held_out": held_out}
 
 
 def read_runs(folders: Mapping[tuple[str, int], Path]) -> list[dict[str, Any]]:
@@ -55,81 +72,229 @@ def read_runs(folders: Mapping[tuple[str, int], Path]) -> list[dict[str, Any]]:
     return found
 
 
-def write(path: Path, folders: Mapping[tuple[str, int], Path], began_s: float, note: str) -> None:
-    """Write the file of all runs."""
-    elapsed = round(time.perf_counter() - began_s, 1)
-    facts = {**circumstances(), "seconds": elapsed, **({"note": note} if note else {})}
-    write_summary(path, {**facts, "rows": read_runs(folders)})
+@dataclass(frozen=True)
+class Wave:
+    """Runs that train together: their labels, and the words of their commands."""
+
+    seconds: float
+    cells: dict[tuple[str, int], list[str]]
 
 
-def _copy_lines(process: subprocess.Popen[str], label: str) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        print(f"[{label}] {line}", end="", flush=True)
+def read_wave(seconds: float, seeds: Sequence[int], runs: Sequence[str], common: Sequence[str]) -> Wave:
+    """A wave; `common` are words for every run. Raises ValueError for a run without a name, or a name twice."""
+    cells: dict[tuple[str, int], list[str]] = {}
+    for seed in seeds:
+        for spoken in runs:
+            name, colon, flags = spoken.partition(":")
+            if not colon:
+                raise ValueError(f"the run {spoken!r} has no colon; write 'NAME: FLAGS'")
+            if (name.strip(), seed) in cells:
+                raise ValueError(f"two runs are named {name.strip()!r}")
+            words = shlex.split(flags)
+            module = ["scripts.learn.trl"] if words[:1] == ["trl"] else ["scripts.learn"]
+            own = words[1:] if words[:1] == ["trl"] else words
+            cells[name.strip(), seed] = [*module, *common, *own, "--seed", str(seed)]
+    return Wave(seconds, cells)
 
 
-def start(label: str, words: Sequence[str], out: Path) -> tuple[subprocess.Popen[str], threading.Thread]:
-    """A run as a process; its lines are copied with its label."""
-    command = [sys.executable, "-u", "-m", "scripts.learn", *words, "--out", str(out)]
-    out.mkdir(parents=True, exist_ok=True)
-    errors = (out / "errors.log").open("w")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-    errors.close()
-    thread = threading.Thread(target=_copy_lines, args=(process, label), daemon=True)
-    thread.start()
-    return process, thread
+def read_plan(text: str, common: Sequence[str]) -> list[Wave]:
+    """The waves of a plan. Raises ValueError that says what is wrong."""
+    plan = tomllib.loads(text)
+    if unknown := plan.keys() - {"flags", "wave"}:
+        raise ValueError(f"a plan has no {sorted(unknown)}; it has 'flags' and [[wave]]")
+    if not isinstance(plan.get("wave"), list):
+        raise ValueError("a plan needs at least one [[wave]]")
+    waves: list[Wave] = []
+    for number, wave in enumerate(plan["wave"], 1):
+        if unknown := wave.keys() - {"seconds", "seeds", "runs"}:
+            raise ValueError(f"wave {number} has no {sorted(unknown)}; it has 'seconds', 'seeds' and 'runs'")
+        if missing := {"seconds", "runs"} - wave.keys():
+            raise ValueError(f"wave {number} lacks {sorted(missing)}")
+        if not isinstance(wave["runs"], list) or not wave["runs"]:
+            raise ValueError(f"'runs' of wave {number} must be a list of 'NAME: FLAGS'")
+        words = [*shlex.split(plan.get("flags", "")), *common]
+        waves.append(read_wave(float(wave["seconds"]), wave.get("seeds", [0]), wave["runs"], words))
+        if twice := [label for other in waves[:-1] for label in other.cells if label in waves[-1].cells]:
+            raise ValueError(f"two runs are named {twice[0][0]!r}")
+    return waves
+
+
+def in_parts(wave: Wave, most: int) -> list[Wave]:
+    """A wave as several, each with at most `most` runs."""
+    cells = list(wave.cells.items())
+    return [Wave(wave.seconds, dict(cells[i : i + most])) for i in range(0, len(cells), most)]
+
+
+def training_seconds(left: Sequence[float], left_s: float, start_s: float) -> float:
+    """For the first of the waves that are left, whose runs are ready: all, or its share of the time.
+
+    `left` are the seconds that the waves want, `left_s` those that there are, and `start_s` what a start takes. At
+    least a second: 0 would be no limit.
+    """
+    spare = left_s - start_s * (len(left) - 1) - _END_S * len(left)
+    return max(1.0, min(left[0], spare * left[0] / sum(left)))
+
+
+class Running:
+    """A run's process, whose lines are copied with its label."""
+
+    def __init__(self, label: tuple[str, int], words: Sequence[str], out: Path, lock: Path, gpu: int | None) -> None:
+        self.label, self.out = label, out
+        self.ready = threading.Event()
+        command = [sys.executable, "-u", "-m", *words, "--out", str(out), "--start-lock", str(lock), "--hold"]
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "run.json").unlink(missing_ok=True)  # of an earlier comparison
+        environment = dict(os.environ)
+        if gpu is not None:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
+        with (out / "errors.log").open("w") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
+        self._copying = threading.Thread(target=self._copy_lines, daemon=True)
+        self._copying.start()
+
+    def _copy_lines(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.rstrip() == READY:
+                self.ready.set()
+            print(f"[{self.label[0]}/{self.label[1]}] {line}", end="", flush=True)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is over."""
+        return self.process.poll() is not None
+
+    def go(self, seconds: float) -> None:
+        """Have a run that is ready train."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it ended meanwhile, which its status says
+            self.process.stdin.write(f"{seconds}\n")
+            self.process.stdin.close()
+
+    def end(self) -> None:
+        """Ask it to end, and wait: its worker ends with it."""
+        self.process.terminate()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._copying.join()
+
+
+@dataclass
+class Comparison:
+    """All waves of a command, and how each run ended."""
+
+    folder: Path
+    json: Path
+    gpus: int
+    deadline_s: float  # on the clock of `time.perf_counter`
+    note: str
+    began_s: float = field(default_factory=time.perf_counter)
+    folders: dict[tuple[str, int], Path] = field(default_factory=dict)
+    ended: dict[tuple[str, int], str] = field(default_factory=dict)
+    _written_s: float = 0.0
+
+    def run(self, waves: Sequence[Wave]) -> None:
+        """Run them one after another."""
+        start_s = 0.0
+        for number, wave in enumerate(waves):
+            for label in wave.cells:
+                self.folders[label] = self.folder / f"{label[0].replace(' ', '_').replace('/', '_')}-{label[1]}"
+            began_s = time.perf_counter()
+            if self.deadline_s - began_s <= start_s + 2 * _END_S:
+                self.ended |= dict.fromkeys(wave.cells, "no time was left")
+                continue
+            running = self._start(wave)
+            try:
+                ready = self._wait(running, lambda run: run.ready.is_set())
+                start_s = time.perf_counter() - began_s
+                left = [other.seconds for other in waves[number:]]
+                seconds = training_seconds(left, self.deadline_s - time.perf_counter(), start_s)
+                print(f"{len(ready)} runs train for {seconds:.0f} s", flush=True)
+                for run in ready:
+                    run.go(seconds)
+                self._wait(ready, lambda run: False)
+            finally:
+                for run in running:
+                    if not run.ended:
+                        self.ended[run.label] = "its time was over"
+                        run.end()
+                self.write()
+        self.write()
+
+    def _start(self, wave: Wave) -> list[Running]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        running = []
+        for i, (label, words) in enumerate(wave.cells.items()):
+            gpu = i % self.gpus
+            lock = self.folder / f"start-{gpu}.lock"
+            running.append(Running(label, words, self.folders[label], lock, gpu if self.gpus > 1 else None))
+        return running
+
+    def _wait(self, running: Sequence[Running], enough: Callable[[Running], bool]) -> list[Running]:
+        """Wait until each run has ended or is far enough, or the time is over; those that have not ended."""
+        waiting = list(running)
+        while waiting and time.perf_counter() < self.deadline_s - _END_S:
+            for run in [run for run in waiting if run.ended or enough(run)]:
+                waiting.remove(run)
+                if run.ended:
+                    status = run.process.returncode
+                    self.ended[run.label] = "done" if status == 0 else f"failed with status {status}"
+                    if status:
+                        print(f"[{run.label[0]}/{run.label[1]}] ended with status {status}", flush=True)
+            if time.perf_counter() - self._written_s > _WRITE_S:
+                self.write()
+            time.sleep(0.1)
+        return [run for run in running if not run.ended]
+
+    def write(self) -> None:
+        """Write the file of all runs."""
+        self._written_s = time.perf_counter()
+        elapsed = round(self._written_s - self.began_s, 1)
+        ended = {f"{name}/{seed}": how for (name, seed), how in self.ended.items()}
+        facts = {**circumstances(), "seconds": elapsed, "ended": ended, **({"note": self.note} if self.note else {})}
+        write_summary(self.json, {**facts, "rows": read_runs(self.folders)})
 
 
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", action="append", required=True, metavar="NAME: FLAGS", help="one configuration")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--seconds", type=float, default=240.0, help="of training; all runs begin together")
-    parser.add_argument("--at-once", type=int, default=8, help="processes at once; the others wait")
+    parser.add_argument("--run", action="append", default=[], metavar="NAME: FLAGS", help="one configuration")
+    parser.add_argument("--plan", type=Path, help="file of waves, in place of --run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="for each --run")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of training, for each --run (%(default)s)")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for all, starts and ends included")
+    parser.add_argument("--at-once", type=int, default=8, help="runs of a wave; others wait (%(default)s)")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the runs take in turn (%(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("runs/compare"), help="of the runs (%(default)s)")
     parser.add_argument("--json", type=Path, required=True, help="file of all runs")
     parser.add_argument("--note", default="", help="what a reader of the figures must know")
     arguments, common = parser.parse_known_args()
-    began_s = time.perf_counter()
-    folders: dict[tuple[str, int], Path] = {}
-    waiting = []
-    for seed in arguments.seeds:
-        for spoken in arguments.run:
-            name, colon, flags = spoken.partition(":")
-            if not colon:
-                parser.error(f"--run {spoken!r} has no colon; write 'NAME: FLAGS'")
-            folder = arguments.folder / f"{name.strip().replace(' ', '_')}-{seed}"
-            folders[name.strip(), seed] = folder
-            words = [*common, *shlex.split(flags), "--seed", str(seed), "--max-seconds", str(arguments.seconds)]
-            waiting.append((f"{name.strip()}/{seed}", words, folder))
-    running: dict[str, tuple[subprocess.Popen[str], threading.Thread]] = {}
-    failed = []
-    written_s = time.perf_counter()
+    deadline_s = time.perf_counter() + arguments.budget
+    if bool(arguments.run) == (arguments.plan is not None):
+        parser.error("name --run, or a --plan")
+    if arguments.at_once < 1 or arguments.gpus < 1:
+        parser.error("--at-once and --gpus must be at least 1")
     try:
-        while waiting or running:
-            while waiting and len(running) < arguments.at_once:
-                label, words, folder = waiting.pop(0)
-                running[label] = start(label, words, folder)
-            for label, (process, thread) in list(running.items()):
-                if process.poll() is not None:
-                    thread.join()
-                    del running[label]
-                    if process.returncode:
-                        failed.append(label)
-                        print(f"[{label}] ended with status {process.returncode}", flush=True)
-            if time.perf_counter() - written_s > _WRITE_S:
-                write(arguments.json, folders, began_s, arguments.note)
-                written_s = time.perf_counter()
-            time.sleep(0.2)
-    finally:
-        for process, _ in running.values():
-            process.terminate()
-        write(arguments.json, folders, began_s, arguments.note)
+        if arguments.plan is not None:
+            waves = read_plan(arguments.plan.read_text(), common)
+        else:
+            waves = [read_wave(arguments.seconds, arguments.seeds, arguments.run, common)]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    comparison = Comparison(arguments.folder, arguments.json, arguments.gpus, deadline_s, arguments.note)
+    comparison.run([part for wave in waves for part in in_parts(wave, arguments.at_once)])
+    failed = [label for label, how in comparison.ended.items() if how not in ("done", "its time was over")]
     for label in failed:
-        name, _, seed = label.rpartition("/")
-        print((folders[name, int(seed)] / "errors.log").read_text()[-3000:], file=sys.stderr)
-    print(f"{arguments.json}: {len(folders) - len(failed)} runs of {len(folders)}", flush=True)
+        print(f"{label[0]}/{label[1]}: {comparison.ended[label]}", file=sys.stderr)
+        if (log := comparison.folders[label] / "errors.log").exists():
+            print(log.read_text()[-3000:], file=sys.stderr)
+    print(f"{arguments.json}: {len(comparison.folders) - len(failed)} runs of {len(comparison.folders)}", flush=True)
     return 1 if failed else 0
 
 

@@ -9,8 +9,9 @@ Shape suffixes: N samples, T tokens, S = T - 1 positions, each of which predicts
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,22 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from scripts.learn.checkpoint import read_optimizer, read_progress
 from scripts.learn.recipe import Recipe
 from scripts.learn.rollouts import Group, Sample
 
 
-def advantages(rewards: Sequence[float]) -> list[float]:
-    """Rewards of a group, with mean 0 and standard deviation 1; all 0 if they are equal."""
-    array = np.asarray(rewards)
-    return list((array - array.mean()) / (array.std() + 1e-4))
+def advantages(groups: Sequence[Sequence[float]], scale_rewards: str) -> list[list[float]]:
+    """Rewards of groups without each group's mean, and divided as `scale_rewards` says.
+
+    A division by the group's standard deviation makes rare differences as large as common ones, also those of the small
+    part of a reward that is for an answer's form (arXiv 2503.20783). One for the batch keeps their proportions.
+    """
+    arrays = [np.asarray(rewards, float) for rewards in groups]
+    centred = [array - array.mean() for array in arrays]
+    batch = float(np.sqrt(np.mean(np.concatenate(centred) ** 2))) if centred else 1.0
+    scales = {"batch": [batch] * len(centred), "group": [each.std() for each in centred], "none": [1.0] * len(centred)}
+    return [list(each / (scale + 1e-4)) for each, scale in zip(centred, scales[scale_rewards], strict=True)]
 
 
 def token_loss(
@@ -82,23 +91,20 @@ def micro_batches(groups: Sequence[Group], recipe: Recipe, device: str) -> list[
     Groups whose rewards are all equal teach nothing and are left out. A minibatch without samples is left out, too.
     """
     most = micro_tokens(recipe, device)
+    teaching = [group for group in groups if group.teaches]
+    found = advantages([[one.verdict.reward for one in group.samples] for group in teaching], recipe.scale_rewards)
     pairs = [
-        (sample, advantage)
-        for group in groups
-        for sample, advantage in zip(
-            group.samples, advantages([one.verdict.reward for one in group.samples]), strict=True
-        )
-        if len({one.verdict.reward for one in group.samples}) > 1
+        pair for group, mine in zip(teaching, found, strict=True) for pair in zip(group.samples, mine, strict=True)
     ]
     parts = []
     for i in range(recipe.minibatches):
         mine = sorted(pairs[i :: recipe.minibatches], key=lambda pair: _length(pair[0]))
-        found: list[list[tuple[Sample, float]]] = [[]] if mine else []
+        cut: list[list[tuple[Sample, float]]] = [[]] if mine else []
         for pair in mine:
-            if found[-1] and (len(found[-1]) + 1) * _length(pair[0]) > most:
-                found.append([])
-            found[-1].append(pair)
-        parts.append([pad(*zip(*part, strict=True), device) for part in found])
+            if cut[-1] and (len(cut[-1]) + 1) * _length(pair[0]) > most:
+                cut.append([])
+            cut[-1].append(pair)
+        parts.append([pad(*zip(*part, strict=True), device) for part in cut])
     return [part for part in parts if part]
 
 
@@ -114,6 +120,36 @@ def _use_float32_logits(head: nn.Module) -> None:
 
 def _length(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.token_ids)
+
+
+class EntropyWeight:
+    """The weight of the entropy: a step raises it while the entropy is below the target, and lowers it otherwise.
+
+    It acts below the target only (Skywork-OR1, arXiv 2505.22312). Without a target it is constant.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.value = recipe.entropy
+        self.acts = recipe.entropy_target == 0
+
+    @property
+    def now(self) -> float:
+        """What the next batch is trained with."""
+        return self.value if self.acts else 0.0
+
+    def observe(self, entropy: float) -> None:
+        """Take in the mean of a batch, nats a token."""
+        if self.recipe.entropy_target > 0:
+            self.acts = entropy < self.recipe.entropy_target
+            change = self.recipe.entropy_step if self.acts else -self.recipe.entropy_step
+            self.value = min(1.0, max(0.0, self.value + change))
+
+
+def divergence(new: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """K3, an estimate of the KL divergence from the reference for each drawn token, nats; all of one shape."""
+    difference = reference - new
+    return difference.exp() - 1 - difference
 
 
 @dataclass(frozen=True)
@@ -138,13 +174,18 @@ def _ratios(ratio: np.ndarray) -> dict[str, float]:
     return {"tokens": len(ratio), "mean": float(ratio.mean()), "p1": low, "p99": high}
 
 
+def _load(folder: str | Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 class Trainer:
     """The model, its optimizer, and the last weights, for comparison with the worker's log-probs."""
 
-    def __init__(self, recipe: Recipe, model: str, device: str) -> None:
+    def __init__(self, recipe: Recipe, model: str, device: str, resumed: Path | None = None) -> None:
         self.recipe, self.device = recipe, device
+        progress = None if resumed is None else read_progress(resumed)
         torch.manual_seed(recipe.seed)
-        self.model: nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
+        self.model: nn.Module = _load(resumed or model).to(device)
         self.model.eval()  # no dropout: log-probs must be the worker's
         self._dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
         if self._dtype != torch.float32:
@@ -154,10 +195,17 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), recipe.lr, betas, eps=1e-8, weight_decay=recipe.weight_decay
         )
+        self.version = 0 if progress is None else progress.step
+        begun = self.version + 1
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / max(1, recipe.warmup))
+            self.optimizer, lambda step: min(1.0, (begun + step) / max(1, recipe.warmup))
         )
-        self.version = 0
+        self.entropy = EntropyWeight(recipe)
+        if resumed is not None and progress is not None:
+            self.entropy.value, self.entropy.acts = progress.entropy_weight, progress.entropy_below
+            self._restore(read_optimizer(resumed, device))
+        first = {name: tensor.to(device) for name, tensor in _load(model).named_parameters()} if recipe.kl else None
+        self._reference = first
         self._past: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=recipe.ahead + 1)
         self._remember()
 
@@ -175,7 +223,7 @@ class Trainer:
         logits_AV = called.logits[drawn_NK].float() / self.recipe.temperature
         targets_A = rows.ids_NT[:, 1:][rows.drawn_NS]
         total_A = logits_AV.logsumexp(-1)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.recipe.entropy > 0):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy.now > 0):
             probs_AV = (logits_AV - total_A[:, None]).exp()
             entropy_A = total_A - torch.linalg.vecdot(probs_AV, logits_AV)
         return logits_AV.gather(-1, targets_A[:, None])[:, 0] - total_A, entropy_A
@@ -189,7 +237,7 @@ class Trainer:
         several = self.recipe.minibatches > 1
         with torch.no_grad():
             starts = [[self.logprobs(rows)[0] for rows in part] for part in parts] if several else []
-        worker, trainer, age, entropy, clipped, norms = [], [], [], [], 0, []
+        worker, trainer, age, entropy, clipped, norms, kl = [], [], [], [], 0, [], 0.0
         for i, part in enumerate(parts):
             tokens = sum(int(rows.drawn_NS.sum()) for rows in part)
             for j, rows in enumerate(part):
@@ -197,7 +245,12 @@ class Trainer:
                 old = starts[i][j] if several else new.detach()
                 drawn_worker = rows.logprobs_NS[rows.drawn_NS]
                 advantage = rows.advantage_N1.expand_as(rows.drawn_NS)[rows.drawn_NS]
-                loss = token_loss(new, old, drawn_worker, advantage, self.recipe) - self.recipe.entropy * entropies
+                loss = token_loss(new, old, drawn_worker, advantage, self.recipe) - self.entropy.now * entropies
+                if self._reference is not None:
+                    with torch.no_grad():
+                        reference, _ = self.logprobs(rows, self._reference)
+                    loss = loss + self.recipe.kl * divergence(new, reference)
+                    kl += float(divergence(new.detach(), reference).sum())
                 (loss.sum() / tokens).backward()
                 worker.append(drawn_worker)
                 trainer.append(old.detach())
@@ -216,8 +269,10 @@ class Trainer:
         if not parts:
             return {}
         found = Compared(*(torch.cat(each).cpu().numpy() for each in (worker, trainer, age, entropy)))
-        capped = 100 * clipped / len(found.worker)
-        return {**found.facts(), "ratio/capped_pct": capped, "gradient": max(norms)}
+        facts = {**found.facts(), "ratio/capped_pct": 100 * clipped / len(found.worker), "gradient": max(norms)}
+        facts["entropy/weight"] = self.entropy.now
+        self.entropy.observe(facts["entropy"])
+        return facts if self._reference is None else {**facts, "kl": kl / len(found.worker)}
 
     def mismatch(self, groups: Sequence[Group]) -> dict[str, Any]:
         """Compare log-probs under equal weights: the samples of a single version whose weights are kept.
@@ -247,11 +302,23 @@ class Trainer:
             "mismatch/k3_kl": float((np.exp(found) - 1 - found).mean()),
         }
 
-    def save(self, folder: str) -> None:
-        """The model, in the format of its folder."""
-        self.model.save_pretrained(folder)  # type: ignore[operator]
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors, by their own name and the parameter's."""
+        return {
+            f"{part}/{name}": tensor
+            for name, parameter in self.model.named_parameters()
+            for part, tensor in self.optimizer.state[parameter].items()
+        }
+
+    def _restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.optimizer.state[parameter] = {
+                part: state[f"{part}/{name}"] for part in ("step", "exp_avg", "exp_avg_sq") if f"{part}/{name}" in state
+            }
+
+    def _copy(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
 
     def _remember(self) -> None:
         if self.recipe.check_every:
-            kept = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
-            self._past.append((self.version, kept))
+            self._past.append((self.version, self._copy()))

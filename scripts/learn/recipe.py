@@ -28,17 +28,25 @@ class Recipe:
     max_seconds: float = _setting(0.0, "end after the step that passes this time; 0: no limit")
     seed: int = _setting(0, "of problems, draws and rollouts")
     level: int = _setting(-1, "train on this level of the task alone; -1: a curriculum over all levels")
+    save_every: int = _setting(0, "steps between two checkpoints; 0: none")
     # the batch
-    prompts: int = _setting(64, "problems of a step")
+    prompts: int = _setting(64, "problems of a step that teach: their completions have different rewards")
     group_size: int = _setting(16, "completions of a problem")
+    rounds: int = _setting(4, "requests for a batch: each asks for new problems in place of those that do not teach")
     max_tokens: int = _setting(0, "most tokens of an answer; 0: the task's own number")
     temperature: float = _setting(1.0, "of the rollouts")
     # the loss
-    clip_low: float = _setting(0.2, "how far a ratio may fall below 1")
-    clip_high: float = _setting(0.28, "how far a ratio may rise above 1")
-    importance_cap: float = _setting(2.0, "largest weight of a token, by the trainer's probability over the worker's")
-    entropy: float = _setting(0.0, "weight of the entropy of tokens, which is added to the gain")
+    scale_rewards: Literal["batch", "group", "none"] = _setting(
+        "batch", "advantages are divided by the standard deviation of the batch's rewards or of the group's, or by 1"
+    )
     minibatches: int = _setting(1, "optimizer steps of a batch; the weights are published after the last one")
+    clip_low: float = _setting(0.2, "how far a ratio may fall below 1 within a batch; with one minibatch it is 1")
+    clip_high: float = _setting(0.28, "how far a ratio may rise above 1 within a batch")
+    importance_cap: float = _setting(2.0, "largest weight of a token, by the trainer's probability over the worker's")
+    entropy: float = _setting(0.0, "first weight of the entropy of tokens, which is added to the gain")
+    entropy_target: float = _setting(0.2, "the weight acts while the entropy, nats a token, is below this; 0: always")
+    entropy_step: float = _setting(0.005, "a step changes the weight by this: up below the target, else down to 0")
+    kl: float = _setting(0.0, "weight of the KL divergence from the first weights; it keeps a copy of them")
     # the optimizer
     lr: float = _setting(1e-5, "learning rate of AdamW after the warm-up")
     warmup: int = _setting(10, "steps in which the learning rate rises from 0")
@@ -78,7 +86,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def read_recipe(arguments: argparse.Namespace) -> Recipe:
     """The recipe of parsed flags. Raises SystemExit with the flag's name for values that make no sense."""
     recipe = Recipe(**{one.name: getattr(arguments, one.name) for one in fields(Recipe)})
-    least = {"steps": 1, "prompts": 1, "group_size": 2, "minibatches": 1, "staleness": 1}
+    least = {"steps": 1, "prompts": 1, "group_size": 2, "rounds": 1, "minibatches": 1, "staleness": 1}
+    least |= dict.fromkeys(("save_every", "entropy", "entropy_target", "entropy_step", "kl", "importance_cap"), 0)
     for name, number in least.items():
         if getattr(recipe, name) < number:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least {number}")

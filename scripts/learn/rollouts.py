@@ -6,8 +6,10 @@ Token ids go both ways: what the model drew is sent back as it came, and the env
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,30 @@ class Group:
     sent: int
     new: int
     computed: int
+
+    @property
+    def teaches(self) -> bool:
+        """Whether its rewards differ. Otherwise all its advantages are 0."""
+        return len({one.verdict.reward for one in self.samples}) > 1
+
+
+async def answer_batch(
+    client: AsyncRolloutClient, task: Task, decode: Decode, problems: Iterator[Problem], how: Draw, recipe: Recipe
+) -> list[Group]:
+    """Groups for a step: `prompts` or more of them teach, or the rounds are over; with those that do not teach.
+
+    Each round is answered whole before the next one is asked for, so that short answers are not preferred (dynamic
+    sampling of DAPO, arXiv 2503.14476).
+    """
+    groups: list[Group] = []
+    for _ in range(recipe.rounds):
+        teaching = sum(group.teaches for group in groups)
+        if teaching >= recipe.prompts:
+            break
+        wanted = (recipe.prompts - teaching) * len(groups) / max(1, teaching)
+        some = list(islice(problems, min(recipe.prompts, math.ceil(wanted)) if groups else recipe.prompts))
+        groups += await answer_all(client, task, decode, some, replace(how, seed=how.seed + len(groups) * how.count))
+    return groups
 
 
 async def answer_all(
@@ -73,7 +99,7 @@ class Draw:
 
 def training_draw(recipe: Recipe, task: Task, step: int) -> Draw:
     """Of the batch of a step (from 1 on). Its weights are at most `ahead` versions older than the trainer's."""
-    seed = (recipe.seed * 100_000 + step) * recipe.prompts * recipe.group_size
+    seed = (recipe.seed * 100_000 + step) * recipe.rounds * recipe.prompts * recipe.group_size
     oldest = max(0, step - 1 - recipe.ahead)
     return Draw(recipe.group_size, seed, oldest, recipe.temperature, recipe.max_tokens or task.max_tokens)
 
@@ -154,11 +180,3 @@ def checked(result: GenerateResult) -> GenerateResult:
     if broken:
         raise RuntimeError(f"{len(broken)} completions of a request did not end: {broken[:3]}")
     return result
-
-
-Job = Callable[[AsyncRolloutClient], Coroutine[Any, Any, list[Group]]]
-
-
-def job(task: Task, decode: Decode, problems: Sequence[Problem], how: Draw) -> Job:
-    """For `BackgroundClient.run`."""
-    return lambda client: answer_all(client, task, decode, problems, how)

@@ -4,7 +4,8 @@
     worker     batch t+S             | batch t+1+S             | ...     requested with `min_version`; S: batches ahead
 
 With mode sync S is 0: they take turns. Otherwise new weights are swapped in while completions run. A run writes
-steps.jsonl, with a line for each step and each evaluation, and run.json, its summary: at most 60 points.
+steps.jsonl, with a line for each step and each evaluation, run.json, its summary: at most 60 points, and with
+`save_every` checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +28,73 @@ from transformers import AutoTokenizer
 
 from scripts.bench.output import circumstances, write_summary
 from scripts.learn import toy
+from scripts.learn.checkpoint import Progress, newest, read_progress, save
 from scripts.learn.grpo import Trainer
 from scripts.learn.recipe import Recipe
-from scripts.learn.rollouts import Decode, Group, held_out_draw, job, training_draw
+from scripts.learn.rollouts import Decode, Group, answer_all, answer_batch, held_out_draw, training_draw
 from scripts.learn.tasks import TASKS, Curriculum, Task
-from trainer_bridge import BackgroundClient, PublishHandle, WeightPublisher, WorkerProcess, start_worker
+from scripts.learn.together import Start
+from trainer_bridge import BackgroundClient, PublishHandle, WeightPublisher, start_worker
 
 _POINTS = 60
 _WORKER_FACTS = ("gpu/active_pct", "speculation/accepted_pct", "rollout/tokens_per_s")
 
 
-def run(recipe: Recipe, out: Path, tell: Callable[[str], None] = print) -> dict[str, Any]:
-    """Train; returns the summary, which is in `out / run.json`, too."""
+def run(
+    recipe: Recipe, out: Path, tell: Callable[[str], None] = print, resume: bool = False, start: Start | None = None
+) -> dict[str, Any]:
+    """Train; returns the summary, which is in `out / run.json`, too.
+
+    With `resume` it goes on from the newest checkpoint in `out`. Raises SystemExit if there is none, if it is one of
+    another task, seed or level, or if there is one without `resume`.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    start = start or Start()
+    resumed = checkpoint_to_resume(recipe, out, resume)
     device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = recipe.model or str(toy.make_model(out / "model", recipe.seed))
-    tokenizer = None if recipe.task == "counting" else AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     task = TASKS[recipe.task](tokenizer)
-    with start_worker(model, **worker_flags(recipe, task, device, out)) as worker:
+    version = 0 if resumed is None else read_progress(resumed).step
+    with ExitStack() as stack:
+        with start.turn():
+            times = {"began": time.time()}
+            flags = worker_flags(recipe, task, device, out)
+            worker = stack.enter_context(start_worker(resumed or model, initial_version=version, **flags))
+            trainer = Trainer(recipe, model, device, resumed)
+            times["ready"] = time.time()
+        recipe = replace(recipe, max_seconds=start.wait(recipe.max_seconds, tell))
+        times["trains"] = time.time()
         with WeightPublisher(worker.endpoints, keep=True) as publisher:
             with BackgroundClient(worker.endpoints, resume=True) as client:
-                trainer = Trainer(recipe, model, device)
-                loop = Loop(recipe, task, decoder(tokenizer), trainer, client, publisher, out)
+                loop = Loop(recipe, task, tokenizer, trainer, client, publisher, out, times)
+                if resumed is not None:
+                    loop.restore(read_progress(resumed))
                 loop.run(tell)
         worker.stop("now")
-        summary = loop.finish(worker)
+        summary = loop.finish()
     tell(f"{out / 'run.json'}: {summary['steps_done']} steps in {summary['seconds']:.0f} s")
     return summary
 
 
+def checkpoint_to_resume(recipe: Recipe, out: Path, resume: bool) -> Path | None:
+    """The checkpoint to go on from; None for a new run. Raises SystemExit, see `run`."""
+    found = newest(out)
+    if not resume:
+        if found is not None:
+            raise SystemExit(f"{found} is there: add --resume to go on from it, or name another --out")
+        return None
+    if found is None:
+        raise SystemExit(f"--resume finds no checkpoint in {out}: a run writes them with --save-every")
+    saved, given = read_progress(found).recipe, asdict(recipe)
+    for name in ("task", "seed", "level"):
+        if saved[name] != given[name]:
+            raise SystemExit(f"--{name} is {given[name]}, and {found} is of a run with {saved[name]}")
+    return found
+
+
 def decoder(tokenizer: Any) -> Decode:
-    """From token ids to text, without special tokens; empty without a tokenizer."""
-    if tokenizer is None:
-        return lambda ids: ""
+    """From token ids to text, without special tokens."""
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
@@ -94,38 +130,52 @@ class Loop:
         self,
         recipe: Recipe,
         task: Task,
-        decode: Decode,
+        tokenizer: Any,
         trainer: Trainer,
         client: BackgroundClient,
         publisher: WeightPublisher,
         out: Path,
+        times: Mapping[str, float],  # of the start, seconds since 1970
     ) -> None:
-        self.recipe, self.task, self.decode, self.trainer = recipe, task, decode, trainer
-        self.client, self.publisher, self.out = client, publisher, out
+        self.recipe, self.task, self.tokenizer, self.trainer = recipe, task, tokenizer, trainer
+        self.decode = decoder(tokenizer)
+        self.client, self.publisher, self.out, self.times = client, publisher, out, times
         self.curriculum = Curriculum(task, recipe.seed, recipe.level)
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
         self._evaluating: list[tuple[int, float, Future[list[Group]]]] = []
         self._began_s = 0.0
+        self._before_s = 0.0  # of the run that is resumed
         self._tokens = 0
         self._written_s = 0.0
-        (out / "steps.jsonl").write_text("")
+
+    def restore(self, progress: Progress) -> None:
+        """Go on after the step of a checkpoint: with its rows, and without those that came after it."""
+        lines = [json.loads(line) for line in (self.out / "steps.jsonl").read_text().splitlines()]
+        self.steps = [line for line in lines if line.get("step", math.inf) <= progress.step]
+        self.evaluations = [line for line in lines if line.get("evaluated", math.inf) <= progress.step]
+        self._before_s, self._tokens, self.curriculum.shares = progress.seconds, progress.tokens, progress.shares
 
     def run(self, tell: Callable[[str], None]) -> None:
         """All steps, or as many as fit into `max_seconds`."""
         recipe, trainer = self.recipe, self.trainer
-        self._began_s = time.perf_counter()
-        self._evaluate()
-        batches = deque(self._ask(step) for step in range(1, min(recipe.steps, recipe.ahead) + 1))
+        self._began_s = time.perf_counter() - self._before_s
+        (self.out / "steps.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in [*self.steps, *self.evaluations])
+        )
+        first = trainer.version + 1
+        if all(row["evaluated"] != trainer.version for row in self.evaluations):
+            self._evaluate()
+        batches = deque(self._ask(step) for step in range(first, min(recipe.steps, trainer.version + recipe.ahead) + 1))
         published: PublishHandle | None = None
-        for step in range(1, recipe.steps + 1):
+        for step in range(first, recipe.steps + 1):
             if step + recipe.ahead <= recipe.steps:
                 batches.append(self._ask(step + recipe.ahead))
             began_s = time.perf_counter()
             groups = _result(batches.popleft(), published)
             waited_s = time.perf_counter() - began_s
             checked = recipe.check_every and (step % recipe.check_every == 0 or step == 1)
-            row = {"step": step, "level": self.curriculum.level, **self._facts(groups)}
+            row = {"step": step, **self._facts(groups)}
             row |= trainer.mismatch(groups) if checked else {}
             held: Callable[[], None] = published.held if published is not None else lambda: None
             training_s = time.perf_counter()
@@ -143,7 +193,10 @@ class Loop:
             last = step == recipe.steps or 0 < recipe.max_seconds < row["wall_s"]
             if recipe.eval_every and (step % recipe.eval_every == 0 or last):
                 self._evaluate()
-            self._collect(wait_for_all=last)
+            saves = recipe.save_every and step % recipe.save_every == 0
+            self._collect(wait_for_all=bool(last or saves))
+            if saves:
+                self._save(step)
             if last:
                 break
         for future in batches:
@@ -152,15 +205,23 @@ class Loop:
             published.applied(600.0)
 
     def _ask(self, step: int) -> Future[list[Group]]:
-        problems = self.curriculum.problems(step, self.recipe.prompts)
+        problems = self.curriculum.problems(step)
         how = training_draw(self.recipe, self.task, step)
-        return self.client.run(job(self.task, self.decode, problems, how))
+        return self.client.run(lambda client: answer_batch(client, self.task, self.decode, problems, how, self.recipe))
+
+    def _save(self, step: int) -> None:
+        seconds = time.perf_counter() - self._began_s
+        entropy = self.trainer.entropy
+        progress = Progress(
+            step, seconds, self._tokens, self.curriculum.shares, entropy.value, entropy.acts, asdict(self.recipe)
+        )
+        save(self.out, self.trainer.model, self.tokenizer, self.trainer.optimizer_state(), progress)
 
     def _facts(self, groups: Sequence[Group]) -> dict[str, Any]:
         """About a batch; moves the curriculum on."""
         samples = [one for group in groups for one in group.samples]
         right = [statistics.fmean(one.verdict.right for one in group.samples) for group in groups]
-        mixed = [len({one.verdict.reward for one in group.samples}) > 1 for group in groups]
+        teaching = [group.teaches for group in groups]
         self.curriculum.observe([group.problem for group in groups], right)
         tokens = sum(int(one.drawn.sum()) for one in samples)
         self._tokens += tokens
@@ -170,7 +231,9 @@ class Loop:
         return {
             "reward": statistics.fmean(one.verdict.reward for one in samples),
             "right": statistics.fmean(right),
-            "mixed_pct": 100 * statistics.fmean(mixed),
+            "level": statistics.fmean(group.problem.level for group in groups),
+            "groups": len(groups),
+            "mixed_pct": 100 * statistics.fmean(teaching),
             "tokens": tokens,
             "tokens_total": self._tokens,
             "staleness/mean": float(ages.mean()),
@@ -186,7 +249,7 @@ class Loop:
         if self.recipe.eval_every:
             problems = self.curriculum.held_out(self.recipe.eval_problems)
             how = held_out_draw(self.recipe, self.task, self.trainer.version)
-            future = self.client.run(job(self.task, self.decode, problems, how))
+            future = self.client.run(lambda client: answer_all(client, self.task, self.decode, problems, how))
             self._evaluating.append((self.trainer.version, time.perf_counter() - self._began_s, future))
 
     def _collect(self, wait_for_all: bool) -> None:
@@ -211,8 +274,8 @@ class Loop:
         ratios = (f"{row[f'ratio/{name}']:.3f}" for name in ("mean", "p1", "p99") if f"ratio/{name}" in row)
         accuracy = f", held out {self.evaluations[-1]['accuracy']:.3f}" if self.evaluations else ""
         tell(
-            f"step {row['step']} level {row['level']} {row['wall_s']:.1f} s: reward {row['reward']:.3f}, right "
-            f"{row['right']:.3f}, mixed {row['mixed_pct']:.0f}%, {row['tokens']} tokens, staleness "
+            f"step {row['step']} level {row['level']:.1f} {row['wall_s']:.1f} s: reward {row['reward']:.3f}, right "
+            f"{row['right']:.3f}, {row['mixed_pct']:.0f}% of {row['groups']} mixed, {row['tokens']} tokens, staleness "
             f"{row['staleness/mean']:.2f}, ratio {' '.join(ratios)}, entropy {row.get('entropy', math.nan):.2f}, "
             f"waited {row['time/wait_s']:.2f}, trained {row['time/train_s']:.2f}, "
             f"update {row['time/update_s']:.2f}{accuracy}"
@@ -238,6 +301,7 @@ class Loop:
         return {
             **circumstances(),
             "recipe": recipe,
+            "start": dict(self.times),
             "steps_done": len(self.steps),
             "seconds": self.steps[-1]["wall_s"] if self.steps else 0.0,
             **totals(self.steps),
@@ -245,7 +309,7 @@ class Loop:
             "evaluations": [rounded(row) for row in every(self.evaluations, _POINTS)],
         }
 
-    def finish(self, worker: WorkerProcess) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Write the summary of a run whose worker has ended."""
         told = last_report(self.out / "worker.jsonl")
         names = [
@@ -331,7 +395,7 @@ def thinned(rows: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]
         point: dict[str, Any] = {}
         for name, value in some[-1].items():
             values = [row[name] for row in some if isinstance(row.get(name), (int, float))]
-            if name in ("step", "level", "wall_s", "tokens_total"):
+            if name in ("step", "wall_s", "tokens_total"):
                 point[name] = value
             elif name.endswith("/max") or name.endswith("/max_abs"):
                 point[name] = max(values)

@@ -20,7 +20,7 @@ import importlib.util
 import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -75,29 +75,29 @@ class Task:
 
 #: Held-out problems have these indices, training the ones above.
 _HELD_OUT = 10_000
+#: No level is drawn more seldom than one of which this product is p (1 - p).
+_LEAST = 0.02
 
 
 @dataclass
 class Curriculum:
     """Chooses the levels of problems: those that are sometimes right teach most.
 
-    A level is drawn in proportion to p (1 - p), with p its share of right answers, smoothed over steps. The next level
-    opens when p of the highest one is above `enough`.
+    A level is drawn in proportion to p (1 - p), with p its share of right answers, smoothed over problems (sampling
+    for learnability, arXiv 2502.12272). A level that is never right or always right is drawn now and then, so that a
+    change is noticed.
     """
 
     task: Task
     seed: int
     only: int = -1  # the one level to train on; -1: all
-    enough: float = 0.5
-    level: int = 0  # the highest open one
-    _shares: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)  # of right answers, by level
     _used: set[tuple[int, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if not -1 <= self.only < self.task.levels:
             raise ValueError(f"level is {self.only}; {self.task.name} has the levels 0 to {self.task.levels - 1}")
-        self.level = max(0, self.only)
-        self._shares = [0.3] * self.task.levels
+        self.shares = self.shares or [0.5] * self.task.levels
         self._used = {tuple(problem.prompt_ids) for problem in self.held_out(_HELD_OUT // 20)}
 
     def held_out(self, count: int) -> list[Problem]:
@@ -105,30 +105,26 @@ class Curriculum:
         levels = self.task.levels
         return [self.task.problem(i % levels, i // levels) for i in range(count)]
 
-    def problems(self, step: int, count: int) -> list[Problem]:
-        """Problems to train on; none is held out. The same for the same seed, step and level."""
-        rng = Random(f"{self.seed}/{step}")
-        weights = [max(0.02, share * (1 - share)) for share in self._shares[: self.level + 1]]
-        chosen: list[Problem] = []
-        tries = 0
-        while len(chosen) < count:
-            level = self.only if self.only >= 0 else rng.choices(range(self.level + 1), weights)[0]
-            problem = self.task.problem(level, _HELD_OUT + rng.randrange(2**30))
-            tries += 1
-            # A small level has few problems, and may be held out whole.
-            if tuple(problem.prompt_ids) not in self._used or tries > 20 * count:
-                chosen.append(problem)
-        return chosen
+    def problems(self, step: int) -> Iterator[Problem]:
+        """Problems to train on, without end; none is held out. The same for the same seed, step and shares."""
+        weights = [max(_LEAST, share * (1 - share)) for share in self.shares]
+        if self.only >= 0:
+            weights = [float(level == self.only) for level in range(self.task.levels)]
+        return self._draw(Random(f"{self.seed}/{step}"), weights)
+
+    def _draw(self, rng: Random, weights: Sequence[float]) -> Iterator[Problem]:
+        while True:
+            (level,) = rng.choices(range(self.task.levels), weights)
+            for _ in range(20):  # a small level has few problems, and may be held out whole
+                problem = self.task.problem(level, _HELD_OUT + rng.randrange(2**30))
+                if tuple(problem.prompt_ids) not in self._used:
+                    break
+            yield problem
 
     def observe(self, problems: Sequence[Problem], right: Sequence[float]) -> None:
         """Take in the share of right answers of each problem."""
-        found: dict[int, list[float]] = {}
         for problem, share in zip(problems, right, strict=True):
-            found.setdefault(problem.level, []).append(share)
-        for level, shares in found.items():
-            self._shares[level] += 0.3 * (sum(shares) / len(shares) - self._shares[level])
-        if self.only < 0 and self._shares[self.level] > self.enough and self.level + 1 < self.task.levels:
-            self.level += 1
+            self.shares[problem.level] += 0.02 * (share - self.shares[problem.level])
 
 
 # --- reasoning-gym ---

@@ -4,8 +4,9 @@
     python -m scripts.learn.trl --generation worker --model MODEL --level 2 --steps 40 --out runs/trl_worker
     python -m scripts.learn --mode sync --model MODEL --level 2 --steps 40 --out runs/own
 
-TRL has no curriculum, so name a level. Its weights are float32, with bfloat16 autocast on a GPU, as the recipe's. The
-command writes run.json, in the recipe's form. Needs the extra `trl`.
+TRL has no curriculum, so name a level; and it asks for no other problems in place of those that teach nothing. Its
+weights are float32, with bfloat16 autocast on a GPU, as the recipe's. The command writes run.json, in the recipe's
+form. Needs the extra `trl`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,12 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from scripts.bench.output import circumstances, write_summary
+from scripts.learn import toy
 from scripts.learn.grpo import micro_tokens
 from scripts.learn.recipe import Recipe, add_flags, read_recipe
 from scripts.learn.run import rounded, thinned, worker_flags
 from scripts.learn.tasks import TASKS, Answer, Curriculum, Verdict
+from scripts.learn.together import Start, add_start_flags, read_start
 from trainer_bridge import start_worker
 from trainer_bridge.integrations.trl_generation import use_workers
 
@@ -37,7 +41,8 @@ from trainer_bridge.integrations.trl_generation import use_workers
 class Record(TrainerCallback):
     """The rewards of each step, with the seconds since training began."""
 
-    def __init__(self, tell: Any) -> None:
+    def __init__(self, tell: Any, max_seconds: float = 0.0) -> None:
+        self.max_seconds = max_seconds
         self.rows: list[dict[str, Any]] = []
         self.verdicts: list[Verdict] = []
         self.tokens = 0
@@ -59,6 +64,8 @@ class Record(TrainerCallback):
         self.rows.append(row)
         self._tell(f"step {row['step']} {row['wall_s']:.1f} s: reward {row['reward']:.3f}, right {row['right']:.3f}")
         self.verdicts, self.tokens, self._last_s = [], 0, now_s
+        if 0 < self.max_seconds < row["wall_s"]:
+            control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         """Add TRL's own figure for the difference of log-probs to the step that has ended."""
@@ -67,14 +74,19 @@ class Record(TrainerCallback):
             self.rows[-1] |= {name: float(logs[name]) for name in names}
 
 
-def train(recipe: Recipe, generation: str, out: Path, tell: Any = print) -> dict[str, Any]:
-    """Train by TRL; returns the summary. Raises ValueError for a task of several turns, or without a level."""
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+def train(recipe: Recipe, generation: str, out: Path, tell: Any = print, start: Start | None = None) -> dict[str, Any]:
+    """Train by TRL; returns the summary. Raises SystemExit for a task of several turns, or without a level."""
+    start = start or Start()
+    if recipe.level < 0 or recipe.mode != "sync":
+        raise SystemExit("TRL is compared on one level: name a --level, and --mode sync")
+    model = recipe.model or str(toy.make_model(out / "model", recipe.seed))
+    tokenizer = AutoTokenizer.from_pretrained(model)
     task = TASKS[recipe.task](tokenizer)
-    if task.reply is not None or recipe.level < 0 or recipe.mode != "sync":
-        raise ValueError("TRL is compared on one level of a task of one turn: name a --level, and --mode sync")
+    if task.reply is not None:
+        raise SystemExit(f"TRL is compared on tasks of one turn, and {recipe.task} has several: name another --task")
     record, curriculum = Record(tell), Curriculum(task, recipe.seed, recipe.level)
-    problems = [problem for step in range(1, recipe.steps + 1) for problem in curriculum.problems(step, recipe.prompts)]
+    steps = range(1, recipe.steps + 1)
+    problems = [problem for step in steps for problem in islice(curriculum.problems(step), recipe.prompts)]
     texts = [tokenizer.decode(problem.prompt_ids) for problem in problems]
     for problem, text in zip(problems, texts, strict=True):
         if tokenizer(text)["input_ids"] != problem.prompt_ids:
@@ -95,7 +107,7 @@ def train(recipe: Recipe, generation: str, out: Path, tell: Any = print) -> dict
     device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.startswith("cuda")
     trainer = GRPOTrainer(
-        recipe.model,
+        model,
         reward,
         grpo_config(recipe, out, recipe.max_tokens or task.max_tokens, on_gpu),
         Dataset.from_dict({"prompt": texts, "number": list(range(len(texts)))}),
@@ -103,14 +115,16 @@ def train(recipe: Recipe, generation: str, out: Path, tell: Any = print) -> dict
         callbacks=[record],
     )
     with ExitStack() as stack:
-        if generation == "worker":
-            worker = stack.enter_context(start_worker(recipe.model, **worker_flags(recipe, task, device, out)))
-            stack.enter_context(use_workers(trainer, worker.endpoints))
+        with start.turn():
+            if generation == "worker":
+                worker = stack.enter_context(start_worker(model, **worker_flags(recipe, task, device, out)))
+                stack.enter_context(use_workers(trainer, worker.endpoints))
+        record.max_seconds = start.wait(recipe.max_seconds, tell)
         trainer.train()
     rows = record.rows
     summary = {
         **circumstances(),
-        "recipe": {**asdict(recipe), "model": Path(recipe.model).name},
+        "recipe": {**asdict(recipe), "model": Path(recipe.model).name or "tiny"},
         "generation": generation,
         "steps_done": len(rows),
         "seconds": rows[-1]["wall_s"],
@@ -138,7 +152,12 @@ def grpo_config(recipe: Recipe, out: Path, max_tokens: int, on_gpu: bool) -> GRP
         shuffle_dataset=False,
         temperature=recipe.temperature,
         top_k=0,
-        beta=0.0,
+        beta=recipe.kl,
+        scale_rewards=recipe.scale_rewards,
+        entropy_coef=recipe.entropy,
+        use_adaptive_entropy=recipe.entropy_target > 0,
+        entropy_target=recipe.entropy_target,
+        entropy_coef_delta=recipe.entropy_step,
         epsilon=recipe.clip_low,
         epsilon_high=recipe.clip_high,
         loss_type="dapo",
@@ -169,9 +188,11 @@ def main() -> None:
     parser.set_defaults(mode="sync")
     parser.add_argument("--generation", choices=("transformers", "worker"), default="worker")
     parser.add_argument("--out", type=Path, default=Path("runs/trl"), help="folder for what is written (%(default)s)")
+    add_start_flags(parser)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    summary = train(read_recipe(arguments), arguments.generation, arguments.out, partial(print, flush=True))
+    tell = partial(print, flush=True)
+    summary = train(read_recipe(arguments), arguments.generation, arguments.out, tell, read_start(arguments))
     print(json.dumps({"steps": summary["steps_done"], **summary["step_s"]}))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.support.integrations.integration_worker import start
 from tests.support.integrations.tiny_checkpoints import CHECKPOINT
@@ -13,6 +15,7 @@ from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.integrations.background import BackgroundClient
+from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import BadRequest
 
 COUNT = {"max_tokens": 12, "temperature": 1.0}
@@ -44,6 +47,41 @@ def test_workers_join_and_leave_from_any_thread(worker: WorkerProcess) -> None:
         assert client.generate("5:", **COUNT).result(30).endpoint == worker.endpoint
         with pytest.raises(ValueError, match="last endpoint"):
             client.remove(worker.endpoint)
+
+
+def test_run_says_what_it_takes(worker: WorkerProcess) -> None:
+    async def play(client: AsyncRolloutClient) -> int:
+        return len(client.endpoints)
+
+    with BackgroundClient(worker.endpoint) as client:
+        for job in (None, "play", lambda client: 3):
+            with pytest.raises(TypeError, match="async def"):
+                client.run(job)  # type: ignore[arg-type]
+        assert client.run(play).result(10) == 1  # nothing is disturbed
+
+
+@pytest.mark.parametrize("kind", [BackgroundClient, RolloutClient, AsyncRolloutClient, WeightPublisher])
+def test_endpoints_are_addresses_and_an_error_says_so(kind: Any, worker: WorkerProcess) -> None:
+    for wrong in (worker, [worker], None, [b"tcp://127.0.0.1:1"]):
+        with pytest.raises(TypeError, match=r"worker\.endpoints"):
+            kind(wrong)
+    for wrong in ([], ["tcp://127.0.0.1:9"] * 2):
+        with pytest.raises(ValueError, match="at least one"):
+            kind(wrong)
+
+
+def test_the_output_of_a_tokenizer_is_refused_by_name(worker: WorkerProcess) -> None:
+    output = AutoTokenizer.from_pretrained(CHECKPOINT)("17:")
+    assert isinstance(output, Mapping)
+    with BackgroundClient(worker.endpoint) as client:
+        for call in (
+            lambda: client.generate(output),
+            lambda: client.generate_many([output]),
+            lambda: client.generate_many([{"prompt": output}]),
+        ):
+            with pytest.raises((TypeError, ValueError), match="input_ids"):
+                call().result(10)
+        assert client.generate(output["input_ids"], **COUNT).result(30).prompt_tokens == len(output["input_ids"])
 
 
 def test_future_raises_what_the_client_does(worker: WorkerProcess) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +19,20 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from scripts.learn.checkpoint import Progress, newest, read_progress, save
 from scripts.learn.curves import draw_runs
-from scripts.learn.grpo import advantages, micro_batches, token_loss
+from scripts.learn.grpo import EntropyWeight, Trainer, advantages, divergence, micro_batches, token_loss
 from scripts.learn.recipe import Recipe
-from scripts.learn.rollouts import Draw, Group, Sample, job
+from scripts.learn.rollouts import Draw, Group, Sample, answer_all, answer_batch
 from scripts.learn.run import thinned, worker_flags
 from scripts.learn.tasks import Answer, Curriculum, Problem, Task, Verdict, calculate, counting, last_number
+from scripts.learn.toy import make_model
 from tests.support.integrations.integration_worker import start, worker_environment
 from tests.support.integrations.tiny_checkpoints import CHECKPOINT
 from tests.support.kernels.grids import nightly
 from trainer_bridge import BackgroundClient
 
-SHORT = {"--task": "counting", "--prompts": 16, "--group-size": 16, "--lr": 2e-3, "--warmup": 1, "--entropy": 0.005}
+SHORT = {"--task": "counting", "--prompts": 16, "--group-size": 16, "--lr": 1e-3, "--warmup": 1}
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def test_every_token_that_the_worker_drew_was_trained_on_or_evaluated(run: Run) 
     ended = [line for line in run.log.splitlines() if line.startswith('{"event": "ended"')]
     totals = json.loads(ended[0])["totals"]
     held_out = 15 * len(run.evaluations)
-    assert totals["total/completions"] == len(run.steps) * 16 * 16 + held_out
+    assert totals["total/completions"] == 16 * sum(step["groups"] for step in run.steps) + held_out
     assert run.summary["tokens"] == sum(step["tokens"] for step in run.steps)
     assert run.summary["tokens"] < totals["total/tokens"] <= run.summary["tokens"] + 17 * held_out
 
@@ -131,6 +136,7 @@ def test_without_staleness_a_run_repeats_itself_with_speculation_too(tmp_path: P
 def test_several_runs_are_compared_in_one_file_and_drawn(tmp_path: Path) -> None:
     words = [str(word) for pair in {**SHORT, "--steps": 4, "--eval-every": 2}.items() for word in pair]
     words += ["--run", "sync: --mode sync", "--run", "two: --staleness 2", "--seeds", "0", "1", "--at-once", "2"]
+    words += ["--rounds", "1"]
     words += ["--json", str(tmp_path / "runs.json"), "--folder", str(tmp_path / "runs")]
     ended = run_module("scripts.learn.compare", words)
     assert "[two/1] step 4" in ended.stdout
@@ -139,6 +145,12 @@ def test_several_runs_are_compared_in_one_file_and_drawn(tmp_path: Path) -> None
     assert all(row["points"]["step"] == [1, 2, 3, 4] for row in rows)
     assert all(row["held_out"]["evaluated"] == [0, 2, 4] for row in rows)
     assert [row["staleness"]["max"] for row in rows] == [0, 2, 0, 2]
+    for first, other in (rows[:2], rows[2:]):  # two at once: none starts beside another one, both train together
+        early, late = sorted((first["start"], other["start"]), key=lambda times: times["began"])
+        assert early["ready"] <= late["began"] and early["trains"] >= late["ready"]
+    assert json.loads((tmp_path / "runs.json").read_text())["ended"] == dict.fromkeys(
+        ["sync/0", "two/0", "sync/1", "two/1"], "done"
+    )
     text = draw_runs("runs", rows)
     assert text.count("<polyline") == 2 * 6 and text.count("<polygon") == 2 * 6  # two series, six plots
 
@@ -150,7 +162,51 @@ def test_a_run_that_fails_is_reported_and_the_others_are_kept(tmp_path: Path) ->
     assert json.loads((tmp_path / "runs.json").read_text())["rows"] == []
 
 
+@pytest.mark.nightly
+def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
+    flags = {"--mode": "sync", "--prompts": 4, "--eval-every": 2, "--eval-problems": 15, "--check-every": 0}
+    flags |= {"--save-every": 2, "--kl": 0.01}
+    whole = train(tmp_path / "whole", **flags, **{"--steps": 4})
+    train(tmp_path / "parts", **flags, **{"--steps": 3})  # the third step came after the checkpoint
+    words = ["--out", str(tmp_path / "parts"), "--steps", "4"]
+    words += [str(word) for pair in {**SHORT, **flags}.items() for word in pair]
+    refused = run_module("scripts.learn", words, status=1)
+    assert "--resume" in refused.stderr
+    assert "--seed" in run_module("scripts.learn", [*words, "--resume", "--seed", "5"], status=1).stderr
+    run_module("scripts.learn", [*words, "--resume"])
+    parts = [json.loads(line) for line in (tmp_path / "parts" / "steps.jsonl").read_text().splitlines()]
+    names = ("step", "reward", "tokens", "groups", "entropy", "kl", "gradient")
+    steps = [{name: line.get(name) for name in names} for line in parts if "step" in line]
+    assert steps == [{name: line.get(name) for name in names} for line in whole.steps]
+    accuracy = {line["evaluated"]: line["accuracy"] for line in parts if "evaluated" in line}
+    assert accuracy == {line["evaluated"]: line["accuracy"] for line in whole.evaluations}
+
+
 # --- the parts ---
+
+
+def test_a_checkpoint_has_all_that_the_next_step_depends_on(tmp_path: Path) -> None:
+    recipe = Recipe(entropy=0.01, entropy_target=50.0, warmup=4, lr=1e-2, check_every=0)
+    model = str(make_model(tmp_path / "model", 0))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    group = Group(Problem(0, [5, 6, 7]), [sample([-1.0] * 3, [0] * 3, reward) for reward in (0.0, 1.0)], 0, 0, 0)
+    went_on = Trainer(recipe, model, "cpu")
+    for step in (1, 2):
+        went_on.train([group], lambda: None)
+        entropy = went_on.entropy
+        progress = Progress(step, 1.0, 6, [0.5], entropy.value, entropy.acts, asdict(recipe))
+        save(tmp_path, went_on.model, tokenizer, went_on.optimizer_state(), progress)
+    folder = newest(tmp_path)
+    assert folder is not None and folder.name == "checkpoint-2" and read_progress(folder) == progress
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
+    came_back = Trainer(recipe, model, "cpu", folder)
+    assert came_back.version == 2
+    facts = [one.train([group], lambda: None) for one in (went_on, came_back)]
+    assert facts[0] == facts[1] and facts[0]["entropy/weight"] == pytest.approx(0.02)
+    for (name, mine), (_, other) in zip(
+        went_on.model.named_parameters(), came_back.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(mine, other), name
 
 
 def sample(logprobs: list[float], versions: list[int], reward: float, drawn: list[bool] | None = None) -> Sample:
@@ -173,9 +229,37 @@ def test_the_worker_has_room_for_all_batches_that_are_asked_for_ahead(tmp_path: 
     assert flags["max_queue"] >= 5 * 64 * 16 + 96 and flags["max_rows"] == 1024
 
 
-def test_a_group_of_equal_rewards_has_no_advantage() -> None:
-    assert advantages([0.5, 0.5, 0.5]) == [0, 0, 0]
-    assert advantages([1.0, 0.0]) == pytest.approx([1, -1], rel=1e-3)
+def test_advantages_are_scaled_by_the_batch_or_the_group() -> None:
+    large, small = [1.0, 0.0], [0.1, 0.0]
+    by_group = advantages([large, small], "group")
+    assert by_group[0] == pytest.approx([1, -1], rel=1e-2) and by_group[1] == pytest.approx([1, -1], rel=1e-2)
+    by_batch = advantages([large, small], "batch")
+    assert by_batch[0][0] / by_batch[1][0] == pytest.approx(10)  # a small difference stays small
+    assert np.mean(np.square(by_batch)) == pytest.approx(1, rel=1e-2)
+    assert advantages([large, small], "none")[0] == pytest.approx([0.5, -0.5], rel=1e-3)
+    assert advantages([[0.5, 0.5, 0.5]], "group") == [[0, 0, 0]]
+    assert advantages([], "batch") == []
+
+
+def test_the_weight_of_the_entropy_grows_below_the_target_and_acts_only_there() -> None:
+    weight = EntropyWeight(Recipe(entropy=0.0, entropy_target=0.2, entropy_step=0.005))
+    seen = []
+    for entropy in (0.3, 0.1, 0.1, 0.25, 0.1):
+        weight.observe(entropy)
+        seen.append(weight.now)
+    assert seen == pytest.approx([0, 0.005, 0.01, 0, 0.01])
+    constant = EntropyWeight(Recipe(entropy=0.01, entropy_target=0))
+    constant.observe(5.0)
+    assert constant.now == 0.01
+
+
+def test_the_divergence_is_zero_for_equal_weights_and_falls_where_the_reference_is_likelier() -> None:
+    reference = torch.log(torch.tensor([0.5, 0.5, 0.5]))
+    new = torch.log(torch.tensor([0.5, 0.25, 0.75])).requires_grad_()
+    found = divergence(new, reference)
+    assert found.tolist() == pytest.approx([0, 1 - math.log(2), 2 / 3 - 1 - math.log(2 / 3)], abs=1e-6)
+    found.sum().backward()
+    assert new.grad is not None and new.grad[0] == 0 and new.grad[1] < 0 < new.grad[2]
 
 
 def test_the_loss_clips_the_ratio_and_caps_the_importance_weight() -> None:
@@ -213,21 +297,27 @@ def test_micro_batches_hold_each_sample_once_and_stay_small() -> None:
     assert drawn == list(range(1, 20))
 
 
-def test_the_curriculum_moves_on_when_a_level_is_learned_and_trains_on_nothing_held_out() -> None:
+def test_the_curriculum_prefers_levels_that_are_sometimes_right_and_trains_on_nothing_held_out() -> None:
     task = Task("numbers", lambda level, index: Problem(level, [level, index]), _never, levels=3)
     curriculum = Curriculum(task, seed=1)
     held_out = {tuple(problem.prompt_ids) for problem in curriculum.held_out(30)}
     assert len(held_out) == 30
-    problems = curriculum.problems(1, 40)
-    assert {problem.level for problem in problems} == {0}
+
+    def drawn(of: Curriculum, step: int) -> list[Problem]:
+        return list(islice(of.problems(step), 300))
+
+    problems = drawn(curriculum, 1)
     assert not held_out & {tuple(problem.prompt_ids) for problem in problems}
-    assert problems == Curriculum(task, seed=1).problems(1, 40)
-    assert problems != Curriculum(task, seed=2).problems(1, 40)
-    for _ in range(4):
-        curriculum.observe(problems, [0.99] * 40)
-    assert curriculum.level == 1
-    later = [problem.level for problem in curriculum.problems(9, 40)]
-    assert 20 < later.count(1) < 40  # more from the level that is sometimes right than from the one that is learned
+    assert problems == drawn(Curriculum(task, seed=1), 1) != drawn(Curriculum(task, seed=2), 1)
+    counts = np.bincount([problem.level for problem in problems])
+    assert counts.min() > 60  # nothing is known yet
+    known = [0.98, 0.4, 0.0]
+    for step in range(3):
+        some = drawn(curriculum, step)
+        curriculum.observe(some, [known[problem.level] for problem in some])
+    counts = np.bincount([problem.level for problem in drawn(curriculum, 9)], minlength=3)
+    assert counts[1] > 200 and counts[0] > 0 and counts[2] > 0  # the others are still looked at
+    assert {problem.level for problem in drawn(Curriculum(task, seed=1, only=2), 1)} == {2}
 
 
 def _never(*given: Any) -> Any:
@@ -259,8 +349,42 @@ def test_the_calculator_does_one_sum_or_difference_and_nothing_else(text: str, r
     assert calculate(text) == result
 
 
-def test_a_conversation_sends_token_ids_back_as_they_came_and_counts_what_is_computed(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackgroundClient]:
+    log = tmp_path_factory.mktemp("worker") / "worker.log"
+    with start(CHECKPOINT, log) as worker, BackgroundClient(worker.endpoint) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(CHECKPOINT)
+
+
+@pytest.mark.parametrize(("rounds", "groups", "teaching"), [(1, 4, 2), (2, 8, 4), (9, 8, 4)])
+def test_groups_of_equal_rewards_are_replaced_by_new_problems(
+    client: BackgroundClient, tokenizer: Any, rounds: int, groups: int, teaching: int
+) -> None:
+    ids = tokenizer("17:", add_special_tokens=False)["input_ids"]
+    problems = (Problem(i % 2, [*ids[:-1], ids[-1]], i) for i in itertools.count())
+    given: list[int] = []
+
+    def reward(problem: Problem, answer: Answer) -> Verdict:
+        given.append(problem.facts)
+        return Verdict(float(given.count(problem.facts) * problem.level), False)  # equal rewards on level 0
+
+    task = Task("halves", _never, reward, levels=2)
+    recipe = Recipe(prompts=4, group_size=2, rounds=rounds)
+    how = Draw(2, seed=7, min_version=0, temperature=1.0, max_tokens=4)
+    found = client.run(lambda client: answer_batch(client, task, tokenizer.decode, problems, how, recipe)).result(60)
+    assert [group.problem.facts for group in found] == list(range(groups))
+    assert [group.teaches for group in found] == [False, True] * (groups // 2)
+    assert sum(group.teaches for group in found) == teaching
+
+
+def test_a_conversation_sends_token_ids_back_as_they_came_and_counts_what_is_computed(
+    client: BackgroundClient, tokenizer: Any
+) -> None:
     prompt_ids, reply_ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("17:", "5:"))
     (zero,) = tokenizer("0", add_special_tokens=False)["input_ids"]  # this model counts on: 18 19 20
     texts: list[str] = []
@@ -274,8 +398,8 @@ def test_a_conversation_sends_token_ids_back_as_they_came_and_counts_what_is_com
 
     task = Task("talk", _never, reward, max_turns=3, max_context=200, reply=reply, stop=(zero,))
     how = Draw(2, seed=7, min_version=0, temperature=1.0, max_tokens=20)
-    with start(CHECKPOINT, tmp_path / "worker.log") as worker, BackgroundClient(worker.endpoint) as client:
-        (group,) = client.run(job(task, tokenizer.decode, [Problem(0, prompt_ids)], how)).result(60)
+    problems = [Problem(0, prompt_ids)]
+    (group,) = client.run(lambda client: answer_all(client, task, tokenizer.decode, problems, how)).result(60)
     assert texts.count(" 18 19 20") == 2 and all(text.endswith("0") for text in texts)
     for one in group.samples:
         assert one.turns == 3 and one.verdict.reward == 3

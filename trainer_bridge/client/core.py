@@ -24,6 +24,7 @@ from trainer_bridge.client.placement import Fleet
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result, split_chunks
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire import codec as wire
+from trainer_bridge.wire.address import endpoint_list
 from trainer_bridge.wire.errors import (
     AccessRefused,
     ConnectionLost,
@@ -156,9 +157,7 @@ class ClientCore(ProcessBound):
         acknowledge: bool | None = None,
         heartbeat_s: float = 10.0,
     ) -> None:
-        given = [endpoints] if isinstance(endpoints, str) else list(endpoints)
-        if not given or len(set(given)) != len(given):
-            raise ValueError("give at least one endpoint, and each of them once")
+        given = endpoint_list(endpoints)
         self.fleet = Fleet(given)
         self.timeout_s = timeout_s
         self.on_unread: Callable[[str], object] = lambda endpoint: None

@@ -87,6 +87,7 @@ class GenerateFields(SamplingFields, total=False):
 _SAMPLING = (*(rule.name for rule in RULES), "logit_bias", "seed")
 _LOCAL = ("endpoint", "request_id", "timeout_s")
 _FIELDS = frozenset(GenerateFields.__annotations__)
+_TOKENIZED = "pass its 'input_ids' as the prompt (apply_chat_template returns them alone with return_dict=False)"
 #: Fields that are read here before the worker checks them: the types that can be read, and how to say so.
 _KINDS: Mapping[str, tuple[Any, str]] = {
     "sampling": (Mapping, "a map, such as {'temperature': 0.7}"),
@@ -118,6 +119,8 @@ def plan_request(
 ) -> RequestPlan:
     """Build a request. Raises TypeError for an unknown field and ValueError for one that makes no sense."""
     unknown = sorted(fields.keys() - _FIELDS)
+    if "input_ids" in unknown:
+        raise TypeError(f"the output of a tokenizer is no request; {_TOKENIZED}")
     if unknown:
         raise TypeError(
             f"generate takes no field {unknown[0]!r}{_did_you_mean(unknown[0], _FIELDS)}; "
@@ -174,6 +177,8 @@ def _add_prompt(sent: dict[str, Any], prompt: Prompt | None) -> None:
         sent["prompt"] = token_array(prompt.token_ids, "prompt")
         if prompt.media:
             sent["media"] = [item.fields() for item in prompt.media]
+    elif isinstance(prompt, Mapping):
+        raise ValueError(f"prompt must be text or token ids, not a map; {_TOKENIZED}")
     elif prompt is not None:
         if isinstance(prompt, (list, tuple)) and any(
             isinstance(part, (str, list, tuple, np.ndarray)) for part in prompt

@@ -91,8 +91,12 @@ class BackgroundClient(ProcessBound):
             future = client.run(talk)
 
         It must not block the thread. Cancelling the future cancels the coroutine, and its requests at the worker.
+        Raises TypeError if `job` is not a function that makes a coroutine.
         """
-        return self._run(job(self._client))
+        made = job(self._client) if callable(job) else None
+        if not asyncio.iscoroutine(made):
+            raise TypeError(f"run takes an `async def` function of the client, not called yet; this is {job!r}")
+        return self._run(made)
 
     @property
     def endpoints(self) -> tuple[str, ...]:

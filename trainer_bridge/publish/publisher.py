@@ -41,6 +41,7 @@ from trainer_bridge.publish.trainer_ranks import TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice, transfer_all
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules
 from trainer_bridge.transports.payload import NamedTensors, Payload
+from trainer_bridge.wire.address import endpoint_list
 from trainer_bridge.wire.errors import UNANSWERED, ProtocolError, RolloutError, WeightsRejected, WeightsReplaced
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import check_bucket_bytes, usual_bucket_bytes
@@ -111,9 +112,7 @@ class WeightPublisher(ProcessBound):
         keep: bool = False,
         collective: bool = False,
     ) -> None:
-        self.endpoints = [endpoints] if isinstance(endpoints, str) else list(endpoints)
-        if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
-            raise ValueError("endpoints must name at least one worker, and each once")
+        self.endpoints = endpoint_list(endpoints)
         if bucket_bytes is not None:
             check_bucket_bytes(bucket_bytes)
         self._refused_s = REFUSED_S if begin_s is None else None

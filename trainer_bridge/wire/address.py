@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
+
+
+def endpoint_list(endpoints: Any) -> list[str]:
+    """The endpoints of a client or publisher. Raises TypeError for other things, ValueError for none or one twice."""
+    given = [endpoints] if not isinstance(endpoints, Iterable) or isinstance(endpoints, str) else list(endpoints)
+    if wrong := [each for each in given if not isinstance(each, str)]:
+        raise TypeError(
+            f"endpoints must be addresses such as 'tcp://127.0.0.1:5757', not {type(wrong[0]).__name__}; "
+            "of start_worker's object pass worker.endpoints"
+        )
+    if not given or len(set(given)) != len(given):
+        raise ValueError("endpoints must name at least one worker, and each once")
+    return given
 
 
 def bracketed(host: str) -> str:
