@@ -299,6 +299,8 @@ class EngineConstants(Section):
     mask_threads: int | None = None
     #: Tokens of ended completions and prompts to draft from: 300 bytes each, so 300 MB of host memory.
     speculation_kept_tokens: int = 1_000_000
+    #: Part of the device's time that its drafter takes while its drafts do not pay.
+    unpaid_share: float = 0.005
     #: Seconds for copying the KV of completions to the host before a sleep: 100 GiB take 10 s at 10 GiB/s.
     sleep_kv_s: float = 60.0
 
