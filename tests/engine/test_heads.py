@@ -14,8 +14,10 @@ from rollout.engine.build import rebuild_engine
 from rollout.engine.features.drafts import verify
 from rollout.engine.features.drafts.drafter import NAME, After
 from rollout.engine.features.drafts.model_drafter import DRAFT, READ, ModelDrafter
+from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.to_engine import Cancel, StopAt
+from rollout.engine.schedule.feature import find
 from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from rollout.engine.step.sampler import Sampler
@@ -343,18 +345,19 @@ def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted, monkey
     plain.run()
     replayed_drafts(monkeypatch, completions_by_seed(plain), 0.2)
     bench = Bench(drafted, **HEADS, speculation_tokens=6, kv_pages=600, pipeline_depth=1)
-    replay, checked = ModelDrafter.draft, []
+    drafter = find(bench.engine.executor.step.features, DraftVerifier).drafter
+    replay, checked = drafter.draft, []
 
-    def guess(self, count, max_context, features, kv):
+    def guess(count, max_context, features, kv):
         for seq in bench.engine.roster.decoding:
-            if seq.row in self._rows_R[:count].tolist():
-                end = int(self.rows.ints[seq.row, LENGTH]) + self.most
+            if seq.row in drafter._rows_R[:count].tolist():
+                end = int(drafter.rows.ints[seq.row, LENGTH]) + drafter.most
                 pages = seq.kv.pages[: -(-end // kv.page_size)]
-                assert self.rows.pages[seq.row, : len(pages)].tolist() == pages
+                assert drafter.rows.pages[seq.row, : len(pages)].tolist() == pages
                 checked.append(len(pages))
-        replay(self, count, max_context, features, kv)
+        replay(count, max_context, features, kv)
 
-    monkeypatch.setattr(ModelDrafter, "draft", guess)
+    drafter.draft = guess
     submit_six(bench)
     bench.run()
     bench.close()

@@ -8,7 +8,6 @@ import threading
 import numpy as np
 import pytest
 
-from rollout.engine.features.drafts.feature import Drafting
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
 from rollout.engine.messages.to_service import Delta
@@ -147,18 +146,18 @@ def test_a_step_has_no_more_drafts_than_it_may(model, monkeypatch, six, most):
 
 def test_drafts_leave_a_free_page_for_each_running_row(model, monkeypatch, six):
     bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.9, speculation_tokens=16, kv_pages=80)
-    choose, short = Drafting.plan_decode, 0
+    choose, short = bench.drafting.plan_decode, 0
 
-    def watch(self, seqs, version, allocator, kept):
+    def watch(seqs, version, allocator, kept):
         nonlocal short
         pool, roster = allocator.pool, bench.engine.roster
         rows = len(roster.decoding) + len(roster.prefilling)
-        before, choice = pool.available, choose(self, seqs, version, allocator, kept)
+        before, choice = pool.available, choose(seqs, version, allocator, kept)
         assert pool.available >= min(before, rows)
         short += pool.available == rows < before
         return choice
 
-    monkeypatch.setattr(Drafting, "plan_decode", watch)
+    bench.drafting.plan_decode = watch
     submit_six(bench)
     bench.run()
     bench.close()

@@ -12,7 +12,6 @@ from rollout.engine.inspect import Inspector
 from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.prefixes import Prefixes
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence_kv import OffloadedKV, OffloadedPage
 from tests.support.engine.conversation import Conversation
@@ -271,9 +270,9 @@ def test_a_restored_row_takes_a_known_page_only_if_its_kv_is_the_same():
     assert books.pool_pages(OffloadedKV(4, 1, 0, keys, on_host), 2) == [None], "it may have KV of version 2, too"
 
 
-def test_the_shadow_sees_kv_that_is_too_old(model, sources, prompt_of, monkeypatch):
+def test_the_shadow_sees_kv_that_is_too_old(model, sources, prompt_of):
     run = Updated(model, sources, max_kv_age=1)
-    monkeypatch.setattr(Prefixes, "oldest_for", lambda self, group, version: 0)
+    run.bench.engine.roster.allocator.prefixes.oldest_for = lambda group, version: 0
     run.say("old", prompt_of(20))
     run.update(3)
     with pytest.raises(AssertionError, match="is used under version 3"):
