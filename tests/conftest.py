@@ -26,6 +26,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import torch  # noqa: E402
 
+import tests.support.quick_transformers.sitecustomize  # noqa: E402, F401 -- before transformers loads
 from rollout.process.logs import LineStream  # noqa: E402
 from tests.support.worker.harness import launch_shared  # noqa: E402
 from trainer_bridge.client.launch import WorkerProcess  # noqa: E402

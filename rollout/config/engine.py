@@ -295,10 +295,22 @@ class EngineConstants(Section):
     #: Most KV that one copy between host and device moves, MiB. Large enough that the fixed cost of a copy is small;
     #: two such buffers are on the device.
     host_kv_piece_mib: float = 32.0
+    #: Bytes of KV that a layer need not read, from which on rows read shared pages once. On an H100, 117 MB saved made
+    #: a layer slower by a fifth (8 rows of 4K + 2K, 32 of 1K + 1K), 230 MB (32 rows of 4K + 2K, 4 KV heads) left it as
+    #: it was, and 460 MB made it a quarter faster.
+    shared_saved_bytes: int = 256 << 20
+    #: The same in a verify step, where a row and its drafts share all pages. On an H100 with contexts of 4K, 8 rows
+    #: with three drafts save 402 MB a layer and take 7.8 ms instead of 9.0, 16 rows 10.2 instead of 12.5; one row saves
+    #: 50 MB and loses 1%: `--least-saved` of scripts/bench/speculation.py.
+    draft_saved_bytes: int = 64 << 20
+    #: What rows share counts from so many positions on.
+    shared_positions: int = 256
     #: Threads that compute masks of constrained rows. None: half the cores, as the loop and the tokenizer need others.
     mask_threads: int | None = None
     #: Tokens of ended completions and prompts to draft from: 300 bytes each, so 300 MB of host memory.
     speculation_kept_tokens: int = 1_000_000
+    #: Part of the device's time that its drafter takes while its drafts do not pay.
+    unpaid_share: float = 0.005
     #: Seconds for copying the KV of completions to the host before a sleep: 100 GiB take 10 s at 10 GiB/s.
     sleep_kv_s: float = 60.0
 

@@ -82,6 +82,8 @@ class ServiceConstants(Section):
     #: Bytes of a message header, and blobs of a message: the defaults of `trainer_bridge.wire.codec.WireLimits`.
     max_header_bytes: int = 16 << 20
     max_blobs: int = 256
+    #: Messages in the pipe of one connection, before its backlog.
+    send_hwm: int = 256
     #: Reports of log-probs that wait for their comparison, and their bytes: one thread compares some a millisecond.
     max_reports: int = 1024
     max_report_bytes: int = 256 << 20

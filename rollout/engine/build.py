@@ -281,7 +281,7 @@ def _build_parts(
     offload: Offload | NoOffload = NoOffload()
     if movers.kv is not None:
         offload = Offload(roster, allocator.offload_books, allocator.tier, movers.kv, movers.states)
-    shared = make_shared_pages(model, step.kv, engine.deterministic, step.shares_pages)
+    shared = make_shared_pages(model, step.kv, engine, step.shares_pages)
     packer = Packer(executor.graphs.sizes, shared, allocator.prefixes.has_states, features)
     scheduler = Scheduler(limits, roster, upload_words)
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Result = TypeVar("Result")
 
@@ -19,13 +19,13 @@ class DeadlineCall(Generic[Result]):
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self.ended = False
-        self._work = work
+        self.work = work
         self._answers: SimpleQueue[tuple[Result | None, BaseException | None]] = SimpleQueue()
 
     def run(self) -> None:
         """Do the work. Called by the thread."""
         try:
-            self._answers.put((self._work(), None))
+            self._answers.put((self.work(), None))
         except BaseException as error:
             self._answers.put((None, error))
         finally:
@@ -42,8 +42,9 @@ class DeadlineCall(Generic[Result]):
 class DeadlineThread:
     """Does one call after the other, for one caller."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, make_call: Callable[[Callable[[], Any]], DeadlineCall] = DeadlineCall) -> None:
         self._name = name
+        self._make_call = make_call
         self._late: tuple[DeadlineCall, ...] = ()  # calls that missed their deadline
         self._calls: SimpleQueue[DeadlineCall | None] | None = None  # of the present thread
 
@@ -57,7 +58,7 @@ class DeadlineThread:
         if self._calls is None:
             self._calls = SimpleQueue()
             threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True).start()
-        call = DeadlineCall(work)
+        call = self._make_call(work)
         self._calls.put(call)
         return call
 

@@ -1,6 +1,6 @@
 r"""Sends through the ROUTER socket: never blocks, bounded for each connection, notices closed connections.
 
-    send ---> ROUTER pipe of the connection (at most SEND_HWM messages) ---> network
+    send ---> ROUTER pipe of the connection (at most `constants.send_hwm` messages) ---> network
        \-->   backlog of the connection (at most max_buffer_bytes)  ---/     as the pipe gets room
 
 A message goes to the backlog only when the pipe is full. When the backlog is full, `send` refuses a chunk; the caller

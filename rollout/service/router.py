@@ -8,7 +8,6 @@ from rollout.config import ServiceSettings
 from rollout.network.access import Access
 from rollout.network.router_socket import bind_router
 
-SEND_HWM = 256  # messages in the pipe of one connection, before its backlog
 RECEIVE_HWM = 64  # unread messages of one connection; beyond that TCP stops its sender
 _HEARTBEAT_MS = 10_000  # a client whose host is gone is noticed within 40 s, soon enough for a lease of 60 s
 _HEARTBEATS_MISSED = 3
@@ -36,7 +35,7 @@ def open_router(context: zmq.Context, settings: ServiceSettings, access: Access)
         # A client with its own routing id takes the id over when it reconnects, even while its old, half-open
         # connection still exists here. Without this option ZeroMQ ignores the new connection for good.
         zmq.ROUTER_HANDOVER: 1,
-        zmq.SNDHWM: SEND_HWM,
+        zmq.SNDHWM: settings.constants.send_hwm,
         zmq.RCVHWM: RECEIVE_HWM,
         # Twice the limit: a slightly oversized message gets an error reply; a far larger one is cut off before it
         # takes memory.

@@ -33,7 +33,7 @@ from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.capabilities import Views, WeightControl, default_capabilities
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.controls import Controls, Order
-from rollout.service.delivery.mismatch_reports import Reports
+from rollout.service.delivery.mismatch_reports import Compare, Reports, compare_result
 from rollout.service.delivery.replies import error_reply, ok_reply
 from rollout.service.disconnects import Disconnects
 from rollout.service.generation import Generation
@@ -106,6 +106,7 @@ class Server:
         worker_name: str = "",
         metrics_url: str | None = None,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
+        compare: Compare = compare_result,
     ) -> None:
         self.outbox = engine.outbox
         self.failed = False  # the thread ended by a fault; the log has the trace
@@ -141,7 +142,7 @@ class Server:
             connections=self._connections,
             worker=worker_name,
         )
-        self._reports = Reports(settings.constants, self.outbox.post, self._reply)
+        self._reports = Reports(settings.constants, self.outbox.post, self._reply, compare)
         self._controls = Controls(
             engine.inbox,
             self.outbox.post,

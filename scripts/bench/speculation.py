@@ -51,6 +51,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rollout.config import EngineConstants
 from rollout.engine.features.drafts.decode_costs import measure_decode_costs
 from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, DeviceDrafterName, device_drafter
 from rollout.engine.features.drafts.feature import Drafting
@@ -59,7 +60,7 @@ from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.messages.requests import SamplingParams
 from rollout.engine.schedule.feature import find
-from rollout.engine.step import shared_pages
+from rollout.engine.step.shared_pages import SharedPages
 from rollout.settings_sources import SettingsError
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.decode import step_needs
@@ -77,7 +78,7 @@ _BY_DEVICE = ("heads", "unpaid")
 _WARM_TOKENS, _SKIPPED_STEPS, _LEAST_STEPS = 8, 4, 8
 #: Pages that a row needs beside those of its context and its new tokens, in tokens.
 _SPARE_TOKENS = 64
-_LEAST_SAVED_BYTES = shared_pages.DRAFTS_LEAST_SAVED_BYTES
+_LEAST_SAVED_BYTES = EngineConstants().draft_saved_bytes
 #: Makes the figures of a run from its work and its times; `tokens_per_s` is among them.
 Figures = Callable[[Work, Finished], Row]
 _SHOWN = (
@@ -131,6 +132,12 @@ class Bench:
         step_rows = max(args.rows) + args.draft_rows
         slot = parts.pipeline.free_slots[0]
         self.costs: StepCosts = measure_decode_costs(parts.executor, slot, step_rows, self._on_device != "none")
+
+    def read_drafts_together(self, saved_bytes: int) -> None:
+        """Have a row and its drafts read their pages once, from `saved_bytes` bytes of KV on that a layer saves."""
+        shared = self.engine.engine.parts.packer.shared
+        if isinstance(shared, SharedPages):
+            shared.least_draft_bytes = saved_bytes
 
     def warm(self, prompts: list[list[int]]) -> None:
         """Leave the prompts in the prefix cache."""
@@ -241,7 +248,7 @@ def measure(bench: Bench, args: argparse.Namespace, note: Callable[[Row], None])
                 continue
             note({**cell, "mode": "plain", **row})
             for mode, aim, least in _runs(args):
-                shared_pages.DRAFTS_LEAST_SAVED_BYTES = _LEAST_SAVED_BYTES if least is None else least << 20
+                bench.read_drafts_together(_LEAST_SAVED_BYTES if least is None else least << 20)
                 p = 0.0 if aim is None else chance_of(aim, args.most)
                 run = {**cell, "mode": mode, "aim": aim, "least_saved_mib": least}
                 try:

@@ -14,7 +14,6 @@ import torch
 
 from rollout.engine.device.streams import make_device
 from rollout.engine.inspect import Inspector
-from rollout.engine.step import shared_pages
 from rollout.models.fused import FusedDecoder
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.cuda_harness import (
@@ -193,13 +192,14 @@ def wide(tmp_path_factory):
     return folder, hf_model
 
 
-def test_a_group_in_bf16_is_no_further_from_float32_than_transformers(wide, monkeypatch):
+def test_a_group_in_bf16_is_no_further_from_float32_than_transformers(wide):
     """Its members load a snapshot, and attention reads their pages together."""
-    monkeypatch.setattr(shared_pages, "LEAST_SAVED_BYTES", 1)
     folder, reference = wide
     prompts = {"a": (prompt_of(700, 1), 6), "b": (prompt_of(333, 2), 3), "c": (prompt_of(90, 3), 1)}
     theirs = load_hf_bf16(folder)
-    bench = bench_of(load_bf16(folder), max_rows=16, kv_pages=800, page_size=16, prefill_chunk_tokens=300)
+    bench = bench_of(
+        load_bf16(folder), max_rows=16, kv_pages=800, page_size=16, prefill_chunk_tokens=300, shared_saved_bytes=1
+    )
     step = bench.engine.executor.step
     assert isinstance(step.forward, FusedDecoder) and step.shares_pages and bench.engine.executor.captures
     for i, (name, (ids, n)) in enumerate(prompts.items()):

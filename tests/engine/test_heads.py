@@ -11,11 +11,13 @@ import torch
 from rollout_kernels.sampling import gumbel_noise
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.features.drafts import planner, verify
+from rollout.engine.features.drafts import verify
 from rollout.engine.features.drafts.drafter import NAME, After
 from rollout.engine.features.drafts.model_drafter import DRAFT, READ, ModelDrafter
+from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.to_engine import Cancel, StopAt
+from rollout.engine.schedule.feature import find
 from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from rollout.engine.step.sampler import Sampler
@@ -23,7 +25,6 @@ from tests.engine.step.test_verify import accept_by_kernel, set_up_by_kernel
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import (
     BAD,
-    FixedCosts,
     FragileCycle,
     adapted,
     assert_same,
@@ -37,8 +38,8 @@ from tests.engine.test_speculation import (
 )
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.constraints import SIZE, Cycle, X, Y, only_hangs_are_late
-from tests.support.engine.drafting import drafting, replayed_drafts, row_by_row, watch_drafts
-from tests.support.engine.harness import VOCAB, Bench, load, prompt_of
+from tests.support.engine.drafting import drafting, fixed_costs, replayed_drafts, row_by_row, watch_drafts
+from tests.support.engine.harness import VOCAB, Bench, load, prompt_of, watch_plans
 from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
 from tests.support.engine.sleeping import Sleeping, outcome, submit_some
@@ -124,9 +125,10 @@ def test_drafts_are_those_of_the_reference(folders, hf_models, head, monkeypatch
     """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
     if kernels:
         by_kernels(monkeypatch)
-        costs(monkeypatch, {1: 1.0}, {1: 1.0})  # nothing is measured, which takes the interpreter minutes
     model = load(folders[0], draft=head[2])
     fields = {**HEADS, "prefill_chunk_tokens": 8, "pipeline_depth": depth, "speculation_tokens": 4}
+    if kernels:
+        fields |= fixed_costs()  # nothing is measured, which takes the interpreter minutes
     bench = Bench(model, **fields)
     seen = watch_drafts(monkeypatch)
     if depth == 2:
@@ -191,7 +193,6 @@ def test_drafts_heed_penalties_biases_and_bans(folders, hf_models, head, monkeyp
     """The counts of penalties go on with the drafts, and the rules of one row leave the others alone."""
     if kernels:
         by_kernels(monkeypatch)
-        costs(monkeypatch, {1: 1.0}, {1: 1.0})
     config, tensors, _ = head
     ids = tensors["d2t"] + torch.arange(60) if "d2t" in tensors else torch.arange(VOCAB)
     often, stops = tuple(ids[:25].tolist()), tuple(ids[:40:3].tolist())
@@ -203,7 +204,7 @@ def test_drafts_heed_penalties_biases_and_bans(folders, hf_models, head, monkeyp
         15: {"temperature": 0.0},
     }
     stop = {seed: {"token_ids": stops, "min_tokens": 30} if seed in (12, 14) else {} for seed in rules}
-    bench = Bench(load(folders[0], draft=head[2]), **HEADS)
+    bench = Bench(load(folders[0], draft=head[2]), **HEADS, **(fixed_costs() if kernels else {}))
     seen = watch_drafts(monkeypatch)
     prompts = {seed: prompt_of(5 + seed % 4, seed) for seed in rules}
     for seed, sampling in rules.items():
@@ -344,18 +345,19 @@ def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted, monkey
     plain.run()
     replayed_drafts(monkeypatch, completions_by_seed(plain), 0.2)
     bench = Bench(drafted, **HEADS, speculation_tokens=6, kv_pages=600, pipeline_depth=1)
-    replay, checked = ModelDrafter.draft, []
+    drafter = find(bench.engine.executor.step.features, DraftVerifier).drafter
+    replay, checked = drafter.draft, []
 
-    def guess(self, count, max_context, features, kv):
+    def guess(count, max_context, features, kv):
         for seq in bench.engine.roster.decoding:
-            if seq.row in self._rows_R[:count].tolist():
-                end = int(self.rows.ints[seq.row, LENGTH]) + self.most
+            if seq.row in drafter._rows_R[:count].tolist():
+                end = int(drafter.rows.ints[seq.row, LENGTH]) + drafter.most
                 pages = seq.kv.pages[: -(-end // kv.page_size)]
-                assert self.rows.pages[seq.row, : len(pages)].tolist() == pages
+                assert drafter.rows.pages[seq.row, : len(pages)].tolist() == pages
                 checked.append(len(pages))
-        replay(self, count, max_context, features, kv)
+        replay(count, max_context, features, kv)
 
-    monkeypatch.setattr(ModelDrafter, "draft", guess)
+    drafter.draft = guess
     submit_six(bench)
     bench.run()
     bench.close()
@@ -465,10 +467,10 @@ def test_rows_with_a_constraint_draft_too(folders, drafted, monkeypatch, depth):
 
 @pytest.mark.parametrize("how", ["raise", *nightly("nothing", "hang")])
 def test_a_constraint_that_fails_along_drafts_changes_no_completion(folders, drafted, monkeypatch, how):
-    only_hangs_are_late(monkeypatch)
     fields = {"mask_s": 0.4} if how == "hang" else {}
 
     def run(bench: Bench, how: str) -> Bench:
+        only_hangs_are_late(bench)
         constraint = FragileCycle(how)
         timer = threading.Timer(100, constraint.let_go.set)
         timer.start()
@@ -494,11 +496,6 @@ def test_a_constraint_that_fails_along_drafts_changes_no_completion(folders, dra
 # --- only where it pays ----------------------------------------------------------------------------------------------
 
 
-def costs(monkeypatch, measured, guesses):
-    fixed = FixedCosts(measured, padded=False, drafting=guesses)
-    monkeypatch.setattr("rollout.engine.features.drafts.verifier.measure_decode_costs", lambda *_: fixed)
-
-
 @pytest.mark.parametrize(
     ("wrong", "measured", "guesses", "pays"),
     [
@@ -513,8 +510,8 @@ def test_auto_drafts_while_it_pays(folders, drafted, monkeypatch, wrong, measure
     submit_six(six)
     six.run()
     replayed_drafts(monkeypatch, completions_by_seed(six), wrong)
-    costs(monkeypatch, measured, guesses)
-    bench = Bench(drafted, kv_pages=600, **{**HEADS, "speculation": "auto"})
+    fixed = fixed_costs(measured, guesses)
+    bench = Bench(drafted, kv_pages=600, **fixed, **{**HEADS, "speculation": "auto"})
     submit_six(bench)
     run_watched(bench)
     bench.close()
@@ -525,7 +522,6 @@ def test_auto_drafts_while_it_pays(folders, drafted, monkeypatch, wrong, measure
 
 def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monkeypatch):
     """It drafts now and then while that does not pay."""
-    monkeypatch.setattr(planner, "_UNPAID_SHARE", 0.05)
     plain = Bench(load(folders[0]), kv_pages=600)
     plain.submit("a", prompt_of(9), 300, sampling=SAMPLED)
     plain.run()
@@ -533,8 +529,8 @@ def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monke
     right = {seed: list(tokens) for seed, tokens in recorded.items()}
     recorded = {seed: [(t + 1) % VOCAB for t in tokens[:100]] + tokens[100:] for seed, tokens in right.items()}
     replayed_drafts(monkeypatch, recorded, 0.0)
-    costs(monkeypatch, {1: 1.0, 72: 1.3}, {1: 0.4, 8: 0.4})
-    bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
+    fields = {**HEADS, **fixed_costs({1: 1.0, 72: 1.3}, {1: 0.4, 8: 0.4}), "speculation": "auto"}
+    bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, unpaid_share=0.05, **fields)
     bench.submit("a", prompt_of(9), 300, sampling=SAMPLED)
     run_watched(bench)
     bench.close()
@@ -555,8 +551,8 @@ def test_auto_finds_better_drafts_of_short_completions(folders, drafted, monkeyp
     submit_many(plain)
     plain.run()
     replayed_drafts(monkeypatch, completions_by_seed(plain), 0.0)
-    costs(monkeypatch, {1: 1.0, 8: 1.0, 72: 1.5}, {1: draft_s, 8: draft_s})
-    bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
+    fixed = fixed_costs({1: 1.0, 8: 1.0, 72: 1.5}, {1: draft_s, 8: draft_s})
+    bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **fixed, **{**HEADS, "speculation": "auto"})
     bench.drafting.planner._all_device_rows.note(0, 400)  # all were wrong so far
     submit_many(bench)
     run_watched(bench)
@@ -574,8 +570,8 @@ def test_auto_finds_the_one_row_whose_drafts_are_right(folders, drafted, monkeyp
     wrong = {seed: [(t + 1) % VOCAB for t in tokens] for seed, tokens in completions_by_seed(plain).items()}
     right = plain.completions["r7", 0]
     replayed_drafts(monkeypatch, {**wrong, right.seed: list(right.token_ids)}, 0.0)
-    costs(monkeypatch, {1: 1.0, 8: 1.0, 9: 1.05, 72: 72.0}, {1: 0.01, 8: 0.01})
-    bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
+    fixed = fixed_costs({1: 1.0, 8: 1.0, 9: 1.05, 72: 72.0}, {1: 0.01, 8: 0.01})
+    bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **fixed, **{**HEADS, "speculation": "auto"})
     for i in range(8):
         bench.submit(f"r{i}", prompt_of(9 + i), 150, sampling={**SAMPLED, "seed": i})
     run_watched(bench)
@@ -599,8 +595,7 @@ def test_both_drafters_in_auto_change_nothing(drafted, plain):
 def test_each_row_takes_the_drafter_that_is_right_more_often(folders, drafted, monkeypatch, six, better):
     wrong = {"heads": 1.0, "suffix": 1.0, better: 0.0}
     replayed_drafts(monkeypatch, completions_by_seed(six), wrong["heads"])
-    costs(monkeypatch, {1: 1.0, 72: 1.0}, {1: 0.01, 8: 0.01})
-    fields = {**HEADS, "speculation": "auto"}
+    fields = {**HEADS, **fixed_costs({1: 1.0, 72: 1.0}, {1: 0.01, 8: 0.01}), "speculation": "auto"}
     bench, _ = drafting(monkeypatch, drafted, recorded(six.completions), wrong["suffix"], kv_pages=600, **fields)
     submit_six(bench)
     bench.run()
@@ -615,24 +610,15 @@ def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch
     """Its drafts for many rows do not pay, so it makes none; its KV is there when few rows are left."""
     replayed_drafts(monkeypatch, completions_by_seed(six), 0.0)
     for draft_s, read in ((0.1, After.READ), (9.0, After.NOTHING)):
-        with monkeypatch.context() as patched:
-            costs(patched, {1: 1.0, 4: 1.1, 6: 2.0, 72: 72.0}, {1: draft_s, 8: 9.0})
-            bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **{**HEADS, "speculation": "auto"})
-            afters, launched = [], bench.engine.scheduler.launched
-            patched.setattr(
-                bench.engine.scheduler,
-                "launched",
-                lambda plan, afters=afters, launched=launched: (
-                    afters.append((plan.kind, plan.rows, plan.notes[NAME].after if plan.notes else After.NOTHING)),
-                    launched(plan),
-                ),
-            )
-            submit_six(bench)
-            bench.run()
-            bench.close()
-            assert_same(bench, six)
-            of_all = [after for kind, rows, after in afters if (kind, rows) == ("decode", 6)]
-            assert of_all.count(read) > 40
+        fixed = fixed_costs({1: 1.0, 4: 1.1, 6: 2.0, 72: 72.0}, {1: draft_s, 8: 9.0})
+        bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **fixed, **{**HEADS, "speculation": "auto"})
+        plans = watch_plans(bench)
+        submit_six(bench)
+        bench.run()
+        bench.close()
+        assert_same(bench, six)
+        of_all = [plan.notes for plan in plans if (plan.kind, plan.rows) == ("decode", 6)]
+        assert [notes[NAME].after if notes else After.NOTHING for notes in of_all].count(read) > 40
 
 
 # --- everything at once ----------------------------------------------------------------------------------------------
@@ -684,7 +670,7 @@ def test_targets_of_other_families_have_draft_models_too(family, tmp_path, monke
     assert bench.drafts.accepted > 100
 
 
-def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder, monkeypatch, strict):
+def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder, strict):
     """Its weights come back with those of the target, and its drafts are the same after both."""
     plain = Sleeping(load(folders[0]))
     submit_some(plain, prompt_of)

@@ -9,8 +9,6 @@ import pytest
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.messages.to_service import Delta
 from rollout.engine.schedule.completion import make_delta
-from rollout.engine.schedule.roster import Roster
-from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.sequence.sequence import State
 from tests.support.engine.harness import Bench
 from tests.support.kernels.grids import nightly
@@ -119,18 +117,18 @@ def test_an_early_stop_makes_one_zombie_whose_row_and_pages_stay_until_it_lands(
     bench.close()
 
 
-def test_releasing_a_zombie_early_is_seen(model, prompt_of, monkeypatch):
+def test_releasing_a_zombie_early_is_seen(model, prompt_of):
     prompt = prompt_of(9)
     stop = stop_token(model, prompt, 12)
-    settle = Roster.settle
+    bench = Bench(model)
+    settle = bench.engine.roster.settle
 
-    def hasty(self, seq):
+    def hasty(seq):
         refs, seq.inflight_refs = seq.inflight_refs, 0
-        settle(self, seq)
+        settle(seq)
         seq.inflight_refs = refs
 
-    monkeypatch.setattr(Roster, "settle", hasty)
-    bench = Bench(model)
+    bench.engine.roster.settle = hasty
     bench.submit("a", prompt, 40, sampling=SAMPLED, stop={"token_ids": (stop,)})
     with pytest.raises(AssertionError, match="a row in flight|pages in flight"):
         run_watched(bench)
@@ -149,24 +147,24 @@ def test_a_zombies_token_is_never_sent(model, prompt_of):
     bench.close()
 
 
-def test_sending_a_zombies_token_is_seen(model, prompt_of, monkeypatch):
+def test_sending_a_zombies_token_is_seen(model, prompt_of):
     """A commit that forgets `finalized` appends and sends after the end; the harness refuses that."""
     prompt = prompt_of(9)
     stop = stop_token(model, prompt, 12)
-    commit = Scheduler.commit
+    bench = Bench(model)
+    commit = bench.engine.scheduler.commit
 
-    def forgetful(self, plan, output):
+    def forgetful(plan, output):
         dead = [seq for seq in plan.sampled if seq.finalized]
-        commit(self, plan, output)
+        commit(plan, output)
         for i, seq in enumerate(plan.sampled):
             if seq in dead:
                 seq.tokens.append(output.tokens[i])
                 seq.drawn.logprobs.append(0.0), seq.drawn.raw_logprobs.append(0.0)
                 seq.drawn.versions[-1][1] += 1
-                self.roster.events.append(make_delta(seq))
+                bench.engine.roster.events.append(make_delta(seq))
 
-    monkeypatch.setattr(Scheduler, "commit", forgetful)
-    bench = Bench(model)
+    bench.engine.scheduler.commit = forgetful
     bench.submit("a", prompt, 40, sampling=SAMPLED, stop={"token_ids": (stop,)})
     with pytest.raises(AssertionError, match="nothing comes after the end"):
         bench.run()

@@ -15,7 +15,6 @@ from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import (
     SAMPLED,
     assert_same,
-    do_not_measure,
     random_work,
     run_work,
     submit_all,
@@ -23,7 +22,7 @@ from tests.engine.test_speculation import (
 )
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.constraints import SIZE, Cycle, X, Y
-from tests.support.engine.drafting import drafting, row_by_row
+from tests.support.engine.drafting import drafting, fixed_costs, row_by_row
 from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
@@ -64,12 +63,11 @@ def test_ngrams_change_nothing(model, plain, depth):
 @pytest.mark.nightly
 def test_all_bits_are_equal_with_rows_computed_one_by_one(model, monkeypatch):
     row_by_row(monkeypatch)
-    do_not_measure(monkeypatch)
     plain = Bench(model, max_rows=20)
     submit_free(plain)
     plain.run()
     plain.close()
-    bench = Bench(model, **NGRAM, max_rows=20, speculation_rows=16)
+    bench = Bench(model, **NGRAM, **fixed_costs(), max_rows=20, speculation_rows=16)
     submit_free(bench)
     bench.run()
     bench.close()
@@ -167,10 +165,9 @@ def test_masks_follow_the_drafts_of_rows_with_a_constraint(model, depth):
 
 
 @pytest.mark.parametrize(("draft_s", "later"), [(0.01, True), (9.0, False)])
-def test_auto_runs_plain_steps_while_drafts_do_not_pay(model, monkeypatch, plain, draft_s, later):
+def test_auto_runs_plain_steps_while_drafts_do_not_pay(model, plain, draft_s, later):
     """Cheap drafts are made now and then, to be compared with the tokens; uploads have nothing of drafts."""
-    do_not_measure(monkeypatch, {1: 1.0, 72: 72.0}, {1: draft_s, 8: draft_s})
-    bench = Bench(model, speculation="auto")
+    bench = Bench(model, **fixed_costs({1: 1.0, 72: 72.0}, {1: draft_s, 8: draft_s}), speculation="auto")
     headers, execute = [], bench.engine.executor.execute
     bench.engine.executor.execute = lambda upload, slot: (headers.append(upload.header), execute(upload, slot))
     submit_all(bench)
@@ -188,8 +185,8 @@ def test_auto_runs_plain_steps_while_drafts_do_not_pay(model, monkeypatch, plain
 
 def test_drafts_that_do_not_pay_keep_no_drafter_from_being_asked(model, monkeypatch):
     """The drafter rests for seven plans, the device drafts in one of them."""
-    do_not_measure(monkeypatch, {1: 1.0, 72: 72.0}, {1: 0.01, 8: 0.01})
-    bench, drafter = drafting(monkeypatch, model, {}, 1.0, speculation="auto")
+    fields = {**fixed_costs({1: 1.0, 72: 72.0}, {1: 0.01, 8: 0.01}), "speculation": "auto"}
+    bench, drafter = drafting(monkeypatch, model, {}, 1.0, **fields)
     asked, path, speculation = [], drafter.path, bench.drafting.planner
     drafter.path = lambda *args: (asked.append(len(plans)), path(*args))[1]
     plans, choose = [], speculation.choose

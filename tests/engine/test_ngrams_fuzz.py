@@ -15,9 +15,9 @@ from rollout.engine.messages.to_engine import PutAdapter
 from rollout.models import load_model
 from tests.engine.test_heads_fuzz import SLOTS, assert_as_without, play, requests_of
 from tests.engine.test_invariants import run_watched
-from tests.engine.test_speculation import assert_same, do_not_measure
+from tests.engine.test_speculation import assert_same
 from tests.support.engine.adapted import make_adapters
-from tests.support.engine.drafting import row_by_row
+from tests.support.engine.drafting import fixed_costs, row_by_row
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import VOCAB, Bench, load
 from tests.support.engine.images import submit as submit_image
@@ -87,8 +87,7 @@ def test_drafts_of_all_families_are_those_of_the_text(name, tmp_path, monkeypatc
 def test_codes_of_kv_have_tokens_beside_them(folders, monkeypatch):
     """All bits are equal with rows computed one by one."""
     row_by_row(monkeypatch)
-    do_not_measure(monkeypatch)
-    fields = {"kv_dtype": "fp8_e4m3", "kv_pages": 600, "max_rows": 6}
+    fields = {**fixed_costs(), "kv_dtype": "fp8_e4m3", "kv_pages": 600, "max_rows": 6}
     plain = six_without(load(folders[0]), **fields)
     checked = CheckedDrafts(monkeypatch, texts_of(plain, PROMPTS))
     bench = Bench(load(folders[0]), speculation="ngram", speculation_rows=12, **fields)

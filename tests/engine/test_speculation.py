@@ -8,8 +8,6 @@ import threading
 import numpy as np
 import pytest
 
-from rollout.engine.features.drafts.feature import Drafting
-from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
 from rollout.engine.messages.to_service import Delta
@@ -18,8 +16,8 @@ from tests.engine.test_invariants import run_watched
 from tests.support.engine.adapted import bench_of, make_adapters, versions_of
 from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y, only_hangs_are_late
 from tests.support.engine.conversation import Conversation
-from tests.support.engine.drafting import drafting, row_by_row
-from tests.support.engine.harness import Bench, Completion, load, prompt_of
+from tests.support.engine.drafting import drafting, fixed_costs, row_by_row
+from tests.support.engine.harness import Bench, Completion, load, prompt_of, watch_plans
 from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
 from tests.support.engine.routing import assert_routed, routing_of
@@ -138,33 +136,28 @@ def test_right_drafts_make_as_few_steps_as_they_can(model, monkeypatch, depth):
 def test_a_step_has_no_more_drafts_than_it_may(model, monkeypatch, six, most):
     """Also with more rows than that."""
     bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.2, speculation_rows=most, kv_pages=600)
-    drafts, launched = [], bench.engine.scheduler.launched
-    monkeypatch.setattr(
-        bench.engine.scheduler,
-        "launched",
-        lambda plan: (drafts.append(sum(draft.length for draft in plan.drafts)), launched(plan)),
-    )
+    plans = watch_plans(bench)
     submit_six(bench)
     bench.run()
     bench.close()
     assert_same(bench, six)
-    assert max(drafts) == most
+    assert max(sum(draft.length for draft in plan.drafts) for plan in plans) == most
 
 
 def test_drafts_leave_a_free_page_for_each_running_row(model, monkeypatch, six):
     bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.9, speculation_tokens=16, kv_pages=80)
-    choose, short = Drafting.plan_decode, 0
+    choose, short = bench.drafting.plan_decode, 0
 
-    def watch(self, seqs, version, allocator, kept):
+    def watch(seqs, version, allocator, kept):
         nonlocal short
         pool, roster = allocator.pool, bench.engine.roster
         rows = len(roster.decoding) + len(roster.prefilling)
-        before, choice = pool.available, choose(self, seqs, version, allocator, kept)
+        before, choice = pool.available, choose(seqs, version, allocator, kept)
         assert pool.available >= min(before, rows)
         short += pool.available == rows < before
         return choice
 
-    monkeypatch.setattr(Drafting, "plan_decode", watch)
+    bench.drafting.plan_decode = watch
     submit_six(bench)
     bench.run()
     bench.close()
@@ -184,8 +177,8 @@ def test_two_slots_stay_full_with_drafts(model, monkeypatch):
 
 def test_a_step_without_drafts_is_a_plain_step(model, monkeypatch, plain):
     """A drafter without paths leaves nothing in plans and uploads."""
-    bench, _ = drafting(monkeypatch, model, {}, 0.0, speculation_rows=8)
-    monkeypatch.setattr("tests.support.engine.drafting.ReplayDrafter.path", lambda *_: [])
+    bench, drafter = drafting(monkeypatch, model, {}, 0.0, speculation_rows=8)
+    drafter.path = lambda *_: []
     uploads, execute = [], bench.engine.executor.execute
     bench.engine.executor.execute = lambda upload, slot: (uploads.append(upload.header), execute(upload, slot))
     submit_all(bench)
@@ -386,9 +379,9 @@ def test_a_constraint_that_fails_along_drafts_changes_no_completion(model, monke
     """Paths lead to where the constraint breaks. A row that does not go there goes on; one that does, ends there."""
     seeds = range(1) if how == "hang" else range(4)
     fields, length = {"mask_s": 0.4} if how == "hang" else {}, 60
-    only_hangs_are_late(monkeypatch)
 
     def run(bench: Bench, how: str) -> Bench:
+        only_hangs_are_late(bench)
         constraint = FragileCycle(how)
         timer = threading.Timer(100, constraint.let_go.set)
         timer.start()
@@ -619,9 +612,7 @@ def test_acceptance_is_told_by_the_age_of_what_is_drafted_from(model, folders, v
 
 
 def test_acceptance_and_time_saved_are_what_was_counted(model, monkeypatch, six):
-    costs = FixedCosts({1: 1.0, 72: 1.0}, padded=False)
-    monkeypatch.setattr("rollout.engine.features.drafts.verifier.measure_decode_costs", lambda *_: costs)
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.4, kv_pages=600)
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.4, **fixed_costs(), kv_pages=600)
     submit_six(bench)
     bench.run()
     bench.close()
@@ -645,28 +636,13 @@ def test_acceptance_and_time_saved_are_what_was_counted(model, monkeypatch, six)
 # --- only where it pays ---
 
 
-class FixedCosts(StepCosts):
-    """Whatever steps take."""
-
-    knows_plain = True
-
-    def ran(self, rows, context, drafts, seconds):
-        pass
-
-
-def do_not_measure(monkeypatch: pytest.MonkeyPatch, measured=None, guesses=None) -> None:
-    """Have engines take steps and drafts to cost what is given, by rows; by default nothing but the step itself."""
-    costs = FixedCosts(measured or {1: 1.0, 72: 1.0}, padded=False, drafting=guesses or {})
-    monkeypatch.setattr("rollout.engine.features.drafts.verifier.measure_decode_costs", lambda *_: costs)
-
-
 @pytest.mark.parametrize(
     ("wrong", "costs", "drafts"),
     [(0.0, {1: 1.0, 72: 1.0}, True), (1.0, {1: 1.0, 72: 1.5}, False), (0.0, {1: 1.0, 72: 72.0}, False)],
 )
 def test_auto_drafts_while_it_pays(model, monkeypatch, six, wrong, costs, drafts):
-    do_not_measure(monkeypatch, costs)
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), wrong, kv_pages=600, speculation="auto")
+    fields = {**fixed_costs(costs), "kv_pages": 600, "speculation": "auto"}
+    bench, _ = drafting(monkeypatch, model, recorded(six.completions), wrong, **fields)
     submit_six(bench)
     run_watched(bench)
     bench.close()

@@ -54,7 +54,7 @@ def test_bodies_that_are_too_large_or_too_slow(worker: WorkerProcess) -> None:
 def test_a_reader_that_stops_is_cut_off(worker: WorkerProcess, direct: RolloutClient) -> None:
     body: dict[str, Any] = {"prompt": "17:", "stream": True, "ignore_eos": True, "n": 8, "logprobs": 5}
     data = json.dumps(body).encode()
-    with gateway([worker.endpoint], send_s=0.3) as client, socket.socket() as reader:
+    with gateway([worker.endpoint], send_s=2.0) as client, socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect((client.base_url.host, client.base_url.port))
         direct.pause()  # the rows may end sooner than anybody looks

@@ -42,7 +42,7 @@ STATE = (
     "/ping",
     "/version",
 )
-AT_ONCE_S = 2.0  # 0.1 s on a machine with free cores; a gateway that asks workers waits for 5 s
+AT_ONCE_S = 4.0  # 0.1 s on a machine with free cores; a gateway that asks workers waits for 5 s
 COUNT = {"prompt": "17:", "max_tokens": 6}
 
 
@@ -155,7 +155,7 @@ def test_state_is_told_at_once_when_workers_die_and_never_come(
         until(lambda: list(problems(client)) == [never] and lines(caplog, dies), "two workers")
         answers_at_once(client, 200)
         dies.kill()
-        until(lambda: set(problems(client)) == {never, dies.endpoint}, "the loss", 10)
+        until(lambda: set(problems(client)) == {never, dies.endpoint}, "the loss")
         answers_at_once(client, 200)
         assert post(client, "/v1/completions", COUNT)["choices"]  # by the one that is left
         until(lambda: len(lines(caplog, dies)) == 2, "the line")
@@ -166,7 +166,7 @@ def test_state_is_told_at_once_when_workers_die_and_never_come(
             last.kill()
             (line,) = [line for line in waits.iter_lines() if line]
             assert json.loads(line.removeprefix("data: "))["error"]["code"] == 502
-        until(lambda: client.get("/health").status_code == 503, "the loss", 10)
+        until(lambda: client.get("/health").status_code == 503, "the loss")
         assert last.endpoint in client.get("/health").json()["error"]["message"]
         answers_at_once(client, 200, 503)
         assert client.get("/v1/models").status_code == 200
@@ -182,7 +182,7 @@ def test_requests_that_are_resumed_wait_for_a_worker_as_long_as_is_said(pair: tu
     dies, _ = pair
     with gateway([dies.endpoint], resume=True, resume_s=1.0) as client:
         dies.kill()
-        until(lambda: client.get("/health").status_code == 503, "the loss", 10)
+        until(lambda: client.get("/health").status_code == 503, "the loss")
         began = time.monotonic()
         refused(client, "/v1/completions", COUNT, 502)
         assert time.monotonic() - began >= 1.0
@@ -206,7 +206,7 @@ def test_a_worker_that_is_started_again_gets_what_the_others_have(
         post(client, "/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": "a"})
         post(client, "/pause?mode=keep")
         dies.kill()
-        until(lambda: list(problems(client)) == [dies.endpoint], "the loss", 10)
+        until(lambda: list(problems(client)) == [dies.endpoint], "the loss")
         dies.start()
         until(lambda: dies.status()["state"] == "paused", "the pause")
         until(lambda: [each["name"] for each in dies.status()["adapters"]] == ["mine"], "the adapter")
@@ -223,7 +223,7 @@ def test_a_worker_that_is_started_again_gets_what_the_others_have(
 
         shutil.copy(ONES / "model.safetensors", folder / "model.safetensors")  # another step, in the same folder
         dies.kill()
-        until(lambda: dies.endpoint in problems(client), "the loss", 10)
+        until(lambda: dies.endpoint in problems(client), "the loss")
         dies.start()
         until(lambda: str(folder) in problems(client).get(dies.endpoint, ""), "what can be done")
         assert dies.status()["weights_version"] == 0
@@ -239,7 +239,7 @@ def test_the_same_version_again_goes_to_the_workers_that_lack_it(pair: tuple[Pla
     with gateway([dies.endpoint, other.endpoint], weights_root=str(CHECKPOINTS)) as client:
         until(lambda: not problems(client), "both workers")
         dies.kill()
-        until(lambda: list(problems(client)) == [dies.endpoint], "the loss", 10)
+        until(lambda: list(problems(client)) == [dies.endpoint], "the loss")
         assert client.post("/update_weights_from_disk", json=update).status_code in (502, 503)
         until(lambda: other.status()["weights_version"] == version, "the other worker")
         assert client.get("/health").json()["min_version"] == version
@@ -253,9 +253,10 @@ def test_the_same_version_again_goes_to_the_workers_that_lack_it(pair: tuple[Pla
     with gateway([dies.endpoint, other.endpoint], weights_root=str(CHECKPOINTS)) as client:
         until(lambda: not problems(client), "both workers")
         dies.kill()
-        until(lambda: list(problems(client)) == [dies.endpoint], "the loss", 10)
+        until(lambda: list(problems(client)) == [dies.endpoint], "the loss")
         dies.start()
         until(lambda: "weights version 0" in problems(client).get(dies.endpoint, ""), "what is wrong")
         post(client, "/update_weights_from_disk", update)
-        assert dies.status()["weights_version"] == version and not problems(client)
+        assert dies.status()["weights_version"] == version
+        until(lambda: not problems(client), "the gateway's own look at it")
         refused(client, "/update_weights_from_disk", update | {"model_path": "ones"}, 409)

@@ -14,7 +14,7 @@ from rollout.cli.main import main
 from tests.gateway.conftest import CONTEXT
 from tests.support.gateway.harness import gateway, post
 from tests.support.ports import free_port
-from tests.support.worker.harness import ONES
+from tests.support.worker.harness import ONES, until
 from trainer_bridge.client.launch import WorkerProcess
 
 TOKEN = "0123456789abcdef"
@@ -38,7 +38,8 @@ def test_a_gateway_is_shown(client: httpx.Client, capsys: pytest.CaptureFixture[
 
 def test_a_lost_worker_is_named_with_the_reason(worker: WorkerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     lost = f"tcp://127.0.0.1:{free_port()}"
-    with gateway([worker.endpoint, lost], model=str(ONES), heartbeat_s=0.3) as client:
+    with gateway([worker.endpoint, lost], model=str(ONES)) as client:
+        until(lambda: list(client.get("/health").json().get("unhealthy", ())) == [lost], "one of two workers")
         addresses = [str(client.base_url), worker.endpoint]
         assert main(["status", *addresses, "--json", "--timeout-s", "60"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())

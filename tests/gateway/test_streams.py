@@ -32,7 +32,7 @@ def test_a_stream_that_waits_has_its_headers(client: httpx.Client, direct: Rollo
     direct.pause()
     with client.stream("POST", path, json=REQUESTS[path] | {"stream": True}) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-        assert direct.status()["queue"]["waiting"] == 1  # it has no token yet
+        until(lambda: direct.status()["queue"]["waiting"] == 1, "the request, which has no token yet")
         direct.resume()
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]" and len(lines) > 1

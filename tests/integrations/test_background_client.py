@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from tests.support.integrations.integration_worker import start
 from tests.support.integrations.tiny_checkpoints import CHECKPOINT
+from tests.support.worker.harness import until
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
@@ -105,20 +106,25 @@ def test_a_coroutine_of_the_caller_runs_in_the_thread_with_the_client(worker: Wo
             client.run(wrong).result(30)
 
 
+def in_work(client: RolloutClient) -> int:
+    """Requests that run or wait."""
+    status = client.status()
+    return status["rows"]["running"] + status["queue"]["waiting"]
+
+
 def test_closing_cancels_unfinished_requests_at_the_worker(worker: WorkerProcess) -> None:
     with RolloutClient(worker.endpoint) as other:
         other.pause()
         client = BackgroundClient(worker.endpoint)
         future = client.generate("17:", n=4, max_tokens=4000)
-        while other.status()["rows"]["running"] + other.status()["queue"]["waiting"] == 0:
-            assert not future.done()
+        until(lambda: future.done() or in_work(other), "the request")
+        assert not future.done()
         client.close()
         client.close()
         with pytest.raises(CancelledError):
             future.result(0)
         other.resume()
-        while other.status()["rows"]["running"] + other.status()["queue"]["waiting"]:
-            pass
+        until(lambda: not in_work(other), "its end")
         assert other.status()["tokens"] < 4 * 4000
     with pytest.raises(ValueError, match="closed"):
         client.generate("17:")

@@ -13,7 +13,6 @@ import zmq
 from rollout.engine.messages.statuses import EngineStatus
 from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Shutdown, Sleep
 from rollout.engine.messages.to_service import Done, Finish
-from rollout.service import router
 from rollout.service.outbox import Outbox
 from tests.support.service.harness import MODEL, ServedModel, delta, done, serving
 from tests.support.service.slow_codec import SlowCodec
@@ -145,11 +144,10 @@ def test_requests_of_a_vanished_connection_are_cancelled(bench):
 
 
 @pytest.fixture
-def slow(codec, monkeypatch, caplog):
+def slow(codec, caplog):
     """A bench whose first client does not read, with everything between it and the server small."""
-    monkeypatch.setattr(router, "SEND_HWM", 1)
     caplog.set_level(logging.WARNING)
-    with serving(codec, model=LONG, max_stream_buffer_bytes=1 << 20) as bench:
+    with serving(codec, model=LONG, max_stream_buffer_bytes=1 << 20, send_hwm=1) as bench:
         client = bench.client()
         client.socket.close(0)
         client.socket = bench.context.socket(zmq.DEALER)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollout.metrics.mismatch import Mismatch
-from rollout.service.delivery import mismatch_reports as reports
+from rollout.service.delivery.mismatch_reports import compare_result
 from tests.support.patience import PATIENCE_S
 from tests.support.service.harness import serving
 
@@ -33,18 +33,27 @@ def finish(bench, client, request_id="a") -> None:
 
 
 class Gate:
-    """Holds comparisons back until it is opened."""
+    """Compares once it is opened."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.entered, self.opened = threading.Event(), threading.Event()
-        compare = reports.compare_result
 
-        def held(*arguments):
-            self.entered.set()
-            assert self.opened.wait(PATIENCE_S)
-            return compare(*arguments)
+    def __call__(self, *arguments):
+        self.entered.set()
+        assert self.opened.wait(PATIENCE_S)
+        return compare_result(*arguments)
 
-        monkeypatch.setattr(reports, "compare_result", held)
+
+@pytest.fixture
+def gate():
+    return Gate()
+
+
+@pytest.fixture
+def held(gate):
+    """A bench whose comparisons wait for the gate."""
+    with serving(compare=gate) as bench:
+        yield bench
 
 
 def test_the_answer_and_the_box_have_the_same(bench, client):
@@ -66,9 +75,9 @@ def test_one_wrong_row_counts_for_none(bench, client):
     assert bench.server.mismatch.take() == Mismatch()
 
 
-def test_the_service_goes_on_while_a_report_is_compared(bench, client, monkeypatch):
-    gate = Gate(monkeypatch)
-    finish(bench, client)
+def test_the_service_goes_on_while_a_report_is_compared(held, gate):
+    client = held.client()
+    finish(held, client)
     client.send("report", "r", target="a", logprobs=ROW)
     assert gate.entered.wait(PATIENCE_S)
     assert client.ask("ping", "p")["op"] == "ok"
@@ -79,9 +88,8 @@ def test_the_service_goes_on_while_a_report_is_compared(bench, client, monkeypat
 
 
 @pytest.mark.parametrize("limit", [{"max_reports": 2}, {"max_report_bytes": 30}], ids=str)
-def test_reports_that_wait_are_bounded(monkeypatch, limit):
-    gate = Gate(monkeypatch)
-    with serving(**limit) as bench:
+def test_reports_that_wait_are_bounded(gate, limit):
+    with serving(compare=gate, **limit) as bench:
         client = bench.client()
         finish(bench, client)
         for i in range(3):
@@ -93,24 +101,25 @@ def test_reports_that_wait_are_bounded(monkeypatch, limit):
         assert client.ask("report", "r3", target="a", logprobs=ROW)["op"] == "ok", "there is room again"
 
 
-def test_a_fault_in_the_comparison_ends_nothing_else(bench, client, monkeypatch, caplog):
+def test_a_fault_in_the_comparison_ends_nothing_else(caplog):
     def broken(*arguments):
         raise RuntimeError("torn")
 
-    monkeypatch.setattr(reports, "compare_result", broken)
-    finish(bench, client)
-    error = client.ask("report", "r", target="a", logprobs=ROW)
-    assert (error["id"], error["code"]) == ("r", "internal")
-    assert any(record.exc_info for record in caplog.records), "the fault is in the log"
-    assert client.ask("ping", "p")["op"] == "ok"
+    with serving(compare=broken) as bench:
+        client = bench.client()
+        finish(bench, client)
+        error = client.ask("report", "r", target="a", logprobs=ROW)
+        assert (error["id"], error["code"]) == ("r", "internal")
+        assert any(record.exc_info for record in caplog.records), "the fault is in the log"
+        assert client.ask("ping", "p")["op"] == "ok"
 
 
-def test_who_waits_when_the_service_ends_is_told(bench, client, monkeypatch):
-    gate = Gate(monkeypatch)
-    finish(bench, client)
+def test_who_waits_when_the_service_ends_is_told(held, gate):
+    client = held.client()
+    finish(held, client)
     client.send("report", "r", target="a", logprobs=ROW)
     assert gate.entered.wait(PATIENCE_S)
-    bench.server.stop()
+    held.server.stop()
     assert client.receive()["code"] == "unavailable"
     gate.opened.set()
 

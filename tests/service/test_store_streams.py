@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout.engine.messages.to_service import Finish
-from rollout.service import router
 from tests.support.service.harness import ServedModel, delta, done, serving
 
 TEXT = "naïve café — stop it, déjà vu 😀 and on"
@@ -296,13 +295,12 @@ def test_stop_string_across_the_cut_is_never_shown(bench, codec):
     forget(two, "r")
 
 
-def test_stream_that_was_dropped_can_be_taken_up_where_it_ended(codec, monkeypatch, caplog):
+def test_stream_that_was_dropped_can_be_taken_up_where_it_ended(codec, caplog):
     """A client that did not read finds its result, and the rest of its stream, when it does."""
-    monkeypatch.setattr(router, "SEND_HWM", 1)
     caplog.set_level(logging.WARNING)
     part = 20_000
     model = ServedModel(name="long", vocab_size=302, max_context_tokens=100_000_000)
-    with serving(codec, model=model, max_stream_buffer_bytes=1 << 20) as bench:
+    with serving(codec, model=model, max_stream_buffer_bytes=1 << 20, send_hwm=1) as bench:
         slow, other = bench.client(), bench.client()
         slow.socket.close(0)
         slow.socket = bench.context.socket(zmq.DEALER)

@@ -335,6 +335,7 @@ def moe_route(
     out: Routing | None = None,
     deterministic: bool = False,
     shared: Shared = NO_SHARED,
+    many_tokens: int = MANY_TOKENS,
 ) -> Routing:
     """Choose the experts of each token.
 
@@ -349,9 +350,10 @@ def moe_route(
         deterministic: add the products of a logit in one order for every number of tokens, if `linear_config` has a
             configuration for this router.
         shared: the shared experts, whose numbers begin with that of the others.
+        many_tokens: from so many tokens on, a program chooses the experts of several.
     """
     parts_STE = router_logits(x_TH, router_EH, deterministic)
-    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out, deterministic, shared)
+    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out, deterministic, shared, many_tokens)
 
 
 def router_logits(
@@ -387,6 +389,7 @@ def moe_choose(
     out: Routing | None = None,
     deterministic: bool = False,
     shared: Shared = NO_SHARED,
+    many_tokens: int = MANY_TOKENS,
 ) -> Routing:
     """Choose experts from partial sums of logits, which are added and rounded to `dtype`; see `moe_route`.
 
@@ -399,7 +402,7 @@ def moe_choose(
     out = routing_outputs(tokens, choice, parts_STE.device, out)
     given = (parts_STE, *output_arguments(out, record, tokens))
     how = {"CHOICE": choice, "PARTS": parts, "DTYPE": TRITON_DTYPES[dtype], **follow_options(parts_STE.device)}
-    if tokens >= MANY_TOKENS and not deterministic:
+    if tokens >= many_tokens and not deterministic:
         block = max(1, _TILE // choice.E2)
         grid = (triton.cdiv(tokens, block),)
         _choose_many_kernel[grid](*given, **how, K2=triton.next_power_of_2(top_k), BLOCK_T=block, num_warps=4)

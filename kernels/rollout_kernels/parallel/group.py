@@ -11,6 +11,7 @@ CPU, NCCL on GPUs. All ranks must call the same operations in the same order, wi
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -120,9 +121,12 @@ class NcclGroup(TensorGroup):
     Sums of few rows go over peers' memory (`triton_all_reduce`), if the GPUs can reach it, and all else by NCCL.
     """
 
-    def __init__(self, processes: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, processes: dist.ProcessGroup, device: torch.device, connect: Callable[..., PeerBuffers] = connect_peers
+    ) -> None:
         super().__init__(processes.rank(), processes.size(), device)
         self._processes = processes
+        self._connect = connect
 
     @property
     def one_order(self) -> bool:
@@ -134,7 +138,7 @@ class NcclGroup(TensorGroup):
         values = 2 if dtype.itemsize == 2 else 1
         if self.peers is not None or width % values:
             return
-        words, connect = width // values, partial(connect_peers, self._processes, self.device)
+        words, connect = width // values, partial(self._connect, self._processes, self.device)
         most = max(1, min(MOST_PEER_ROWS, MOST_SENT_BYTES // ((self.size - 1) * 4 * words)))
         few = max(1, min(most, MOST_WORD_BYTES // (4 * words)))
         try:

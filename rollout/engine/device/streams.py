@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -253,8 +253,9 @@ class _CudaClock:
     _RENEW_MS = 10_000.0
     _LOST_MS = 60_000.0
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+    def __init__(self, cuda: Any = torch.cuda, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self._cuda, self._now_s = cuda, now_s
+        self._stream = cuda.Stream()
         self._set()
 
     def time_s(self, event: torch.cuda.Event) -> float:
@@ -272,7 +273,7 @@ class _CudaClock:
         self._newer: torch.cuda.Event | None = None
         self._origin = self._record()
         self._origin.synchronize()
-        self._origin_s = time.perf_counter()
+        self._origin_s = self._now_s()
 
     def _renew(self) -> None:
         """Record a newer origin, or use the recorded one if it was reached."""
@@ -283,7 +284,7 @@ class _CudaClock:
             self._origin, self._newer = self._newer, None
 
     def _record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
 

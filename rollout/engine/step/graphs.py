@@ -126,13 +126,17 @@ class _Forward:
 
 
 class DecodeGraphs:
-    """All captured decode steps of an engine, up to `most` rows with contexts up to `max_context`."""
+    """All captured decode steps of an engine, up to `most` rows with contexts up to `max_context`.
 
-    def __init__(self, step: DeviceStep, compute: Stream, max_context: int, most: int) -> None:
+    `cuda` makes the graphs, their memory pool, and a stream the current one.
+    """
+
+    def __init__(self, step: DeviceStep, compute: Stream, max_context: int, most: int, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
         self._step = step
         self._compute = compute
         self._max_context = max_context
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = cuda.graph_pool_handle()
         self.sizes = CapturedSizes.up_to(most)
         self._steps: dict[
             tuple[int, int, bool], torch.cuda.CUDAGraph
@@ -156,7 +160,7 @@ class DecodeGraphs:
         """Capture every size, or only `sizes`, for every slot."""
         began_s, warm_up_s, before = time.perf_counter(), 0.0, self.count
         jobs = sorted(sizes or self.sizes.whole, reverse=True)
-        with _no_collection(), torch.inference_mode(), torch.cuda.stream(self._stream):
+        with _no_collection(), torch.inference_mode(), self._cuda.stream(self._stream):
             for done, size in enumerate(jobs):
                 warming_s = time.perf_counter()
                 self._warm_up(slots[0], size)
@@ -169,7 +173,7 @@ class DecodeGraphs:
 
     def warm_up(self, slot: Slot) -> None:
         """Run, on padding, what the captures of all sizes will launch."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), self._cuda.stream(self._stream):
             for size in reversed(self.sizes.whole):
                 self._warm_up(slot, size)
 
@@ -204,7 +208,7 @@ class DecodeGraphs:
         Captures the forward of this size first if there is none.
         """
         stream = self._stream
-        with torch.inference_mode(), torch.cuda.stream(stream):
+        with torch.inference_mode(), self._cuda.stream(stream):
             if (size, 0, False) not in self.forwards:
                 stream.synchronize()  # capturing writes to the staging buffer, from which a copy may be under way
                 self._capture_forward(slot, size, RowNeeds.NONE, False)
@@ -245,12 +249,12 @@ class DecodeGraphs:
                 for drafted in self._drafted:
                     self._capture_forward(slots[0], size, needs, drafted)
         for feature, name, launch in self._decode_work(size):
-            graph = torch.cuda.CUDAGraph()
+            graph = self._cuda.CUDAGraph()
             with capturing(graph, self._pool):
                 launch()
             self.replays.setdefault(feature, {}).setdefault(name, {})[size] = graph.replay
         for slot, drafted in product(slots, self._drafted):
-            step, graph = self._on_slot(slot, size, drafted), torch.cuda.CUDAGraph()
+            step, graph = self._on_slot(slot, size, drafted), self._cuda.CUDAGraph()
             with capturing(graph, self._pool):
                 self._compute.record(slot.start)  # again, where the device begins: the replay arrives later
                 self.run_whole(step, slot)
@@ -266,7 +270,7 @@ class DecodeGraphs:
                 yield feature.name, name, launch
 
     def _capture_forward(self, slot: Slot, size: int, needs: RowNeeds, drafted: bool) -> None:
-        upload, graph = self._upload(slot, size, drafted), torch.cuda.CUDAGraph()
+        upload, graph = self._upload(slot, size, drafted), self._cuda.CUDAGraph()
         step = StepInput(upload.header, torch.zeros_like(slot.input[: len(upload.words)]))
         outputs = {feature.name: self._output(feature, size) for feature in self._step.features}
         with capturing(graph, self._pool):

@@ -28,6 +28,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from queue import Empty
@@ -47,9 +48,8 @@ _CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
 #: Matchers that may hang, each with a thread and a core; after that every constrained completion ends.
 MOST_LEFT_BEHIND = 4
 
-FAIR_PARTS = 8  # of `mask_s`: when the time runs out, a completion that used less is not the one that fails
+_FAIR_PARTS = 8  # of `mask_s`: when the time runs out, a completion that used less is not the one that fails
 _TOKEN_PARTS = 10  # of `mask_s`: each token earns a completion one of them
-thread_seconds = time.thread_time  # CPU time of the calling thread, so that other threads do not count
 _FAILED = -1  # instead of a number of drafts: the matcher could not go on or back
 _SLOW = "the constraint takes too long to follow from here; make it simpler"
 GIVEN_UP = "too many constraints have hung this worker; send it to another one"
@@ -136,12 +136,21 @@ class Ahead(NamedTuple):
     drafts: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class MaskClock:
+    """What tells how long masks take, seconds."""
+
+    now_s: Callable[[], float] = time.perf_counter
+    spent_s: Callable[[], float] = time.thread_time  # CPU time of the calling thread, so that others do not count
+
+
 @dataclass(slots=True)
 class _Portion:
     """The completions of one thread, and its progress."""
 
     places: list[int]  # rows of the masks
     seqs: list[Sequence]
+    clock: MaskClock
     took_s: list[float] = field(default_factory=list)  # of the masks that are done
     spent_s: list[float] = field(default_factory=list)  # the same in CPU time
     began_s: float = math.inf  # the mask under way, if there is one
@@ -160,22 +169,22 @@ class _Portion:
     def begin(self) -> bool:
         """Begin the next mask; False if the portion was stopped."""
         with self.lock:
-            self.began_s, self.thread_s = time.perf_counter(), thread_seconds()
+            self.began_s, self.thread_s = self.clock.now_s(), self.clock.spent_s()
             return not self.stopped
 
     def end(self) -> None:
         """Note that a mask is done, unless the portion was abandoned."""
         with self.lock:
             if not self.left_behind:
-                self.took_s.append(time.perf_counter() - self.began_s)
-                self.spent_s.append(thread_seconds() - self.thread_s)
+                self.took_s.append(self.clock.now_s() - self.began_s)
+                self.spent_s.append(self.clock.spent_s() - self.thread_s)
                 self.began_s = math.inf
 
     def stop(self) -> float:
         """Let no other mask begin; returns when the mask under way began; now, if the thread waits for a core."""
         with self.lock:
             self.stopped = True
-            return min(self.began_s, time.perf_counter())
+            return min(self.began_s, self.clock.now_s())
 
     def leave_behind(self) -> None:
         """Abandon the thread."""
@@ -205,9 +214,16 @@ def usual_threads() -> int:
 class MaskBuilder:
     """Writes masks in several threads; called by the loop."""
 
-    def __init__(self, timeout_s: float, threads: int) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        threads: int,
+        clock: MaskClock = MaskClock(),
+        make_thread: Callable[[str], DeadlineThread] = DeadlineThread,
+    ) -> None:
         self.timeout_s = timeout_s
-        self._threads = [DeadlineThread(f"masks-{i}") for i in range(threads)]
+        self._clock = clock
+        self._threads = [make_thread(f"masks-{i}") for i in range(threads)]
         self._owed_s: dict[Sequence, float] = {}  # time that completions used beyond their part
 
     @property
@@ -268,10 +284,10 @@ class MaskBuilder:
         running = []
         for i, thread in enumerate(self._threads[: len(rows)]):
             places = list(range(i, len(rows), len(self._threads)))
-            portion = _Portion(places, [rows[place].seq for place in places])
+            portion = _Portion(places, [rows[place].seq for place in places], self._clock)
             work = functools.partial(_fill_ahead, portion, rows, masks.host, limit_s)
             running.append((thread, portion, thread.start(work)))
-        until_s = time.perf_counter() + limit_s
+        until_s = self._clock.now_s() + limit_s
         for thread, portion, call in running:
             self._wait(thread, portion, call, until_s)
             for place, seq, count, took_s in zip(
@@ -298,17 +314,17 @@ class MaskBuilder:
         running = []
         for i, thread in enumerate(self._threads[: len(places)]):
             mine = places[i :: len(self._threads)]
-            portion = _Portion(mine, [seqs[place] for place in mine])
+            portion = _Portion(mine, [seqs[place] for place in mine], self._clock)
             new_tokens = [list(seq.tokens[seq.matched :]) for seq in portion.seqs]
             running.append((thread, portion, thread.start(functools.partial(_fill, portion, new_tokens, masks.host))))
-        until_s = time.perf_counter() + self.timeout_s
+        until_s = self._clock.now_s() + self.timeout_s
         left: list[int] = []
         finishes: dict[int, Finish] = {}
         for thread, portion, call in running:
             self._wait(thread, portion, call, until_s)
             for seq in portion.seqs[: portion.done]:
                 seq.matched = len(seq.tokens)
-            places, ended = portion.outcome(self.timeout_s / FAIR_PARTS)
+            places, ended = portion.outcome(self.timeout_s / _FAIR_PARTS)
             left += places
             finishes |= ended | self._charge(portion)
         if any(portion.left_behind for _, portion, _ in running):
@@ -329,11 +345,11 @@ class MaskBuilder:
     def _wait(self, thread: DeadlineThread, portion: _Portion, call: DeadlineCall[None], until_s: float) -> None:
         """Wait until `until_s`, then for the mask under way, which may take the full time itself."""
         try:
-            call.result(max(0.0, until_s - time.perf_counter()))
+            call.result(max(0.0, until_s - self._clock.now_s()))
         except Empty:
             began_s = portion.stop()
             try:
-                thread.wait(call, began_s + self.timeout_s - time.perf_counter())
+                thread.wait(call, began_s + self.timeout_s - self._clock.now_s())
             except TimeoutError:
                 portion.leave_behind()
 
@@ -361,21 +377,21 @@ def _fill_ahead(portion: _Portion, rows: Seq[Ahead], host_RW: torch.Tensor, limi
             return
         # A client's constraint must not end the engine, whatever the matcher does with it.
         try:
-            count = _follow_drafts(rows[place], host_RW, time.perf_counter() + limit_s)
+            count = _follow_drafts(rows[place], host_RW, portion.clock.now_s() + limit_s, portion.clock)
         except Exception:
             count = _FAILED
         portion.ahead.append(count)
         portion.end()
 
 
-def _follow_drafts(row: Ahead, host_RW: torch.Tensor, until_s: float) -> int:
+def _follow_drafts(row: Ahead, host_RW: torch.Tensor, until_s: float, clock: MaskClock) -> int:
     """Write the masks of a row's drafts, as far as they can be followed; returns the number of masks."""
     seq, matcher, before, followed, went = row.seq, row.seq.matcher, row.own, 0, 0
     assert matcher is not None, "the mask of the row itself is made first"
     for token in row.drafts if seq.may_draft else ():  # a step in flight may have drafts that it drafted before
         place = row.first + followed
         # A token that ends the completion, or cannot be drawn, has none after it.
-        if token in seq.stop_ids or not _allows(host_RW, before, token) or time.perf_counter() > until_s:
+        if token in seq.stop_ids or not _allows(host_RW, before, token) or clock.now_s() > until_s:
             break
         if not matcher.accept(token):
             return _FAILED

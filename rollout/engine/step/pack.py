@@ -62,7 +62,7 @@ class Packer:
         self._states = states
         self._features = features
         self.captured = captured
-        self._shared = shared
+        self.shared = shared
 
     def pack(self, plan: Plan, staging: Staging) -> Upload:
         """Pack a step; its sequences are those of the plan's moment, before the step is noted as launched."""
@@ -95,7 +95,7 @@ class Packer:
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
         rows = plan.token_rows or [span.seq.row for span in plan.spans]
         put_decode(staging, rows, plan.opens, size)
-        self._shared.put(plan, size, staging)
+        self.shared.put(plan, size, staging)
         if plan.drafts and self._states:
             put_behind(staging, [draws - 1 for _, _, _, draws, _ in plan.spans], size)
 

@@ -8,7 +8,8 @@ The draft rows of a verify step stand behind their row and have its page table. 
 first one that the step may write. That is a run of rows of its own within what the rows of a group share.
 
 Reading shared pages once costs time, too: more parts to combine, and neighbours that read the same pages at the same
-time find them in the L2 cache anyway. Below `LEAST_SAVED_BYTES` rows are told to share nothing.
+time find them in the L2 cache anyway. Below `shared_saved_bytes` of
+`EngineConstants` rows are told to share nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 from rollout_kernels.attention.segments import SHARED_TILES, make_segments, no_segments, rows_at_once
 
+from rollout.config import EngineConstants, EngineSettings
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.upload import Staging
 from rollout.models.batch import KVCache
@@ -23,16 +25,6 @@ from rollout.models.deterministic import CONFIG as DETERMINISTIC
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.spec import AttentionSpec, LatentSpec, ModelSpec
 
-#: Bytes of KV that a layer need not read, from which on sharing is faster. On an H100, 117 MB saved made a layer slower
-#: by a fifth (8 rows of 4K + 2K, 32 of 1K + 1K), 230 MB (32 rows of 4K + 2K, 4 KV heads) left it as it was, and 460 MB
-#: made it a quarter faster.
-LEAST_SAVED_BYTES = 256 << 20
-#: The same in a verify step, where a row and its drafts share all pages. On an H100 with contexts of 4K, 8 rows with
-#: three drafts save 402 MB a layer and take 7.8 ms instead of 9.0, 16 rows 10.2 instead of 12.5; one row saves 50 MB
-#: and loses 1%: `--least-saved` of scripts/bench/speculation.py.
-DRAFTS_LEAST_SAVED_BYTES = 64 << 20
-#: What rows share counts from so many positions on.
-LEAST_POSITIONS = 256
 _NOTHING = -1
 
 
@@ -46,7 +38,9 @@ class EachRowAlone:
 class SharedPages(EachRowAlone):
     """Makes the segments of decode steps: of `most_rows` rows at most, where a layer's KV has `position_bytes`."""
 
-    def __init__(self, page_size: int, most_rows: int, position_bytes: int) -> None:
+    def __init__(self, page_size: int, most_rows: int, position_bytes: int, worth: EngineConstants) -> None:
+        self.least_bytes, self.least_draft_bytes = worth.shared_saved_bytes, worth.draft_saved_bytes
+        self._least_positions = max(worth.shared_positions, page_size)
         self._page_size = page_size
         self._most_rows = most_rows
         self._position_bytes = position_bytes
@@ -84,12 +78,12 @@ class SharedPages(EachRowAlone):
                 for (rows, own), next_one in zip(drafts, [*common, 0], strict=True)
                 for positions in (*(own,) * rows, next_one)
             ][:-1]
-        segments_SW = make_segments(common, size, self._most_rows, max(LEAST_POSITIONS, self._page_size))
+        segments_SW = make_segments(common, size, self._most_rows, self._least_positions)
         if segments_SW is None:
             return no_segments(size)
         shared_SW = segments_SW[size:]
         saved = int(((shared_SW[:, 1] - 1).clip(0) * (shared_SW[:, 3] - shared_SW[:, 2])).sum())
-        least_bytes = DRAFTS_LEAST_SAVED_BYTES if drafts else LEAST_SAVED_BYTES
+        least_bytes = self.least_draft_bytes if drafts else self.least_bytes
         return segments_SW if saved * self._position_bytes >= least_bytes else no_segments(size)
 
     def _among(self, pages: list[list[int]]) -> list[int]:
@@ -132,10 +126,11 @@ def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
     return min(rows_at_once(mixer.heads // mixer.kv_heads, tile) for mixer in mixers)
 
 
-def make_shared_pages(model: LanguageModel, kv: KVCache, deterministic: bool, shares: bool) -> EachRowAlone:
+def make_shared_pages(model: LanguageModel, kv: KVCache, engine: EngineSettings, shares: bool) -> EachRowAlone:
     """For the decode steps of a model over this KV; with `shares` attention reads shared pages once."""
     if not shares:
         return EachRowAlone()
     spec = native(model).spec
     position_bytes = max(k[0, 0].nbytes + v[0, 0].nbytes for k, v in zip(kv.k, kv.v, strict=True))
-    return SharedPages(kv.page_size, most_shared_rows(spec, bool(kv.scales), deterministic), position_bytes)
+    most_rows = most_shared_rows(spec, bool(kv.scales), engine.deterministic)
+    return SharedPages(kv.page_size, most_rows, position_bytes, engine.constants)

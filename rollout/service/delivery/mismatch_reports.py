@@ -30,6 +30,8 @@ from trainer_bridge.wire.errors import BadRequest, InternalError, Overloaded, Ro
 logger = logging.getLogger(__name__)
 
 UNKNOWN_VERSION = -1  # of tokens of `continue_from` without versions
+#: The mismatch by weights version of a result's frames and log-probs by index: as `compare_result`.
+Compare = Callable[[list[bytes], dict[str, np.ndarray]], dict[int, Mismatch]]
 
 
 class Reports:
@@ -40,8 +42,10 @@ class Reports:
         limits: ServiceConstants,
         post: Callable[[Callable[[], None]], None],
         answer: Callable[[ReplyAddress, dict], None],
+        compare: Compare,
     ) -> None:
         self._limits = limits
+        self._compare = compare
         self.box = MismatchBox()
         self._post = post
         self._answer = answer
@@ -65,7 +69,7 @@ class Reports:
         number = next(self._serial)
         self._waiting[number] = peer, size
         then = partial(self._finish, number, refuse)
-        compared = self._executor.submit(compare_result, stored.frames, message.logprobs)
+        compared = self._executor.submit(self._compare, stored.frames, message.logprobs)
         compared.add_done_callback(lambda future: self._post(partial(then, future)))
 
     def waiting(self) -> list[ReplyAddress]:

@@ -12,7 +12,6 @@ from rollout.engine.inspect import Inspector
 from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.prefixes import Prefixes
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence_kv import OffloadedKV, OffloadedPage
 from tests.support.engine.conversation import Conversation
@@ -139,34 +138,28 @@ def test_members_of_a_group_share_a_prompt_across_an_update(
     run.bench.close()
 
 
-def test_a_prefill_that_others_wait_for_goes_on_across_an_update(model, sources, hf_models, prompt_of):
+@pytest.mark.parametrize(
+    ("version", "computed", "told"),
+    [
+        pytest.param(1, 64 + 3, ((0, 0, 63),), id="it goes on"),
+        pytest.param(3, 64 + 64 + 2, ((0, 3, 63),), id="its KV is too old"),
+    ],
+)
+def test_a_prefill_that_others_wait_for_goes_on_across_an_update_unless_its_kv_is_too_old(
+    model, sources, hf_models, prompt_of, version, computed, told
+):
     run, prompt = Updated(model, sources, max_kv_age=1, prefill_chunk_tokens=8), prompt_of(64)
     sizes = watch_prefills(run.bench)
     for i in range(4):
         run.bench.submit(f"r{i}", prompt, 6)
     while sum(sizes) < 24:
         run.bench.engine.tick()
-    run.update(1)
+    run.update(version)
     run.bench.run()
-    assert sum(sizes) == 64 + 3
-    for i in range(4):
-        assert run.follows(hf_models, f"r{i}", prompt)
-    assert run.bench.completions["r3", 0].kv_versions == ((0, 0, 63),)
-    run.bench.close()
-
-
-def test_an_update_that_skips_numbers_ends_waiting_for_a_prefill(model, sources, hf_models, prompt_of):
-    run, prompt = Updated(model, sources, max_kv_age=1, prefill_chunk_tokens=8), prompt_of(64)
-    sizes = watch_prefills(run.bench)
-    for i in range(4):
-        run.bench.submit(f"r{i}", prompt, 6)
-    while sum(sizes) < 24:
-        run.bench.engine.tick()
-    run.update(3)
-    run.bench.run()
-    assert sum(sizes) == 64 + 64 + 2
+    assert sum(sizes) == computed
     for i in range(4):
         assert run.follows(hf_models * 2, f"r{i}", prompt)
+    assert run.bench.completions["r3", 0].kv_versions == told
     run.bench.close()
 
 
@@ -277,9 +270,9 @@ def test_a_restored_row_takes_a_known_page_only_if_its_kv_is_the_same():
     assert books.pool_pages(OffloadedKV(4, 1, 0, keys, on_host), 2) == [None], "it may have KV of version 2, too"
 
 
-def test_the_shadow_sees_kv_that_is_too_old(model, sources, prompt_of, monkeypatch):
+def test_the_shadow_sees_kv_that_is_too_old(model, sources, prompt_of):
     run = Updated(model, sources, max_kv_age=1)
-    monkeypatch.setattr(Prefixes, "oldest_for", lambda self, group, version: 0)
+    run.bench.engine.roster.allocator.prefixes.oldest_for = lambda group, version: 0
     run.say("old", prompt_of(20))
     run.update(3)
     with pytest.raises(AssertionError, match="is used under version 3"):

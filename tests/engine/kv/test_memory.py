@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from rollout.engine.build import longest_sequence
-from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.prefixes import Prefixes
 from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.preemption import change_weights
 from rollout.models.batch import KVCache
@@ -41,13 +39,13 @@ def test_followers_that_wait_for_rows_still_share(model, prompt_of):
     bench.close()
 
 
-def test_the_tests_see_a_share_without_its_copy(model, prompt_of, monkeypatch):
+def test_the_tests_see_a_share_without_its_copy(model, prompt_of):
     """Without copy-on-write of the last page the followers read an empty one, and their tokens are wrong."""
     right = Bench(model)
     right.submit("g", prompt_of(31), 20, n=3, sampling=SAMPLED)
     right.run()
     wrong = Bench(model)
-    monkeypatch.setattr(wrong.engine.executor.step, "_copy_pages", lambda copies: None)
+    wrong.engine.executor.step._copy_pages = lambda copies: None
     wrong.submit("g", prompt_of(31), 20, n=3, sampling=SAMPLED)
     wrong.run()
     assert [wrong.tokens("g", i) for i in (1, 2)] != [right.tokens("g", i) for i in (1, 2)]
@@ -216,10 +214,11 @@ def test_pages_with_mixed_versions_are_not_remembered(model, prompt_of):
 
 
 def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
-    monkeypatch.setattr(PageAllocator, "forget_all", lambda self: None)
-    monkeypatch.setattr(Prefixes, "oldest_for", lambda self, group, version: 0)
     monkeypatch.setattr("rollout.engine.sequence.prefix_keys.PrefixKeys.__init__", _versionless_init)
     bench = Bench(model)
+    allocator = bench.engine.roster.allocator
+    allocator.forget_all = lambda: None
+    allocator.prefixes.oldest_for = lambda group, version: 0
     bench.submit("a", prompt_of(10), 4)
     bench.run()
     change_weights(bench.engine.roster, 1, recompute=False)

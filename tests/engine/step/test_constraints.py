@@ -13,8 +13,9 @@ import torch
 from rollout.constraints.matcher import AllowList, mask_words
 from rollout.engine.messages.requests import Prior, StopParams
 from rollout.engine.step import masks as masks_module
-from rollout.engine.step.masks import MOST_LEFT_BEHIND, Ahead
-from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, MaskTime, X, Y, only_hangs_are_late
+from rollout.engine.step.masks import MOST_LEFT_BEHIND, Ahead, MaskBuilder, MaskClock
+from rollout.process.deadline_thread import DeadlineCall
+from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, MaskTime, X, Y, only_hangs_are_late, threads_of
 from tests.support.engine.harness import VOCAB, Bench
 
 STOP = 5
@@ -159,10 +160,9 @@ def test_a_constraint_that_leads_nowhere_ends_its_own_completion_before_a_token_
 
 
 @pytest.mark.parametrize("good", [0, 7])
-def test_a_constraint_that_hangs_ends_its_own_completion_and_no_other(model, prompt_of, monkeypatch, good):
-    only_hangs_are_late(monkeypatch)
-    bench = Bench(model)
-    bench.engine.masks.timeout_s = 0.5
+def test_a_constraint_that_hangs_ends_its_own_completion_and_no_other(model, prompt_of, good):
+    bench = Bench(model, mask_s=0.5)
+    only_hangs_are_late(bench)
     hanging = Endless(good)
     bench.submit("before", prompt_of(9, 1), 20, sampling=SAMPLED, constraint=Cycle([X, Y]))
     bench.submit("hangs", prompt_of(9, 2), 20, sampling=SAMPLED, constraint=hanging)
@@ -198,9 +198,8 @@ class Slow(Cycle):
         return place
 
 
-def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt_of, monkeypatch):
-    bench, time = Bench(model, mask_threads=1), MaskTime(monkeypatch)
-    bench.engine.masks.timeout_s = 0.8
+def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt_of):
+    time = MaskTime(bench := Bench(model), 0.8)
     bench.submit("slow", prompt_of(9), 6, sampling=SAMPLED, constraint=Slow([X], time, 0.79))
     for i in range(5):
         bench.submit(f"r{i}", prompt_of(9, i), 6, sampling=SAMPLED, constraint=Slow([Y], time, 0.005))
@@ -214,8 +213,8 @@ def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt
 @pytest.mark.parametrize("waits_s", [[0.0, 0.0, 0.9], [0.0, 0.9]])  # of the first mask of a step, of the second one
 def test_a_thread_that_waits_for_a_core_fails_no_completion(model, prompt_of, monkeypatch, when, waits_s):
     """Before a mask, between two masks, or after the last mask."""
-    bench, time, plain = Bench(model, mask_threads=1), MaskTime(monkeypatch), getattr(masks_module._Portion, when)
-    bench.engine.masks.timeout_s, waits_s = 0.5, [*waits_s, *[0.0] * 20]
+    time, plain = MaskTime(bench := Bench(model), 0.5), getattr(masks_module._Portion, when)
+    waits_s = [*waits_s, *[0.0] * 20]
 
     def late(portion):
         wait_s = waits_s.pop(0) if waits_s else 0.0
@@ -235,28 +234,44 @@ def test_a_thread_that_waits_for_a_core_fails_no_completion(model, prompt_of, mo
     bench.close()
 
 
-def test_a_thread_that_has_no_core_behind_its_last_draft_costs_no_draft(monkeypatch):
+def row_of(place: CyclePlace) -> SimpleNamespace:
+    """As much of a sequence as is looked at for the masks of its drafts."""
+    group = SimpleNamespace(request=SimpleNamespace(stop=StopParams()))
+    return SimpleNamespace(matcher=place, may_draft=True, tokens=[], stop_ids=frozenset(), group=group)
+
+
+def host_masks(rows: int) -> torch.Tensor:
+    return torch.full((rows, mask_words(VOCAB)), -1, dtype=torch.int32)
+
+
+def test_a_thread_that_has_no_core_behind_its_last_draft_costs_no_draft():
     filled, go_on = threading.Event(), threading.Event()
-    fill, wait = masks_module._fill_ahead, masks_module.MaskBuilder._wait
-    monkeypatch.setattr(masks_module, "_fill_ahead", lambda *a: (fill(*a), filled.set(), go_on.wait())[0])
-    monkeypatch.setattr(masks_module, "_follow_drafts", lambda *_: 1)
-    monkeypatch.setattr(masks_module.MaskBuilder, "_wait", lambda *a: (filled.wait(60), wait(*a))[1])
-    builder, renewed = masks_module.MaskBuilder(0.1, threads=1), []
-    masks = SimpleNamespace(host=None, renew_host=lambda: renewed.append(True))
-    followed = builder.build_ahead([Ahead(SimpleNamespace(may_draft=True), 0, 1, [1])], masks)
+
+    class WithoutCore(DeadlineCall):
+        def __init__(self, work):
+            super().__init__(lambda: (work(), filled.set(), go_on.wait()))
+
+        def result(self, timeout_s):
+            filled.wait(60)
+            return super().result(timeout_s)
+
+    seq, host = row_of(place := Cycle([X, Y]).start()), host_masks(2)
+    place.fill(host, 0)
+    builder, renewed = MaskBuilder(0.1, threads=1, make_thread=threads_of(WithoutCore)), []
+    masks = SimpleNamespace(host=host, renew_host=lambda: renewed.append(True))
+    followed = builder.build_ahead([Ahead(seq, 0, 1, [X[0]])], masks)
     assert followed == [1] and renewed and builder.left_behind == 1
     go_on.set()
     builder.close()
 
 
-def test_many_that_take_a_little_each_all_go_on(model, prompt_of, monkeypatch):
-    monkeypatch.setattr(masks_module, "FAIR_PARTS", 5)  # 0.08 s
-    bench, time = Bench(model, mask_threads=1), MaskTime(monkeypatch)
-    bench.engine.masks.timeout_s = 0.4
-    for i in range(8):
-        bench.submit(f"r{i}", prompt_of(9, i), 3, sampling=SAMPLED, constraint=Slow([[X, Y][i % 2]], time, 0.06))
+def test_many_that_take_a_little_each_all_go_on(model, prompt_of):
+    """The slowest had less than its part, 0.05 s."""
+    time = MaskTime(bench := Bench(model, max_rows=12), 0.4)
+    for i in range(12):
+        bench.submit(f"r{i}", prompt_of(9, i), 3, sampling=SAMPLED, constraint=Slow([[X, Y][i % 2]], time, 0.045))
     bench.run()
-    assert {bench.completions[f"r{i}", 0].finish.reason for i in range(8)} == {"length"}
+    assert {completion.finish.reason for completion in bench.completions.values()} == {"length"}
     bench.close()
 
 
@@ -279,12 +294,10 @@ class Costly(Cycle):
         return place
 
 
-def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_goes_on(model, prompt_of, monkeypatch):
+def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_goes_on(model, prompt_of):
     spent_s = [0.0]
-    monkeypatch.setattr(masks_module, "thread_seconds", lambda: spent_s[0])
-    only_hangs_are_late(monkeypatch)
-    bench = Bench(model, mask_threads=1)
-    bench.engine.masks.timeout_s = 1.0
+    bench = Bench(model, mask_s=1.0)
+    only_hangs_are_late(bench, MaskClock(spent_s=lambda: spent_s[0]), threads=1)
     slow, steady, seldom = [0.4], [0.09], [0.9, *[0.01] * 9]
     for name, costs_s in (("slow", slow), ("steady", steady), ("seldom", seldom)):
         bench.submit(name, prompt_of(9), 40, sampling=SAMPLED, constraint=Costly([X], spent_s, costs_s))
@@ -301,9 +314,8 @@ def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_go
     bench.close()
 
 
-def test_time_that_others_had_is_not_counted(model, prompt_of, monkeypatch):
-    bench, time = Bench(model, mask_threads=1), MaskTime(monkeypatch)
-    bench.engine.masks.timeout_s = 0.5
+def test_time_that_others_had_is_not_counted(model, prompt_of):
+    time = MaskTime(bench := Bench(model), 0.5)
     bench.submit("waits", prompt_of(9), 14, sampling=SAMPLED, constraint=Slow([X], time, 0.1))
     bench.run()
     assert bench.completions["waits", 0].finish.reason == "length"
@@ -393,10 +405,9 @@ def test_a_continued_completion_is_followed_from_its_new_tokens(model, prompt_of
     bench.close()
 
 
-def test_too_many_that_hang_end_constraints_and_nothing_else(model, prompt_of, monkeypatch):
-    only_hangs_are_late(monkeypatch)
-    bench = Bench(model)
-    bench.engine.masks.timeout_s = 0.02
+def test_too_many_that_hang_end_constraints_and_nothing_else(model, prompt_of):
+    bench = Bench(model, mask_s=0.02)
+    only_hangs_are_late(bench)
     hanging = [Endless(0) for _ in range(MOST_LEFT_BEHIND)]
     for i, constraint in enumerate(hanging):
         bench.submit(f"h{i}", prompt_of(9, i), 20, sampling=SAMPLED, constraint=constraint)
@@ -449,12 +460,8 @@ def test_a_mask_has_a_bit_for_each_token():
 
 def test_a_row_whose_constraint_could_not_be_followed_never_drafts_again():
     """A step in flight may have drafts that it drafted before; they are refused at once, which takes no time."""
-    place = Cycle([X, Y, SIZE], STOP).start()
-    request = SimpleNamespace(stop=StopParams())
-    parts = {"tokens": [], "stop_ids": frozenset(), "group": SimpleNamespace(request=request)}
-    seq = SimpleNamespace(matcher=place, may_draft=True, **parts)
-    host = torch.full((3, mask_words(VOCAB)), -1, dtype=torch.int32)
-    masks, builder = SimpleNamespace(host=host, renew_host=lambda: None), masks_module.MaskBuilder(10.0, 1)
+    seq, host = row_of(place := Cycle([X, Y, SIZE], STOP).start()), host_masks(3)
+    masks, builder = SimpleNamespace(host=host, renew_host=lambda: None), MaskBuilder(10.0, 1)
     place.fill(host, 0)
     drafted = Ahead(seq, 0, 1, [X[0], Y[0]])
     assert builder.build_ahead([drafted], masks) == [2] and seq.may_draft

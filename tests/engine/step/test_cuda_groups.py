@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.engine.device.streams import make_device
-from rollout.engine.step import shared_pages
+from rollout.engine.step.shared_pages import SharedPages
 from tests.support.engine.cuda_harness import FUSED_SIZES, assert_steady, load_bf16
 from tests.support.engine.harness import Bench
 
@@ -31,11 +31,6 @@ def checkpoint(tmp_path_factory):
     return folder, hf_model.to("cuda").float().eval()
 
 
-@pytest.fixture(autouse=True)
-def little_is_enough(monkeypatch):
-    monkeypatch.setattr(shared_pages, "LEAST_SAVED_BYTES", 1)
-
-
 def prompt(length: int, salt: int) -> list[int]:
     return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(salt)).tolist()
 
@@ -52,6 +47,7 @@ PROMPTS = {
 
 def run(folder, group_attention: bool, **fields) -> Bench:
     settings = {"kv_pages": 1200, "page_size": 16, "max_rows": 16, "prefill_chunk_tokens": 512, **fields}
+    settings["shared_saved_bytes"] = 1
     bench = Bench(load_bf16(folder), make_device("cuda"), group_attention=group_attention, **settings)
     assert bench.engine.executor.step.shares_pages == group_attention
     for i, (name, (ids, n)) in enumerate(PROMPTS.items()):
@@ -91,10 +87,10 @@ def test_rows_are_read_together(checkpoint, monkeypatch):
     """What the other tests compare is not twice the same."""
     folder, _ = checkpoint
     seen = []
-    make = shared_pages.make_segments
-    monkeypatch.setattr(shared_pages, "make_segments", lambda *of: seen.append(make(*of)) or seen[-1])
+    make = SharedPages.segments
+    monkeypatch.setattr(SharedPages, "segments", lambda *of: seen.append(make(*of)) or seen[-1])
     run(folder, True).close()
-    most = max(int((segments[len(segments) // 2 :, 1] > 0).sum()) for segments in seen if segments is not None)
+    most = max(int((segments[len(segments) // 2 :, 1] > 0).sum()) for segments in seen)
     assert most >= 4, "the system prompt of both groups, each group, and the third"
 
 
@@ -111,7 +107,13 @@ def test_deterministic_bits_do_not_depend_on_who_shares(checkpoint, kv_dtype):
 
 def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, monkeypatch):
     bench = Bench(
-        load_bf16(checkpoint[0]), make_device("cuda"), kv_pages=1200, page_size=16, max_rows=8, prefill_chunk_tokens=512
+        load_bf16(checkpoint[0]),
+        make_device("cuda"),
+        kv_pages=1200,
+        page_size=16,
+        max_rows=8,
+        prefill_chunk_tokens=512,
+        shared_saved_bytes=1,
     )
     bench.submit("a", prompt(700, 1), 300, n=8, sampling={"temperature": 1.0, "seed": 1})
     for _ in range(6):

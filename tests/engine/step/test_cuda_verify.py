@@ -10,7 +10,6 @@ from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import make_device
 from rollout.engine.features.drafts import ngram_drafter
 from rollout.engine.messages.to_engine import PutAdapter
-from rollout.engine.step import shared_pages
 from rollout.models.lora_slots import random_adapter
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation
 from tests.support.engine.drafting import drafting
@@ -18,7 +17,10 @@ from tests.support.engine.harness import Bench, prompt_of
 
 pytestmark = pytest.mark.gpu
 VOCAB = 4001
-SIZES = {"kv_pages": 900, "page_size": 16, "max_rows": 8, "prefill_chunk_tokens": 256, "speculation_rows": 24}
+SIZES = {
+    **{"kv_pages": 900, "page_size": 16, "max_rows": 8, "prefill_chunk_tokens": 256, "speculation_rows": 24},
+    **{"shared_saved_bytes": 1, "draft_saved_bytes": 1, "shared_positions": 1},
+}
 RULES = [
     {"temperature": 1.0, "seed": 1},
     {"temperature": 0.0},
@@ -31,12 +33,6 @@ RULES = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_fused_checkpoint(tmp_path_factory.mktemp("verify"))
-
-
-@pytest.fixture(autouse=True)
-def little_is_enough(monkeypatch):
-    for name in ("LEAST_SAVED_BYTES", "DRAFTS_LEAST_SAVED_BYTES", "LEAST_POSITIONS"):
-        monkeypatch.setattr(shared_pages, name, 1)
 
 
 def submit(bench: Bench) -> None:

@@ -6,7 +6,7 @@ It shows which graph a step takes, its padding, and what a replay reads and writ
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from types import SimpleNamespace
 
@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from rollout.engine import build
+from rollout.engine.device.streams import Stream
 from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step import graphs
-from rollout.engine.step.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
+from rollout.engine.step.device_step import DeviceStep
+from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs, capturable, capturing, forward_sizes, graph_sizes
 from rollout.models.decoder import Decoder
 from rollout.models.layers import SparseFeedForward
 from rollout.models.lora_slots import random_adapter
@@ -29,63 +30,88 @@ from tests.support.models.families import make_checkpoint
 SHAPED = {"top_k": 5, "presence_penalty": 0.3}
 
 
+class Recorder:
+    """In the place of torch.cuda, for CPU engines."""
+
+    def __init__(self) -> None:
+        self.under_way: Recording | None = None
+        self.pools: list[object] = []  # of the captures
+        self.replays: list[tuple[str, int]] = []  # kind and rows of each replay
+        self._handles = count()
+
+    def CUDAGraph(self) -> Recording:  # noqa: N802 -- torch's name
+        return Recording(self)
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, next(self._handles)
+
+    def stream(self, stream: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class Recording:
     """In the place of a CUDA graph."""
 
-    under_way: Recording | None = None
-    pools: list[object] = []
-
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
         self.replay: Callable[[], object] | None = None
 
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
-        assert Recording.under_way is None and capture_error_mode == "thread_local"  # weights may arrive
-        Recording.under_way = self
-        Recording.pools.append(pool)
+        assert self.recorder.under_way is None and capture_error_mode == "thread_local"  # weights may arrive
+        self.recorder.under_way = self
+        self.recorder.pools.append(pool)
 
     def capture_end(self) -> None:
-        Recording.under_way = None
+        self.recorder.under_way = None
 
 
-class Current:
-    def synchronize(self) -> None:
-        pass
+class RecordedGraphs(DecodeGraphs):
+    _stream = SimpleNamespace(synchronize=lambda: None)
 
+    def __init__(self, recorder: Recorder, step: DeviceStep, compute: Stream, max_context: int, most: int) -> None:
+        super().__init__(step, compute, max_context, most, recorder)
+        self.recorder, self.captured_sizes, self.vocab = recorder, list[int](), step.model.spec.vocab
 
-@pytest.fixture
-def replays(monkeypatch) -> list[tuple[str, int]]:
-    """Makes CPU engines capture; lists the replays, (kind, rows)."""
-    ran: list[tuple[str, int]] = []
-    whole, forward = DecodeGraphs.run_whole, DecodeGraphs.run_forward
+    def _capture(self, slots, size):
+        self.captured_sizes.append(size)
+        super()._capture(slots, size)
 
-    def record_whole(self, step, slot):
-        recording = Recording.under_way
+    def run_whole(self, step, slot):
+        recording, whole = self.recorder.under_way, super().run_whole
         if recording is None:
-            return whole(self, step, slot)
-        recording.replay = lambda: (ran.append(("whole", len(step["rows"]))), whole(self, step, slot))
+            return whole(step, slot)
+        recording.replay = lambda: (self.recorder.replays.append(("whole", len(step["rows"]))), whole(step, slot))
 
-    def record_forward(self, step, experts, features=RowNeeds.NONE):
-        recording = Recording.under_way
+    def run_forward(self, step, experts, features=RowNeeds.NONE):
+        recording, forward = self.recorder.under_way, super().run_forward
         if recording is None:
-            return forward(self, step, experts, features)
-        logits = torch.zeros(len(step["rows"]), self._step.model.spec.vocab)
+            return forward(step, experts, features)
+        logits = torch.zeros(len(step["rows"]), self.vocab)
         kind = "adapted" if features else "forward"
         recording.replay = lambda: (
-            ran.append((kind, len(logits))),
-            logits.copy_(forward(self, step, experts, features)),
+            self.recorder.replays.append((kind, len(logits))),
+            logits.copy_(forward(step, experts, features)),
         )
         return logits
 
-    monkeypatch.setattr(DecodeGraphs, "run_whole", record_whole)
-    monkeypatch.setattr(DecodeGraphs, "run_forward", record_forward)
-    monkeypatch.setattr(DecodeGraphs, "_stream", Current())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
-    handles = count()
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
-    monkeypatch.setattr(Recording, "pools", [])
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    """Makes CPU engines capture."""
+    recorder = Recorder()
+
+    def make(step: DeviceStep, compute: Stream, max_context: int, most: int) -> DecodeGraphs:
+        return RecordedGraphs(recorder, step, compute, max_context, most) if most else NO_GRAPHS
+
+    monkeypatch.setattr(build, "make_graphs", make)
     monkeypatch.setattr(build, "capturable", lambda model, fused_experts: True)
-    return ran
+    return recorder
+
+
+@pytest.fixture
+def replays(recorder) -> list[tuple[str, int]]:
+    """The replays of CPU engines that capture, (kind, rows)."""
+    return recorder.replays
 
 
 def run(model, prompt_of, **fields) -> list[list[int]]:
@@ -166,23 +192,19 @@ def test_larger_steps_than_captured_are_launched_singly(model, prompt_of, replay
     assert replays and {size for _, size in replays} <= {1, 2, 3, 4}
 
 
-def test_progress_is_reported_for_every_size_largest_first(model, replays, monkeypatch):
-    bench, told, captured = Bench(model, max_rows=6, cuda_graphs=False), [], []
-    capture = DecodeGraphs._capture
-    monkeypatch.setattr(
-        DecodeGraphs, "_capture", lambda self, slots, size: (captured.append(size), capture(self, slots, size))
-    )
+def test_progress_is_reported_for_every_size_largest_first(model, recorder):
+    bench, told = Bench(model, max_rows=6, cuda_graphs=False), []
     executor = bench.engine.executor
-    made = DecodeGraphs(executor.step, executor.compute, 1024, 6)
+    made = RecordedGraphs(recorder, executor.step, executor.compute, 1024, 6)
     made.capture(list(bench.engine.pipeline.free_slots), lambda done, total: told.append((done, total)))
-    assert captured == [6, 4, 3, 2, 1] and told == [(i, 5) for i in range(1, 6)]
+    assert made.captured_sizes == [6, 4, 3, 2, 1] and told == [(i, 5) for i in range(1, 6)]
     assert made.count == 2 * 5 + 4 and made.kept_bytes == (1 + 2 + 4) * bench.engine.executor.step.rows.vocab * 4
     bench.close()
 
 
-def test_all_captures_of_an_engine_share_one_memory_pool(model, replays):
+def test_all_captures_of_an_engine_share_one_memory_pool(model, recorder):
     bench = Bench(model, max_rows=6)
-    assert len(Recording.pools) == bench.engine.executor.graphs.count and len(set(Recording.pools)) == 1
+    assert len(recorder.pools) == bench.engine.executor.graphs.count and len(set(recorder.pools)) == 1
     bench.close()
 
 
@@ -196,11 +218,11 @@ def test_a_forward_that_is_to_be_measured_reads_the_slots_input(model, replays):
     bench.close()
 
 
-def test_a_capture_that_fails_is_ended_and_says_why(replays):
-    recording = Recording()
-    with pytest.raises(KeyError, match="why"), graphs.capturing(recording, None):
+def test_a_capture_that_fails_is_ended_and_says_why():
+    recorder = Recorder()
+    with pytest.raises(KeyError, match="why"), capturing(Recording(recorder), None):
         raise KeyError("why")
-    assert Recording.under_way is None
+    assert recorder.under_way is None
 
 
 class OneLayer(Decoder):

@@ -74,7 +74,7 @@ def test_an_executor_needs_nothing_but_the_bytes_of_an_upload(model, prompt_of, 
     other.engine.executor.close()
 
 
-def test_a_row_of_a_shared_prompt_takes_the_decode_forward_and_is_set_up_by_its_upload(model, prompt_of, monkeypatch):
+def test_a_row_of_a_shared_prompt_takes_the_decode_forward_and_is_set_up_by_its_upload(model, prompt_of):
     bench, forwards = Bench(model), []
     execute = bench.engine.executor.execute
     bench.engine.executor.execute = lambda upload, slot: (forwards.append(upload.header), execute(upload, slot))[1]

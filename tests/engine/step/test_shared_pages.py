@@ -6,27 +6,25 @@ import random
 
 import numpy as np
 import pytest
-from rollout_kernels.attention.segments import no_segments
 
+from rollout.config import EngineConstants
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step import shared_pages
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.shared_pages import SharedPages, same_pages
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import Bench
 
 PAGE = 4
+#: Sharing is worth it from a page on.
+ANY = {"shared_positions": PAGE, "shared_saved_bytes": 1, "draft_saved_bytes": 1}
 
 
 class Seen:
     """Checks the segments of each decode step against the page tables that the step reads."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, least: int = PAGE) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = self.shared = self.most_levels = 0
-        monkeypatch.setattr(shared_pages, "LEAST_POSITIONS", least)
-        monkeypatch.setattr(shared_pages, "LEAST_SAVED_BYTES", 1)
-        monkeypatch.setattr(shared_pages, "DRAFTS_LEAST_SAVED_BYTES", 1)
         monkeypatch.setattr("rollout.engine.build._shares_pages", lambda site: True)
         begin = DeviceStep.begin_decode
 
@@ -61,7 +59,7 @@ def seen(monkeypatch):
 
 
 def test_members_of_groups_are_found_and_stay_neighbours(model, prompt_of, seen):
-    bench = Bench(model, max_rows=8)
+    bench = Bench(model, max_rows=8, **ANY)
     for name, length in (("a", 33), ("b", 21)):
         bench.submit(name, prompt_of(length, length), 24, n=4)
     bench.run()
@@ -71,7 +69,7 @@ def test_members_of_groups_are_found_and_stay_neighbours(model, prompt_of, seen)
 
 
 def test_a_system_prompt_before_groups_is_a_second_level(model, prompt_of, seen):
-    bench = Bench(model, max_rows=8)
+    bench = Bench(model, max_rows=8, **ANY)
     system = prompt_of(40, 1)
     for i in range(2):
         bench.submit(f"r{i}", [*system, *prompt_of(20, 5 + i)], 24, n=4)
@@ -84,8 +82,8 @@ def test_a_system_prompt_before_groups_is_a_second_level(model, prompt_of, seen)
 def test_drafts_are_read_with_their_row(model, prompt_of, monkeypatch, seen, wrong):
     """Rows of a group and rows alone, each with three drafts: only what a step may write is a draft row's own."""
     tokens: dict[tuple[str, int], list[int]] = {}
-    bench, _ = drafting(monkeypatch, model, tokens, wrong, max_rows=8, speculation_rows=24)
-    for each in (Bench(model, max_rows=8), bench):
+    bench, _ = drafting(monkeypatch, model, tokens, wrong, max_rows=8, speculation_rows=24, **ANY)
+    for each in (Bench(model, max_rows=8, **ANY), bench):
         each.submit("a", prompt_of(33, 1), 40, n=3)
         each.submit("b", prompt_of(21, 2), 40)
         seen.shared = seen.most_levels = 0
@@ -105,7 +103,7 @@ def test_segments_stay_true_under_preemption_ends_and_arrivals(model, prompt_of,
     """Few pages, so that rows lose theirs and get others; ends at random; prompts of a few stems."""
     rng = random.Random(seed)
     stems = [prompt_of(rng.randint(8, 40), 100 + i) for i in range(3)]
-    bench = Bench(model, max_rows=6, kv_pages=60, host_kv_gib=rng.choice([0.0, 0.001]))
+    bench = Bench(model, max_rows=6, kv_pages=60, host_kv_gib=rng.choice([0.0, 0.001]), **ANY)
     for i in range(24):
         ids = [*rng.choice(stems), *prompt_of(rng.randint(1, 12), i)]
         bench.submit(f"r{i}", ids, rng.randint(2, 40), n=rng.choice([1, 1, 3]))
@@ -117,9 +115,8 @@ def test_segments_stay_true_under_preemption_ends_and_arrivals(model, prompt_of,
     bench.close()
 
 
-def test_small_savings_are_not_worth_it(model, prompt_of, seen, monkeypatch):
-    monkeypatch.setattr(shared_pages, "LEAST_SAVED_BYTES", 1 << 40)
-    bench = Bench(model, max_rows=8)
+def test_small_savings_are_not_worth_it(model, prompt_of, seen):
+    bench = Bench(model, max_rows=8, **(ANY | {"shared_saved_bytes": 1 << 40}))
     bench.submit("a", prompt_of(33, 1), 24, n=4)
     bench.run()
     assert seen.steps > 20 and seen.shared == 0
@@ -138,22 +135,22 @@ def plan_of(rows: list[_Row]) -> Plan:
     return Plan([Span(row, 0, 1, 1) for row in rows], 0, RowNeeds.NONE, 1, len(rows), len(rows), [])
 
 
-def test_segments_are_made_again_only_when_rows_change(monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        shared_pages, "make_segments", lambda common, size, *_: made.append(list(common)) or no_segments(size)
-    )
-    shared = SharedPages(PAGE, 8, 1)
+def test_segments_are_made_again_only_when_rows_change():
+    def alone_from(segments: np.ndarray) -> list[int]:
+        return segments[: len(rows), 2].tolist()
+
+    shared = SharedPages(PAGE, 8, 1, EngineConstants(**ANY))
     rows = [_Row([1, 2, 3]), _Row([1, 2, 4]), _Row([1, 5])]
-    shared.segments(plan_of(rows), 4)
+    made = shared.segments(plan_of(rows), 4)
+    assert alone_from(made) == [2 * PAGE, 2 * PAGE, PAGE]
     for row in rows:
         row.pages.append(100 + len(row.pages))  # a row that grows shares what it shared
-    shared.segments(plan_of(rows), 4)
-    assert made == [[2 * PAGE, PAGE]]
-    shared.segments(plan_of(rows[:2]), 4)
+    assert alone_from(shared.segments(plan_of(rows), 4)) == alone_from(made)
+    same = shared.segments(plan_of(rows), 4)
+    assert shared.segments(plan_of(rows), 4) is same
+    assert alone_from(shared.segments(plan_of(rows[:2]), 4))[:2] == [2 * PAGE, 2 * PAGE]
     rows[0].pages = [9, 2]  # preempted, and back with other pages
-    shared.segments(plan_of(rows), 4)
-    assert made[1:] == [[2 * PAGE], [0, PAGE]]
+    assert alone_from(shared.segments(plan_of(rows), 4)) == [0, PAGE, PAGE]
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from types import SimpleNamespace
+import time
+from collections.abc import Callable
 
-import pytest
 import torch
 
 from rollout.constraints.marker import AfterMarker
 from rollout.constraints.matcher import AllowList
-from rollout.engine.step import masks
-from rollout.process.deadline_thread import DeadlineCall
-from tests.support.engine.harness import VOCAB
+from rollout.engine.step.masks import MaskBuilder, MaskClock, usual_threads
+from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
+from tests.support.engine.harness import VOCAB, Bench
 from tests.support.worker.harness import until
 
 X, Y, SIZE = list(range(10, 20)), list(range(20, 30)), list(range(30, 40))
@@ -61,40 +62,40 @@ class AlwaysMasked(AfterMarker):
     free = None
 
 
-def only_hangs_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time limits of masks begin when a matcher sets its `hangs`: a thread may wait for a core for longer than one."""
-    wait = masks.MaskBuilder._wait
+class _PatientCall(DeadlineCall):
+    """Its time limit begins when the matcher under way sets its `hangs`."""
 
-    def hangs(portion: masks._Portion) -> bool:
+    def result(self, timeout_s: float) -> object:
+        began_s = time.perf_counter()
+        until(lambda: self.ended or self._hangs(), "a mask, or one that hangs")
+        return super().result(max(0.0, timeout_s - (time.perf_counter() - began_s)))
+
+    def _hangs(self) -> bool:
+        portion = self.work.args[0]
         under_way = portion.seqs[portion.done : portion.done + 1]
         return any(getattr(seq.matcher, "hangs", False) for seq in under_way)
 
-    def patient(builder, thread, portion, call, until_s) -> None:
-        until(lambda: call.ended or hangs(portion), "a mask, or one that hangs")
-        wait(builder, thread, portion, call, until_s)
 
-    monkeypatch.setattr(masks.MaskBuilder, "_wait", patient)
+def threads_of(call: Callable[..., DeadlineCall]) -> Callable[[str], DeadlineThread]:
+    """Makes threads whose work is `call(work)`."""
+    return functools.partial(DeadlineThread, make_call=call)
+
+
+def only_hangs_are_late(bench: Bench, clock: MaskClock | None = None, threads: int | None = None) -> None:
+    """Time limits of masks begin when a matcher sets its `hangs`: a thread may wait for a core for longer than one."""
+    of = clock or MaskClock(), threads_of(_PatientCall)
+    bench.engine.masks = MaskBuilder(bench.settings.engine.mask_s, threads or usual_threads(), *of)
 
 
 class MaskTime:
     """The time by which masks of one thread are late. It passes in `sleep`, never beyond a wait of the loop."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, bench: Bench, timeout_s: float) -> None:
         self.now_s = 0.0
         self._until_s: float | None = None  # the loop waits
         self._changed = threading.Condition()
-        monkeypatch.setattr(masks, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
-        result = DeadlineCall.result
-
-        def waited(call: DeadlineCall, timeout_s: float) -> object:
-            with self._changed:
-                self._until_s = self.now_s + timeout_s
-                while not call.ended and self.now_s < self._until_s:
-                    self._changed.wait(0.001)
-                self._until_s = None
-            return result(call, 0.0)
-
-        monkeypatch.setattr(DeadlineCall, "result", waited)
+        clock, threads = MaskClock(now_s=lambda: self.now_s), threads_of(functools.partial(_TimedCall, self))
+        bench.engine.masks = MaskBuilder(timeout_s, 1, clock, threads)
 
     def sleep(self, seconds: float) -> None:
         """Called by the thread that makes masks."""
@@ -104,3 +105,23 @@ class MaskTime:
                 if self._until_s is not None:
                     self.now_s = max(self.now_s, min(end_s, self._until_s))
                 self._changed.wait(0.001)
+
+    def wait(self, call: DeadlineCall, timeout_s: float) -> None:
+        """Called by the loop."""
+        with self._changed:
+            self._until_s = self.now_s + timeout_s
+            while not call.ended and self.now_s < self._until_s:
+                self._changed.wait(0.001)
+            self._until_s = None
+
+
+class _TimedCall(DeadlineCall):
+    """Its time limit is one of a `MaskTime`."""
+
+    def __init__(self, time: MaskTime, work: Callable[[], object]) -> None:
+        super().__init__(work)
+        self.time = time
+
+    def result(self, timeout_s: float) -> object:
+        self.time.wait(self, timeout_s)
+        return super().result(0.0)

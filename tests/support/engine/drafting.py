@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.engine.features.all import FEATURES
 from rollout.engine.features.drafts.drafter import HOST_DRAFTERS
 from rollout.engine.features.drafts.model_drafter import READ, ModelDrafter
+from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.schedule.feature import find
 from rollout.engine.sequence.sequence import Sequence
@@ -46,6 +49,22 @@ class ReplayDrafter:
 
     def ended(self, key: Sequence) -> None:
         self.ends.append((key.group.key[1], key.index))
+
+
+class FixedCosts(StepCosts):
+    """Whatever steps take."""
+
+    knows_plain = True
+
+    def ran(self, rows, context, drafts, seconds):
+        pass
+
+
+def fixed_costs(measured: Mapping[int, float] | None = None, drafting: Mapping[int, float] | None = None) -> dict:
+    """A field for `Bench`: steps and drafts cost what is given, by rows; by default nothing but the step itself."""
+    costs = FixedCosts(dict(measured or {1: 1.0, 72: 1.0}), padded=False, drafting=dict(drafting or {}))
+    verifier = functools.partial(DraftVerifier.make, measure=lambda *_: costs)
+    return {"features": [verifier if make == DraftVerifier.make else make for make in FEATURES]}
 
 
 def drafting(

@@ -23,6 +23,7 @@ from rollout.engine.messages.statuses import EngineStatus
 from rollout.engine.messages.to_engine import Submit
 from rollout.engine.messages.to_service import Delta, Event, RequestDone
 from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.plan import Plan
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
 from rollout.models.loader import MTP
@@ -155,6 +156,13 @@ class Bench:
 def load(folder: Path, device: str = "cpu", draft: Path | None = None, mtp: MTP = "unused") -> Decoder:
     settings = ModelSettings(path=str(folder), dtype="float32", device=device)
     return load_model(settings, torch.device(device), draft=draft, mtp=mtp).model
+
+
+def watch_plans(bench: Bench) -> list[Plan]:
+    """A list that gets every plan from now on."""
+    plans, launched = [], bench.engine.scheduler.launched
+    bench.engine.scheduler.launched = lambda plan: (plans.append(plan), launched(plan))
+    return plans
 
 
 def watch_prefills(bench: Bench) -> list[int]:

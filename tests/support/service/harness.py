@@ -16,6 +16,7 @@ from rollout.engine.messages.requests import Request, RequestKey
 from rollout.engine.messages.statuses import EngineStatus
 from rollout.engine.messages.to_engine import Submit
 from rollout.engine.messages.to_service import Delta, Finish, RequestDone
+from rollout.service.delivery.mismatch_reports import Compare, compare_result
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, ServedText, Server
 from tests.support.patience import PATIENCE_S
@@ -109,7 +110,12 @@ def done(request: Request) -> RequestDone:
 
 @contextmanager
 def serving(
-    text: Any = None, receiver: Any = None, model: ServedModel = MODEL, prompts: Any = None, **settings: Any
+    text: Any = None,
+    receiver: Any = None,
+    model: ServedModel = MODEL,
+    prompts: Any = None,
+    compare: Compare = compare_result,
+    **settings: Any,
 ) -> Iterator[Bench]:
     """A server on a free port for the time of a test."""
     inbox: SimpleQueue = SimpleQueue()
@@ -120,6 +126,7 @@ def serving(
         ServedEngine(inbox, lambda: status[0], receiver=receiver),
         ServedText(text, prompts),
         worker_name="worker-1",
+        compare=compare,
     )
     server.start()
     bench = Bench(server, inbox, zmq.Context(), status)

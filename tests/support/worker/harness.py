@@ -28,7 +28,8 @@ ONES, TWOS = CHECKPOINTS / "ones", CHECKPOINTS / "twos"
 
 _SETTINGS = ("ROLLOUT_", "WANDB_")
 #: The sources come first, then what the tests' own process was given, such as packages of a GPU machine.
-_PATHS = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+_QUICK = ROOT / "tests" / "support" / "quick_transformers"
+_PATHS = [str(ROOT), str(ROOT / "kernels"), str(_QUICK), *filter(None, [os.environ.get("PYTHONPATH")])]
 _ALWAYS = {"PYTHONPATH": os.pathsep.join(_PATHS), "OMP_NUM_THREADS": "1"}
 
 #: Token texts by id, as in the checkpoints' tokenizer.json.

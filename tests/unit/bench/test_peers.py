@@ -365,7 +365,7 @@ def test_other_engines_do_the_same_work(engine: str):
 
 
 @pytest.mark.nightly
-def test_two_workers_share_the_long_job(tmp_path: Path, monkeypatch):
+def test_two_workers_share_the_long_job(tmp_path: Path):
     out = tmp_path / "peers.json"
     sizes = "--job-rows 4 --job-prompts 2 --job-completions 3 --job-prompt 20 --job-scale 0.005".split()
     engine = "--engines service --gpus 2 --workers 1 2 --experiments long_job --shapes toy --device cpu".split()
@@ -470,7 +470,7 @@ def test_the_8b_shape_reads_what_it_should():
 
 
 @pytest.mark.nightly
-def test_script_measures_and_goes_on_without_vllm(tmp_path: Path, monkeypatch, capsys):
+def test_script_measures_and_goes_on_without_vllm(tmp_path: Path, capsys):
     out = tmp_path / "peers.json"
     sizes = "--rows 2 --prompt 20 --new 6 --repeats 1 --shapes toy --device cpu".split()
     assert compare_peers.main(["--out", str(out), "--engines", "ours", "vllm", *sizes]) == 0

@@ -106,7 +106,7 @@ def test_serve_help_shows_every_setting_with_its_description():
         assert " ".join((key.field.description or "").split()) in shown
 
 
-def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
+def test_every_setting_can_be_given_as_a_flag(tmp_path):
     taken = {}
 
     def parse(*arguments: str) -> None:

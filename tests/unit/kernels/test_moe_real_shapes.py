@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,7 @@ from rollout_kernels.moe.formats import FORMATS, Format
 from rollout_kernels.moe.quantize import quantize
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.moe.triton_quantize import quantize_on_device
-from rollout_kernels.moe.triton_router import Routing, moe_route
+from rollout_kernels.moe.triton_router import Routing, moe_route, router_logits, sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from tests.support.kernels.moe_cases import Layer, assert_close, exact, layer, poison, relative
@@ -151,16 +150,12 @@ def test_the_deterministic_plan_gives_a_row_the_same_bits_in_any_batch(format):
     ("experts", "top_k", "hidden", "renormalize"),
     [(128, 8, 2048, True), (512, 10, 2048, True), (8, 2, 4096, True), (64, 8, 2048, False)],
 )
-def test_the_router_at_real_shapes(experts, top_k, hidden, renormalize, monkeypatch):
+def test_the_router_at_real_shapes(experts, top_k, hidden, renormalize):
     router = torch.randn(experts, hidden, device="cuda").bfloat16() * hidden**-0.5
-    made = []
-    choose = triton_router.moe_choose
-    monkeypatch.setattr(triton_router, "moe_choose", lambda parts, *rest: made.append(parts) or choose(parts, *rest))
     for tokens in (1, 7, 33, 128, 512):
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         got = moe_route(x, router, top_k, renormalize)
-        # Add the parts in the kernel's order: with nearly equal logits the last bit decides.
-        logits = functools.reduce(torch.add, made.pop().float(), torch.zeros(tokens, experts, device="cuda")).bfloat16()
+        logits = sum_of_parts(router_logits(x, router), torch.bfloat16)
         assert torch.allclose(logits.double(), x.double() @ router.double().T, rtol=2**-8, atol=1e-5)
         weights, chosen = route(logits, top_k, renormalize)
         assert torch.equal(got.experts_TK.long(), chosen)

@@ -32,25 +32,20 @@ def scratch_for(experts: int) -> RouterScratch:
 
 
 @pytest.fixture(params=[False, True], ids=["one", "many"])
-def tokens_a_program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token a program chooses experts, or several, as in prefills."""
-    if request.param:
-        monkeypatch.setattr(triton_router, "MANY_TOKENS", 1)
+def many_tokens(request: pytest.FixtureRequest) -> int:
+    """A program chooses the experts of one token, or of several, as in prefills."""
+    return 1 if request.param else triton_router.MANY_TOKENS
 
 
-@pytest.mark.usefixtures("tokens_a_program")
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden"), [(1, 8, 2, 64), (3, 60, 4, 256), (11, 40, 8, 36), (2, 200, 6, 64)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_router_is_its_twin(tokens, experts, top_k, hidden, renormalize, dtype, monkeypatch):
+def test_the_router_is_its_twin(many_tokens, tokens, experts, top_k, hidden, renormalize, dtype):
     x, router = normal(tokens, hidden, dtype=dtype), normal(experts, hidden, dtype=dtype)
-    made = []
-    choose = triton_router.moe_choose
-    monkeypatch.setattr(triton_router, "moe_choose", lambda parts, *rest: made.append(parts) or choose(parts, *rest))
-    got = moe_route(x, router, top_k, renormalize, out=poisoned(tokens, top_k))
-    logits = made[0].float().sum(0).to(dtype)
+    got = moe_route(x, router, top_k, renormalize, out=poisoned(tokens, top_k), many_tokens=many_tokens)
+    logits = router_logits(x, router).float().sum(0).to(dtype)
     exact = x.double() @ router.double().T
     assert torch.allclose(logits.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
     weights, chosen = route(logits, top_k, renormalize)
@@ -58,55 +53,53 @@ def test_the_router_is_its_twin(tokens, experts, top_k, hidden, renormalize, dty
     assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.usefixtures("tokens_a_program")
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("experts", [70, 128, 129, 300])
-def test_experts_are_chosen_from_logits_of_any_dtype(renormalize, experts):
+def test_experts_are_chosen_from_logits_of_any_dtype(many_tokens, renormalize, experts):
     for dtype in (torch.float32, torch.bfloat16):
         logits = normal(5, experts, dtype=dtype)
-        got = moe_choose(logits[None], dtype, 6, renormalize, out=poisoned(5, 6))
+        got = moe_choose(logits[None], dtype, 6, renormalize, out=poisoned(5, 6), many_tokens=many_tokens)
         weights, chosen = route(logits, 6, renormalize)
         assert got.experts_TK.tolist() == chosen.tolist()
         assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.usefixtures("tokens_a_program")
-def test_parts_of_logits_are_added_up_and_rounded_once():
+def test_parts_of_logits_are_added_up_and_rounded_once(many_tokens):
     parts = normal(3, 4, 40, dtype=torch.float32)
-    got = moe_choose(parts, torch.bfloat16, 5, True)
+    got = moe_choose(parts, torch.bfloat16, 5, True, many_tokens=many_tokens)
     weights, chosen = route(parts.sum(0).bfloat16(), 5, True)
     assert got.experts_TK.tolist() == chosen.tolist()
     assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.usefixtures("tokens_a_program")
-def test_of_equal_logits_the_lower_index_comes_first():
+def test_of_equal_logits_the_lower_index_comes_first(many_tokens):
     logits = torch.tensor([[[0.0, 1.0, -0.0, 1.0, 0.0], [-0.0, 0.0, -0.0, 0.0, -1.0]]], device=DEVICE)
-    assert moe_choose(logits, torch.float32, 3, True).experts_TK.tolist() == [[1, 3, 0], [0, 1, 2]]
+    assert moe_choose(logits, torch.float32, 3, True, many_tokens=many_tokens).experts_TK.tolist() == [
+        [1, 3, 0],
+        [0, 1, 2],
+    ]
 
 
-@pytest.mark.usefixtures("tokens_a_program")
-def test_nan_logits_give_valid_experts():
+def test_nan_logits_give_valid_experts(many_tokens):
     logits = normal(3, 40, dtype=torch.float32)
     logits[0] = float("nan")
     logits[1, ::2] = float("nan")
-    got = moe_choose(logits[None], torch.float32, 4, True, out=poisoned(3, 4))
+    got = moe_choose(logits[None], torch.float32, 4, True, out=poisoned(3, 4), many_tokens=many_tokens)
     assert ((got.experts_TK >= 0) & (got.experts_TK < 40)).all()
     assert all(len(set(row)) == 4 for row in got.experts_TK.tolist())
     assert (got.experts_TK[1] % 2 == 1).all()
     assert got.weights_TK[0].isnan().all() and got.weights_TK[2].isfinite().all()
     for renormalize in (True, False):
-        weights = moe_choose(logits[None], torch.float32, 4, renormalize).weights_TK
+        weights = moe_choose(logits[None], torch.float32, 4, renormalize, many_tokens=many_tokens).weights_TK
         assert weights[:2].isnan().all() and weights[2].isfinite().all(), "a NaN counts even if it was not chosen"
 
 
-@pytest.mark.usefixtures("tokens_a_program")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
-def test_experts_are_recorded_for_replay_where_a_slot_is_given(dtype):
+def test_experts_are_recorded_for_replay_where_a_slot_is_given(many_tokens, dtype):
     x, router = normal(4, 32), normal(16, 32)
     kept = torch.full((6, 3, 2), 99, dtype=torch.int32).to(DEVICE, dtype)
     slots = torch.tensor([5, -1, 0, 2], device=DEVICE)
-    got = moe_route(x, router, 2, True, Record(kept[:, 1], slots))
+    got = moe_route(x, router, 2, True, Record(kept[:, 1], slots), many_tokens=many_tokens)
     kept = kept.cpu()  # a GPU picks no elements of uint16
     assert kept[[5, 0, 2], 1].tolist() == got.experts_TK[[0, 2, 3]].tolist()
     assert kept[:, [0, 2]].tolist() == [[[99, 99]] * 2] * 6
@@ -224,7 +217,7 @@ def test_logits_in_float32_are_rounded_nowhere(hidden, deterministic):
 
 @pytest.mark.parametrize("shared", [Shared(1), Shared(1, True), Shared(3, True)], ids=["plain", "gated", "three"])
 @pytest.mark.parametrize(("experts", "renormalize"), [(16, True), (40, False), *nightly((128, True))])
-def test_shared_experts_are_the_last_choices_of_every_token(shared, experts, renormalize, monkeypatch):
+def test_shared_experts_are_the_last_choices_of_every_token(shared, experts, renormalize):
     """By one launch or two, and of prefills; the record is without them, and their logit is not one of a choice."""
     tokens, hidden, top_k = 5, 96, 4
     residual, norm = normal(tokens, hidden), normal(hidden).abs()
@@ -241,9 +234,8 @@ def test_shared_experts_are_the_last_choices_of_every_token(shared, experts, ren
         assert torch.allclose(got.weights_TK[:, :top_k], weights, rtol=1e-5, atol=1e-7)
         assert got.experts_TK[:, top_k:].tolist() == [list(range(experts, experts + shared.experts))] * tokens
         assert torch.allclose(got.weights_TK[:, top_k:], gate.expand(-1, shared.experts), rtol=1e-5)
-    monkeypatch.setattr(triton_router, "MANY_TOKENS", 1)
     out = poisoned(tokens, top_k + shared.experts)
-    many = moe_choose(logits[None], torch.bfloat16, top_k, renormalize, record, out, shared=shared)
+    many = moe_choose(logits[None], torch.bfloat16, top_k, renormalize, record, out, shared=shared, many_tokens=1)
     assert many.experts_TK.tolist() == found.routing.experts_TK.tolist() and kept.tolist() == chosen.tolist()
     assert torch.allclose(many.weights_TK, found.routing.weights_TK, rtol=1e-5, atol=1e-7)
     alone = moe_route(found.x_TH, router, top_k, renormalize, shared=shared)

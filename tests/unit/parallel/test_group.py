@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rollout_kernels.parallel import TensorGroup, group
+from rollout_kernels.parallel import TensorGroup
 from rollout_kernels.parallel.group import HISTOGRAM_WORDS, NcclGroup
 from rollout_kernels.parallel.peer_buffers import PeerBuffers, buffer_layout, on_all
 
@@ -116,9 +116,7 @@ def test_what_fails_on_one_rank_fails_on_all(start_ranks: Callable[[int], Ranks]
 @pytest.mark.parametrize(
     ("ranks", "width", "few", "most"), [(2, 8192, 20, 256), (4, 8192, 20, 170), (4, 2048, 80, 256), (8, 64, 256, 256)]
 )
-def test_few_bytes_cross_as_words_more_as_rows_and_many_by_nccl(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, width: int, few: int, most: int
-) -> None:
+def test_few_bytes_cross_as_words_more_as_rows_and_many_by_nccl(ranks: int, width: int, few: int, most: int) -> None:
     """Rows of bf16, which are halves of words; the buffers that share counters have no more rows than their owner."""
     made = []
 
@@ -127,8 +125,8 @@ def test_few_bytes_cross_as_words_more_as_rows_and_many_by_nccl(
         shape, dtype = buffer_layout(ranks, rows, words, made[-1][2])
         return PeerBuffers.of(0, torch.empty(*shape, dtype=dtype, device="meta"), [0] * ranks, beside=how.get("beside"))
 
-    monkeypatch.setattr(group, "connect_peers", connect)
-    nccl = NcclGroup(SimpleNamespace(rank=lambda: 0, size=lambda: ranks), torch.device("cpu"))  # type: ignore[arg-type]
+    processes: Any = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
+    nccl = NcclGroup(processes, torch.device("cpu"), connect)
     nccl.prepare(width, torch.bfloat16)
     assert made == [(256, HISTOGRAM_WORDS, False), (most, width // 2, True), (few, width // 2, False)]
     for rows, buffers in ((few, nccl.peers), (few + 1, nccl.large_peers), (most + 1, None)):

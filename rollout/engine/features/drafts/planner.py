@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollout.config import EngineConstants
 from rollout.engine.features.drafts.acceptance import Acceptance
 from rollout.engine.features.drafts.counts import DraftCounts
 from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, After, DeviceDrafterName, HostDrafter
@@ -34,8 +35,6 @@ from rollout.engine.upload import IN_ROW_STATE
 #: While drafts do not pay, one plan in this number asks the drafter; the second while the costs of plain steps are
 #: not known.
 _ASKED_EVERY, _ASKED_SOON = 8, 4
-#: Part of the device's time that its drafter takes while its drafts do not pay.
-_UNPAID_SHARE = 0.005
 
 #: Gives a row pages for a number of tokens after its last one, as far as there are any.
 Grow = Callable[[Sequence, int], None]
@@ -78,6 +77,7 @@ class DraftPlanner:
         costs: of decode steps; corrected by the steps that run.
         adapts: drafts only where they pay, else always.
         on_device: the drafter on the device.
+        unpaid_share: part of the device's time that its drafter takes while its drafts do not pay.
     """
 
     def __init__(
@@ -88,8 +88,10 @@ class DraftPlanner:
         costs: StepCosts,
         adapts: bool = False,
         on_device: DeviceDrafterName = "none",
+        unpaid_share: float = EngineConstants().unpaid_share,
     ) -> None:
         self._drafter = drafter
+        self._unpaid_share = unpaid_share
         self.most = most  # drafts of a row in a step
         self._most_rows = most_rows
         self._followed: dict[Sequence, Acceptance] = {}  # that the drafter on the host knows
@@ -259,7 +261,7 @@ class DraftPlanner:
         alone_pays = any(self._paying([chances[alone]], [rows[alone]], self._costs.draft_s(1)))
         self._idle = After.READ if self._reads and alone_pays else After.NOTHING
         plain_s = self._costs.plain_s(len(seqs), _contexts(seqs))
-        if draft_s <= (self._unpaid - self._drafted_at) * _UNPAID_SHARE * plain_s:
+        if draft_s <= (self._unpaid - self._drafted_at) * self._unpaid_share * plain_s:
             self._drafted_at = self._unpaid
             return After.DRAFT
         return self._idle

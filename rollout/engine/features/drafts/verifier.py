@@ -53,14 +53,17 @@ _BEHIND_WORDS = 1  # of a row or a draft of a model with states: the drafts behi
 _BASE_WORDS = 4  # of a row after whose step the device drafts: row and place as int64
 _PAGE_WORDS = 3  # of a page that a verify step tells
 
+#: Measures what decode steps cost: as `measure_decode_costs`.
+MeasureCosts = Callable[[Executor, Slot, int, bool], StepCosts]
+
 
 class DraftVerifier(DeviceFeature):
     """Drafts for the model of a worker with speculation."""
 
     name = NAME
 
-    def __init__(self, engine: EngineSettings, model: LanguageModel) -> None:
-        self._engine, self._model = engine, model
+    def __init__(self, engine: EngineSettings, model: LanguageModel, measure: MeasureCosts) -> None:
+        self._engine, self._model, self._measure = engine, model, measure
         self.on_device = device_drafter(engine, model)
         self._made = 0 if self.on_device == "none" else engine.speculation_tokens  # by the device, for a row
         self.spare_words = verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
@@ -70,10 +73,10 @@ class DraftVerifier(DeviceFeature):
         self._costs: StepCosts | None = None  # measured before `host_part`
 
     @classmethod
-    def make(cls, site: Site) -> DraftVerifier | None:
+    def make(cls, site: Site, measure: MeasureCosts = measure_decode_costs) -> DraftVerifier | None:
         """See `DeviceFeature`."""
         engine = site.settings.engine
-        return None if engine.speculation == "off" else cls(engine, site.model)
+        return None if engine.speculation == "off" else cls(engine, site.model, measure)
 
     def begin_rows(self, rows: RowState) -> None:
         """Allocate the drafts beside the rows, and make the drafter on the device."""
@@ -92,7 +95,7 @@ class DraftVerifier(DeviceFeature):
 
     def measure(self, executor: Executor, slot: Slot) -> None:
         """Measure the costs of steps, before `host_part`; decode steps are captured."""
-        self._costs = measure_decode_costs(executor, slot, self._engine.step_rows, self._made > 0)
+        self._costs = self._measure(executor, slot, self._engine.step_rows, self._made > 0)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Drafting:
         """See `DeviceFeature`."""
@@ -102,7 +105,8 @@ class DraftVerifier(DeviceFeature):
         drafter = make(settings.constants.speculation_kept_tokens)
         assert self._costs is not None, "the costs are measured before"
         most = settings.speculation_tokens, settings.speculation_rows
-        planner = DraftPlanner(drafter, *most, self._costs, adapts, self.on_device)
+        unpaid_share = settings.constants.unpaid_share
+        planner = DraftPlanner(drafter, *most, self._costs, adapts, self.on_device, unpaid_share)
         names = self._model.draft_names() if isinstance(self._model, Decoder) else frozenset()
         version, counts = engine.version, DraftCounts()
         if isinstance(before, Drafting):
