@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from rollout.constraints.matcher import MOST_UNDONE, Constraint, Matcher, Narrows, mask_of
+from rollout.constraints.matcher import MOST_UNDONE, NEVER, Constraint, Matcher, Narrows, mask_of
 
 _WHITE = b" \t\r\n"
 #: Bytes of white space after a marker at the end of a prompt.
@@ -144,6 +144,9 @@ class AfterMarker:
     inner: Constraint
     marker: Marker
     prior: tuple[int, ...] = ()
+
+    foreseen = None
+    look_at = NEVER
 
     def start(self) -> AfterMatcher:
         """A matcher of a completion whose marker has not come yet."""

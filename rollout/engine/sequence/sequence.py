@@ -39,7 +39,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from rollout.constraints.matcher import Free, Matcher
+from rollout.constraints.matcher import NEVER, Free, Matcher
 from rollout.engine.adapters import Adapter, AdapterUse
 from rollout.engine.messages.requests import Request, RequestKey
 from rollout.engine.messages.to_service import Finish
@@ -159,6 +159,7 @@ class Sequence:
         "state",
         "stop_ids",
         "turn",
+        "unmasked_end",
         "void",
         "watched",
     )
@@ -175,6 +176,7 @@ class Sequence:
         self.stop_ids = frozenset(request.stop.token_ids)
         self.free: Free | None = None  # its constraint does not hold yet, and this finds where it will
         self.watched = self.stop_ids  # tokens that a commit examines
+        self.unmasked_end = 0  # tokens that were launched before its steps last began to have masks
         self.max_tokens = request.max_tokens
         self.prompt_len = len(request.prompt)
 
@@ -248,35 +250,42 @@ class Sequence:
         count = len(self.tokens)
         self.kv.take_back(self.launched - count)
         self.void, self.drafted, self.launched = self.inflight_refs, 0, count
+        self.unmasked_end = count
         self.adapter_use.dropped(count)
         self.drawn.tops.cut(count)
 
-    def begin_free(self) -> None:
-        """Its steps need no masks until its constraint holds, if that does not hold from the first token."""
+    def begin_free(self, rewinds: bool) -> None:
+        """Its steps need no masks until its constraint holds, if that does not hold from the first token.
+
+        `rewinds`: the row can draw a token again.
+        """
         constraint = self.group.request.constraint
-        if constraint is not None and constraint.free is not None:
-            self.free = constraint.free
-            self.watched = self.stop_ids | self.free.ends
+        if constraint is not None and (free := constraint.free if rewinds else constraint.foreseen) is not None:
+            self.free = free
+            self.watched = self.stop_ids | free.ends
             self.need_bits &= ~_CONSTRAIN
             self.note_constraint()
 
     def note_constraint(self) -> bool:
-        """Note whether the next token needs a mask; True if it does and the last one did not."""
+        """Note whether the next token needs a mask; True if it does and was launched without one."""
         if self.free is None:
             return False
-        narrows, before = self.free.narrows(self.tokens), self.need_bits
+        narrows = self.free.narrows(self.tokens)
         if narrows == "all":
             self.free, self.watched = None, self.stop_ids
         if narrows == "no":
             self.need_bits &= ~_CONSTRAIN
-        else:
+        elif not self.need_bits & _CONSTRAIN:
             self.need_bits |= _CONSTRAIN
-        return self.need_bits & ~before != 0
+            self.unmasked_end = self.launched
+        return narrows in ("next", "all") and len(self.tokens) < self.unmasked_end
 
     @property
-    def masked_for_now(self) -> bool:
-        """True while its tokens need masks, and one after them may be free again."""
-        return self.free is not None and self.need_bits & _CONSTRAIN != 0
+    def look_at(self) -> int:
+        """The number of tokens at which `note_constraint` is due."""
+        if self.free is None:
+            return NEVER
+        return len(self.tokens) + 1 if self.need_bits & _CONSTRAIN else self.free.look_at
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""

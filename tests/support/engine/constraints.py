@@ -21,7 +21,7 @@ X, Y, SIZE = list(range(10, 20)), list(range(20, 30)), list(range(30, 40))
 class Cycle:
     """x, y, size, x, y, size, ...: token i is of list i modulo their number; a stop token after whole cycles."""
 
-    free = None
+    free = foreseen = None
 
     def __init__(self, lists: list[list[int]], stop: int | None = None, vocab: int = VOCAB) -> None:
         self.lists, self.stop, self.vocab = lists, stop, vocab
