@@ -285,6 +285,8 @@ class Scheduler:
             roster.finish(seq, Finish("stop", token))
         elif count >= seq.max_tokens:
             roster.finish(seq, Finish("length"))
+        elif seq.repetition.found(drawn.tokens):
+            roster.finish(seq, Finish("repetition"))
         else:
             if request.stream_every and count - drawn.flushed >= request.stream_every:
                 roster.events.append(make_delta(seq, roster.features))

@@ -45,6 +45,7 @@ from rollout.engine.messages.requests import Request, RequestKey
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.sequence.drawn_tokens import DrawnTokens
 from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.repetition import repetition_of
 from rollout.engine.sequence.row_needs import RowNeeds, needs_of
 from rollout.engine.sequence.sequence_kv import SequenceKV
 from rollout.engine.sequence.session import Session
@@ -152,6 +153,7 @@ class Sequence:
         "max_tokens",
         "may_share",
         "priority",
+        "repetition",
         "prompt_len",
         "row",
         "row_ready",
@@ -181,6 +183,7 @@ class Sequence:
         self.prompt_len = len(request.prompt)
 
         self.drawn = DrawnTokens(request, self.needs.reshapes)
+        self.repetition = repetition_of(request, self.drawn.tokens)
         self.kv = SequenceKV()
         self.adapter_use = AdapterUse(group.adapter)
         self.matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it
@@ -282,10 +285,10 @@ class Sequence:
 
     @property
     def look_at(self) -> int:
-        """The number of tokens at which `note_constraint` is due."""
-        if self.free is None:
-            return NEVER
-        return len(self.tokens) + 1 if self.need_bits & _CONSTRAIN else self.free.look_at
+        """The number of tokens at which its constraint or repetitions have to be looked at, whatever the token is."""
+        count, free = len(self.tokens), self.free
+        constraint = NEVER if free is None else count + 1 if self.need_bits & _CONSTRAIN else free.look_at
+        return min(constraint, count + self.repetition.every)
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""
