@@ -58,14 +58,10 @@ NO_REPETITION = NoRepetition()
 def repetition_of(request: Request, known: array) -> NoRepetition:
     """What watches a completion of a request that has the tokens `known` as it begins."""
     rule = request.stop.repetition
-    if rule is None:
+    most = 0 if rule is None else min(rule.most, request.max_tokens // rule.count)  # larger ones do not fit
+    if rule is None or most < rule.least:
         return NO_REPETITION
-    most = min(rule.most, request.max_tokens // rule.count)  # larger ones do not fit
-    return (
-        Repetition(rule.least, most, rule.count, request.stop.min_tokens, known)
-        if most >= rule.least
-        else NO_REPETITION
-    )
+    return Repetition(rule.least, most, rule.count, request.stop.min_tokens, known)
 
 
 def _trues_at_end(values: np.ndarray) -> int:
