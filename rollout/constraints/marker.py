@@ -176,7 +176,7 @@ class AfterMarker:
         return "no" if self.marker.barred(last) is None else "next"
 
 
-class AfterMatcher:
+class AfterMatcher(Matcher):
     """The place of a completion: in its free part, or in the constraint after it."""
 
     def __init__(self, constraint: AfterMarker) -> None:
@@ -199,6 +199,13 @@ class AfterMatcher:
         inner = self._constraint.inner
         self._inner = inner.start_after(rest, token) if rest else inner.start()
         return self._inner is not None
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Advance by tokens; False if the constraint has begun and does not allow one of them."""
+        if self._inner is not None or not self._marker.ends.isdisjoint(tokens):
+            return super().follow(tokens)
+        self._free.extend(tokens)
+        return True
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         """Write the mask of the next token."""

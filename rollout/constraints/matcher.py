@@ -32,6 +32,10 @@ class Matcher(Protocol):
     def accept(self, token: int) -> bool:
         """Advance by one token; False if the constraint does not allow it here."""
 
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Advance by tokens; False if the constraint does not allow one of them. It may be quicker than `accept`."""
+        return all(map(self.accept, tokens))
+
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         """Write the mask of the next token into a row of an int32 tensor on the host."""
 
@@ -93,7 +97,7 @@ def mask_of(token_ids: Iterable[int], vocab: int) -> torch.Tensor:
     return mask_W
 
 
-class AllowList:
+class AllowList(Matcher):
     """The same tokens at every step. It has no state, so it is its own matcher."""
 
     free = foreseen = None
@@ -173,7 +177,7 @@ class GrammarConstraint:
         return GrammarMatcher(self, matcher, (token,)) if allowed else None
 
 
-class GrammarMatcher:
+class GrammarMatcher(Matcher):
     """A position in a grammar. `last` has the token before it, if there is one."""
 
     def __init__(self, constraint: GrammarConstraint, matcher: Any, last: Sequence[int]) -> None:

@@ -42,7 +42,7 @@ class ThoughtRule:
         """Tokens with which a thought may begin or end."""
         return frozenset((self.start[-1], self.end[-1]))
 
-    def after(self, prompt: np.ndarray, turn_ends: Iterable[int], prior: Iterable[int] = ()) -> Thoughts:
+    def after(self, prompt: np.ndarray, turn_ends: Iterable[int], prior: Sequence[int] = ()) -> Thoughts:
         """The place after a prompt, int32 [tokens], and the first tokens of a completion.
 
         A thought that the prompt left open goes on, unless one of `turn_ends` came after its start. It began with its
@@ -54,8 +54,7 @@ class ThoughtRule:
         reach = max(len(self.start), len(self.end))
         known = None if started <= ended else len(prompt) - begin - started
         thoughts = Thoughts(self, prompt[max(begin, len(prompt) - reach) :].tolist(), known)
-        for token in prior:
-            thoughts.accept(token)
+        thoughts.follow(prior)
         return thoughts
 
 
@@ -79,13 +78,21 @@ class Thoughts:
         """True inside of a thought."""
         return len(self._turns) % 2 == 1
 
-    def accept(self, token: int) -> bool:
-        """Go on by a token; True."""
+    def accept(self, token: int) -> None:
+        """Go on by a token."""
         self.count += 1
         self._last.append(token)
         if token in self.rule.lasts:
             self._turn()
-        return True
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Go on by tokens."""
+        if self.rule.lasts.isdisjoint(tokens):
+            self.count += len(tokens)
+            self._last.extend(tokens)
+        else:
+            for token in tokens:
+                self.accept(token)
 
     def undo(self, tokens: int) -> None:
         """Go back."""
@@ -126,7 +133,7 @@ class Thoughts:
         return last[max(len(last) - self.count + self._turns[-1], 0) :] if self._turns else last
 
 
-class Anything:
+class Anything(Matcher):
     """The constraint that allows everything. It has no state, so it is its own matcher."""
 
     complete = True
@@ -156,6 +163,10 @@ class Anything:
         return self
 
     def accept(self, token: int) -> bool:
+        """True."""
+        return True
+
+    def follow(self, tokens: Sequence[int]) -> bool:
         """True."""
         return True
 
@@ -211,8 +222,7 @@ class _Watch:
     def narrows(self, tokens: Sequence[int]) -> Narrows:
         """Of the token after these."""
         thoughts = self._thoughts
-        for token in tokens[thoughts.count :]:
-            thoughts.accept(token)
+        thoughts.follow(tokens[thoughts.count :])
         inner = self._inner.narrows(tokens)
         early = thoughts.due - self._ahead
         self.look_at = min(early, self._inner.look_at)
@@ -221,7 +231,7 @@ class _Watch:
         return "soon" if thoughts.count < thoughts.due else "next"
 
 
-class BudgetedMatcher:
+class BudgetedMatcher(Matcher):
     """The place of a completion in a constraint, and in its thoughts."""
 
     def __init__(self, inner: Matcher, thoughts: Thoughts) -> None:
@@ -232,6 +242,11 @@ class BudgetedMatcher:
         """Advance by one token; False if the constraint does not allow it here."""
         self._thoughts.accept(token)
         return self._inner.accept(token)
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Advance by tokens; False if the constraint does not allow one of them."""
+        self._thoughts.follow(tokens)
+        return self._inner.follow(tokens)
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         """Write the mask of the next token: the forced one alone, if the constraint allows it."""
@@ -254,8 +269,11 @@ class BudgetedMatcher:
         return self._inner.complete
 
 
-def forced_places(thoughts: Thoughts, tokens: Iterable[int]) -> list[int]:
+def forced_places(thoughts: Thoughts, tokens: Sequence[int]) -> list[int]:
     """Go on by these tokens; returns the positions in the completion of those that were forced."""
+    if thoughts.rule.lasts.isdisjoint(tokens) and thoughts.count + len(tokens) <= thoughts.due:
+        thoughts.follow(tokens)
+        return []
     found = []
     for token in tokens:
         if thoughts.count >= thoughts.due and thoughts.forced == token:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout.constraints.marker import AfterMarker
-from rollout.constraints.matcher import AllowList
+from rollout.constraints.matcher import AllowList, Matcher
 from rollout.engine.step import masks
 from rollout.process.deadline_thread import DeadlineCall
 from tests.support.engine.harness import VOCAB
@@ -30,7 +30,7 @@ class Cycle:
         return CyclePlace(self)
 
 
-class CyclePlace:
+class CyclePlace(Matcher):
     def __init__(self, cycle: Cycle) -> None:
         self.cycle, self.at = cycle, 0
 
